@@ -1,0 +1,1 @@
+"""Takes pages in and generates tokens by continuous batching."""

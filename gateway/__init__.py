@@ -1,0 +1,1 @@
+"""The gRPC API, the HTTP bridge and the life of a request."""

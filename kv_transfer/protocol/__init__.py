@@ -1,0 +1,1 @@
+"""The sans-I/O state machines of the handoff."""

@@ -1,0 +1,1 @@
+"""The payload paths of the handoff, one file each, behind one interface."""

@@ -1,0 +1,1 @@
+"""Computes prompts in chunks and streams their pages out."""

@@ -1,0 +1,1 @@
+"""Configuration, errors, gRPC, telemetry, logging and clock of every service; no torch, no redis."""

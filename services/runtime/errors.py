@@ -1,0 +1,82 @@
+"""The exception tree of the whole project, without any transport: no grpc, no HTTP.
+
+`services.runtime.status` maps each class to its gRPC status, HTTP status and OpenAI error object in one table.
+"""
+
+
+class TandemError(Exception):
+    """Root of the tree.
+
+    `message` is for the person who sent the request or runs the cluster; it never holds prompt text or internals.
+    `retry_after_s` is the time after which it may be worth trying again, or None where that is unknown or pointless.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(TandemError):
+    """The request itself is wrong. `field` names the offending field, in the words of the API that was used."""
+
+    def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
+
+
+class NotFound(InvalidRequest):
+    """The request names something that does not exist: a model, a worker, a path."""
+
+
+class AlreadyExists(InvalidRequest):
+    """A running request has the same id."""
+
+
+class Overloaded(TandemError):
+    """There is no room in the cluster now."""
+
+
+class NoFreePages(Overloaded):
+    """The page pool of a worker cannot hold the request now."""
+
+
+class RateLimited(TandemError):
+    """The tenant's own limit is reached."""
+
+
+class WorkerUnavailable(TandemError):
+    """A worker cannot be reached, has died or is leaving."""
+
+
+class TransferFailed(TandemError):
+    """A handoff could not be proven complete."""
+
+
+class LeaseLost(WorkerUnavailable):
+    """A time-limited ownership ended before its holder renewed it."""
+
+
+class DeadlineExceeded(TandemError):
+    """The request's deadline passed."""
+
+
+class RequestCancelled(TandemError):
+    """The client went away or asked to stop."""
+
+
+class LayoutMismatch(TandemError):
+    """Two workers' pages do not fit together; the pair must not be used."""
+
+
+class InvariantViolated(TandemError):
+    """The program contradicts itself; the process cannot be trusted any more and must exit."""
+
+
+class ConfigError(TandemError):
+    """A setting is wrong; the message names the key, the value and the rule."""
+
+
+class ModelError(TandemError):
+    """A model folder is missing, incomplete, unsafe or of an unknown architecture; the message says what to do."""

@@ -1,0 +1,1 @@
+"""Pure policies: plain data and a time in, a decision out; no I/O, no clock."""

@@ -1,0 +1,1 @@
+"""The simulator: the same policies and protocol under a virtual clock."""
