@@ -1,14 +1,15 @@
 """The exception tree of the whole project, without any transport: no grpc, no HTTP.
 
-`services.runtime.status` maps each class to its gRPC status, HTTP status and OpenAI error object in one table.
+`services.runtime.status` maps each class to its gRPC status, HTTP status and OpenAI error in one table.
 """
 
 
 class TandemError(Exception):
     """Root of the tree.
 
-    `message` is for the person who sent the request or runs the cluster; it never holds prompt text or internals.
-    `retry_after_s` is the time after which it may be worth trying again, or None where that is unknown or pointless.
+    `message` is for the person who sent the request or runs the cluster; it holds no prompt text and no
+    internals. `retry_after_s` is the time after which it may be worth trying again, or None where that is
+    unknown or pointless.
     """
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
@@ -18,7 +19,7 @@ class TandemError(Exception):
 
 
 class InvalidRequest(TandemError):
-    """The request itself is wrong. `field` names the offending field, in the words of the API that was used."""
+    """The request itself is wrong. `field` names the offending field in the words of the API in use."""
 
     def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -58,6 +59,14 @@ class LeaseLost(WorkerUnavailable):
     """A time-limited ownership ended before its holder renewed it."""
 
 
+class StaleIncarnation(WorkerUnavailable):
+    """A message is meant for another life of this process; the sender's view is out of date."""
+
+
+class StoreUnavailable(TandemError):
+    """Redis cannot be asked now. Its content is a hint, so whoever meets this goes on from its own view."""
+
+
 class DeadlineExceeded(TandemError):
     """The request's deadline passed."""
 
@@ -70,7 +79,11 @@ class LayoutMismatch(TandemError):
     """Two workers' pages do not fit together; the pair must not be used."""
 
 
-class InvariantViolated(TandemError):
+class InternalError(TandemError):
+    """A fault in this program or, read from a message, in its sender. Details are only in the log."""
+
+
+class InvariantViolated(InternalError):
     """The program contradicts itself; the process cannot be trusted any more and must exit."""
 
 
@@ -79,4 +92,4 @@ class ConfigError(TandemError):
 
 
 class ModelError(TandemError):
-    """A model folder is missing, incomplete, unsafe or of an unknown architecture; the message says what to do."""
+    """A model folder is missing, incomplete, unsafe or of an unknown kind; the message says what to do."""

@@ -1,0 +1,1 @@
+"""What is measured, against which peers, with one command each."""

@@ -1,0 +1,170 @@
+"""A whole cluster as a context: `tandem up` in a process of its own on free ports, ended on leaving.
+
+Used by the benchmarks and by the system tests; knows only the command line and the public API.
+"""
+
+import contextlib
+import itertools
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import grpc
+import msgspec
+
+from protos import inference_pb2, inference_pb2_grpc
+
+READY_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running cluster: where its APIs are, and the process that owns it."""
+
+    http: str
+    grpc: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    def get(self, path: str) -> Any:
+        """GET a JSON document from the HTTP API."""
+        with urllib.request.urlopen(self.http + path, timeout=10) as response:
+            return msgspec.json.decode(response.read())
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """POST a JSON document to the HTTP API and return the answer's."""
+        request = urllib.request.Request(
+            self.http + path, data=msgspec.json.encode(body), headers={"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return msgspec.json.decode(response.read())
+
+    @contextlib.asynccontextmanager
+    async def inference(self) -> AsyncIterator["inference_pb2_grpc.InferenceAsyncStub"]:
+        """A stub of the Inference service on a channel of its own."""
+        async with grpc.aio.insecure_channel(self.grpc) as channel:
+            yield inference_pb2_grpc.InferenceStub(channel)
+
+
+@contextlib.contextmanager
+def running_cluster(*arguments: str, model: Path | None = None, prefill: int = 1, decode: int = 1) -> Iterator[Cluster]:
+    """Start a cluster, wait until it is ready, and end it. Raises RuntimeError with its log when it does not start."""
+    command = [sys.executable, "-m", "services.cli.main", "up"]
+    command += ["--prefill", str(prefill), "--decode", str(decode), "--http-port", "0", "--grpc-port", "0"]
+    command += ["--model", str(model)] if model is not None else []
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+        log = Path(folder) / "stderr.log"
+        with log.open("w") as stderr:
+            process = subprocess.Popen(
+                [*command, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            addresses = _wait_until_ready(process, log)
+            yield Cluster(f"{addresses['http']}", addresses["grpc"], process, log)
+        finally:
+            _stop(process, log)
+
+
+def _wait_until_ready(process: subprocess.Popen[str], log: Path) -> dict[str, str]:
+    stdout = _require(process.stdout)
+    line = stdout.readline()
+    if not line.startswith("ready "):
+        process.wait(STOP_TIMEOUT_S)
+        raise RuntimeError(f"tandem up did not become ready (exit {process.returncode}):\n{log.read_text()}")
+    return dict(part.split("=", 1) for part in line.split()[1:])
+
+
+def _stop(process: subprocess.Popen[str], log: Path) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise RuntimeError(f"tandem up did not end on SIGTERM:\n{log.read_text()}") from None
+    _require(process.stdout).close()
+
+
+def _require(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None, "the process was started with a pipe"
+    return stream
+
+
+@dataclass
+class Answer:
+    """One streamed answer with the time at which each message arrived, in seconds since the request was sent."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: int = 0
+    usage: inference_pb2.Usage | None = None
+    arrivals_s: list[tuple[float, int]] = field(default_factory=list)
+    """(time, tokens in the message) of every message that had tokens."""
+    sent_at_s: float = 0.0
+    """time.monotonic() when the request was sent."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.arrivals_s[0][0]
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Gaps between messages with tokens."""
+        times = [time_s for time_s, _ in self.arrivals_s]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+def request(prompt: Sequence[int] | str, request_id: str = "", **sampling: Any) -> inference_pb2.GenerateRequest:
+    """A GenerateRequest for token ids or text, with SamplingParams by name."""
+    message = inference_pb2.GenerateRequest(request_id=request_id, sampling=inference_pb2.SamplingParams(**sampling))
+    if isinstance(prompt, str):
+        message.text = prompt
+    else:
+        message.token_ids.ids.extend(prompt)
+    return message
+
+
+async def stream(
+    stub: "inference_pb2_grpc.InferenceAsyncStub",
+    message: inference_pb2.GenerateRequest,
+    *,
+    timeout_s: float = 120,
+) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    """The messages of one Generate call."""
+    async for response in stub.Generate(message, timeout=timeout_s):
+        yield response
+
+
+async def collect(
+    stub: "inference_pb2_grpc.InferenceAsyncStub",
+    message: inference_pb2.GenerateRequest,
+    *,
+    timeout_s: float = 120,
+) -> Answer:
+    """Run one Generate call to its end. Raises AssertionError when an index is missing or repeated."""
+    answer = Answer(sent_at_s=time.monotonic())
+    async for response in stream(stub, message, timeout_s=timeout_s):
+        if response.token_ids:
+            assert response.first_index == len(answer.token_ids), "an index is missing or repeated"
+            answer.arrivals_s.append((time.monotonic() - answer.sent_at_s, len(response.token_ids)))
+        answer.token_ids += response.token_ids
+        answer.text += response.text
+        answer.finish_reason = response.finish_reason
+        if response.HasField("usage"):
+            answer.usage = response.usage
+    assert answer.finish_reason, "the stream ended without a finish reason"
+    return answer

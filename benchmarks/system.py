@@ -1,0 +1,185 @@
+"""The whole system against what it is made of, in one run: `python -m benchmarks.system [--json FILE]`.
+
+Three questions, each a ratio of two things that were measured in turn on the same machine:
+
+- Decode: tokens/s of 16 streams through gateway and decode worker, over the bare engine loop on the same batch. The limit
+  is 1: the engine cannot be faster than itself.
+- First token: TTFT of 1P1D over one process that does both (a decode worker alone). The limit is the same prefill.
+- Streams: TTFT and ITL of 64 concurrent streams on 2P2D.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster import Answer, Cluster, collect, request, running_cluster
+from demo import DEMO_MODEL
+from services.engine.engine import EngineParts, load_engine
+from services.engine.sequence import Sampling, Sequence
+from services.engine.step import SampledToken, StepItem, StepPlan
+
+BATCH = 16
+PROMPT_TOKENS = 64
+NEW_TOKENS = 192
+TTFT_PROMPT_TOKENS = (64, 256, 768)
+NUM_STREAMS = 64
+
+
+def main() -> None:
+    """Measure, print, and write the figures as JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="checkpoint folder (default: the demo model)")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each pair; medians are printed")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    arguments = parser.parse_args()
+    figures: dict[str, Any] = {"model": arguments.model.name, "rounds": arguments.rounds}
+    figures["decode"] = measure_decode(arguments.model, arguments.rounds)
+    figures["first_token"] = measure_first_token(arguments.model, arguments.rounds)
+    figures["streams"] = measure_streams(arguments.model)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def measure_decode(model: Path, rounds: int) -> dict[str, float]:
+    """Decode tokens/s at batch 16, the system's over the bare engine's, in pairs."""
+    parts = load_engine(model, threads=1, kv_memory_bytes=1 << 28)
+    bare, system = [], []
+    with running_cluster("--threads", "1", model=model) as cluster:
+        for n in range(rounds + 1):
+            bare.append(bare_decode_rate(parts))
+            system.append(asyncio.run(system_decode_rate(cluster)))
+            if n == 0:  # the first pair only warms up
+                bare.clear()
+                system.clear()
+    ratio = statistics.median(s / b for s, b in zip(system, bare, strict=True))
+    figures = {"bare_tok_s": statistics.median(bare), "system_tok_s": statistics.median(system), "ratio": ratio}
+    print(
+        f"decode, batch {BATCH}: system {figures['system_tok_s']:.0f} tok/s, bare engine {figures['bare_tok_s']:.0f} "
+        f"tok/s (the limit), ratio {ratio:.2f} (aim 0.80)"
+    )
+    return figures
+
+
+def bare_decode_rate(parts: EngineParts) -> float:
+    """Tokens/s of the engine's own loop: every sequence decodes in every step."""
+    sampling = Sampling(max_tokens=NEW_TOKENS, temperature=0.0)
+    sequences = []
+    for n in range(BATCH):
+        sequence = Sequence(n, prompt(n), sampling=sampling)
+        num_pages = parts.pool.layout.num_pages_for(sequence.max_num_tokens)
+        sequence.page_table = parts.allocator.allocate(num_pages, state="used")
+        sequences.append(sequence)
+    step(parts, sequences)
+    started_s = time.perf_counter()
+    for _ in range(NEW_TOKENS - 1):
+        step(parts, sequences)
+    elapsed_s = time.perf_counter() - started_s
+    for sequence in sequences:
+        parts.allocator.release(sequence.page_table)
+    return BATCH * (NEW_TOKENS - 1) / elapsed_s
+
+
+def step(parts: EngineParts, sequences: list[Sequence]) -> None:
+    """One engine step over all sequences."""
+    plan = StepPlan([StepItem(sequence, sequence.num_uncomputed_tokens) for sequence in sequences])
+    result = parts.runner.run(plan)
+    for sequence, outcome in zip(sequences, result.outcomes, strict=True):
+        assert isinstance(outcome, SampledToken), outcome
+        sequence.num_computed_tokens = sequence.num_tokens
+        sequence.append_token(outcome.token_id)
+
+
+async def system_decode_rate(cluster: Cluster) -> float:
+    """Tokens/s of 16 gRPC streams, between the moment when all decode and the moment when the first one ends."""
+    async with cluster.inference() as stub:
+        answers = await asyncio.gather(
+            *(
+                collect(stub, request(prompt(n), temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True))
+                for n in range(BATCH)
+            )
+        )
+    begin_s = max(absolute(answer)[0] for answer in answers)
+    end_s = min(absolute(answer)[-1] for answer in answers)
+    num_tokens = sum(
+        count
+        for answer in answers
+        for time_s, count in answer.arrivals_s
+        if begin_s < answer.sent_at_s + time_s <= end_s
+    )
+    return num_tokens / (end_s - begin_s)
+
+
+def absolute(answer: Answer) -> list[float]:
+    """time.monotonic() at the arrival of each message with tokens."""
+    return [answer.sent_at_s + time_s for time_s, _ in answer.arrivals_s]
+
+
+def measure_first_token(model: Path, rounds: int) -> dict[str, dict[str, float]]:
+    """TTFT of 1P1D and of one process, in turn; both with one thread per process."""
+    figures = {}
+    with (
+        running_cluster("--threads", "1", model=model) as two,
+        running_cluster("--threads", "1", model=model, prefill=0) as one,
+    ):
+        for num_tokens in TTFT_PROMPT_TOKENS:
+            pairs = [
+                (asyncio.run(ttft_s(two, num_tokens, n)), asyncio.run(ttft_s(one, num_tokens, n)))
+                for n in range(2 * rounds + 1)
+            ][1:]
+            two_s, one_s = (statistics.median(times) for times in zip(*pairs, strict=True))
+            figures[str(num_tokens)] = {"two_s": two_s, "one_s": one_s, "added_s": two_s - one_s}
+            print(
+                f"first token, prompt of {num_tokens}: 1P1D {two_s * 1e3:.1f} ms, one process {one_s * 1e3:.1f} ms "
+                f"(the limit), added {(two_s - one_s) * 1e3:+.1f} ms, ratio {two_s / one_s:.2f}"
+            )
+    return figures
+
+
+async def ttft_s(cluster: Cluster, num_tokens: int, seed: int) -> float:
+    """Time to the first token of one request on an idle cluster."""
+    async with cluster.inference() as stub:
+        await collect(stub, request(prompt(seed, 8), max_tokens=2, ignore_eos=True))  # opens the connection
+        return (await collect(stub, request(prompt(seed, num_tokens), max_tokens=4, ignore_eos=True))).ttft_s
+
+
+def measure_streams(model: Path) -> dict[str, float]:
+    """TTFT and ITL percentiles of 64 streams that start together on 2P2D."""
+    with running_cluster(model=model, prefill=2, decode=2) as cluster:
+        asyncio.run(run_streams(cluster, 8))  # warms up
+        answers = asyncio.run(run_streams(cluster, NUM_STREAMS))
+    ttfts = sorted(answer.ttft_s for answer in answers)
+    itls = sorted(gap for answer in answers for gap in answer.itls_s)
+    figures = {
+        "ttft_p50_s": percentile(ttfts, 50),
+        "ttft_p99_s": percentile(ttfts, 99),
+        "itl_p50_s": percentile(itls, 50),
+        "itl_p99_s": percentile(itls, 99),
+    }
+    print(f"{NUM_STREAMS} streams, 2P2D: " + ", ".join(f"{k[:-2]} {v * 1e3:.1f} ms" for k, v in figures.items()))
+    return figures
+
+
+async def run_streams(cluster: Cluster, num_streams: int) -> list[Answer]:
+    """Start all streams at once and read them to the end."""
+    async with cluster.inference() as stub:
+        return await asyncio.gather(
+            *(collect(stub, request(prompt(n), max_tokens=64, ignore_eos=True, seed=n)) for n in range(num_streams))
+        )
+
+
+def percentile(ordered: list[float], percent: float) -> float:
+    """Nearest-rank percentile of sorted values."""
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def prompt(seed: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
+    """Token ids that differ from seed to seed; any model knows ids below 300."""
+    return [(seed * 31 + n * 7) % 290 + 5 for n in range(num_tokens)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Settings: frozen dataclasses filled once from flags and TANDEM_* variables. Knows no service's settings.
+
+A class of settings looks like this, and nothing but `load` reads the environment:
+
+    @dataclass(frozen=True)
+    class Config:
+        port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Never, TypeVar, cast, overload
+from urllib.parse import urlsplit
+
+from services.runtime.errors import ConfigError
+
+ENV_PREFIX = "TANDEM_"
+MAX_SHOWN_CHARACTERS = 200
+
+T = TypeVar("T")
+C = TypeVar("C")
+
+_METADATA_KEY = "tandem.option"
+_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SIZE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T]):
+    """A kind of value: how its text is read and which rule it keeps. `parse` raises ValueError."""
+
+    parse: Callable[[str], T]
+    rule: str
+    is_flag: bool = False
+    """The flag takes no value: `--name` and `--no-name`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPort:
+    """Where to listen or to connect."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        """host:port, with an IPv6 host in brackets."""
+        return join_host_port(self.host, self.port)
+
+
+@overload
+def option(kind: Kind[T], *, help: str) -> T: ...
+@overload
+def option(kind: Kind[T], *, help: str, default: T) -> T: ...
+@overload
+def option(kind: Kind[T], *, help: str, default: None) -> T | None: ...
+def option(kind: Kind[Any], *, help: str, default: Any = dataclasses.MISSING) -> Any:
+    """A field of a settings class. Without `default` it must be given. None as default means "not given"."""
+    metadata = {_METADATA_KEY: (kind, help)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def load(config_class: type[C], argv: Sequence[str], *, prog: str, environ: Mapping[str, str] | None = None) -> C:
+    """Builds the settings from flags, then TANDEM_* variables, then defaults.
+
+    Raises ConfigError naming key, value and rule. `--help` prints all settings and ends the process with 0.
+    """
+    environ = os.environ if environ is None else environ
+    given = vars(_parser(config_class, prog).parse_args(list(argv)))
+    values = {field.name: _value(field, given.get(field.name), environ) for field in _fields(config_class)}
+    return config_class(**values)
+
+
+def text(*, pattern: str | None = None, rule: str = "a text that is not empty") -> Kind[str]:
+    """A text that is not empty and, where given, matches the whole pattern."""
+
+    def parse(value: str) -> str:
+        _require(bool(value) and (pattern is None or re.fullmatch(pattern, value) is not None))
+        return value
+
+    return Kind(parse, rule)
+
+
+def integer(minimum: int, maximum: int | None = None) -> Kind[int]:
+    """A whole number in [minimum, maximum]."""
+
+    def parse(value: str) -> int:
+        number = int(value)
+        _require(number >= minimum and (maximum is None or number <= maximum))
+        return number
+
+    upper = "" if maximum is None else f" and at most {maximum}"
+    return Kind(parse, f"a whole number of at least {minimum}{upper}")
+
+
+def number(minimum: float, maximum: float = math.inf) -> Kind[float]:
+    """A finite number in [minimum, maximum]."""
+
+    def parse(value: str) -> float:
+        parsed = float(value)
+        _require(math.isfinite(parsed) and minimum <= parsed <= maximum)
+        return parsed
+
+    upper = "" if maximum == math.inf else f" and at most {maximum:g}"
+    return Kind(parse, f"a number of at least {minimum:g}{upper}")
+
+
+def flag() -> Kind[bool]:
+    """True or false; as a flag `--name` or `--no-name`."""
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
+
+    def parse(value: str) -> bool:
+        _require(value.lower() in words)
+        return words[value.lower()]
+
+    return Kind(parse, "true or false", is_flag=True)
+
+
+def choice(*names: str) -> Kind[str]:
+    """One of several names."""
+
+    def parse(value: str) -> str:
+        _require(value in names)
+        return value
+
+    return Kind(parse, "one of " + ", ".join(names))
+
+
+def size_bytes(minimum: int = 1) -> Kind[int]:
+    """A number of bytes, such as 4096, 64MiB or 2GiB."""
+
+    def parse(value: str) -> int:
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?) ?([a-z]*)", value.strip().lower())
+        _require(match is not None and match[2] in _SIZE_UNITS)
+        assert match is not None
+        size = (
+            int(float(match[1]) * _SIZE_UNITS[match[2]]) if "." in match[1] else int(match[1]) * _SIZE_UNITS[match[2]]
+        )
+        _require(size >= minimum)
+        return size
+
+    return Kind(parse, f"a size of at least {minimum} bytes, such as 512MiB or 2GiB")
+
+
+def host_port() -> Kind[HostPort]:
+    """An address such as 127.0.0.1:50051 or [::1]:50051."""
+    return Kind(split_host_port, "host:port with a port from 0 to 65535")
+
+
+def path(*, must_exist: bool = False) -> Kind[Path]:
+    """A path on this machine."""
+
+    def parse(value: str) -> Path:
+        _require(bool(value) and "\0" not in value)
+        found = Path(value).expanduser()
+        _require(found.exists() or not must_exist)
+        return found
+
+    return Kind(parse, "a path that exists" if must_exist else "a path")
+
+
+def url(*schemes: str) -> Kind[str]:
+    """A URL of one of the schemes."""
+
+    def parse(value: str) -> str:
+        parts = urlsplit(value)
+        _require(parts.scheme in schemes and bool(parts.netloc or parts.path.strip("/")))
+        _ = parts.port
+        return value
+
+    return Kind(parse, "a URL beginning with " + " or ".join(f"{scheme}://" for scheme in schemes))
+
+
+def comma_separated(kind: Kind[T]) -> Kind[tuple[T, ...]]:
+    """Several values of one kind, at least one, separated by commas."""
+
+    def parse(value: str) -> tuple[T, ...]:
+        return tuple(kind.parse(part.strip()) for part in value.split(","))
+
+    return Kind(parse, f"one or more, separated by commas, of: {kind.rule}")
+
+
+def split_host_port(value: str) -> HostPort:
+    """Reads host:port, an IPv6 host in brackets. Raises ValueError."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\s:\[\]/]+)):(\d{1,5})", value)
+    _require(match is not None)
+    assert match is not None
+    port = int(match[3])
+    _require(port <= 65535)
+    return HostPort(match[1] or match[2], port)
+
+
+def join_host_port(host: str, port: int) -> str:
+    """host:port, with an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def shown(value: str) -> str:
+    """A value as it may be printed: without the password of a URL, and not endless."""
+    hidden = re.sub(r"://[^@/\s]*@", "://***@", value)
+    return repr(hidden if len(hidden) <= MAX_SHOWN_CHARACTERS else hidden[:MAX_SHOWN_CHARACTERS] + "…")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises ConfigError instead of ending the process."""
+
+    def error(self, message: str) -> Never:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def _parser(config_class: type[Any], prog: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=prog, description=(config_class.__doc__ or "").strip(), allow_abbrev=False)
+    for field in _fields(config_class):
+        kind, help_text = _kind(field), field.metadata[_METADATA_KEY][1]
+        explained = f"{help_text} Rule: {kind.rule}. {_default_words(field)} [{_env_name(field)}]".replace("%", "%%")
+        if kind.is_flag:
+            parser.add_argument(_flag_name(field), dest=field.name, action="store_const", const="true", help=explained)
+            negative = _flag_name(field).replace("--", "--no-", 1)
+            parser.add_argument(negative, dest=field.name, action="store_const", const="false", help=argparse.SUPPRESS)
+        else:
+            placeholder = field.name.rsplit("_", 1)[-1].upper()
+            parser.add_argument(_flag_name(field), dest=field.name, metavar=placeholder, help=explained)
+    return parser
+
+
+def _fields(config_class: type[Any]) -> list["dataclasses.Field[Any]"]:
+    return [field for field in dataclasses.fields(config_class) if _METADATA_KEY in field.metadata]
+
+
+def _kind(field: "dataclasses.Field[Any]") -> Kind[Any]:
+    return cast(Kind[Any], field.metadata[_METADATA_KEY][0])
+
+
+def _flag_name(field: "dataclasses.Field[Any]") -> str:
+    return "--" + field.name.replace("_", "-")
+
+
+def _env_name(field: "dataclasses.Field[Any]") -> str:
+    return ENV_PREFIX + field.name.upper()
+
+
+def _default_words(field: "dataclasses.Field[Any]") -> str:
+    if field.default is dataclasses.MISSING:
+        return "Required."
+    return "" if field.default is None else f"Default: {field.default}."
+
+
+def _value(field: "dataclasses.Field[Any]", flag_value: str | None, environ: Mapping[str, str]) -> Any:
+    """The field's value from the first place that gives one; an empty variable counts as not given."""
+    key, raw = _flag_name(field), flag_value
+    if raw is None:
+        key, raw = _env_name(field), environ.get(_env_name(field)) or None
+    if raw is None:
+        if field.default is dataclasses.MISSING:
+            raise ConfigError(f"{_flag_name(field)} (or {_env_name(field)}) is required: {_kind(field).rule}")
+        return field.default
+    try:
+        return _kind(field).parse(raw)
+    except ValueError:
+        raise ConfigError(f"{key} is {shown(raw)} but must be {_kind(field).rule}") from None
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError("the value does not keep its rule")

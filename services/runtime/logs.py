@@ -1,0 +1,75 @@
+"""Structured logs: one JSON object per line, or a readable line on a terminal. Knows no service.
+
+Fields come with `extra=`: `logger.info("admitted", extra=request_fields(request_id, attempt, traceparent))`.
+"""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+LEVELS = ("debug", "info", "warning", "error")
+MAX_MESSAGE_CHARACTERS = 16_384
+
+_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def setup(level: str, *, service: str, worker_id: str = "", stream: TextIO | None = None) -> None:
+    """Sends all records to stderr (or `stream`): as JSON, or as readable lines if that is a terminal."""
+    target = sys.stderr if stream is None else stream
+    handler = logging.StreamHandler(target)
+    identity = {"service": service} | ({"worker_id": worker_id} if worker_id else {})
+    handler.setFormatter(HumanFormatter() if target.isatty() else JsonFormatter(identity))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    logging.getLogger("opentelemetry").setLevel("ERROR")
+
+
+def request_fields(request_id: str, attempt: int, traceparent: str = "") -> dict[str, Any]:
+    """The fields by which the records of one request are found; `traceparent` is W3C's, or empty."""
+    fields: dict[str, Any] = {"request_id": request_id, "attempt": attempt}
+    parts = traceparent.split("-")
+    if len(parts) == 4:
+        fields["trace_id"] = parts[1]
+    return fields
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record; `identity` is added to each."""
+
+    def __init__(self, identity: dict[str, str]) -> None:
+        super().__init__()
+        self._identity = identity
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line; line breaks in a message are escaped, so it cannot forge a record."""
+        entry: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage()[:MAX_MESSAGE_CHARACTERS],
+            "logger": record.name,
+        }
+        entry.update(self._identity)
+        entry.update(_extra_fields(record))
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str, ensure_ascii=True)
+
+
+class HumanFormatter(logging.Formatter):
+    """A short line for a terminal, with control characters made visible."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line; a traceback follows on lines of its own."""
+        moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        fields = "".join(f" {name}={value}" for name, value in _extra_fields(record).items())
+        message = record.getMessage()[:MAX_MESSAGE_CHARACTERS]
+        line = f"{moment} {record.levelname.lower():7} {record.name}: {message}{fields}"
+        shown = "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in line)
+        return f"{shown}\n{self.formatException(record.exc_info)}" if record.exc_info else shown
+
+
+def _extra_fields(record: logging.LogRecord) -> dict[str, Any]:
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD_ATTRIBUTES}

@@ -1,0 +1,88 @@
+"""The life of a service process: its exit code, its signals, its event loop, its parent. Knows no service."""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NoReturn
+
+import uvloop
+
+from services.runtime.errors import ConfigError, ModelError
+
+DIE_WITH_PARENT_ENV = "TANDEM_DIE_WITH_PARENT"
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+_PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger(__name__)
+
+
+def run(main: Callable[[], object]) -> NoReturn:
+    """Ends the process after `main`: 0 clean, 2 and one sentence for bad settings or model, 1 otherwise."""
+    sys.exit(exit_code(main))
+
+
+def exit_code(main: Callable[[], object]) -> int:
+    """Calls `main` and says how the process should end."""
+    try:
+        main()
+    except (ConfigError, ModelError) as error:
+        print(f"error: {error.message}", file=sys.stderr)  # noqa: T201 - the one sentence for whoever started us
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return EXIT_FAILED
+    except SystemExit as exit_request:
+        return exit_request.code if isinstance(exit_request.code, int) else EXIT_FAILED * bool(exit_request.code)
+    except Exception:  # the outermost frame: whatever ends a service is logged and told by the exit code
+        logger.exception("the process failed")
+        return EXIT_FAILED
+    return 0
+
+
+def run_async(main: Coroutine[Any, Any, Any]) -> None:
+    """Runs a coroutine on a new uvloop event loop until it returns."""
+    uvloop.run(main)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[asyncio.Event]:
+    """Gives an event that SIGTERM or SIGINT sets. A second signal ends the process at once, 128 + number."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        logger.info("stopping", extra={"signal": number.name})
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def die_with_parent(*, signal_number: int = signal.SIGKILL) -> None:
+    """Makes the kernel end this process with its parent, if TANDEM_DIE_WITH_PARENT asks for it.
+
+    Its value is the parent's process id, or 1 for whichever parent there is now. Linux only; elsewhere nothing
+    happens. The signal comes when the *thread* that started this process ends, so a parent starts its children
+    from a thread that lives on.
+    """
+    wanted = os.environ.get(DIE_WITH_PARENT_ENV, "")
+    if not wanted or not sys.platform.startswith("linux"):
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    is_orphan = os.getppid() != int(wanted) if wanted.isdigit() and wanted != "1" else os.getppid() == 1
+    if is_orphan:
+        os._exit(EXIT_FAILED)

@@ -1,0 +1,317 @@
+"""gRPC servers and channels with one way to fail, keepalive, health and reflection. Knows no service of ours.
+
+Every handler runs inside `StatusInterceptor`: an error of the tree becomes its status with details, anything else
+becomes INTERNAL with a generic text, bytes that are no message become INVALID_ARGUMENT, and a caller that does not
+read is cut off. Streaming handlers read by iterating over their requests and answer by yielding.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.rpc import status_pb2  # type: ignore[import-untyped]
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.runtime import status
+from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
+from services.runtime.config import join_host_port
+from services.runtime.errors import ConfigError, InvalidRequest, Overloaded, TandemError
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+DETAILS_METADATA_KEY = "grpc-status-details-bin"
+PUSHBACK_METADATA_KEY = "grpc-retry-pushback-ms"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How patient a connection is."""
+
+    keepalive_time_ms: int
+    """Silence after which the peer is pinged."""
+    keepalive_timeout_ms: int
+    """Time that a ping may stay unanswered before the connection is given up."""
+    min_ping_interval_ms: int
+    """Fastest pinging that the server takes from a client."""
+    write_timeout_s: float
+    """Time that one streamed message may wait for a reader before the call is cut off."""
+    max_streams_per_connection: int
+
+
+INTERNAL = Profile(
+    keepalive_time_ms=1000,
+    keepalive_timeout_ms=1500,
+    min_ping_interval_ms=500,
+    write_timeout_s=3.0,
+    max_streams_per_connection=1024,
+)
+"""Between our own processes: a peer that vanished is noticed within 2.5 s."""
+
+PUBLIC = Profile(
+    keepalive_time_ms=20_000,
+    keepalive_timeout_ms=10_000,
+    min_ping_interval_ms=5000,
+    write_timeout_s=30.0,
+    max_streams_per_connection=128,
+)
+"""Towards clients that we do not know."""
+
+
+class RpcServer:
+    """A gRPC server with health per service; register servicers on `server` before `start`."""
+
+    def __init__(self, server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+        self.server = server
+        self._service_names = ("", *service_names)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens on exactly this address and says on which port; 0 picks a free one. Health is NOT_SERVING.
+
+        Raises ConfigError where the address cannot be had, also when another process listens on it.
+        """
+        if not host:
+            raise ConfigError("the host to listen on is '' but must be an address; 0.0.0.0 means all")
+        await self.set_serving(False)
+        address = join_host_port(host, port)
+        try:
+            bound_port = self.server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: it is in use or not an address of ours") from error
+        await self.server.start()
+        return bound_port
+
+    async def set_serving(self, is_serving: bool, *service_names: str) -> None:
+        """Sets the health of some services, or of all of them and the server as a whole."""
+        known = health_pb2.HealthCheckResponse
+        value = known.SERVING if is_serving else known.NOT_SERVING
+        for name in service_names or self._service_names:
+            await self._health.set(name, value)
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new call, waits `grace_s` for the running ones, then cancels them."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+def make_server(
+    service_names: Sequence[str],
+    *,
+    profile: Profile = INTERNAL,
+    with_reflection: bool = True,
+    max_concurrent_rpcs: int | None = None,
+) -> RpcServer:
+    """A server for these services (full names such as tandem.v1.Link); called on the event loop that runs it."""
+    server = grpc.aio.server(
+        interceptors=[StatusInterceptor(write_timeout_s=profile.write_timeout_s)],
+        options=_server_options(profile),
+        maximum_concurrent_rpcs=max_concurrent_rpcs,
+    )
+    if with_reflection:
+        names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+    return RpcServer(server, service_names)
+
+
+def make_channel(address: str, *, profile: Profile = INTERNAL) -> grpc.aio.Channel:
+    """A channel with a connection of its own that notices a dead peer, comes back fast and uses no proxy."""
+    return grpc.aio.insecure_channel(address, options=_channel_options(profile))
+
+
+def call_deadline(
+    context: "grpc.aio.ServicerContext[Any, Any]", *, maximum_s: float, clock: Clock = SYSTEM_CLOCK
+) -> Deadline:
+    """The caller's deadline, or `maximum_s` from now where that is sooner or the caller gave none."""
+    remaining_s = context.time_remaining()
+    if remaining_s is None or not math.isfinite(remaining_s):
+        remaining_s = maximum_s
+    return Deadline.after(min(remaining_s, maximum_s), clock=clock)
+
+
+def error_from_rpc(error: grpc.RpcError) -> TandemError:
+    """The error that a failed call means: the very class if our own server answered, else by its status code.
+
+    Texts of gRPC itself hold addresses and are left out; chain the original with `raise … from error`.
+    """
+    code = error.code() if isinstance(error, grpc.aio.AioRpcError) else grpc.StatusCode.UNKNOWN
+    details = _rich_details(error) if isinstance(error, grpc.aio.AioRpcError) else None
+    message = details.message if details is not None else f"a call ended with {code.name}"
+    return status.from_rich_status(code, message, details)
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Gives every handler of a server the same way to fail, to read and to write."""
+
+    def __init__(self, *, write_timeout_s: float) -> None:
+        self._write_timeout_s = write_timeout_s
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wraps the handler that would answer; unknown methods stay UNIMPLEMENTED."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        behaviour = _inner_behaviour(handler)
+        method = str(handler_call_details.method)
+
+        async def answer_unary(request_or_iterator: Any, context: Any) -> Any:
+            async with _statuses(context, method):
+                return await behaviour(_readable(request_or_iterator), context)
+
+        async def answer_stream(request_or_iterator: Any, context: Any) -> None:
+            async with _statuses(context, method):
+                await self._write_all(behaviour(_readable(request_or_iterator), context), context)
+
+        wrap = getattr(grpc, f"{_arity_name(handler)}_rpc_method_handler")
+        answer = answer_stream if handler.response_streaming else answer_unary
+        return wrap(answer, _tolerant(handler.request_deserializer), handler.response_serializer)
+
+    async def _write_all(self, responses: Any, context: Any) -> None:
+        """Writes what the handler yields. The handler's cleanup has run when this returns or raises."""
+        if not hasattr(responses, "__aiter__"):
+            await responses
+            return
+        async with contextlib.aclosing(responses):
+            async for response in responses:
+                await self._write(response, context)
+
+    async def _write(self, response: Any, context: Any) -> None:
+        limit = asyncio.timeout(self._write_timeout_s)
+        try:
+            async with limit:
+                await context.write(response)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Overloaded("the stream was cut off because it was not read") from None
+
+
+class _Undecodable:
+    """Stands for a request whose bytes are no message; the handler never sees it."""
+
+
+_UNDECODABLE = _Undecodable()
+
+
+@contextlib.asynccontextmanager
+async def _statuses(context: Any, method: str) -> AsyncIterator[None]:
+    """Turns what a handler raises into the call's status."""
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except TandemError as error:
+        if not status.row_of(error).is_public:
+            logger.error("a call failed", exc_info=error, extra={"method": method})
+        await _abort(context, error)
+    except Exception as error:  # the boundary: the caller gets a status and never a text of ours
+        logger.error("a handler failed", exc_info=error, extra={"method": method})
+        await _abort(context, error)
+
+
+async def _abort(context: Any, error: BaseException) -> None:
+    rich = status.rich_status(error)
+    metadata: list[tuple[str, str | bytes]] = [(DETAILS_METADATA_KEY, rich.SerializeToString())]
+    delay_s = status.retry_after_s(error)
+    if delay_s is not None:
+        metadata.append((PUSHBACK_METADATA_KEY, str(round(delay_s * 1000))))
+    await context.abort(status.grpc_status(error), rich.message, tuple(metadata))
+
+
+def _inner_behaviour(handler: Any) -> Callable[[Any, Any], Any]:
+    behaviour: Callable[[Any, Any], Any] = getattr(handler, _arity_name(handler))
+    return behaviour
+
+
+def _arity_name(handler: Any) -> str:
+    requests = "stream" if handler.request_streaming else "unary"
+    return f"{requests}_{'stream' if handler.response_streaming else 'unary'}"
+
+
+def _tolerant(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """A deserializer that marks bad bytes; gRPC would answer INTERNAL to an exception here."""
+    if deserializer is None:
+        return None
+
+    def decode(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except Exception:  # noqa: BLE001 - whatever a decoder raises on foreign bytes is the sender's fault
+            return _UNDECODABLE
+
+    return decode
+
+
+def _readable(request_or_iterator: Any) -> Any:
+    """The request itself, or an iterator over the requests; raises InvalidRequest at the one that is no message."""
+    if hasattr(request_or_iterator, "__aiter__"):
+        return _readable_each(request_or_iterator)
+    if request_or_iterator is _UNDECODABLE:
+        raise _undecodable_error()
+    return request_or_iterator
+
+
+async def _readable_each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        if request is _UNDECODABLE:
+            raise _undecodable_error()
+        yield request
+
+
+def _undecodable_error() -> InvalidRequest:
+    return InvalidRequest("the message is not valid protobuf of the expected type, or holds text that is not UTF-8")
+
+
+def _rich_details(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_METADATA_KEY and isinstance(value, bytes):
+            with contextlib.suppress(ValueError):
+                return status_pb2.Status.FromString(value)
+    return None
+
+
+def _common_options(profile: Profile) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", profile.keepalive_time_ms),
+        ("grpc.keepalive_timeout_ms", profile.keepalive_timeout_ms),
+        # Without this one a peer whose kernel still answers (a stopped process, a stuck proxy) is noticed after 60 s.
+        ("grpc.http2.ping_timeout_ms", profile.keepalive_timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def _server_options(profile: Profile) -> list[tuple[str, int]]:
+    return [
+        *_common_options(profile),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", profile.min_ping_interval_ms),
+        ("grpc.max_concurrent_streams", profile.max_streams_per_connection),
+        # Two processes that share a port would each get half of the calls, and nobody would notice.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def _channel_options(profile: Profile) -> list[tuple[str, int]]:
+    return [
+        *_common_options(profile),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 500),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # Retries are the caller's decision, which knows attempts and fences.
+        ("grpc.enable_retries", 0),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]

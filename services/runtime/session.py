@@ -1,0 +1,276 @@
+"""The worker's side of sessions: one stream per gateway, commands in, one batch of events per engine step out.
+
+Knows neither what a command does nor what an engine is. All methods but `emit_many` belong to the event loop.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from protos import worker_pb2
+from services.runtime import status
+from services.runtime.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    StaleIncarnation,
+    TandemError,
+    WorkerUnavailable,
+)
+
+logger = logging.getLogger(__name__)
+
+Payload: TypeAlias = (
+    worker_pb2.Admitted
+    | worker_pb2.Refused
+    | worker_pb2.PrefillStarted
+    | worker_pb2.Tokens
+    | worker_pb2.HandedOff
+    | worker_pb2.DecodeStarted
+    | worker_pb2.Finished
+    | worker_pb2.Failed
+)
+
+_FIELD_OF_PAYLOAD: dict[type[Any], str] = {
+    worker_pb2.Admitted: "admitted",
+    worker_pb2.Refused: "refused",
+    worker_pb2.PrefillStarted: "prefill_started",
+    worker_pb2.Tokens: "tokens",
+    worker_pb2.HandedOff: "handed_off",
+    worker_pb2.DecodeStarted: "decode_started",
+    worker_pb2.Finished: "finished",
+    worker_pb2.Failed: "failed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What a gateway may ask of a worker's memory and patience."""
+
+    beat_s: float = 1.0
+    """Longest silence: after it a message with the load alone is sent."""
+    hello_timeout_s: float = 5.0
+    max_pending_events: int = 65_536
+    """Events that wait for a gateway which does not read; with one more its session is cut off."""
+    max_events_per_message: int = 4096
+    max_sessions: int = 64
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One open stream from one gateway process."""
+
+    session_id: int
+    gateway_incarnation: str
+    is_closed: bool = False
+    error: TandemError | None = None
+    """Why it was closed; None: the gateway left."""
+    pending: list["Emission"] = field(default_factory=list)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Emission(NamedTuple):
+    """One event for one attempt of one session."""
+
+    session: Session
+    request_id: str
+    attempt: int
+    payload: Payload
+
+
+CommandHandler: TypeAlias = Callable[[Session, Any], Awaitable[None]]
+
+
+class SessionServer:
+    """Serves `Session` of a worker.
+
+    `handlers` maps a command's name in its oneof (all but hello) to what it does. Commands of a session are handled
+    one after the other, so a handler must not wait for an engine step. An error that a handler raises is answered
+    with Refused if the command brought a sequence, and logged otherwise. `load` is called for every message.
+    `on_session_closed` is called once per session, on the loop, when it ends for whatever reason.
+    """
+
+    def __init__(
+        self,
+        *,
+        incarnation: str,
+        handlers: Mapping[str, CommandHandler],
+        load: Callable[[], worker_pb2.WorkerLoad],
+        on_session_closed: Callable[[Session], None],
+        limits: SessionLimits | None = None,
+    ) -> None:
+        self._incarnation = incarnation
+        self._handlers = dict(handlers)
+        self._load = load
+        self._on_session_closed = on_session_closed
+        self._limits = limits or SessionLimits()
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._sessions: dict[str, Session] = {}
+        self._session_ids = itertools.count(1)
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """The open sessions."""
+        return tuple(self._sessions.values())
+
+    async def serve(self, commands: AsyncIterator[Any]) -> AsyncIterator[worker_pb2.StepEvents]:
+        """The body of `Session`: `async for events in sessions.serve(request_iterator): yield events`.
+
+        Raises StaleIncarnation if hello means another incarnation, InvalidRequest for a command out of order,
+        Overloaded if the gateway does not read, WorkerUnavailable if `close` ended it.
+        """
+        session = await self._open(commands)
+        reader = asyncio.create_task(self._read(session, commands), name=f"session-{session.session_id}")
+        try:
+            while not session.is_closed:
+                session.wake.clear()
+                yield self._take(session)
+                if not session.pending:
+                    await self._wait(session)
+        finally:
+            self._close(session, None)
+            reader.cancel()
+            await asyncio.wait((reader,))
+        if session.error is not None:
+            raise session.error
+
+    def emit(self, session: Session, request_id: str, attempt: int, payload: Payload) -> None:
+        """Sends one event; what is emitted before the stream is written next goes into one message."""
+        self._enqueue((Emission(session, request_id, attempt, payload),))
+
+    def emit_many(self, emissions: Iterable[Emission]) -> None:
+        """Sends events from any thread, such as all of one engine step. Events of a closed session are dropped."""
+        if threading.get_ident() == self._loop_thread:
+            self._enqueue(emissions)
+            return
+        # A closed loop means that the process is ending and nobody is left to read.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._enqueue, emissions)
+
+    def load_changed(self) -> None:
+        """Sends the load now, such as when the worker's state has changed."""
+        for session in self._sessions.values():
+            session.wake.set()
+
+    def close(self, error: TandemError | None = None) -> None:
+        """Ends all sessions; the gateways see `error`, or that the worker is leaving."""
+        for session in self.sessions:
+            self._close(session, error or WorkerUnavailable("the worker is leaving"))
+
+    async def _open(self, commands: AsyncIterator[Any]) -> Session:
+        hello = await self._hello(commands)
+        if hello.worker_incarnation not in ("", self._incarnation):
+            raise StaleIncarnation("this worker has been restarted since")
+        if not hello.gateway_incarnation:
+            raise InvalidRequest("hello must name the gateway", field="gateway_incarnation")
+        previous = self._sessions.get(hello.gateway_incarnation)
+        if previous is not None:
+            self._close(previous, StaleIncarnation("the gateway has opened another session"))
+        if len(self._sessions) >= self._limits.max_sessions:
+            raise Overloaded(f"this worker serves no more than {self._limits.max_sessions} gateways")
+        session = Session(next(self._session_ids), hello.gateway_incarnation)
+        self._sessions[session.gateway_incarnation] = session
+        return session
+
+    async def _hello(self, commands: AsyncIterator[Any]) -> worker_pb2.SessionHello:
+        try:
+            async with asyncio.timeout(self._limits.hello_timeout_s):
+                first = await anext(commands)
+        except TimeoutError:
+            raise DeadlineExceeded("no hello came in time") from None
+        except StopAsyncIteration:
+            raise InvalidRequest("the session ended before its hello") from None
+        if first.WhichOneof("command") != "hello":
+            raise InvalidRequest("the first command must be hello", field="command")
+        hello: worker_pb2.SessionHello = first.hello
+        return hello
+
+    async def _read(self, session: Session, commands: AsyncIterator[Any]) -> None:
+        error: TandemError | None = None
+        try:
+            async for command in commands:
+                await self._handle(session, command)
+        except TandemError as broken:
+            error = broken
+        except Exception as broken:  # a loop root: the session ends with whatever ended its reader
+            logger.error("reading a session failed", exc_info=broken)
+            error = WorkerUnavailable("the session broke")
+        self._close(session, error)
+
+    async def _handle(self, session: Session, command: Any) -> None:
+        name = command.WhichOneof("command")
+        handler = self._handlers.get(name or "")
+        if handler is None:
+            raise InvalidRequest(f"a session does not take the command {name or 'without content'}", field="command")
+        payload = getattr(command, name)
+        try:
+            await handler(session, payload)
+        except Exception as error:  # one command's failure must not end the session of the others
+            if not isinstance(error, TandemError) or not status.row_of(error).is_public:
+                logger.error("a command failed", exc_info=error, extra={"command": name})
+            if "sequence" in payload.DESCRIPTOR.fields_by_name:
+                self.emit(session, payload.sequence.id.request_id, payload.sequence.id.attempt, refused(error))
+
+    async def _wait(self, session: Session) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.beat_s):
+                await session.wake.wait()
+
+    def _enqueue(self, emissions: Iterable[Emission]) -> None:
+        for emission in emissions:
+            session = emission.session
+            if session.is_closed:
+                continue
+            if len(session.pending) >= self._limits.max_pending_events:
+                self._close(session, Overloaded("the session was cut off because it was not read"))
+                continue
+            session.pending.append(emission)
+            session.wake.set()
+
+    def _take(self, session: Session) -> worker_pb2.StepEvents:
+        limit = self._limits.max_events_per_message
+        taken, session.pending = session.pending[:limit], session.pending[limit:]
+        message = worker_pb2.StepEvents(worker_incarnation=self._incarnation, load=self._load())
+        for emission in taken:
+            _add_event(message, emission)
+        return message
+
+    def _close(self, session: Session, error: TandemError | None) -> None:
+        if session.is_closed:
+            return
+        session.is_closed = True
+        session.error = error
+        session.pending.clear()
+        session.wake.set()
+        if self._sessions.get(session.gateway_incarnation) is session:
+            del self._sessions[session.gateway_incarnation]
+        self._on_session_closed(session)
+
+
+def refused(error: BaseException) -> worker_pb2.Refused:
+    """The error as the answer to an attempt that is not taken."""
+    code, message = status.to_wire(error)
+    delay_s = status.retry_after_s(error) or 0.0
+    return worker_pb2.Refused(code=code, message=message, retry_after_ms=max(0, round(delay_s * 1000)))
+
+
+def failed(error: BaseException) -> worker_pb2.Failed:
+    """The error as the end of an attempt that was taken."""
+    code, message = status.to_wire(error)
+    return worker_pb2.Failed(code=code, message=message)
+
+
+def _add_event(message: worker_pb2.StepEvents, emission: Emission) -> None:
+    """Fills the event in its place: building it first and copying it costs two and a half times as much."""
+    event = message.events.add()
+    event.id.request_id = emission.request_id
+    event.id.attempt = emission.attempt
+    payload: Any = getattr(event, _FIELD_OF_PAYLOAD[type(emission.payload)])
+    payload.SetInParent()
+    payload.CopyFrom(emission.payload)

@@ -1,0 +1,117 @@
+"""What surrounds a request goes away: Redis frozen, emptied or killed, a worker killed. Answers stay the same."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from benchmarks.cluster import Answer, Cluster, collect, request, running_cluster, stream
+from services.cluster.embedded import EmbeddedRedis
+
+REBUILD_TIMEOUT_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(redis_server: EmbeddedRedis) -> Iterator[Cluster]:
+    with running_cluster("--redis", redis_server.url, prefill=2, decode=2) as cluster:
+        yield cluster
+
+
+async def answers(cluster: Cluster, num_requests: int = 6) -> list[Answer]:
+    async with cluster.inference() as stub:
+        return await asyncio.gather(
+            *(collect(stub, request(f"def f{n}(", max_tokens=12, seed=n), timeout_s=20) for n in range(num_requests))
+        )
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+async def test_redis_frozen(cluster: Cluster, redis_server: EmbeddedRedis) -> None:
+    before = await answers(cluster)
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    try:
+        for _ in range(4):  # longer than a lease lasts
+            assert tokens(await answers(cluster)) == tokens(before)
+            await asyncio.sleep(1)
+    finally:
+        os.kill(redis_server.pid, signal.SIGCONT)
+    assert tokens(await answers(cluster)) == tokens(before)
+
+
+async def test_redis_emptied(cluster: Cluster, redis_server: EmbeddedRedis) -> None:
+    before = await answers(cluster)
+    await flush(redis_server)
+    assert tokens(await answers(cluster)) == tokens(before)
+    await workers_are_back(redis_server)
+
+
+async def test_redis_killed_and_started_empty(cluster: Cluster, redis_server: EmbeddedRedis) -> None:
+    before = await answers(cluster)
+    redis_server.kill()
+    try:
+        assert tokens(await answers(cluster)) == tokens(before)
+    finally:
+        redis_server.start()
+    await workers_are_back(redis_server)
+    assert tokens(await answers(cluster)) == tokens(before)
+
+
+async def test_a_decode_worker_is_killed_in_the_middle(cluster: Cluster, wait_until_idle: Any) -> None:
+    """The streams that it served go on elsewhere, with the tokens that they would have had."""
+    messages = [request(f"class A{n}:", max_tokens=120, seed=n, ignore_eos=True) for n in range(6)]
+    async with cluster.inference() as stub:
+        undisturbed = await asyncio.gather(*(collect(stub, message) for message in messages))
+        streams = [stream(stub, message) for message in messages]
+        received: list[list[int]] = [[] for _ in messages]
+        for n, responses in enumerate(streams):  # every stream is under way
+            async for response in responses:
+                received[n] += response.token_ids
+                if response.token_ids:
+                    break
+        victim = next(w for w in cluster.get("/cluster")["workers"] if w["role"] == "decode" and w["running"])
+        os.kill(victim["pid"], signal.SIGKILL)
+
+        async def rest(n: int) -> None:
+            async for response in streams[n]:
+                if response.token_ids:
+                    assert response.first_index == len(received[n])
+                received[n] += response.token_ids
+
+        await asyncio.gather(*(rest(n) for n in range(len(streams))))
+    assert received == tokens(undisturbed)
+    await asyncio.to_thread(wait_until_idle, cluster)
+
+
+async def flush(redis_server: EmbeddedRedis) -> None:
+    client = redis.asyncio.Redis.from_url(redis_server.url)
+    await client.flushall()
+    await client.aclose()
+
+
+async def workers_are_back(redis_server: EmbeddedRedis) -> None:
+    """All four workers have written themselves into an empty Redis in time."""
+    client = redis.asyncio.Redis.from_url(redis_server.url)
+    deadline = time.monotonic() + REBUILD_TIMEOUT_S
+    try:
+        while True:
+            keys = [key async for key in client.scan_iter(match="*worker*")]
+            names = b" ".join(keys)
+            if all(name in names for name in (b"prefill-0", b"prefill-1", b"decode-0", b"decode-1")):
+                return
+            assert time.monotonic() < deadline, f"not all workers came back: {keys}"
+            await asyncio.sleep(0.05)
+    finally:
+        await client.aclose()

@@ -1,0 +1,81 @@
+"""Fixtures of the runtime's tests: a real OTLP receiver."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+
+@dataclass(frozen=True)
+class ReceivedSpan:
+    service: str
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_unix_ns: int
+    end_unix_ns: int
+    is_error: bool
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """A collector that keeps what it gets, for looking at it afterwards."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.spans: list[ReceivedSpan] = []
+        self.delay_s = 0.0
+        self._arrived = asyncio.Condition()
+
+    async def Export(self, request: Any, context: Any) -> Any:
+        await asyncio.sleep(self.delay_s)
+        for resource_spans in request.resource_spans:
+            service = _attributes(resource_spans.resource.attributes).get("service.name", "")
+            for scope_spans in resource_spans.scope_spans:
+                self.spans.extend(_span(service, span) for span in scope_spans.spans)
+        async with self._arrived:
+            self._arrived.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    async def wait_for(self, count: int, *, timeout_s: float = 10.0) -> list[ReceivedSpan]:
+        async with asyncio.timeout(timeout_s), self._arrived:
+            await self._arrived.wait_for(lambda: len(self.spans) >= count)
+        return self.spans
+
+    def by_name(self, name: str) -> ReceivedSpan:
+        (span,) = [span for span in self.spans if span.name == name]
+        return span
+
+
+@pytest.fixture
+async def otlp_receiver() -> AsyncIterator[OtlpReceiver]:
+    receiver = OtlpReceiver()
+    server = grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
+    receiver.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    yield receiver
+    await server.stop(None)
+
+
+def _span(service: str, span: Any) -> ReceivedSpan:
+    return ReceivedSpan(
+        service=service,
+        name=span.name,
+        trace_id=span.trace_id.hex(),
+        span_id=span.span_id.hex(),
+        parent_id=span.parent_span_id.hex(),
+        start_unix_ns=span.start_time_unix_nano,
+        end_unix_ns=span.end_time_unix_nano,
+        is_error=span.status.code == 2,
+        attributes=_attributes(span.attributes),
+    )
+
+
+def _attributes(pairs: Any) -> dict[str, Any]:
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}

@@ -1,0 +1,153 @@
+"""Settings from flags, environment and defaults; every error names key, value and rule."""
+
+from dataclasses import FrozenInstanceError, dataclass
+from pathlib import Path
+
+import pytest
+
+from services.runtime.config import (
+    HostPort,
+    choice,
+    comma_separated,
+    flag,
+    host_port,
+    integer,
+    load,
+    number,
+    option,
+    path,
+    size_bytes,
+    split_host_port,
+    text,
+    url,
+)
+from services.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a test."""
+
+    model: str = option(text(), help="What to serve.")
+    kv_pages: int | None = option(integer(1, 1000), default=None, help="Pages of the pool, 100 % of it.")
+    kv_memory: int = option(size_bytes(), default=2**30, help="Size of the pool.")
+    ratio: float = option(number(0, 1), default=0.5, help="A share.")
+    transport: str = option(choice("auto", "shm", "tcp"), default="auto", help="How to send.")
+    listen: HostPort = option(  # noqa: RUF009 - `option` makes a field
+        host_port(), default=HostPort("127.0.0.1", 0), help="Where."
+    )
+    verbose: bool = option(flag(), default=False, help="Says more.")
+    redis: str | None = option(url("redis", "unix"), default=None, help="Which Redis.")
+    tags: tuple[str, ...] = option(comma_separated(text()), default=(), help="Some.")
+    derived: int = 7
+
+
+def loaded(*argv: str, **environ: str) -> Settings:
+    return load(Settings, argv, prog="test", environ=environ)
+
+
+def test_defaults_flags_and_environment() -> None:
+    settings = loaded("--model", "m")
+    assert settings == Settings(model="m")
+    assert settings.kv_memory == 2**30
+    settings = loaded("--kv-pages=5", "--ratio", "1", TANDEM_MODEL="env", TANDEM_KV_PAGES="9", TANDEM_RATIO="")
+    assert (settings.model, settings.kv_pages, settings.ratio) == ("env", 5, 1.0)
+    with pytest.raises(FrozenInstanceError):
+        settings.model = "other"  # type: ignore[misc]
+
+
+def test_every_kind_is_read() -> None:
+    settings = loaded(
+        *("--model", "m", "--kv-memory", "2GiB", "--transport", "tcp", "--listen", "[::1]:80"),
+        *("--verbose", "--redis", "unix:///tmp/x.sock", "--tags", "a, b"),
+    )
+    assert settings.kv_memory == 2 * 2**30
+    assert settings.listen == HostPort("::1", 80)
+    assert str(settings.listen) == "[::1]:80"
+    assert settings.verbose
+    assert settings.tags == ("a", "b")
+    assert not loaded("--model", "m", "--no-verbose", TANDEM_VERBOSE="1").verbose
+    assert loaded("--model", "m", TANDEM_VERBOSE="Yes").verbose
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "parts"),
+    [
+        ((), {}, ["--model", "TANDEM_MODEL", "required"]),
+        (("--model", ""), {}, ["--model", "''", "not empty"]),
+        (("--kv-pages", "0"), {}, ["--kv-pages", "'0'", "at least 1 and at most 1000"]),
+        (("--kv-pages", "1001"), {}, ["'1001'", "1000"]),
+        (("--kv-pages", "x"), {}, ["--kv-pages", "'x'", "whole number"]),
+        (("--kv-pages", "1.5"), {}, ["whole number"]),
+        (("--kv-pages", "9" * 5000), {}, ["--kv-pages", "…"]),
+        ((), {"TANDEM_MODEL": "m", "TANDEM_KV_PAGES": "-3"}, ["TANDEM_KV_PAGES", "'-3'", "at least 1"]),
+        (("--ratio", "nan"), {}, ["--ratio", "'nan'"]),
+        (("--ratio", "inf"), {}, ["--ratio", "'inf'"]),
+        (("--ratio", "1.01"), {}, ["at most 1"]),
+        (("--kv-memory", "2XB"), {}, ["--kv-memory", "'2XB'", "512MiB"]),
+        (("--kv-memory", "0"), {}, ["at least 1 bytes"]),
+        (("--transport", "pigeon"), {}, ["'pigeon'", "auto, shm, tcp"]),
+        (("--listen", "host"), {}, ["'host'", "host:port"]),
+        (("--listen", "host:65536"), {}, ["65535"]),
+        (("--redis", "http://x"), {}, ["'http://x'", "redis:// or unix://"]),
+        (("--redis", "redis://u:secret@x:port"), {}, ["redis://***@x:port"]),
+        (("--tags", "a,,b"), {}, ["--tags"]),
+        ((), {"TANDEM_MODEL": "m", "TANDEM_VERBOSE": "maybe"}, ["TANDEM_VERBOSE", "'maybe'", "true or false"]),
+        (("--nonsense", "1"), {}, ["--nonsense"]),
+        (("--mod", "m"), {}, ["--mod"]),
+        (("--model",), {}, ["--model", "expected one argument"]),
+        (("--model", "m", "stray"), {}, ["stray"]),
+    ],
+)
+def test_errors_name_key_value_and_rule(argv: tuple[str, ...], environ: dict[str, str], parts: list[str]) -> None:
+    if "--model" not in argv and argv and argv[0] != "--mod":
+        argv = ("--model", "m", *argv)
+    with pytest.raises(ConfigError) as caught:
+        loaded(*argv, **environ)
+    for part in parts:
+        assert part in caught.value.message
+    assert "secret" not in caught.value.message
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 600
+
+
+def test_a_negative_number_is_a_value_and_not_a_flag() -> None:
+    @dataclass(frozen=True)
+    class Negative:
+        """Settings."""
+
+        seed: int = option(integer(-(2**63), 2**63 - 1), default=0, help="Seed.")
+
+    assert load(Negative, ["--seed", "-5"], prog="test", environ={}).seed == -5
+
+
+def test_help_names_flags_variables_rules_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        loaded("--help")
+    assert caught.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in ("Settings of a test.", "--kv-pages", "[TANDEM_KV_PAGES]", "at most 1000", "100 %", "Default: auto"):
+        assert part in shown
+    assert "derived" not in shown
+
+
+def test_paths_may_have_to_exist(tmp_path: Path) -> None:
+    assert path(must_exist=True).parse(str(tmp_path)) == tmp_path
+    with pytest.raises(ValueError, match="rule"):
+        path(must_exist=True).parse(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("1", 1), ("1b", 1), ("4096", 4096), ("64MiB", 64 * 2**20), ("1.5 gib", 3 * 2**29), ("2GB", 2 * 10**9)],
+)
+def test_sizes(size: str, expected: int) -> None:
+    assert size_bytes().parse(size) == expected
+
+
+@pytest.mark.parametrize(
+    "value", ["", ":1", "h:", "h:x", "a:b:1", "[::1]", "::1:5", "h:-1", "h :1", "h:99999", "h/x:1"]
+)
+def test_bad_addresses(value: str) -> None:
+    with pytest.raises(ValueError, match="rule"):
+        split_host_port(value)

@@ -1,0 +1,84 @@
+"""One JSON object per record, whatever is logged."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from services.runtime import logs
+
+
+@pytest.fixture
+def output() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    logs.setup("info", service="decode", worker_id="decode-0", stream=stream)
+    yield stream
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def entries(output: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.getvalue().splitlines()]
+
+
+def test_a_record_has_its_request_and_its_trace(output: io.StringIO) -> None:
+    fields = logs.request_fields("r1", 2, "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
+    logging.getLogger("x").info("admitted %d pages", 3, extra=fields)
+    logging.getLogger("x").debug("not shown")
+    (entry,) = entries(output)
+    assert entry["message"] == "admitted 3 pages"
+    assert entry["level"] == "info"
+    assert (entry["service"], entry["worker_id"]) == ("decode", "decode-0")
+    assert (entry["request_id"], entry["attempt"], entry["trace_id"]) == ("r1", 2, "a" * 32)
+    assert entry["time"].endswith("+00:00")
+
+
+def test_a_message_cannot_forge_a_record_or_break_json(output: io.StringIO) -> None:
+    logging.getLogger("x").info('a\n{"level": "error"}\r\x00\u2028\ud800', extra={"odd": object(), "raw": b"\xff"})
+    (entry,) = entries(output)
+    assert entry["level"] == "info"
+    assert output.getvalue().count("\n") == 1
+
+
+def test_tracebacks_are_in_the_record(output: io.StringIO) -> None:
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError:
+        logging.getLogger("x").exception("failed")
+    (entry,) = entries(output)
+    assert "RuntimeError: broken" in entry["exception"]
+
+
+def test_endless_messages_are_cut(output: io.StringIO) -> None:
+    logging.getLogger("x").info("x" * 10**6)
+    assert len(output.getvalue()) < 20_000
+
+
+def test_a_terminal_gets_readable_lines_without_control_characters() -> None:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = Terminal()
+    try:
+        logs.setup("debug", service="gateway", stream=stream)
+        logging.getLogger("x").warning("hello \x1b[31m\nfaked", extra={"request_id": "r1"})
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    line = stream.getvalue()
+    assert "warning x: hello \\x1b[31m\\x0afaked request_id=r1" in line
+    assert line.count("\n") == 1
+
+
+def test_nonsense_traceparents_give_no_trace_id() -> None:
+    assert "trace_id" not in logs.request_fields("r", 1, "nonsense")
+    assert "trace_id" not in logs.request_fields("r", 1)

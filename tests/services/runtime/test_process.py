@@ -1,0 +1,136 @@
+"""Exit codes, signals and the bond to the parent, with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.runtime.errors import ConfigError, InvariantViolated, ModelError
+from services.runtime.process import exit_code
+
+SERVICE = """
+import asyncio
+from services.runtime import process
+
+async def serve():
+    with process.stop_signals() as stop:
+        print("ready", flush=True)
+        await stop.wait()
+        print("draining", flush=True)
+        await asyncio.sleep({drain_s})
+    print("done", flush=True)
+
+process.run(lambda: process.run_async(serve()))
+"""
+
+CHILD = """
+import time
+from services.runtime import process
+process.die_with_parent()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+PARENT = """
+import os, subprocess, sys, time
+environ = os.environ | {"TANDEM_DIE_WITH_PARENT": %s}
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=environ, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def service(drain_s: float) -> "subprocess.Popen[str]":
+    code = SERVICE.format(drain_s=drain_s)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def main() -> None:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("--port is 'x'"), 2),
+        (ModelError("no config.json"), 2),
+        (InvariantViolated("x"), 1),
+        (RuntimeError("x"), 1),
+        (KeyboardInterrupt(), 1),
+        (SystemExit(0), 0),
+        (SystemExit(3), 3),
+        (SystemExit("text"), 1),
+        (SystemExit(), 0),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(raising(error)) == code
+    if code == 2:
+        lines = capsys.readouterr().err.splitlines()
+        assert lines == [f"error: {error}"]
+
+
+def test_a_clean_end_is_zero() -> None:
+    assert exit_code(lambda: None) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_service_drain(number: signal.Signals) -> None:
+    process = service(0.1)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=20)
+    assert output == "draining\ndone\n"
+    assert process.returncode == 0
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    process = service(60)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "draining\n"
+    began_s = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert time.monotonic() - began_s < 10
+    assert process.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+@pytest.mark.parametrize("value", ["'1'", "str(os.getpid())"])
+def test_a_child_dies_with_its_parent(value: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT % value, CHILD], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+    deadline_s = time.monotonic() + 5
+    while is_alive(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not is_alive(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_a_child_of_another_parent_ends_itself() -> None:
+    environ = os.environ | {"TANDEM_DIE_WITH_PARENT": str(os.getpid() + 1)}
+    ended = subprocess.run([sys.executable, "-c", CHILD], env=environ, capture_output=True, timeout=20, check=False)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -1,0 +1,374 @@
+"""Servers and channels under errors, garbage, cancels, dead peers and readers that do not read."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from protos import inference_pb2, inference_pb2_grpc
+from services.runtime import errors, rpc
+
+SERVICE = "tandem.v1.Inference"
+SECRET = "secret /etc/passwd"
+
+
+class Servicer(inference_pb2_grpc.InferenceServicer):
+    """Does what the test says."""
+
+    def __init__(self) -> None:
+        self.unary: Callable[[Any, Any], Any] = self._echo
+        self.stream: Callable[[Any, Any], AsyncIterator[Any]] = self._tokens
+        self.ended = asyncio.Event()
+        self.end_reason = ""
+
+    async def _echo(self, request: Any, context: Any) -> Any:
+        return inference_pb2.TokenizeResponse(token_ids=[len(request.text)])
+
+    async def _tokens(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        for index in range(3):
+            yield inference_pb2.GenerateResponse(first_index=index)
+
+    async def Tokenize(self, request: Any, context: Any) -> Any:
+        return await self.unary(request, context)
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in self.stream(request, context):
+                yield response
+            self.end_reason = "done"
+        except BaseException as error:
+            self.end_reason = type(error).__name__
+            raise
+        finally:
+            self.ended.set()
+
+
+@pytest.fixture
+def servicer() -> Servicer:
+    return Servicer()
+
+
+@pytest.fixture
+async def server(servicer: Servicer) -> AsyncIterator[tuple[rpc.RpcServer, str]]:
+    async with serving(servicer) as started:
+        yield started
+
+
+@contextlib.asynccontextmanager
+async def serving(servicer: Servicer, profile: rpc.Profile = rpc.INTERNAL) -> AsyncIterator[tuple[rpc.RpcServer, str]]:
+    server = rpc.make_server([SERVICE], profile=profile)
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.server)
+    port = await server.start("127.0.0.1", 0)
+    yield server, f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+@pytest.fixture
+async def channel(server: tuple[rpc.RpcServer, str]) -> AsyncIterator[grpc.aio.Channel]:
+    async with rpc.make_channel(server[1]) as opened:
+        yield opened
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> Any:
+    return inference_pb2_grpc.InferenceStub(channel)
+
+
+async def failure_of(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def read_all(call: Any) -> list[Any]:
+    return [response async for response in call]
+
+
+def raising(error: BaseException) -> Callable[[Any, Any], Any]:
+    async def handler(request: Any, context: Any) -> Any:
+        raise error
+
+    return handler
+
+
+async def test_answers_pass(stub: Any) -> None:
+    assert (await stub.Tokenize(inference_pb2.TokenizeRequest(text="abc"))).token_ids == [3]
+    answers = await read_all(stub.Generate(inference_pb2.GenerateRequest()))
+    assert [answer.first_index for answer in answers] == [0, 1, 2]
+
+
+async def test_errors_of_the_tree_keep_their_class_over_the_wire(stub: Any, servicer: Servicer) -> None:
+    cases: list[tuple[errors.TandemError, grpc.StatusCode]] = [
+        (errors.InvalidRequest("bad", field="sampling.top_p"), grpc.StatusCode.INVALID_ARGUMENT),
+        (errors.NotFound("no such model"), grpc.StatusCode.NOT_FOUND),
+        (errors.RateLimited("too fast", retry_after_s=2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (errors.NoFreePages("full", retry_after_s=0.25), grpc.StatusCode.UNAVAILABLE),
+        (errors.StaleIncarnation("old"), grpc.StatusCode.FAILED_PRECONDITION),
+        (errors.LayoutMismatch("unequal"), grpc.StatusCode.FAILED_PRECONDITION),
+        (errors.DeadlineExceeded("late"), grpc.StatusCode.DEADLINE_EXCEEDED),
+    ]
+    for error, code in cases:
+        servicer.unary = raising(error)
+        failure = await failure_of(stub.Tokenize(inference_pb2.TokenizeRequest()))
+        assert failure.code() is code
+        assert failure.details() == error.message
+        back = rpc.error_from_rpc(failure)
+        assert type(back) is type(error)
+        if error.retry_after_s is not None:
+            assert back.retry_after_s == error.retry_after_s
+
+
+async def test_standard_clients_read_field_and_retry_time(stub: Any, servicer: Servicer) -> None:
+    servicer.unary = raising(errors.InvalidRequest("must be in (0, 1]", field="sampling.top_p"))
+    call = stub.Tokenize(inference_pb2.TokenizeRequest())
+    await failure_of(call)
+    status = await rpc_status.aio.from_call(call)
+    bad_request = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(bad_request) for detail in status.details)
+    assert bad_request.field_violations[0].field == "sampling.top_p"
+
+    servicer.unary = raising(errors.Overloaded("full", retry_after_s=1.5))
+    call = stub.Tokenize(inference_pb2.TokenizeRequest())
+    await failure_of(call)
+    status = await rpc_status.aio.from_call(call)
+    retry = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(retry) for detail in status.details)
+    assert retry.retry_delay.ToMilliseconds() == 1500
+    assert dict(await call.trailing_metadata())["grpc-retry-pushback-ms"] == "1500"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(SECRET),
+        KeyError(SECRET),
+        TimeoutError(SECRET),
+        errors.InvariantViolated(SECRET),
+        errors.ConfigError(SECRET),
+    ],
+)
+async def test_unknown_errors_leak_nothing(error: Exception, stub: Any, servicer: Servicer) -> None:
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield inference_pb2.GenerateResponse()
+        raise error
+
+    servicer.unary, servicer.stream = raising(error), stream
+    failure = await failure_of(stub.Tokenize(inference_pb2.TokenizeRequest()))
+    streamed = await failure_of(read_all(stub.Generate(inference_pb2.GenerateRequest())))
+    for seen in (failure, streamed):
+        assert seen.code() is grpc.StatusCode.INTERNAL
+        assert seen.details() == "internal error"
+        assert "passwd" not in repr(seen) + repr(seen.trailing_metadata())
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x0a\x02\xff\xfe",  # a text that is not UTF-8
+        b"\x0a\x7f",  # a length beyond the end
+        b"\x0a\x82\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80",  # a varint without end
+        b"\xfb\x01" * 200,  # groups nested too deep
+    ],
+)
+@pytest.mark.parametrize("method", ["Tokenize", "Generate"])
+async def test_garbage_is_the_callers_fault(garbage: bytes, method: str, channel: grpc.aio.Channel, stub: Any) -> None:
+    call: Any
+    if method == "Tokenize":
+        call = channel.unary_unary(f"/{SERVICE}/{method}")(garbage)
+    else:
+        call = read_all(channel.unary_stream(f"/{SERVICE}/{method}")(garbage))
+    failure = await failure_of(call)
+    assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (await stub.Tokenize(inference_pb2.TokenizeRequest(text="ab"))).token_ids == [2]
+
+
+async def test_garbage_reaches_no_handler_of_health_and_reflection(channel: grpc.aio.Channel) -> None:
+    for method in ("/grpc.health.v1.Health/Check",):
+        failure = await failure_of(channel.unary_unary(method)(b"\xff\xff"))
+        assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_unknown_methods_are_unimplemented(channel: grpc.aio.Channel) -> None:
+    failure = await failure_of(channel.unary_unary("/tandem.v1.Inference/Nothing")(b""))
+    assert failure.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_very_long_message_still_reaches_the_caller(stub: Any, servicer: Servicer) -> None:
+    servicer.unary = raising(errors.InvalidRequest("ж" * 100_000, field="ж" * 100_000))
+    failure = await failure_of(stub.Tokenize(inference_pb2.TokenizeRequest()))
+    assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (failure.details() or "").startswith("жж")
+
+
+async def test_a_cancelled_call_ends_its_handler(stub: Any, servicer: Servicer) -> None:
+    async def endless(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield inference_pb2.GenerateResponse()
+        await asyncio.sleep(60)
+
+    servicer.stream = endless
+    call = stub.Generate(inference_pb2.GenerateRequest())
+    await call.read()
+    call.cancel()
+    async with asyncio.timeout(2):
+        await servicer.ended.wait()
+    assert servicer.end_reason == "CancelledError"
+
+
+async def test_a_caller_that_does_not_read_is_cut_off(servicer: Servicer) -> None:
+    async def flood(request: Any, context: Any) -> AsyncIterator[Any]:
+        while True:
+            yield inference_pb2.GenerateResponse(text="x" * 100_000)
+
+    servicer.stream = flood
+    impatient = rpc.Profile(1000, 1500, 500, write_timeout_s=0.3, max_streams_per_connection=10)
+    async with serving(servicer, impatient) as (_, address), rpc.make_channel(address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
+        async with asyncio.timeout(5):
+            await servicer.ended.wait()
+        failure = await failure_of(read_all(call))
+        assert failure.code() is grpc.StatusCode.UNAVAILABLE
+        assert "not read" in (failure.details() or "")
+
+
+async def test_messages_up_to_16_mib_pass_and_larger_ones_are_refused(stub: Any) -> None:
+    large = inference_pb2.TokenizeRequest(text="x" * (15 * 2**20))
+    assert (await stub.Tokenize(large)).token_ids == [15 * 2**20]
+    failure = await failure_of(stub.Tokenize(inference_pb2.TokenizeRequest(text="x" * (17 * 2**20))))
+    assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_health_per_service_and_as_a_whole(server: tuple[rpc.RpcServer, str], channel: grpc.aio.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    known = health_pb2.HealthCheckResponse
+
+    async def value(name: str) -> Any:
+        return (await health.Check(health_pb2.HealthCheckRequest(service=name))).status
+
+    assert [await value(""), await value(SERVICE)] == [known.NOT_SERVING] * 2
+    await server[0].set_serving(True)
+    assert [await value(""), await value(SERVICE)] == [known.SERVING] * 2
+    await server[0].set_serving(False, SERVICE)
+    assert [await value(""), await value(SERVICE)] == [known.SERVING, known.NOT_SERVING]
+    failure = await failure_of(health.Check(health_pb2.HealthCheckRequest(service="nobody")))
+    assert failure.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_reflection_lists_the_services(channel: grpc.aio.Channel) -> None:
+    async def ask() -> AsyncIterator[Any]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    (answer,) = await read_all(stub.ServerReflectionInfo(ask()))
+    names = {service.name for service in answer.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+async def test_an_address_is_had_by_one_server_only(server: tuple[rpc.RpcServer, str]) -> None:
+    second = rpc.make_server([SERVICE])
+    port = int(server[1].rsplit(":", 1)[1])
+    with pytest.raises(errors.ConfigError, match=str(port)):
+        await second.start("127.0.0.1", port)
+    with pytest.raises(errors.ConfigError, match="host"):
+        await rpc.make_server([SERVICE]).start("", 0)
+    await second.stop(0)
+
+
+async def test_only_the_configured_address_is_bound(server: tuple[rpc.RpcServer, str]) -> None:
+    port = int(server[1].rsplit(":", 1)[1])
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", port), timeout=1)
+
+
+async def test_the_deadline_is_the_callers_or_the_servers_maximum(stub: Any, servicer: Servicer) -> None:
+    seen: list[float] = []
+
+    async def handler(request: Any, context: Any) -> Any:
+        seen.append(rpc.call_deadline(context, maximum_s=30).remaining_s())
+        return inference_pb2.TokenizeResponse()
+
+    servicer.unary = handler
+    await stub.Tokenize(inference_pb2.TokenizeRequest())
+    await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=5)
+    await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=500)
+    assert 29 < seen[0] <= 30
+    assert 3 < seen[1] <= 5.1
+    assert 29 < seen[2] <= 30
+
+
+async def test_texts_of_grpc_itself_are_not_passed_on() -> None:
+    async with rpc.make_channel("127.0.0.1:1") as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Tokenize(inference_pb2.TokenizeRequest(), timeout=5)
+        error = rpc.error_from_rpc(await failure_of(call))
+    assert type(error) is errors.WorkerUnavailable
+    assert "127.0.0.1" not in error.message
+
+
+async def test_a_peer_that_vanishes_is_noticed_within_3_s(
+    server: tuple[rpc.RpcServer, str], servicer: Servicer
+) -> None:
+    async def quiet(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield inference_pb2.GenerateResponse()
+        await asyncio.sleep(60)
+
+    servicer.stream = quiet
+    async with black_hole(server[1]) as (address, fall_silent), rpc.make_channel(address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
+        await call.read()
+        fall_silent.set()
+        began_s = time.monotonic()
+        failure = await failure_of(call.read())
+        client_s = time.monotonic() - began_s
+        async with asyncio.timeout(5):
+            await servicer.ended.wait()
+        server_s = time.monotonic() - began_s
+    assert type(rpc.error_from_rpc(failure)) is errors.WorkerUnavailable
+    # 2.5 s by the profile; the rest is for a machine that is busy with other things.
+    assert client_s < 3.5
+    assert server_s < 4.5
+
+
+@contextlib.asynccontextmanager
+async def black_hole(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """A TCP proxy that, once told so, keeps its connections open and passes nothing on: a partition."""
+    is_silent = asyncio.Event()
+    tasks: set[asyncio.Task[None]] = set()
+    writers: list[asyncio.StreamWriter] = []
+    host, port = address.split(":")
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                if is_silent.is_set():
+                    await asyncio.sleep(3600)
+                writer.write(data)
+                await writer.drain()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream_reader, upstream_writer = await asyncio.open_connection(host, int(port))
+        writers.extend((writer, upstream_writer))
+        for pair in ((reader, upstream_writer), (upstream_reader, writer)):
+            task = asyncio.create_task(pump(*pair))
+            tasks.add(task)
+
+    proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}", is_silent
+    finally:
+        proxy.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in writers:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
