@@ -1,0 +1,75 @@
+"""Every key and channel in Redis, with what is in it. Knows no connection.
+
+All of it is a hint that may vanish or be wrong at any moment; nothing here is needed to go on serving. The braces
+are literal: they put one cluster's keys into one slot, so that a script may touch several of them.
+"""
+
+import re
+from dataclasses import dataclass
+
+from services.runtime.errors import ConfigError
+
+CLUSTER_NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one cluster. Several clusters may share a Redis. Raises ConfigError for a name outside the rule."""
+
+    cluster: str
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(CLUSTER_NAME_PATTERN, self.cluster) is None:
+            raise ConfigError(f"the cluster's name is {self.cluster!r:.100} but must match {CLUSTER_NAME_PATTERN}")
+
+    @property
+    def prefix(self) -> str:
+        """Start of every key."""
+        return f"tandem:{{{self.cluster}}}:"
+
+    @property
+    def workers(self) -> str:
+        """Set of worker ids that may have a record. Without TTL; ids without a record are taken out by readers."""
+        return self.prefix + "workers"
+
+    @property
+    def workers_changed(self) -> str:
+        """Channel: a message of any content means that a worker came, left or changed its state."""
+        return self.prefix + "workers:changed"
+
+    @property
+    def epoch(self) -> str:
+        """String, 32 hex digits, made by the first reader. Another value means that Redis has lost its memory."""
+        return self.prefix + "epoch"
+
+    @property
+    def worker_prefix(self) -> str:
+        """Start of the keys of worker records."""
+        return self.prefix + "worker:"
+
+    def worker(self, worker_id: str) -> str:
+        """Hash of one worker, expires 3 s after its last renewal.
+
+        order   20 digits of its start (unix ns), ':', its incarnation; the greater one is the newer life
+        state   starting, ready or draining
+        record  WorkerRecord as JSON, at most 16 KiB
+        """
+        return self.worker_prefix + worker_id
+
+    @property
+    def request_prefix(self) -> str:
+        """Start of the keys of placements."""
+        return self.prefix + "request:"
+
+    def request(self, request_id: str) -> str:
+        """Hash of one request's placement, expires 1 h after its last change and 60 s after its end.
+
+        state    one of placement.State
+        began    when the request began, 20 digits (unix ns); with `attempt` the fence of writes
+        attempt  decimal, from 1
+        gateway  incarnation of the gateway that owns the request
+        prefill  worker id, or empty
+        decode   worker id, or empty
+        changed  unix time of the last change in ms, by the clock of Redis
+        """
+        return self.request_prefix + request_id

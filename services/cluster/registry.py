@@ -1,0 +1,423 @@
+"""Who is in the cluster: workers keep a lease on their record, gateways watch all records. Knows no request.
+
+Of two processes that claim one worker id the one that started later wins, by (start time, incarnation): the older
+one's renewals are refused and its release deletes nothing. A process whose clock was set back waits until the record
+of its predecessor has expired.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+import msgspec
+import redis
+from redis.asyncio.client import PubSub
+from redis.exceptions import NoScriptError, RedisError
+
+from services.cluster.keys import Keys
+from services.cluster.store import Script, Store, check_url, end_task
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.errors import LeaseLost, StoreUnavailable
+
+LEASE_TTL_S = 3.0
+LEASE_BEAT_S = 1.0
+LEASE_TIMEOUT_S = 0.5
+WATCH_POLL_S = 1.0
+MIN_POLL_INTERVAL_S = 0.02
+MAX_RECORD_BYTES = 16 * 1024
+MAX_WORKERS = 4096
+
+WORKER_ID_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
+INCARNATION_PATTERN = r"^[0-9a-f]{32}$"
+
+logger = logging.getLogger(__name__)
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker, as it describes itself."""
+
+    id: Annotated[str, msgspec.Meta(pattern=WORKER_ID_PATTERN)]
+    role: Literal["prefill", "decode"]
+    pid: Count
+    host: ShortText
+    address: ShortText
+    """host:port of its gRPC server."""
+    incarnation: Annotated[str, msgspec.Meta(pattern=INCARNATION_PATTERN)]
+    """32 hex digits, new at each start."""
+    started_unix_ns: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    state: Literal["starting", "ready", "draining"]
+    model: ShortText
+    exact: bool
+    page_size: Count
+    """Tokens per page."""
+    layout_fingerprint: ShortText
+    max_sequence_tokens: Count
+    pages_total: Count = 0
+    pages_free: Count = 0
+    pages_cached: Count = 0
+    pages_reserved: Count = 0
+    pages_used: Count = 0
+    running: Count = 0
+    waiting: Count = 0
+
+    @property
+    def order(self) -> str:
+        """Compares as text like the worker's lives in time."""
+        return f"{self.started_unix_ns:020d}:{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """All workers at one moment, in order of role and id."""
+
+    workers: tuple[WorkerRecord, ...]
+    is_stale: bool
+    """Redis does not answer; this is the last view."""
+
+
+def new_incarnation() -> str:
+    """A name for one life of a process. Random, because a counter in Redis would not survive FLUSHALL."""
+    return secrets.token_hex(16)
+
+
+class WorkerLease:
+    """Keeps a worker's record in Redis from a thread of its own, which neither engine nor event loop can delay.
+
+    Redis may be away, frozen, flushed or restarted: the record is back within a beat of its return. If a newer
+    process has taken the id, `on_lost` is called from the lease's thread and nothing is written any more.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        cluster: str,
+        record: WorkerRecord,
+        on_lost: Callable[[LeaseLost], None] | None = None,
+        ttl_s: float = LEASE_TTL_S,
+        beat_s: float = LEASE_BEAT_S,
+    ) -> None:
+        self._keys = Keys(cluster)
+        self._client = _lease_client(url)
+        self._record = record
+        self._on_lost = on_lost
+        self._ttl_ms = round(ttl_s * 1000)
+        self._ttl_s = ttl_s
+        self._beat_s = beat_s
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._is_stopping = False
+        self._is_lost = False
+        self._renewed_at_s: float | None = None
+        self._thread = threading.Thread(target=self._keep, name=f"lease-{record.id}", daemon=True)
+
+    @property
+    def record(self) -> WorkerRecord:
+        """What is or will be published."""
+        return self._record
+
+    @property
+    def is_held(self) -> bool:
+        """Whether Redis has confirmed the record within the TTL."""
+        renewed_at_s = self._renewed_at_s
+        return not self._is_lost and renewed_at_s is not None and time.monotonic() - renewed_at_s < self._ttl_s
+
+    def start(self) -> None:
+        """Begins to publish; returns at once, whether Redis is there or not."""
+        self._thread.start()
+
+    def update(self, **changes: Any) -> None:
+        """Replaces fields of the record, from any thread. A new state is published now, all else at the next beat."""
+        with self._lock:
+            before, self._record = self._record, msgspec.structs.replace(self._record, **changes)
+        if before.state != self._record.state:
+            self._wake.set()
+
+    def release(self, *, timeout_s: float = 2.0) -> None:
+        """Stops, and deletes the record if it is this incarnation's. Without Redis it expires by itself."""
+        self._is_stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _keep(self) -> None:
+        try:
+            while not self._is_stopping and not self._is_lost:
+                self._wake.clear()
+                started_at_s = time.monotonic()
+                self._try(self._renew)
+                self._wake.wait(max(0.0, self._beat_s - (time.monotonic() - started_at_s)))
+            if not self._is_lost:
+                self._try(self._delete)
+        finally:
+            self._client.close()
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (RedisError, OSError) as error:
+            self._client.connection_pool.disconnect()
+            logger.debug("the lease could not be renewed", extra={"error": type(error).__name__})
+
+    def _renew(self) -> None:
+        record = self._record
+        args = (record.order, msgspec.json.encode(record), self._ttl_ms, record.id, record.state)
+        keys = (self._keys.worker(record.id), self._keys.workers, self._keys.workers_changed)
+        if _run(self._client, _RENEW, keys, args) == 1:
+            self._renewed_at_s = time.monotonic()
+            return
+        self._is_lost = True
+        if self._on_lost is not None:
+            self._on_lost(LeaseLost(f"a newer process serves as {record.id}"))
+
+    def _delete(self) -> None:
+        record = self._record
+        keys = (self._keys.worker(record.id), self._keys.workers, self._keys.workers_changed)
+        _run(self._client, _RELEASE, keys, (record.order, record.id))
+
+
+async def watch_workers(
+    store: Store, *, poll_s: float = WATCH_POLL_S, clock: Clock = SYSTEM_CLOCK
+) -> AsyncIterator[Membership]:
+    """Yields the membership now, and again after each change of a record or of `is_stale`.
+
+    While Redis is away the last view stays. After it has lost its memory, workers that were known have LEASE_TTL_S
+    to come back before they are taken out. Use it inside `contextlib.aclosing`.
+    """
+    view = MembershipView()
+    last: Membership | None = None
+    async with contextlib.aclosing(_Wakeups(store)) as wakeups:
+        while True:
+            try:
+                epoch, records = await list_workers(store)
+                view.observe(epoch, records, now_s=clock.monotonic())
+            except StoreUnavailable:
+                view.lose_sight()
+            if view.membership != last:
+                last = view.membership
+                yield last
+            await wakeups.wait(poll_s, is_store_available=store.is_available)
+
+
+async def list_workers(store: Store) -> tuple[str, dict[str, WorkerRecord]]:
+    """The epoch of Redis' memory and the records in it. What is not a record is left out and counted.
+
+    Raises StoreUnavailable.
+    """
+    keys = store.keys
+    args = (new_incarnation(), keys.worker_prefix, MAX_WORKERS, MAX_RECORD_BYTES)
+    epoch, num_rejected, *found = await store.run(_LIST, (keys.workers, keys.epoch), args)
+    store.stats.num_rejected_values += num_rejected
+    records = {}
+    for worker_id, order, raw in zip(found[::3], found[1::3], found[2::3], strict=True):
+        record = _decode(worker_id, order, raw)
+        if record is None:
+            store.stats.num_rejected_values += 1
+        else:
+            records[record.id] = record
+    return epoch.decode(), records
+
+
+class MembershipView:
+    """What a watcher believes; a pure state machine over what it sees, with the time passed in."""
+
+    def __init__(self, *, grace_s: float = LEASE_TTL_S) -> None:
+        self._grace_s = grace_s
+        self._epoch: str | None = None
+        self._workers: dict[str, WorkerRecord] = {}
+        self._awaited: dict[str, WorkerRecord] = {}
+        self._awaited_until_s = 0.0
+        self._is_stale = True
+
+    @property
+    def membership(self) -> Membership:
+        """The view, as a value."""
+        ordered = sorted(self._workers.values(), key=lambda record: (record.role, record.id))
+        return Membership(tuple(ordered), self._is_stale)
+
+    def observe(self, epoch: str, records: Mapping[str, WorkerRecord], *, now_s: float) -> None:
+        """Takes what Redis holds. A missing worker is gone, unless Redis has just lost its memory."""
+        if self._epoch is not None and epoch != self._epoch:
+            self._awaited, self._awaited_until_s = self._workers, now_s + self._grace_s
+        self._epoch = epoch
+        self._is_stale = False
+        is_over = now_s >= self._awaited_until_s
+        self._awaited = {} if is_over else {id_: old for id_, old in self._awaited.items() if id_ not in records}
+        self._workers = {**self._awaited, **records}
+
+    def lose_sight(self) -> None:
+        """Redis did not answer."""
+        self._is_stale = True
+
+
+class _Wakeups:
+    """Ends a watcher's wait when a change is published; without it the next poll finds the change."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._event = asyncio.Event()
+        self._listener: asyncio.Task[None] | None = None
+
+    async def wait(self, timeout_s: float, *, is_store_available: bool) -> None:
+        """Waits for a published change, at least MIN_POLL_INTERVAL_S and at most `timeout_s`."""
+        if is_store_available and (self._listener is None or self._listener.done()):
+            self._listener = asyncio.create_task(self._listen(), name="workers-changed")
+        elif not is_store_available:
+            await self._stop()
+        await asyncio.sleep(MIN_POLL_INTERVAL_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+        self._event.clear()
+
+    async def aclose(self) -> None:
+        """Ends the subscription."""
+        await self._stop()
+
+    async def _stop(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            await end_task(listener)
+
+    async def _listen(self) -> None:
+        async with _Subscription(self._store.subscriber(), self._store.keys.workers_changed) as subscription:
+            # What changed before the subscription stood was not heard.
+            self._event.set()
+            while await subscription.is_alive_after_message():
+                self._event.set()
+
+
+class _Subscription:
+    """One subscribed channel."""
+
+    def __init__(self, pubsub: PubSub, channel: str) -> None:
+        self._pubsub = pubsub
+        self._channel = channel
+
+    async def __aenter__(self) -> Self:
+        with contextlib.suppress(RedisError, OSError):
+            await self._pubsub.subscribe(self._channel)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        with contextlib.suppress(RedisError, OSError):
+            await self._pubsub.aclose()  # type: ignore[no-untyped-call]
+
+    async def is_alive_after_message(self) -> bool:
+        """Waits for a message. False: the connection is broken."""
+        try:
+            while True:
+                message = await self._pubsub.get_message(ignore_subscribe_messages=True, timeout=None)
+                if message is not None:
+                    return True
+        except (RedisError, OSError, RuntimeError):
+            return False
+
+
+def _lease_client(url: str) -> "redis.Redis":
+    check_url(url)
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=LEASE_TIMEOUT_S,
+        socket_connect_timeout=LEASE_TIMEOUT_S,
+        retry=None,
+        retry_on_error=[],
+    )
+
+
+def _run(client: "redis.Redis", script: Script, keys: tuple[str, ...], args: tuple[Any, ...]) -> Any:
+    try:
+        return client.evalsha(script.digest, len(keys), *keys, *args)
+    except NoScriptError:
+        return client.eval(script.body, len(keys), *keys, *args)
+
+
+def _decode(worker_id: bytes, order: bytes, raw: bytes) -> WorkerRecord | None:
+    try:
+        record = _DECODER.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if record.id.encode() != worker_id or record.order.encode() != order:
+        return None
+    return record
+
+
+_DECODER = msgspec.json.Decoder(WorkerRecord)
+
+# KEYS: the worker's record, the set of ids, the channel. ARGV: order, record, TTL in ms, id, state.
+# Answers 1, or 0 if a newer incarnation holds the record. A record that is not ours to read (wrong type, no order,
+# an endless TTL) protects nothing and is replaced.
+_RENEW = Script("""
+local kind = redis.call('TYPE', KEYS[1]).ok
+local order, state = false, false
+if kind == 'hash' then
+  order, state = unpack(redis.call('HMGET', KEYS[1], 'order', 'state'))
+  local ttl = redis.call('PTTL', KEYS[1])
+  local is_sound = order and #order == 53 and string.find(order, '^%d+:%x+$') and ttl > 0 and ttl <= 20 * ARGV[3]
+  if is_sound and order > ARGV[1] then return 0 end
+elseif kind ~= 'none' then
+  redis.call('DEL', KEYS[1])
+end
+redis.call('HSET', KEYS[1], 'order', ARGV[1], 'record', ARGV[2], 'state', ARGV[5])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+local set_kind = redis.call('TYPE', KEYS[2]).ok
+if set_kind ~= 'set' and set_kind ~= 'none' then redis.call('DEL', KEYS[2]) end
+redis.call('SADD', KEYS[2], ARGV[4])
+if order ~= ARGV[1] or state ~= ARGV[5] then redis.call('PUBLISH', KEYS[3], ARGV[4]) end
+return 1
+""")
+
+# KEYS: the worker's record, the set of ids, the channel. ARGV: order, id. Answers 1 if the record was ours.
+_RELEASE = Script("""
+if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then return 0 end
+if redis.call('HGET', KEYS[1], 'order') ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1])
+if redis.call('TYPE', KEYS[2]).ok == 'set' then redis.call('SREM', KEYS[2], ARGV[2]) end
+redis.call('PUBLISH', KEYS[3], ARGV[2])
+return 1
+""")
+
+# KEYS: the set of ids, the epoch. ARGV: an epoch to set if there is none, prefix of records, most ids, most bytes.
+# Answers the epoch, how many values were not what they should be, and per worker: id, order, record. A set that is
+# none or too large is thrown away under a new epoch, so that the leases fill it again before anybody is missed.
+_LIST = Script("""
+local epoch = redis.call('TYPE', KEYS[2]).ok == 'string' and redis.call('GETRANGE', KEYS[2], 0, 64)
+if not epoch or #epoch ~= 32 or string.find(epoch, '%X') then
+  epoch = ARGV[1]
+  redis.call('SET', KEYS[2], epoch)
+end
+local set_kind = redis.call('TYPE', KEYS[1]).ok
+if set_kind == 'none' then return {epoch, 0} end
+if set_kind ~= 'set' or redis.call('SCARD', KEYS[1]) > tonumber(ARGV[3]) then
+  redis.call('DEL', KEYS[1])
+  redis.call('SET', KEYS[2], ARGV[1])
+  return {ARGV[1], 1}
+end
+local answer, rejected = {epoch, 0}, 0
+for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  local key = ARGV[2] .. id
+  local kind = redis.call('TYPE', key).ok
+  if kind == 'none' then
+    redis.call('SREM', KEYS[1], id)
+  elseif kind ~= 'hash' or redis.call('HSTRLEN', key, 'record') > tonumber(ARGV[4])
+      or redis.call('HSTRLEN', key, 'order') ~= 53 or redis.call('HEXISTS', key, 'record') == 0 then
+    rejected = rejected + 1
+  else
+    local order, record = unpack(redis.call('HMGET', key, 'order', 'record'))
+    table.insert(answer, id)
+    table.insert(answer, order)
+    table.insert(answer, record)
+  end
+end
+answer[2] = rejected
+return answer
+""")

@@ -1,0 +1,191 @@
+"""The connection to Redis: short timeouts, a circuit breaker, Lua that survives a restart. Knows no key's meaning.
+
+A call either answers within the timeout or raises StoreUnavailable. While the breaker is open it raises at once, so
+a Redis that is frozen costs one timeout per `open_s` and not one per request.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis.asyncio
+from redis.asyncio.client import PubSub
+from redis.exceptions import NoScriptError, RedisError
+
+from services.cluster.keys import Keys
+from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
+from services.runtime.errors import ConfigError, StoreUnavailable
+
+TIMEOUT_S = 0.1
+BREAKER_OPEN_S = 1.0
+MAX_CONNECTIONS = 8
+SUBSCRIBER_TIMEOUT_S = 1.0
+
+
+class Breaker:
+    """Lets calls through until one fails; then none for `open_s`, then one probe at a time until one succeeds."""
+
+    def __init__(self, *, open_s: float, clock: Clock) -> None:
+        self._open_s = open_s
+        self._clock = clock
+        self._opens_again_at_s: float | None = None
+        self._is_probing = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last call that ended has failed."""
+        return self._opens_again_at_s is not None
+
+    def try_begin(self) -> bool:
+        """Whether a call may be made now; if so, the caller must report how it `ended`."""
+        if self._opens_again_at_s is None:
+            return True
+        if self._is_probing or self._clock.monotonic() < self._opens_again_at_s:
+            return False
+        self._is_probing = True
+        return True
+
+    def ended(self, succeeded: bool | None) -> None:
+        """Takes a call's outcome; None: it was cancelled and tells nothing."""
+        self._is_probing = False
+        if succeeded is True:
+            self._opens_again_at_s = None
+        elif succeeded is False:
+            self._opens_again_at_s = self._clock.monotonic() + self._open_s
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Counts since the start, for metrics."""
+
+    num_calls: int = 0
+    num_failed_calls: int = 0
+    """Calls that timed out or met an error."""
+    num_skipped_calls: int = 0
+    """Calls that were not made because the breaker was open."""
+    num_rejected_values: int = 0
+    """Values read from Redis that are not what their key should hold."""
+
+
+class Script:
+    """A Lua script, addressed by its digest and sent again whenever Redis does not know it."""
+
+    def __init__(self, body: str) -> None:
+        self.body = body
+        self.digest = hashlib.sha1(body.encode(), usedforsecurity=False).hexdigest()
+
+
+class Store:
+    """One cluster's Redis, for one event loop.
+
+    `url` is redis://, rediss:// or unix://. Raises ConfigError for any other.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        cluster: str,
+        timeout_s: float = TIMEOUT_S,
+        breaker_open_s: float = BREAKER_OPEN_S,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.keys = Keys(cluster)
+        self.stats = StoreStats()
+        self._timeout_s = timeout_s
+        self._breaker = Breaker(open_s=breaker_open_s, clock=clock)
+        self._left_calls: set[asyncio.Task[Any]] = set()
+        self._client = redis.asyncio.Redis.from_pool(_pool(url, timeout_s))
+        self._subscriber = redis.asyncio.Redis.from_pool(_pool(url, SUBSCRIBER_TIMEOUT_S))
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the last call has succeeded."""
+        return not self._breaker.is_open
+
+    async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
+        """Runs a script and returns its answer, with bytes for texts. Raises StoreUnavailable."""
+        if not self._breaker.try_begin():
+            self.stats.num_skipped_calls += 1
+            raise StoreUnavailable("Redis did not answer a moment ago")
+        self.stats.num_calls += 1
+        succeeded: bool | None = None
+        # In a task of its own, because redis-py may swallow a cancellation while it connects.
+        call = asyncio.create_task(self._run(script, keys, args))
+        try:
+            await asyncio.wait((call,), timeout=self._timeout_s)
+            succeeded = call.done() and not call.cancelled() and call.exception() is None
+            if succeeded:
+                return call.result()
+            self.stats.num_failed_calls += 1
+            raise _unavailable(call)
+        finally:
+            self._breaker.ended(succeeded)
+            self._leave(call)
+
+    def subscriber(self) -> PubSub:
+        """A subscription on a connection of its own; the caller closes it."""
+        return self._subscriber.pubsub()
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        for call in tuple(self._left_calls):
+            await end_task(call)
+        await self._client.aclose()
+        await self._subscriber.aclose()
+
+    def _leave(self, call: asyncio.Task[Any]) -> None:
+        """Cancels a call that nobody waits for any more, and keeps it until it has ended."""
+        if not call.done():
+            self._left_calls.add(call)
+            call.add_done_callback(self._left_calls.discard)
+            call.cancel()
+
+    async def _run(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
+        try:
+            return await cast(Any, self._client.evalsha(script.digest, len(keys), *keys, *args))
+        except NoScriptError:
+            return await cast(Any, self._client.eval(script.body, len(keys), *keys, *args))
+
+
+async def end_task(task: asyncio.Task[Any], *, timeout_s: float = 2.0) -> None:
+    """Cancels a task until it has ended: redis-py may swallow one cancellation, or several."""
+    deadline = Deadline.after(timeout_s)
+    while not task.done() and not deadline.has_passed():
+        task.cancel()
+        await asyncio.wait((task,), timeout=0.05)
+
+
+def check_url(url: str) -> str:
+    """The URL itself, if Redis can be reached by such a one. Raises ConfigError."""
+    try:
+        redis.asyncio.ConnectionPool.from_url(url)
+    except ValueError as error:
+        raise ConfigError(f"the Redis URL must begin with redis://, rediss:// or unix://: {error}") from error
+    return url
+
+
+def _unavailable(call: asyncio.Task[Any]) -> StoreUnavailable:
+    error = call.exception() if call.done() and not call.cancelled() else None
+    if error is None:
+        return StoreUnavailable("Redis did not answer in time")
+    if not isinstance(error, RedisError | OSError):
+        raise error
+    unavailable = StoreUnavailable(f"Redis did not answer: {type(error).__name__}")
+    unavailable.__cause__ = error
+    return unavailable
+
+
+def _pool(url: str, timeout_s: float) -> redis.asyncio.BlockingConnectionPool:
+    check_url(url)
+    return redis.asyncio.BlockingConnectionPool.from_url(
+        url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=timeout_s,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=None,
+        retry_on_error=[],
+    )

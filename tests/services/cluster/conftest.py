@@ -1,0 +1,55 @@
+"""Fixtures with a real Redis-compatible server."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from services.cluster.embedded import EmbeddedRedis
+from services.cluster.registry import WorkerRecord, new_incarnation
+from services.cluster.store import Store
+
+
+@pytest.fixture
+def redis_server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture
+def client(redis_server: EmbeddedRedis) -> Iterator["redis.Redis"]:
+    """A plain client, to look at keys and to spoil them."""
+    with redis.Redis.from_url(redis_server.url) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def store(redis_server: EmbeddedRedis) -> AsyncIterator[Store]:
+    opened = Store(redis_server.url, cluster="test")
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def new_record() -> Callable[..., WorkerRecord]:
+    def make(**changes: Any) -> WorkerRecord:
+        fields: dict[str, Any] = {
+            "id": "prefill-0",
+            "role": "prefill",
+            "pid": 4711,
+            "host": "here",
+            "address": "127.0.0.1:5000",
+            "incarnation": new_incarnation(),
+            "started_unix_ns": time.time_ns(),
+            "state": "ready",
+            "model": "demo",
+            "exact": True,
+            "page_size": 16,
+            "layout_fingerprint": "f" * 32,
+            "max_sequence_tokens": 2048,
+        }
+        return WorkerRecord(**(fields | changes))
+
+    return make

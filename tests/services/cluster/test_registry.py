@@ -1,0 +1,366 @@
+"""Leases and membership over a real Redis that is flushed, frozen, killed, spoiled and restarted."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import msgspec
+import pytest
+import redis
+
+from services.cluster.embedded import EmbeddedRedis
+from services.cluster.registry import (
+    Membership,
+    MembershipView,
+    WorkerLease,
+    WorkerRecord,
+    list_workers,
+    watch_workers,
+)
+from services.cluster.store import Store
+from services.runtime.errors import LeaseLost
+
+NewRecord = Callable[..., WorkerRecord]
+KEY = "tandem:{test}:worker:prefill-0"
+BACK_S = 3.0
+
+
+class Watcher:
+    """Follows the membership in the background."""
+
+    def __init__(self, store: Store) -> None:
+        self.seen: list[Membership] = []
+        self._store = store
+        self._changed = asyncio.Condition()
+
+    async def run(self) -> None:
+        async with contextlib.aclosing(watch_workers(self._store)) as memberships:
+            async for membership in memberships:
+                async with self._changed:
+                    self.seen.append(membership)
+                    self._changed.notify_all()
+
+    async def until(self, holds: Callable[[Membership], bool], *, timeout_s: float = 10.0) -> float:
+        """Seconds until the view is such."""
+        began_s = time.monotonic()
+        async with asyncio.timeout(timeout_s), self._changed:
+            await self._changed.wait_for(lambda: bool(self.seen) and holds(self.seen[-1]))
+        return time.monotonic() - began_s
+
+
+@pytest.fixture
+async def watcher(store: Store) -> AsyncIterator[Watcher]:
+    watching = Watcher(store)
+    task = asyncio.create_task(watching.run())
+    yield watching
+    task.cancel()
+    await asyncio.wait((task,))
+    assert task.cancelled()
+
+
+@pytest.fixture
+def new_lease(redis_server: EmbeddedRedis, new_record: NewRecord) -> Iterator[Callable[..., WorkerLease]]:
+    leases: list[WorkerLease] = []
+
+    def start(record: WorkerRecord | None = None, **settings: object) -> WorkerLease:
+        lease = WorkerLease(redis_server.url, cluster="test", record=record or new_record(), **settings)  # type: ignore[arg-type]
+        lease.start()
+        leases.append(lease)
+        return lease
+
+    yield start
+    for lease in leases:
+        lease.release()
+
+
+def ids(membership: Membership) -> list[str]:
+    return [record.id for record in membership.workers]
+
+
+async def until(holds: Callable[[], bool], *, timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not holds():  # noqa: ASYNC110 - another thread or process makes it so
+            await asyncio.sleep(0.01)
+
+
+def here(membership: Membership) -> bool:
+    return ids(membership) == ["prefill-0"] and not membership.is_stale
+
+
+async def test_a_worker_comes_changes_and_leaves(watcher: Watcher, new_lease: Callable[..., WorkerLease]) -> None:
+    lease = new_lease()
+    await watcher.until(here)
+    assert watcher.seen[-1].workers == (lease.record,)
+    assert lease.is_held
+    lease.update(state="draining", running=3)
+    assert await watcher.until(lambda view: view.workers[0].state == "draining") < 0.9
+    assert watcher.seen[-1].workers[0].running == 3
+    lease.release()
+    assert await watcher.until(lambda view: not view.workers) < 0.9
+
+
+async def test_counts_are_published_at_the_next_beat(watcher: Watcher, new_lease: Callable[..., WorkerLease]) -> None:
+    lease = new_lease()
+    await watcher.until(here)
+    lease.update(pages_total=100, pages_free=60, pages_used=40)
+    await watcher.until(lambda view: view.workers[0].pages_free == 60, timeout_s=3)
+
+
+async def test_the_order_is_by_role_and_id(
+    watcher: Watcher, new_lease: Callable[..., WorkerLease], new_record: NewRecord
+) -> None:
+    for role, worker_id in (("prefill", "prefill-1"), ("decode", "decode-0"), ("prefill", "prefill-0")):
+        new_lease(new_record(id=worker_id, role=role))
+    await watcher.until(lambda view: ids(view) == ["decode-0", "prefill-0", "prefill-1"])
+
+
+async def test_clusters_do_not_see_each_other(
+    redis_server: EmbeddedRedis, new_lease: Callable[..., WorkerLease], watcher: Watcher
+) -> None:
+    new_lease()
+    await watcher.until(here)
+    other = Store(redis_server.url, cluster="other")
+    assert (await list_workers(other))[1] == {}
+    await other.close()
+
+
+async def test_a_dead_worker_expires(
+    watcher: Watcher, client: "redis.Redis", new_lease: Callable[..., WorkerLease], new_record: NewRecord
+) -> None:
+    new_lease(new_record(id="prefill-1"))
+    # A process that was killed: its record is there and nobody renews it.
+    ghost = new_record()
+    raw = msgspec.json.encode(ghost)
+    client.hset(KEY, mapping={"order": ghost.order, "record": raw, "state": ghost.state})
+    client.pexpire(KEY, 1500)
+    client.sadd("tandem:{test}:workers", "prefill-0")
+    await watcher.until(lambda view: len(view.workers) == 2)
+    assert await watcher.until(lambda view: ids(view) == ["prefill-1"]) < 3.5
+    assert client.smembers("tandem:{test}:workers") == {b"prefill-1"}
+    ttl_ms = client.pttl("tandem:{test}:worker:prefill-1")
+    assert 1500 < ttl_ms <= 3000
+
+
+@pytest.mark.parametrize("fault", ["flushall", "restart", "freeze", "key_deleted"])
+async def test_the_record_is_back_within_3_s(
+    fault: str,
+    watcher: Watcher,
+    store: Store,
+    redis_server: EmbeddedRedis,
+    client: "redis.Redis",
+    new_lease: Callable[..., WorkerLease],
+) -> None:
+    lease = new_lease()
+    await watcher.until(here)
+    if fault == "flushall":
+        client.flushall()
+    elif fault == "key_deleted":
+        client.delete(KEY)
+    elif fault == "restart":
+        redis_server.kill()
+        await watcher.until(lambda view: view.is_stale)
+        redis_server.start()
+    else:
+        os.kill(redis_server.pid, signal.SIGSTOP)
+        await watcher.until(lambda view: view.is_stale)
+        # Longer than the TTL: the record expires while nobody can renew it.
+        await asyncio.sleep(3.5)
+        assert not lease.is_held
+        os.kill(redis_server.pid, signal.SIGCONT)
+    await asyncio.sleep(0.05)
+    await until(lambda: client.exists(KEY) == 1, timeout_s=BACK_S)
+    await watcher.until(here, timeout_s=BACK_S)
+    if fault != "key_deleted" and fault != "freeze":
+        assert all(ids(view) == ["prefill-0"] for view in watcher.seen if view.workers or view is not watcher.seen[0])
+
+
+async def test_the_last_view_stays_while_redis_is_away(
+    watcher: Watcher, redis_server: EmbeddedRedis, new_lease: Callable[..., WorkerLease]
+) -> None:
+    new_lease()
+    await watcher.until(here)
+    redis_server.kill()
+    await watcher.until(lambda view: view.is_stale)
+    await asyncio.sleep(4)
+    assert ids(watcher.seen[-1]) == ["prefill-0"]
+
+
+async def test_a_watcher_begins_without_redis(redis_server: EmbeddedRedis, new_record: NewRecord) -> None:
+    url = redis_server.url
+    redis_server.kill()
+    store = Store(url, cluster="test")
+    lease = WorkerLease(url, cluster="test", record=new_record())
+    lease.start()
+    async with contextlib.aclosing(watch_workers(store)) as memberships:
+        assert await anext(memberships) == Membership((), is_stale=True)
+        redis_server.start()
+        async with asyncio.timeout(BACK_S):
+            while not here(await anext(memberships)):
+                pass
+    lease.release()
+    await store.close()
+
+
+async def test_a_newer_incarnation_takes_over_and_the_older_one_is_told(
+    client: "redis.Redis", new_lease: Callable[..., WorkerLease], new_record: NewRecord, watcher: Watcher
+) -> None:
+    lost: list[LeaseLost] = []
+    told = threading.Event()
+
+    def on_lost(error: LeaseLost) -> None:
+        lost.append(error)
+        told.set()
+
+    old = new_lease(new_record(), on_lost=on_lost)
+    await watcher.until(here)
+    new = new_lease(new_record())
+    await watcher.until(lambda view: view.workers == (new.record,))
+    assert await asyncio.to_thread(told.wait, 3)
+    assert not old.is_held
+    old.release()
+    await asyncio.sleep(0.2)
+    assert client.hget(KEY, "order") == new.record.order.encode()
+    assert len(lost) == 1
+    assert watcher.seen[-1].workers == (new.record,)
+
+
+async def test_an_older_incarnation_never_overwrites_a_newer_one(
+    client: "redis.Redis", new_lease: Callable[..., WorkerLease], new_record: NewRecord
+) -> None:
+    now_ns = time.time_ns()
+    told = threading.Event()
+    newer = new_lease(new_record(started_unix_ns=now_ns))
+    await until(lambda: newer.is_held, timeout_s=3)
+    new_lease(new_record(started_unix_ns=now_ns - 1), on_lost=lambda _: told.set())
+    assert await asyncio.to_thread(told.wait, 3)
+    assert client.hget(KEY, "order") == newer.record.order.encode()
+
+
+@pytest.mark.parametrize("garbage", ["string", "list", "endless", "no_order", "from_the_future", "bad_order"])
+async def test_garbage_under_its_key_does_not_keep_a_worker_out(
+    garbage: str,
+    client: "redis.Redis",
+    watcher: Watcher,
+    new_lease: Callable[..., WorkerLease],
+    new_record: NewRecord,
+) -> None:
+    future = new_record(started_unix_ns=2**63 - 1)
+    if garbage == "string":
+        client.set(KEY, "x")
+    elif garbage == "list":
+        client.rpush(KEY, "x")
+    elif garbage == "endless":
+        client.hset(KEY, mapping={"order": future.order, "record": msgspec.json.encode(future)})
+    elif garbage == "no_order":
+        client.hset(KEY, "record", "x")
+    elif garbage == "bad_order":
+        client.hset(KEY, "order", "z" * 53)
+        client.pexpire(KEY, 2000)
+    else:
+        client.hset(KEY, mapping={"order": future.order, "record": "x"})
+        client.pexpire(KEY, 10**9)
+    client.set("tandem:{test}:workers", "not a set")
+    new_lease()
+    await watcher.until(here, timeout_s=4)
+
+
+async def test_a_list_of_garbage_is_counted_and_left_out(
+    client: "redis.Redis", store: Store, new_record: NewRecord
+) -> None:
+    good = new_record()
+    bad_fields = [{"pid": -1}, {"pid": "x"}, {"role": "king"}, {"id": "a b"}, {"incarnation": "x"}, {"exact": 1}]
+    values: list[tuple[str, str, bytes]] = [("prefill-0", good.order, msgspec.json.encode(good))]
+    for index, changes in enumerate(bad_fields):
+        fields = msgspec.to_builtins(good) | {"id": f"bad-{index}"} | changes
+        values.append((f"bad-{index}", good.order, msgspec.json.encode(fields)))
+    values.append(("other", good.order, msgspec.json.encode(good)))
+    values.append(("huge", good.order, b'{"id": "' + b"x" * 20_000 + b'"}'))
+    values.append(("bytes", good.order, b"\xff\xfe"))
+    values.append(("nested", good.order, b"[" * 15_000))
+    values.append(
+        ("stale", new_record(id="stale", started_unix_ns=1).order, msgspec.json.encode(new_record(id="stale")))
+    )
+    for worker_id, order, raw in values:
+        client.hset(f"tandem:{{test}}:worker:{worker_id}", mapping={"order": order, "record": raw, "state": "ready"})
+        client.sadd("tandem:{test}:workers", worker_id)
+    client.set("tandem:{test}:worker:string", "x")
+    client.sadd("tandem:{test}:workers", "string", b"\xff\x00")
+    _, records = await list_workers(store)
+    assert records == {"prefill-0": good}
+    assert store.stats.num_rejected_values == len(values) - 1 + 1
+    assert store.is_available
+
+
+async def test_a_bad_epoch_is_replaced(client: "redis.Redis", store: Store) -> None:
+    for spoil in (
+        lambda: client.hset("tandem:{test}:epoch", "a", "b"),
+        lambda: client.set("tandem:{test}:epoch", "x" * 9999),
+    ):
+        client.delete("tandem:{test}:epoch")
+        spoil()
+        epoch, _ = await list_workers(store)
+        assert len(epoch) == 32
+        assert (await list_workers(store))[0] == epoch
+
+
+@pytest.mark.parametrize("spoiled", ["huge", "string"])
+async def test_a_spoiled_index_heals_and_nobody_is_missed(
+    spoiled: str, client: "redis.Redis", watcher: Watcher, new_lease: Callable[..., WorkerLease], store: Store
+) -> None:
+    new_lease()
+    await watcher.until(here)
+    began = len(watcher.seen)
+    if spoiled == "huge":
+        client.sadd("tandem:{test}:workers", *(f"w{index}" for index in range(5000)))
+    else:
+        client.set("tandem:{test}:workers", "x")
+    await until(lambda: store.stats.num_rejected_values > 0 or spoiled == "string", timeout_s=3)
+    await until(lambda: client.type("tandem:{test}:workers") == b"set", timeout_s=BACK_S)
+    assert client.smembers("tandem:{test}:workers") == {b"prefill-0"}
+    assert all(ids(view) == ["prefill-0"] for view in watcher.seen[began:])
+    assert await list_workers(store) == (
+        client.get("tandem:{test}:epoch").decode(),
+        {"prefill-0": watcher.seen[-1].workers[0]},
+    )
+
+
+def test_a_missing_worker_is_gone_unless_redis_lost_its_memory(new_record: NewRecord) -> None:
+    one, two = new_record(id="prefill-0"), new_record(id="prefill-1")
+    both = {one.id: one, two.id: two}
+    view = MembershipView(grace_s=3.0)
+    assert view.membership == Membership((), is_stale=True)
+    view.observe("a", both, now_s=0)
+    view.observe("a", {two.id: two}, now_s=1)
+    assert ids(view.membership) == ["prefill-1"]
+    view.observe("a", both, now_s=2)
+    view.lose_sight()
+    assert view.membership == Membership((one, two), is_stale=True)
+    view.observe("b", {}, now_s=100)
+    assert view.membership == Membership((one, two), is_stale=False)
+    view.observe("b", {one.id: one}, now_s=101)
+    assert ids(view.membership) == ["prefill-0", "prefill-1"]
+    # One that was seen again and leaves is gone at once; one that never came back is gone after the grace.
+    view.observe("b", {}, now_s=102)
+    assert ids(view.membership) == ["prefill-1"]
+    view.observe("b", {}, now_s=103)
+    assert ids(view.membership) == []
+
+
+async def test_a_lease_costs_no_request_of_the_event_loop(
+    new_lease: Callable[..., WorkerLease], redis_server: EmbeddedRedis
+) -> None:
+    lease = new_lease()
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    await asyncio.sleep(0.1)
+    began_s = time.monotonic()
+    for index in range(1000):
+        lease.update(running=index, state="ready" if index % 2 else "draining")
+    assert time.monotonic() - began_s < 0.2
+    released = asyncio.create_task(asyncio.to_thread(lease.release))
+    async with asyncio.timeout(3):
+        await released
+    os.kill(redis_server.pid, signal.SIGCONT)
