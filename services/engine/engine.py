@@ -1,0 +1,311 @@
+"""Loads a model with its page pool, and runs it in one process: the oracle of the disaggregated system.
+
+`Engine` is a whole continuous-batching loop with nothing around it; what the workers must agree with, token for token,
+and what their speed is compared with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from services.engine.config import ModelConfig
+from services.engine.model import Model, load_model
+from services.engine.pages import PageAllocator, PageLayout, PageLease, PagePool, num_pages_for
+from services.engine.runner import ModelRunner
+from services.engine.sequence import FinishReason, Sampling, Sequence
+from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
+from services.runtime.errors import ConfigError, InvalidRequest
+
+DEFAULT_PAGE_SIZE = 16
+DEFAULT_CHUNK_TOKENS = 512
+DEFAULT_MAX_BATCH = 64
+
+_DEFAULT_KV_MEMORY_BYTES = 1 << 30
+_DEFAULT_KV_MEMORY_SHARE = 0.25
+_DEFAULT_KV_GPU_MEMORY_SHARE = 0.5
+
+# Where a container's own limit is found, with control groups of version 2 and 1.
+_CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """A loaded model and all that belongs to it. The engine thread owns `pool`, `allocator` and `runner`."""
+
+    model_config: ModelConfig
+    model: Model
+    pool: PagePool
+    allocator: PageAllocator
+    runner: ModelRunner
+    fingerprint: str
+    """Two workers exchange pages only if theirs agree."""
+
+
+def load_engine(
+    model_dir: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    page_size: int = DEFAULT_PAGE_SIZE,
+    num_pages: int | None = None,
+    kv_memory_bytes: int | None = None,
+    threads: int | None = None,
+) -> EngineParts:
+    """Load a checkpoint folder and set memory aside for its KV pages.
+
+    The pool holds `num_pages`, or what fits into `kv_memory_bytes`; with neither, 1 GiB or a quarter of the available
+    memory on a CPU, whichever is less, and half of the free memory on a GPU. `threads` is for torch, process-wide.
+
+    Raises:
+        ModelError: the folder cannot be served.
+        ConfigError: a setting is wrong, or the pool would not fit into memory.
+    """
+    if page_size < 1:
+        raise ConfigError(f"page_size is {page_size}, it must be at least 1")
+    if threads is not None:
+        if threads < 1:
+            raise ConfigError(f"threads is {threads}, it must be at least 1")
+        torch.set_num_threads(threads)
+    model = load_model(model_dir, dtype=dtype, device=device)
+    config = model.config
+    layout = PageLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=model.dtype,
+    )
+    pool = PagePool(layout, _pool_size(layout, model.device, num_pages, kv_memory_bytes), device=model.device)
+    return EngineParts(
+        model_config=config,
+        model=model,
+        pool=pool,
+        allocator=PageAllocator(pool.num_pages),
+        runner=ModelRunner(model, pool),
+        fingerprint=model.fingerprint,
+    )
+
+
+def check_fits(model_config: ModelConfig, pool: PagePool, num_prompt_tokens: int, max_tokens: int) -> None:
+    """Refuse, before any work, a request that the model or the pool could never hold.
+
+    Raises:
+        InvalidRequest: with the code context_length_exceeded and the numbers.
+    """
+    limit = model_config.context_length_tokens
+    pool_tokens = pool.num_pages * pool.layout.page_size
+    wanted = num_prompt_tokens + max_tokens
+    if wanted <= min(limit, pool_tokens):
+        return
+    if wanted > limit:
+        reason = f"the model's context length is {limit} tokens"
+    else:
+        reason = f"the worker's KV memory holds {pool_tokens} tokens ({pool.num_pages} pages)"
+    raise InvalidRequest(
+        f"{reason}, but {wanted} were requested: {num_prompt_tokens} in the prompt and {max_tokens} for the answer",
+        field="prompt" if num_prompt_tokens >= min(limit, pool_tokens) else "max_tokens",
+        code="context_length_exceeded",
+    )
+
+
+def check_token_ids(model_config: ModelConfig, token_ids: Iterable[int], *, field: str = "prompt") -> None:
+    """Refuse token ids that the model does not have; InvalidRequest names the first one."""
+    for token_id in token_ids:
+        if not 0 <= token_id < model_config.vocab_size:
+            raise InvalidRequest(
+                f"token id {token_id} is outside the model's vocabulary of {model_config.vocab_size}", field=field
+            )
+
+
+class EngineOutput(NamedTuple):
+    """What a step gave for one sequence: a token (the last one where `finish_reason` is set), or why it failed."""
+
+    sequence: Sequence
+    outcome: SampledToken | NonFiniteLogits
+    finish_reason: FinishReason | None
+
+
+class Engine:
+    """Chunked prefill and continuous batching in the caller's thread.
+
+    A step decodes every running sequence and spends `chunk_tokens` on prompts, oldest first. A sequence is admitted
+    only when all pages that it may ever need are promised to it, so a running one never has to wait or to give way.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        *,
+        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        max_batch: int = DEFAULT_MAX_BATCH,
+    ) -> None:
+        if chunk_tokens < 1 or max_batch < 1:
+            raise ValueError(f"chunk_tokens ({chunk_tokens}) and max_batch ({max_batch}) must be at least 1")
+        self._parts = parts
+        self._page_size = parts.pool.layout.page_size
+        self._chunk_tokens = chunk_tokens
+        self._max_batch = max_batch
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[Sequence, PageLease] = {}
+        self._num_added = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._waiting or self._running)
+
+    def add(
+        self, prompt_token_ids: SequenceOf[int], sampling: Sampling, *, emitted_token_ids: SequenceOf[int] = ()
+    ) -> Sequence:
+        """Queue a request; `emitted_token_ids` are tokens of its answer that an earlier attempt already gave.
+
+        Raises:
+            InvalidRequest: it is empty, too long, or names token ids that do not exist.
+        """
+        config = self._parts.model_config
+        check_fits(config, self._parts.pool, len(prompt_token_ids), sampling.max_tokens)
+        check_token_ids(config, prompt_token_ids)
+        check_token_ids(config, emitted_token_ids, field="emitted_token_ids")
+        check_token_ids(config, sampling.logit_bias, field="logit_bias")
+        sequence = Sequence(self._num_added, prompt_token_ids, sampling=sampling, emitted_token_ids=emitted_token_ids)
+        if sequence.finish_reason() is not None:
+            raise InvalidRequest("the emitted tokens already end the answer", field="emitted_token_ids")
+        self._num_added += 1
+        self._waiting.append(sequence)
+        return sequence
+
+    def step(self) -> list[EngineOutput]:
+        """Plan, compute, apply; return the tokens that this step gave. Without work it returns nothing."""
+        self._admit()
+        plan = self._plan()
+        return self._apply(plan, self._parts.runner.run(plan))
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is. One that has ended is left alone."""
+        lease = self._running.pop(sequence, None)
+        if lease is not None:
+            lease.close()
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def generate(
+        self, prompts: SequenceOf[SequenceOf[int]], sampling: Sampling | SequenceOf[Sampling]
+    ) -> list[list[int]]:
+        """Run prompts to their end, together; return the answers' token ids in the prompts' order.
+
+        `sampling` is one for all or one for each. Outputs of requests added otherwise in the meantime are dropped.
+
+        Raises:
+            InvalidRequest: one of them cannot be served; none is run.
+            NonFiniteLogits: one of them failed.
+        """
+        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        sequences: list[Sequence] = []
+        try:
+            for prompt, its_sampling in zip(prompts, samplings, strict=True):
+                sequences.append(self.add(prompt, its_sampling))
+            while any(sequence.finish_reason() is None for sequence in sequences):
+                for output in self.step():
+                    if isinstance(output.outcome, NonFiniteLogits):
+                        raise output.outcome
+        finally:
+            for sequence in sequences:
+                self.cancel(sequence)
+        return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+
+    def close(self) -> None:
+        """Cancel everything; all pages are free then."""
+        for sequence in [*self._running, *self._waiting]:
+            self.cancel(sequence)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._max_batch:
+            num_pages = num_pages_for(self._waiting[0].max_num_tokens, self._page_size)
+            if not self._parts.allocator.can_promise(num_pages):
+                return
+            sequence = self._waiting.popleft()
+            lease = PageLease(self._parts.allocator, num_promised_pages=num_pages)
+            sequence.page_table = lease.page_ids
+            self._running[sequence] = lease
+
+    def _plan(self) -> StepPlan:
+        plan = StepPlan()
+        budget_tokens = self._chunk_tokens
+        for sequence in self._running:
+            num_prompt_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+            # After the prompt one token at a time, emitted ones too: their KV then comes from the same computation.
+            num_tokens = min(num_prompt_left, budget_tokens) if num_prompt_left > 0 else 1
+            if num_tokens > 0:
+                plan.items.append(StepItem(sequence, num_tokens))
+                budget_tokens -= num_tokens if num_prompt_left > 0 else 0
+                self._grow(sequence, sequence.num_computed_tokens + num_tokens)
+        return plan
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
+        self._running[sequence].grow_to(num_pages_for(num_tokens, self._page_size), state="used")
+
+    def _apply(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+        outputs = []
+        for item, outcome in zip(plan.items, result.outcomes, strict=True):
+            sequence = item.sequence
+            sequence.num_computed_tokens += item.num_scheduled_tokens
+            if outcome is None:
+                continue
+            if isinstance(outcome, SampledToken):
+                sequence.append_token(outcome.token_id)
+            outputs.append(EngineOutput(sequence, outcome, sequence.finish_reason()))
+            if isinstance(outcome, NonFiniteLogits) or sequence.finish_reason() is not None:
+                self.cancel(sequence)
+        return outputs
+
+
+def _pool_size(layout: PageLayout, device: torch.device, num_pages: int | None, kv_memory_bytes: int | None) -> int:
+    """Return how many pages the pool gets; ConfigError where the settings contradict each other or memory."""
+    if num_pages is not None and kv_memory_bytes is not None:
+        raise ConfigError("num_pages and kv_memory_bytes are both set: give one of them")
+    available_bytes = _available_memory_bytes(device)
+    if num_pages is None:
+        num_bytes = kv_memory_bytes if kv_memory_bytes is not None else _default_kv_bytes(device, available_bytes)
+        num_pages = num_bytes // layout.page_bytes
+        if num_pages < 1:
+            raise ConfigError(f"{num_bytes} bytes of KV memory do not hold one page of {layout.page_bytes} bytes")
+    if num_pages < 1:
+        raise ConfigError(f"num_pages is {num_pages}, it must be at least 1")
+    if num_pages * layout.page_bytes > available_bytes:
+        raise ConfigError(
+            f"{num_pages} KV pages take {num_pages * layout.page_bytes >> 20} MiB, "
+            f"but {available_bytes >> 20} MiB of memory are available on {device}"
+        )
+    return num_pages
+
+
+def _default_kv_bytes(device: torch.device, available_bytes: int) -> int:
+    if device.type == "cpu":
+        return min(_DEFAULT_KV_MEMORY_BYTES, int(available_bytes * _DEFAULT_KV_MEMORY_SHARE))
+    return int(available_bytes * _DEFAULT_KV_GPU_MEMORY_SHARE)
+
+
+def _available_memory_bytes(device: torch.device) -> int:
+    """Return what can be allocated now without swapping: free memory of the GPU, or of the host and its container."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    limits = [_host_available_bytes()]
+    for path in _CONTAINER_LIMITS:
+        text = path.read_text().strip() if path.is_file() else "max"
+        if text != "max":
+            limits.append(int(text))
+    return min(limits)
+
+
+def _host_available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("/proc/meminfo does not say how much memory is available: give num_pages or kv_memory_bytes")

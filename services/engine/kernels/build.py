@@ -1,0 +1,173 @@
+"""Compiles the kernels at first use and keeps the library in the user's cache; knows nothing of what is in it.
+
+The library is made for this very processor, so its name holds the processor's features, the compiler and the sources.
+Several processes may ask at once: one compiles, the others wait for it.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.runtime.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+SOURCE_DIR = Path(__file__).parent
+COMPILERS = ("g++", "c++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno")
+LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden")
+THREAD_FLAGS = ("-fopenmp",)
+
+COMPILE_LIMIT_S = 120.0
+_POLL_S = 0.05
+
+
+class KernelsUnavailable(TandemError):
+    """The kernels cannot be built or loaded here; the message says why. The torch path serves instead."""
+
+
+def build_library(
+    *, cache_dir: Path | None = None, compiler: str | None = None, extra_flags: Sequence[str] = ()
+) -> Path:
+    """The path of the compiled library, compiled now where the cache does not hold it.
+
+    `cache_dir` is by default the user's cache, `compiler` the first one found (the variable CXX goes first), and
+    `extra_flags` go last, for tests of other instruction sets. Raises KernelsUnavailable.
+    """
+    command = [compiler or _find_compiler(), *FLAGS, *LIBRARY_FLAGS, *extra_flags]
+    folder = cache_dir or _default_cache_dir()
+    _make_private(folder)
+    path = folder / f"tandem-{_key(command)}.so"
+    if not _is_intact(path):
+        with _lock(path.with_suffix(".lock")):
+            if not _is_intact(path):
+                _compile(command, path)
+    return path
+
+
+def source_digest() -> str:
+    """Names the sources and the flags that decide about arithmetic: equal digests mean equal kernels."""
+    digest = hashlib.sha256(repr(FLAGS).encode())
+    for source in _sources():
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _sources() -> list[Path]:
+    return sorted([*SOURCE_DIR.glob("*.h"), *SOURCE_DIR.glob("*.cpp")])
+
+
+def _find_compiler() -> str:
+    for name in (os.environ.get("CXX"), *COMPILERS):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise KernelsUnavailable("there is no C++ compiler (g++, c++ or clang++) on the path")
+
+
+def _default_cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = (Path(base) if base else Path.home() / ".cache") / "tandem" / "kernels"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):
+        pass  # no home, or one that cannot be written: containers often run so
+    return Path(tempfile.gettempdir()) / f"tandem-kernels-{os.getuid()}"
+
+
+def _make_private(folder: Path) -> None:
+    """A library is code: it is only taken from a folder that no other user can write to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+    except OSError as error:
+        raise KernelsUnavailable(f"the cache folder {folder} cannot be made ({error.strerror})") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise KernelsUnavailable(f"the cache folder {folder} can be written by other users")
+
+
+def _key(command: Sequence[str]) -> str:
+    version = _run([command[0], "--version"], limit_s=20.0).stdout
+    parts = (source_digest(), list(command), THREAD_FLAGS, version, _cpu_features())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _cpu_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    described = ("model name", "flags", "Features", "CPU part")
+    first = {line.split(":")[0].strip(): line for line in reversed(lines) if line.startswith(described)}
+    return repr(sorted(first.items()))
+
+
+def _is_intact(path: Path) -> bool:
+    """Loading a library that was cut short kills the process, so its digest lies beside it."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() == _digest_path(path).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _digest_path(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Held by one process at a time; the system lets go of it when its holder dies."""
+    deadline = time.monotonic() + COMPILE_LIMIT_S
+    try:
+        file = path.open("w")
+    except OSError as error:
+        raise KernelsUnavailable(f"{path} cannot be written ({error.strerror})") from error
+    with file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise KernelsUnavailable("another process has been compiling the kernels for too long") from None
+                time.sleep(_POLL_S)
+        yield
+
+
+def _compile(command: Sequence[str], path: Path) -> None:
+    started = time.monotonic()
+    sources = [str(source) for source in _sources() if source.suffix == ".cpp"]
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        made = Path(folder) / path.name
+        common = [*command, *sources, "-o", str(made)]
+        result = _run([*common, *THREAD_FLAGS], limit_s=COMPILE_LIMIT_S)
+        if result.returncode:
+            logger.warning("the compiler has no OpenMP: the kernels use one thread")
+            result = _run(common, limit_s=COMPILE_LIMIT_S)
+        if result.returncode:
+            lines = result.stderr.strip().splitlines() or ["no message"]
+            raise KernelsUnavailable(f"{command[0]} failed: {lines[0]}")
+        # Each renamed when complete: whoever looks in between finds them different and waits for the lock.
+        digest = _digest_path(made)
+        digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), encoding="ascii")
+        os.replace(digest, _digest_path(path))
+        os.replace(made, path)
+    logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - started)
+
+
+def _run(command: Sequence[str], *, limit_s: float) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelsUnavailable(f"{command[0]} cannot be run ({error})") from error

@@ -1,0 +1,107 @@
+"""Runs a whole decoder step in one call of the CPU kernels; `services.engine.decoder` is its readable twin.
+
+Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D head_dim, V vocabulary.
+"""
+
+import torch
+
+from services.engine.config import ModelConfig
+from services.engine.decoder import DecoderStep
+from services.engine.kernels.library import (
+    DecoderArgs,
+    HeadsArgs,
+    Kernels,
+    LayerArgs,
+    LinearArgs,
+    StepArgs,
+    batch_args,
+    check_tensor,
+    pointer,
+)
+from services.engine.linear import Linear, PackedLinear
+from services.engine.weights import LayerWeights, ModelWeights
+from services.runtime.errors import InvariantViolated
+
+
+class KernelDecoder:
+    """A model's weights as the kernels read them, and the scratch memory of its steps. For one thread at a time."""
+
+    def __init__(self, kernels: Kernels, config: ModelConfig, weights: ModelWeights) -> None:
+        self._kernels = kernels
+        self._config = config
+        self._weights = weights  # the structures below hold addresses into it
+        self._dtype = weights.embedding.dtype
+        self._layers = (LayerArgs * config.num_layers)(*[_layer_args(layer) for layer in weights.layers])
+        self._args = DecoderArgs(
+            heads_args(config),
+            config.norm_eps,
+            config.vocab_size,
+            config.hidden_size,
+            config.intermediate_size,
+            pointer(weights.embedding),
+            pointer(weights.final_norm),
+            _packed(weights.lm_head),
+            self._layers,
+        )
+        self._workspace = torch.empty(0, dtype=self._dtype)
+
+    def forward(self, step: DecoderStep) -> torch.Tensor:
+        """Writes keys and values into the pool and returns logits, float32 [rows, V].
+
+        Raises InvariantViolated, with nothing written, where the step contradicts itself, the pool or the model.
+        """
+        num_tokens, num_logits = step.token_ids.shape[0], step.logits_indices.shape[0]
+        logits = torch.empty(num_logits, self._config.vocab_size)
+        self._check_pool(step.pool_data)
+        batch = step.batch
+        args = StepArgs(
+            batch_args(step.pool_data, batch.query_start, batch.context_lens, batch.page_tables),
+            check_tensor(step.token_ids, torch.int64, shape=(num_tokens,)),
+            check_tensor(step.positions, torch.int64, shape=(num_tokens,)),
+            check_tensor(batch.slot_mapping, torch.int64, shape=(num_tokens,)),
+            check_tensor(step.logits_indices, torch.int64, shape=(num_logits,)),
+            num_tokens,
+            num_logits,
+            pointer(step.rope),
+            step.rope.shape[0],
+            pointer(logits),
+            self._reserve_workspace(num_tokens, num_logits),
+        )
+        self._kernels.forward(self._args, args, self._dtype)
+        return logits
+
+    def _check_pool(self, pool_data: torch.Tensor) -> None:
+        config = self._config
+        num_pages, page_size = pool_data.shape[0], pool_data.shape[4]
+        shape = (num_pages, config.num_kv_heads, config.num_layers, 2, page_size, config.head_dim)
+        check_tensor(pool_data, self._dtype, shape=shape)
+
+    def _reserve_workspace(self, num_tokens: int, num_logits: int) -> int:
+        needed = self._kernels.workspace_elements(self._args, num_tokens=num_tokens, num_logits=num_logits)
+        if needed > self._workspace.shape[0]:
+            self._workspace = torch.empty(needed, dtype=self._dtype)
+        return self._workspace.data_ptr()
+
+
+def heads_args(config: ModelConfig) -> HeadsArgs:
+    """The structure of a model's attention."""
+    return HeadsArgs(config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers, config.head_dim**-0.5)
+
+
+def _layer_args(layer: LayerWeights) -> LayerArgs:
+    return LayerArgs(
+        pointer(layer.input_norm),
+        None if layer.query_norm is None else pointer(layer.query_norm),
+        None if layer.key_norm is None else pointer(layer.key_norm),
+        pointer(layer.post_norm),
+        _packed(layer.qkv),
+        _packed(layer.output),
+        _packed(layer.gate_up),
+        _packed(layer.down),
+    )
+
+
+def _packed(linear: Linear) -> LinearArgs:
+    if not isinstance(linear, PackedLinear):
+        raise InvariantViolated("the CPU kernels were given a linear layer that is not packed")
+    return linear.args

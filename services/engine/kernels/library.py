@@ -1,0 +1,266 @@
+"""The binding to the compiled kernels: structures, argument checks and calls; knows no model architecture.
+
+Calls release the interpreter lock and use as many threads as torch. Results do not depend on how many.
+
+Legend: T packed tokens, B sequences, K input features, N output features, H KV heads, L layers, S slots of a page,
+Hq query heads, D head_dim.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+from services.engine.kernels.build import KernelsUnavailable, build_library, source_digest
+from services.runtime.errors import InvariantViolated
+
+_I64 = ctypes.c_int64
+_POINTER = ctypes.c_void_p
+
+_ERRORS = {
+    1: "a token id is outside the vocabulary",
+    2: "a position is outside the model's context",
+    3: "a slot is outside the page pool",
+    4: "the sequences' lengths contradict each other or their page tables",
+    5: "a page id is outside the page pool",
+    6: "a logits index is outside the step",
+}
+
+
+class LinearArgs(ctypes.Structure):
+    """`Linear` of gemm.h."""
+
+    _fields_ = (("packed", _POINTER), ("bias", _POINTER), ("out_features", _I64), ("in_features", _I64))
+
+
+class LayerArgs(ctypes.Structure):
+    """`Layer` of tandem.cpp."""
+
+    _fields_ = (
+        ("input_norm", _POINTER),
+        ("query_norm", _POINTER),
+        ("key_norm", _POINTER),
+        ("post_norm", _POINTER),
+        ("qkv", LinearArgs),
+        ("output", LinearArgs),
+        ("gate_up", LinearArgs),
+        ("down", LinearArgs),
+    )
+
+
+class HeadsArgs(ctypes.Structure):
+    """`Heads` of attention.h."""
+
+    _fields_ = (
+        ("num_heads", _I64),
+        ("num_kv_heads", _I64),
+        ("head_dim", _I64),
+        ("num_layers", _I64),
+        ("scale", ctypes.c_float),
+    )
+
+
+class DecoderArgs(ctypes.Structure):
+    """`Decoder` of tandem.cpp."""
+
+    _fields_ = (
+        ("heads", HeadsArgs),
+        ("norm_eps", ctypes.c_float),
+        ("vocab_size", _I64),
+        ("hidden_size", _I64),
+        ("intermediate_size", _I64),
+        ("embedding", _POINTER),
+        ("final_norm", _POINTER),
+        ("lm_head", LinearArgs),
+        ("layers", ctypes.POINTER(LayerArgs)),
+    )
+
+
+class BatchArgs(ctypes.Structure):
+    """`Batch` of attention.h."""
+
+    _fields_ = (
+        ("query_start", _POINTER),
+        ("context_lens", _POINTER),
+        ("page_tables", _POINTER),
+        ("num_sequences", _I64),
+        ("max_pages", _I64),
+        ("pool", _POINTER),
+        ("num_pages", _I64),
+        ("page_size", _I64),
+    )
+
+
+class StepArgs(ctypes.Structure):
+    """`Step` of tandem.cpp."""
+
+    _fields_ = (
+        ("batch", BatchArgs),
+        ("token_ids", _POINTER),
+        ("positions", _POINTER),
+        ("slot_mapping", _POINTER),
+        ("logits_indices", _POINTER),
+        ("num_tokens", _I64),
+        ("num_logits", _I64),
+        ("rope", _POINTER),
+        ("rope_positions", _I64),
+        ("logits", _POINTER),
+        ("workspace", _POINTER),
+    )
+
+
+_INT = ctypes.c_int
+_SIGNATURES = {
+    "tandem_arithmetic": (ctypes.c_char_p, ()),
+    "tandem_packed_elements": (_I64, (_I64, _I64, _INT)),
+    "tandem_pack": (None, (_POINTER, _I64, _I64, _POINTER, _INT, _INT)),
+    "tandem_linear": (None, (ctypes.POINTER(LinearArgs), _POINTER, _I64, _POINTER, _INT, _INT, _INT)),
+    "tandem_attention": (
+        _INT,
+        (ctypes.POINTER(BatchArgs), ctypes.POINTER(HeadsArgs), _I64, _POINTER, _POINTER, _INT, _INT),
+    ),
+    "tandem_workspace_elements": (_I64, (ctypes.POINTER(DecoderArgs), _I64, _I64)),
+    "tandem_forward": (_INT, (ctypes.POINTER(DecoderArgs), ctypes.POINTER(StepArgs), _INT, _INT)),
+}
+
+
+class Kernels:
+    """The loaded library.
+
+    `arithmetic` names everything that results depend on beside the inputs: the instructions in use and the sources.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelsUnavailable(f"the compiled kernels cannot be loaded ({error})") from error
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        self._library = library
+        self.arithmetic = f"{library.tandem_arithmetic().decode()}/{source_digest()}"
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Lays out weight [N, K] for `linear`; the result is a flat tensor of the same dtype."""
+        out_features, in_features = weight.shape
+        is_bfloat16 = _is_bfloat16(weight)
+        size = self._library.tandem_packed_elements(out_features, in_features, is_bfloat16)
+        packed = torch.empty(size, dtype=weight.dtype)
+        source = weight.contiguous()
+        self._library.tandem_pack(
+            pointer(source), out_features, in_features, pointer(packed), is_bfloat16, torch.get_num_threads()
+        )
+        return packed
+
+    def linear(self, linear: LinearArgs, x: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
+        """Multiplies x [T, K] by the packed weight: [T, N] in `out_dtype`, which is that of x or float32."""
+        rows = check_tensor(x, x.dtype, shape=(x.shape[0], linear.in_features))
+        if out_dtype not in (x.dtype, torch.float32):
+            raise InvariantViolated(f"a linear layer over {x.dtype} cannot give {out_dtype}")
+        y = torch.empty(x.shape[0], linear.out_features, dtype=out_dtype)
+        kinds = (_is_bfloat16(x), int(out_dtype != x.dtype))
+        self._library.tandem_linear(linear, rows, x.shape[0], pointer(y), *kinds, torch.get_num_threads())
+        return y
+
+    def attention(self, q: torch.Tensor, layer: int, *, batch: BatchArgs, heads: HeadsArgs) -> torch.Tensor:
+        """Attends q [T, Hq, D] over one layer; [T, Hq, D]. Raises InvariantViolated for a batch that is wrong."""
+        out = torch.empty_like(q)
+        code = self._library.tandem_attention(
+            batch, heads, layer, pointer(q), pointer(out), _is_bfloat16(q), torch.get_num_threads()
+        )
+        _raise_for(code)
+        return out
+
+    def forward(self, decoder: DecoderArgs, step: StepArgs, dtype: torch.dtype) -> None:
+        """Runs a step of a decoder. Raises InvariantViolated, with nothing written, for a step that is wrong."""
+        is_bfloat16 = int(dtype == torch.bfloat16)
+        _raise_for(self._library.tandem_forward(decoder, step, is_bfloat16, torch.get_num_threads()))
+
+    def workspace_elements(self, decoder: DecoderArgs, *, num_tokens: int, num_logits: int) -> int:
+        """The size of the scratch memory of a step, in elements of the model's dtype."""
+        return int(self._library.tandem_workspace_elements(decoder, num_tokens, num_logits))
+
+
+@functools.cache
+def load_kernels() -> Kernels:
+    """The kernels of this process, built and checked at the first call. Raises KernelsUnavailable."""
+    return open_kernels()
+
+
+def open_kernels(*, cache_dir: Path | None = None) -> Kernels:
+    """Builds the library where `cache_dir` does not hold it, loads and checks it. Raises KernelsUnavailable."""
+    kernels = Kernels(build_library(cache_dir=cache_dir))
+    check_arithmetic(kernels)
+    return kernels
+
+
+def check_arithmetic(kernels: Kernels) -> None:
+    """Raises KernelsUnavailable unless linear layers are right and rows do not depend on each other here.
+
+    A compiler or a processor that does something else must not be trusted silently.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        for in_features in (96, 75):
+            weight = torch.randn(70, in_features, generator=generator).to(dtype)
+            x = torch.randn(37, in_features, generator=generator).to(dtype)
+            packed = kernels.pack(weight)
+            linear = linear_args(packed, None, shape=(70, in_features))
+            together = kernels.linear(linear, x, out_dtype=torch.float32)
+            apart = [kernels.linear(linear, row[None], out_dtype=torch.float32) for row in x]
+            expected = (x.double() @ weight.double().T).float()
+            if not torch.allclose(together, expected, rtol=tolerance, atol=tolerance):
+                raise KernelsUnavailable("the compiled kernels compute wrong results on this machine")
+            if not torch.equal(together, torch.cat(apart)):
+                raise KernelsUnavailable("the compiled kernels' rows depend on each other on this machine")
+
+
+def linear_args(packed: torch.Tensor, bias: torch.Tensor | None, *, shape: tuple[int, int]) -> LinearArgs:
+    """The structure for a packed weight of `shape` [N, K] and a float32 bias; the tensors must outlive it."""
+    return LinearArgs(pointer(packed), None if bias is None else pointer(bias), *shape)
+
+
+def batch_args(
+    pool_data: torch.Tensor, query_start: torch.Tensor, context_lens: torch.Tensor, page_tables: torch.Tensor
+) -> BatchArgs:
+    """The structure for an AttentionBatch over a pool [N, H, L, 2, S, D]; the tensors must outlive it."""
+    num_sequences = context_lens.shape[0]
+    return BatchArgs(
+        check_tensor(query_start, torch.int32, shape=(num_sequences + 1,)),
+        check_tensor(context_lens, torch.int32, shape=(num_sequences,)),
+        check_tensor(page_tables, torch.int32, shape=(num_sequences, page_tables.shape[-1])),
+        num_sequences,
+        page_tables.shape[-1],
+        pointer(pool_data),
+        pool_data.shape[0],
+        pool_data.shape[4],
+    )
+
+
+def check_tensor(tensor: torch.Tensor, dtype: torch.dtype, *, shape: tuple[int, ...]) -> int:
+    """The tensor's address. Raises InvariantViolated where its type, shape or layout is not what a kernel reads."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise InvariantViolated(
+            f"a kernel was given {tensor.dtype} {list(tensor.shape)} where it reads {dtype} {list(shape)}"
+        )
+    return pointer(tensor)
+
+
+def pointer(tensor: torch.Tensor) -> int:
+    """The address of a contiguous CPU tensor."""
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise InvariantViolated("a kernel was given a tensor that is not contiguous or not in host memory")
+    return tensor.data_ptr()
+
+
+def _is_bfloat16(tensor: torch.Tensor) -> int:
+    if tensor.dtype not in (torch.float32, torch.bfloat16):
+        raise InvariantViolated(f"the CPU kernels do not compute in {tensor.dtype}")
+    return int(tensor.dtype == torch.bfloat16)
+
+
+def _raise_for(code: int) -> None:
+    if code:
+        raise InvariantViolated(f"a step was refused by the kernels: {_ERRORS.get(code, code)}")

@@ -1,0 +1,161 @@
+// Vectors of floats for whatever the compiler was told the machine has (AVX-512, AVX2, or 4 lanes of anything).
+//
+// The whole folder keeps one rule: the arithmetic of a row (order of operations, fused or not, lanes) is written out
+// and is the same for every batch, tile and thread count. Hence no -ffast-math, and -ffp-contract=off with explicit
+// fused multiply-adds.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace tandem {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define TANDEM_AVX512 1
+constexpr int W = 16;  // lanes
+#elif defined(__AVX2__) && defined(__FMA__)
+#define TANDEM_AVX2 1
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float V __attribute__((vector_size(W * 4)));
+typedef int32_t VI __attribute__((vector_size(W * 4)));
+typedef uint32_t VU __attribute__((vector_size(W * 4)));
+typedef uint16_t VH __attribute__((vector_size(W * 2)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline V load(const float* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
+
+// `x` in every lane, bit for bit.
+inline V all(float x) {
+#if defined(TANDEM_AVX512)
+  return (V)_mm512_set1_ps(x);
+#elif defined(TANDEM_AVX2)
+  return (V)_mm256_set1_ps(x);
+#else
+  return V{x, x, x, x};
+#endif
+}
+
+inline V fma(V a, V b, V c) {
+#if defined(TANDEM_AVX512)
+  return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(TANDEM_AVX2)
+  return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+  V r;
+  for (int i = 0; i < W; ++i) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return r;
+#else
+  return a * b + c;
+#endif
+}
+
+inline V max(V a, V b) { return a > b ? a : b; }
+
+// The lanes exchanged with those STEP further (the lowest bits of their numbers swapped).
+template <int STEP>
+inline V exchange(V v) {
+  VI lanes;
+  for (int i = 0; i < W; ++i) lanes[i] = i ^ STEP;
+  return __builtin_shuffle(v, lanes);
+}
+
+// Sum and maximum of the lanes, by halving.
+template <int STEP = W / 2>
+inline float sum_lanes(V v) {
+  if constexpr (STEP == 0)
+    return v[0];
+  else
+    return sum_lanes<STEP / 2>(v + exchange<STEP>(v));
+}
+
+template <int STEP = W / 2>
+inline float max_lanes(V v) {
+  if constexpr (STEP == 0)
+    return v[0];
+  else
+    return max_lanes<STEP / 2>(max(v, exchange<STEP>(v)));
+}
+
+// e^x to about one unit in the last place; saturates instead of overflowing, keeps NaN.
+inline V exp(V x) {
+  const V low = all(-87.3f), high = all(88.3f);
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  const V shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const V shifted = fma(x, all(1.44269504088896341f), shift);
+  const V n = shifted - shift;
+  V r = fma(n, all(-0.693359375f), x);
+  r = fma(n, all(2.12194440e-4f), r);
+  V p = all(1.9875691500e-4f);
+  p = fma(p, r, all(1.3981999507e-3f));
+  p = fma(p, r, all(8.3334519073e-3f));
+  p = fma(p, r, all(4.1665795894e-2f));
+  p = fma(p, r, all(1.6666665459e-1f));
+  p = fma(p, r, all(5.0000001201e-1f));
+  p = fma(p, r * r, r + all(1.0f));
+  const VI exponent = ((VI)shifted - (VI)shift + 127) << 23;
+  return p * (V)exponent;
+}
+
+inline V load(const bf16* p) {
+  VH h;
+  std::memcpy(&h, p, sizeof h);
+  return (V)(__builtin_convertvector(h, VU) << 16);
+}
+
+// The same rounding as from_float, in the upper half of each lane.
+inline VU round_to_bf16(V v) {
+  const VU bits = (VU)v;
+  const VU rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return (bits & 0x7fffffffu) > 0x7f800000u ? (bits | 0x400000u) : rounded;
+}
+
+inline void store(bf16* p, V v) {
+  const VH h = __builtin_convertvector(round_to_bf16(v) >> 16, VH);
+  std::memcpy(p, &h, sizeof h);
+}
+
+// What storing in type E and loading again gives.
+template <typename E>
+inline V rounded(V v) {
+  if constexpr (sizeof(E) == sizeof(float))
+    return v;
+  else
+    return (V)(round_to_bf16(v) & 0xffff0000u);
+}
+
+// The first `count` lanes (the others are zero), for the end of a row.
+template <typename E>
+inline V load_first(const E* p, int64_t count) {
+  if (count >= W) return load(p);
+  E padded[W] = {};
+  std::memcpy(padded, p, (size_t)count * sizeof(E));
+  return load(padded);
+}
+
+template <typename E>
+inline void store_first(E* p, V v, int64_t count) {
+  if (count >= W) return store(p, v);
+  E padded[W];
+  store(padded, v);
+  std::memcpy(p, padded, (size_t)count * sizeof(E));
+}
+
+}  // namespace tandem

@@ -1,0 +1,142 @@
+"""A loaded model: one call per step over packed tokens and a paged cache; knows nothing of sequences or sampling.
+
+Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D head_dim, V vocabulary.
+"""
+
+import functools
+import hashlib
+import logging
+from pathlib import Path
+
+import torch
+
+from services.engine.attention import AttentionBatch
+from services.engine.checkpoint import Checkpoint
+from services.engine.config import ModelConfig, load_config
+from services.engine.decoder import DecoderStep, TorchDecoder
+from services.engine.kernels.build import KernelsUnavailable
+from services.engine.kernels.decoder import KernelDecoder
+from services.engine.kernels.library import Kernels, load_kernels
+from services.engine.linear import PackedLinear, TorchLinear
+from services.engine.rope import RopeTable
+from services.engine.weights import ModelWeights, WeightPlacement, load_weights
+from services.runtime.errors import ConfigError, InvariantViolated
+
+logger = logging.getLogger(__name__)
+
+# Enters the fingerprint: raise it when the meaning of a page's bytes changes.
+PAGE_FORMAT = 1
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Model:
+    """A loaded model, for one thread at a time.
+
+    `exact` says whether a token's result is proven, in this process, to be bitwise the same whatever shares its step,
+    however its prompt was cut into chunks, and whether it was computed by prefill or by decode.
+    `arithmetic` names what results depend on beside the inputs: two exact models whose fingerprint, dtype and
+    arithmetic are equal give bitwise equal results in different processes.
+    `fingerprint` names the weights and the meaning of a page's bytes: two workers exchange pages only if theirs agree.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, *, fingerprint: str, kernels: Kernels | None = None
+    ) -> None:
+        self.config = config
+        self.fingerprint = fingerprint
+        self.exact = kernels is not None
+        self.arithmetic = "torch" if kernels is None else kernels.arithmetic
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self._rope = RopeTable(config, device=self.device)
+        self._decoder = TorchDecoder(config, weights) if kernels is None else KernelDecoder(kernels, config, weights)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        pool_data: torch.Tensor,
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        """One step: writes the tokens' keys and values into the pool and returns logits, float32 [rows, V].
+
+        `token_ids` and `positions` are int64 [T] with T >= 1, `pool_data` is [N, H, L, 2, S, D] in the model's dtype,
+        and `logits_indices` int64 names the packed tokens whose logits are wanted (none is allowed). All tensors are
+        contiguous and on the model's device. A prompt's chunks may be of any size, and any chunks and decode rows may
+        share a step.
+
+        Raises InvariantViolated where the step contradicts itself, the pool or the model.
+        """
+        longest = int(batch.context_lens.max())
+        if longest > self.config.context_length_tokens:
+            raise InvariantViolated(f"a step reaches {longest} tokens, beyond the model's context")
+        rope = self._rope.ensure(longest)
+        return self._decoder.forward(DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope))
+
+
+def load_model(model_dir: str | Path, *, dtype: str = "auto", device: str = "auto", use_kernels: bool = True) -> Model:
+    """Loads a checkpoint folder.
+
+    `dtype` is "auto" (the checkpoint's own; float32 instead of float16 on a CPU), "float32", "bfloat16" or "float16".
+    `device` is "auto" (a GPU where there is one), "cpu" or "cuda[:index]". Without `use_kernels`, or where they
+    cannot be built, a CPU computes through torch and the model is not `exact`.
+
+    Raises ModelError for a folder that cannot be served and ConfigError for a wrong dtype or device.
+    """
+    config = load_config(model_dir)
+    chosen_device = _choose_device(device)
+    chosen_dtype = _choose_dtype(dtype, config, chosen_device)
+    checkpoint = Checkpoint(model_dir)
+    kernels = _find_kernels() if use_kernels and chosen_device.type == "cpu" else None
+    make_linear = TorchLinear if kernels is None else functools.partial(PackedLinear, kernels)
+    try:
+        weights = load_weights(config, checkpoint, WeightPlacement(chosen_dtype, chosen_device, make_linear))
+        fingerprint = layout_fingerprint(config, weights_digest=checkpoint.digest())
+    finally:
+        checkpoint.close()
+    return Model(config, weights, fingerprint=fingerprint, kernels=kernels)
+
+
+def layout_fingerprint(config: ModelConfig, *, weights_digest: str) -> str:
+    """32 hex digits over the weights and the meaning of a page's bytes.
+
+    Page size and dtype are not in it: they may differ between two workers.
+    """
+    parts = (PAGE_FORMAT, weights_digest, config.num_layers, config.num_kv_heads, config.head_dim)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _find_kernels() -> Kernels | None:
+    try:
+        return load_kernels()
+    except KernelsUnavailable as error:
+        logger.warning("no CPU kernels: %s; answers may depend on the batch (exact is false)", error.message)
+        return None
+
+
+def _choose_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}, it must be auto, cpu or cuda[:index]") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {device!r}, it must be auto, cpu or cuda[:index]")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {device!r}, but torch sees no GPU here: use cpu")
+    return chosen
+
+
+def _choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        is_half_on_cpu = config.dtype == "float16" and device.type == "cpu"
+        return torch.float32 if is_half_on_cpu else _DTYPES[config.dtype]
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}, it must be auto, float32, bfloat16 or float16")
+    if dtype == "float16" and device.type == "cpu":
+        raise ConfigError("dtype is 'float16', which needs a GPU: use bfloat16 or float32 on a CPU")
+    return _DTYPES[dtype]

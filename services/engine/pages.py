@@ -1,0 +1,394 @@
+"""KV pages: their shape, the memory that holds them, and the bookkeeping of who holds which.
+
+Knows nothing of sequences, models or transfers. Everything here belongs to the engine thread; nothing locks.
+
+Shape legend: N pages, H KV heads, L layers, S slots (tokens) of a page, D elements of a head.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import torch
+
+from services.runtime.errors import InvariantViolated, NoFreePages
+
+PageState = Literal["free", "cached", "reserved", "used"]
+HeldState = Literal["reserved", "used"]
+
+# The order is that of the bytes in PageAllocator._states.
+_STATES: tuple[PageState, ...] = ("free", "cached", "reserved", "used")
+_FREE, _CACHED, _RESERVED, _USED = range(4)
+_CODE_OF: dict[HeldState, int] = {"reserved": _RESERVED, "used": _USED}
+
+
+def num_pages_for(num_tokens: int, page_size: int) -> int:
+    """Return how many pages of `page_size` tokens hold `num_tokens` tokens."""
+    return -(-num_tokens // page_size)
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Shape of one page. The order of the axes in memory is a constant of this file: [H, L, 2, S, D].
+
+    Heads come first so that a range of heads of one page is one range of bytes; index 0 of axis `2` is K, 1 is V.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of a page: (H, L, 2, S, D)."""
+        return (self.num_kv_heads, self.num_layers, 2, self.page_size, self.head_dim)
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of a page in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Return how many pages hold `num_tokens` tokens."""
+        return num_pages_for(num_tokens, self.page_size)
+
+
+class PagePool:
+    """The memory of all pages of a worker: `data` [N, H, L, 2, S, D], contiguous.
+
+    It starts as zeros: a slot that was never written must not hold a NaN, which would survive a masked product.
+    """
+
+    def __init__(self, layout: PageLayout, num_pages: int, *, device: torch.device | str = "cpu") -> None:
+        if num_pages < 1:
+            raise ValueError(f"a pool needs at least 1 page, not {num_pages}")
+        self.layout = layout
+        self.num_pages = num_pages
+        self.data = _zeros((num_pages, *layout.shape), layout.dtype, torch.device(device))
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The same memory as uint8 [N, page_bytes]; writing to it writes to the pages."""
+        return self.data.view(self.num_pages, -1).view(torch.uint8)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Memory that was never touched reads as zeros and takes no room yet: a large pool starts at once and costs what is
+    # used of it. torch.zeros would write it all.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+class PageCounts(NamedTuple):
+    """How many pages are in each state; the four states add up to `total`."""
+
+    total: int
+    free: int
+    cached: int
+    reserved: int
+    used: int
+
+
+class PageAllocator:
+    """Says who holds which page; touches no memory of the pool.
+
+    A page is `free`, `cached` (nobody holds it, but its content may be taken again), `reserved` (held for content
+    that is still to arrive and be verified) or `used` (held, content trusted). Holders are counted: the page goes back
+    when the last one releases it. A **promise** counts pages that an admitted request may still need; it takes no
+    page, but nobody else can be given the last ones. A page's **generation** changes at each allocation, so a late
+    reference to an earlier holder's content can be told.
+
+    Misuse (releasing a free page, marking a page used twice …) raises InvariantViolated: the books are then wrong and
+    so, sooner or later, is an answer.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"an allocator needs at least 1 page, not {num_pages}")
+        self._num_pages = num_pages
+        self._states = bytearray(num_pages)
+        self._references = [0] * num_pages
+        self._generations = [0] * num_pages
+        # Taken from the end: a page that was just released is the likeliest to be in a processor's cache.
+        self._free_ids = list(range(num_pages - 1, -1, -1))
+        self._num_in_state = [num_pages, 0, 0, 0]
+        self._num_promised = 0
+
+    @property
+    def num_pages(self) -> int:
+        """All pages."""
+        return self._num_pages
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody holds and whose content means nothing."""
+        return self._num_in_state[_FREE]
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages that nobody holds but whose content can be taken again; they give way to an allocation."""
+        return self._num_in_state[_CACHED]
+
+    @property
+    def num_reserved_pages(self) -> int:
+        """Pages held for content that has not been verified."""
+        return self._num_in_state[_RESERVED]
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages whose content is being used."""
+        return self._num_in_state[_USED]
+
+    @property
+    def num_promised_pages(self) -> int:
+        """Pages that are spoken for, though still free or cached."""
+        return self._num_promised
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that can be promised or allocated without breaking a promise."""
+        return self._num_in_state[_FREE] + self._num_in_state[_CACHED] - self._num_promised
+
+    def counts(self) -> PageCounts:
+        """Return the number of pages in each state."""
+        return PageCounts(self._num_pages, *self._num_in_state)
+
+    def can_promise(self, num_pages: int) -> bool:
+        """Say whether `promise` would succeed now."""
+        return num_pages <= self.num_available_pages
+
+    def promise(self, num_pages: int) -> None:
+        """Count `num_pages` as spoken for.
+
+        Raises:
+            NoFreePages: fewer are available.
+        """
+        _check_count(num_pages)
+        if not self.can_promise(num_pages):
+            raise self._no_free_pages(num_pages)
+        self._num_promised += num_pages
+
+    def unpromise(self, num_pages: int) -> None:
+        """Give back a promise of `num_pages`."""
+        _check_count(num_pages)
+        if num_pages > self._num_promised:
+            raise InvariantViolated(f"{num_pages} pages given back of {self._num_promised} promised")
+        self._num_promised -= num_pages
+
+    def allocate(self, num_pages: int, *, state: HeldState, num_promised: int = 0) -> list[int]:
+        """Take `num_pages` pages, each with one holder and a new generation; all or none.
+
+        `num_promised` of them were promised to the caller before: these cannot fail, and the promise shrinks by as
+        many.
+
+        Raises:
+            NoFreePages: there are not enough beyond what is promised to others.
+        """
+        _check_count(num_pages)
+        if not 0 <= num_promised <= min(num_pages, self._num_promised):
+            raise InvariantViolated(
+                f"{num_pages} pages asked for, {num_promised} of them from a promise of {self._num_promised}"
+            )
+        if num_pages - num_promised > self.num_available_pages:
+            raise self._no_free_pages(num_pages - num_promised)
+        self._num_promised -= num_promised
+        page_ids = [self._free_ids.pop() for _ in range(num_pages)]
+        code = _CODE_OF[state]
+        for page_id in page_ids:
+            self._move(page_id, code)
+            self._references[page_id] = 1
+            self._generations[page_id] += 1
+        return page_ids
+
+    def mark_used(self, page_ids: Sequence[int]) -> None:
+        """Move reserved pages to used: their content was verified."""
+        for page_id in page_ids:
+            self._check_state(page_id, _RESERVED)
+            self._move(page_id, _USED)
+
+    def retain(self, page_ids: Sequence[int]) -> None:
+        """Add one holder to each page."""
+        for page_id in page_ids:
+            self._check_held(page_id)
+            self._references[page_id] += 1
+
+    def release(self, page_ids: Sequence[int]) -> None:
+        """Take one holder from each page; a page without holders becomes free."""
+        for page_id in page_ids:
+            self._check_held(page_id)
+            self._references[page_id] -= 1
+            if self._references[page_id] == 0:
+                self._move(page_id, _FREE)
+                self._free_ids.append(page_id)
+
+    def state(self, page_id: int) -> PageState:
+        """Return the page's state."""
+        self._check_id(page_id)
+        return _STATES[self._states[page_id]]
+
+    def num_references(self, page_id: int) -> int:
+        """Return how many hold the page."""
+        self._check_id(page_id)
+        return self._references[page_id]
+
+    def generation(self, page_id: int) -> int:
+        """Return the number of times the page was allocated; 0 is a page that never was."""
+        self._check_id(page_id)
+        return self._generations[page_id]
+
+    def check_integrity(self) -> None:
+        """Compare every count with every page. Takes time in proportion to the pool: call it when idle.
+
+        Raises:
+            InvariantViolated: the books contradict themselves; the message says all the ways in which they do.
+        """
+        problems = [*self._count_problems(), *self._page_problems(), *self._free_list_problems()]
+        if problems:
+            raise InvariantViolated("page allocator: " + "; ".join(problems))
+
+    def _no_free_pages(self, num_pages: int) -> NoFreePages:
+        return NoFreePages(
+            f"{num_pages} KV pages are needed, {max(self.num_available_pages, 0)} of {self._num_pages} are available"
+        )
+
+    def _move(self, page_id: int, code: int) -> None:
+        self._num_in_state[self._states[page_id]] -= 1
+        self._num_in_state[code] += 1
+        self._states[page_id] = code
+
+    def _check_id(self, page_id: int) -> None:
+        # A negative id would silently mean a page from the end.
+        if not 0 <= page_id < self._num_pages:
+            raise InvariantViolated(f"page {page_id} does not exist; the pool has {self._num_pages}")
+
+    def _check_state(self, page_id: int, code: int) -> None:
+        self._check_id(page_id)
+        if self._states[page_id] != code:
+            raise InvariantViolated(f"page {page_id} is {self.state(page_id)}, not {_STATES[code]}")
+
+    def _check_held(self, page_id: int) -> None:
+        self._check_id(page_id)
+        if self._references[page_id] < 1:
+            raise InvariantViolated(f"page {page_id} is {self.state(page_id)}: nobody holds it")
+
+    def _count_problems(self) -> list[str]:
+        problems = []
+        for code, name in enumerate(_STATES):
+            counted = self._states.count(code)
+            if counted != self._num_in_state[code]:
+                problems.append(f"{self._num_in_state[code]} pages said to be {name}, {counted} are")
+        if sum(self._num_in_state) != self._num_pages:
+            problems.append(f"states add up to {sum(self._num_in_state)} of {self._num_pages} pages")
+        if not 0 <= self._num_promised <= self._num_in_state[_FREE] + self._num_in_state[_CACHED]:
+            problems.append(
+                f"{self._num_promised} pages promised of {self._num_in_state[_FREE]} free "
+                f"and {self._num_in_state[_CACHED]} cached"
+            )
+        return problems
+
+    def _page_problems(self) -> list[str]:
+        problems = []
+        for page_id, references in enumerate(self._references):
+            is_held = self._states[page_id] in (_RESERVED, _USED)
+            if is_held != (references > 0) or references < 0:
+                problems.append(f"page {page_id} is {self.state(page_id)} with {references} holders")
+            if is_held and self._generations[page_id] < 1:
+                problems.append(f"page {page_id} is held but was never allocated")
+        return problems
+
+    def _free_list_problems(self) -> list[str]:
+        listed = set(self._free_ids)
+        problems = []
+        if len(listed) != len(self._free_ids):
+            problems.append("a page is listed as free twice")
+        really_free = {page_id for page_id, code in enumerate(self._states) if code == _FREE}
+        if listed != really_free:
+            problems.append(f"list of free pages is wrong about pages {sorted(listed ^ really_free)[:10]}")
+        return problems
+
+
+class PageLease:
+    """The pages of one sequence, and what it was promised beyond them, as a scope: leaving it gives back all.
+
+    `page_ids` is the sequence's page table, in order; it grows in place and is emptied by `close`, so a sequence that
+    shares the list cannot reach its former pages.
+    """
+
+    def __init__(self, allocator: PageAllocator, *, num_promised_pages: int = 0) -> None:
+        """Promise `num_promised_pages`; raises NoFreePages where that cannot be kept."""
+        allocator.promise(num_promised_pages)
+        self._allocator = allocator
+        self._num_promised = num_promised_pages
+        self._is_closed = False
+        self.page_ids: list[int] = []
+
+    @property
+    def num_promised_pages(self) -> int:
+        """Pages that `grow` can still take without fail."""
+        return self._num_promised
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether everything was given back."""
+        return self._is_closed
+
+    def grow(self, num_pages: int, *, state: HeldState) -> list[int]:
+        """Take `num_pages` more, from the promise first; return only the new ones. All or none.
+
+        Raises:
+            NoFreePages: the promise is smaller and the rest is not available.
+        """
+        if self._is_closed:
+            raise InvariantViolated("a closed page lease cannot grow")
+        num_promised = min(num_pages, self._num_promised)
+        page_ids = self._allocator.allocate(num_pages, state=state, num_promised=num_promised)
+        self._num_promised -= num_promised
+        self.page_ids += page_ids
+        return page_ids
+
+    def grow_to(self, num_pages: int, *, state: HeldState) -> list[int]:
+        """Grow until the lease holds at least `num_pages`; return only the new ones."""
+        return self.grow(max(0, num_pages - len(self.page_ids)), state=state)
+
+    def mark_used(self) -> None:
+        """Move all pages of the lease that are reserved to used."""
+        is_reserved = [page_id for page_id in self.page_ids if self._allocator.state(page_id) == "reserved"]
+        self._allocator.mark_used(is_reserved)
+
+    def close(self) -> None:
+        """Give back the pages and the promise. The second time does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        page_ids, self.page_ids[:] = self.page_ids[:], []
+        num_promised, self._num_promised = self._num_promised, 0
+        self._allocator.release(page_ids)
+        self._allocator.unpromise(num_promised)
+
+    def __enter__(self) -> PageLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_count(num_pages: int) -> None:
+    if num_pages < 0:
+        raise InvariantViolated(f"{num_pages} is no number of pages")

@@ -1,0 +1,137 @@
+"""Runs the plan of a step: packs it into tensors, calls the model, samples; decides nothing, changes no sequence.
+
+Beside the model this is the only place that touches torch on the hot path.
+
+Legend: T packed tokens of a step, B sequences in it, S slots of a page, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.engine.attention import AttentionBatch
+from services.engine.model import Model
+from services.engine.pages import PagePool, num_pages_for
+from services.engine.sampling import sample
+from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
+from services.runtime.errors import InvariantViolated
+
+
+class ModelRunner:
+    """Runs plans on one model and one pool. Buffers are reused: one call at a time."""
+
+    def __init__(self, model: Model, pool: PagePool) -> None:
+        self._model = model
+        self._pool = pool
+        self._device = pool.data.device
+        self._buffers: dict[str, np.ndarray] = {}
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's tokens, write their KV into the pool and sample where that is due.
+
+        Raises:
+            InvariantViolated: the plan contradicts its sequences (too many tokens, too few pages, unknown token ids).
+        """
+        if not plan.items:
+            return StepResult([])
+        _check_plan(plan, self._pool.layout.page_size)
+        packed = self._pack(plan)
+        logits = self._model.forward(
+            packed.token_ids, packed.positions, packed.batch, self._pool.data, packed.logits_indices
+        )
+        sampled = iter(sample(logits, [item.sequence for item in plan.items if item.is_sampled]))
+        outcomes: list[SampledToken | NonFiniteLogits | None] = [
+            next(sampled) if item.is_sampled else None for item in plan.items
+        ]
+        return StepResult(outcomes)
+
+    def _pack(self, plan: StepPlan) -> _Packed:
+        items = plan.items
+        page_size = self._pool.layout.page_size
+        counts = np.array([item.num_scheduled_tokens for item in items])
+        ends = np.array([item.sequence.num_computed_tokens for item in items]) + counts
+        query_start = self._buffer("query_start", len(items) + 1, np.int32)
+        query_start[0] = 0
+        np.cumsum(counts, out=query_start[1:])
+        num_tokens = int(query_start[-1])
+        page_tables = self._page_tables(items, num_pages_for(int(ends.max()), page_size))
+        token_ids = self._buffer("token_ids", num_tokens, np.int64)
+        for item, start, end in zip(items, query_start[:-1], ends, strict=True):
+            count = item.num_scheduled_tokens
+            token_ids[start : start + count] = item.sequence.token_ids[end - count : end]
+        self._check_token_ids(token_ids)
+        rows = np.repeat(np.arange(len(items)), counts)
+        positions = self._buffer("positions", num_tokens, np.int64)
+        positions[:] = np.arange(num_tokens) + (ends - query_start[1:])[rows]
+        slot_mapping = self._buffer("slot_mapping", num_tokens, np.int64)
+        slot_mapping[:] = page_tables[rows, positions // page_size]
+        slot_mapping *= page_size
+        slot_mapping += positions % page_size
+        is_sampled = np.array([item.is_sampled for item in items])
+        return _Packed(
+            token_ids=self._tensor(token_ids),
+            positions=self._tensor(positions),
+            batch=AttentionBatch(
+                query_start=self._tensor(query_start),
+                context_lens=self._tensor(ends.astype(np.int32)),
+                page_tables=self._tensor(page_tables),
+                slot_mapping=self._tensor(slot_mapping),
+            ),
+            logits_indices=self._tensor(query_start[1:][is_sampled].astype(np.int64) - 1),
+        )
+
+    def _page_tables(self, items: list[StepItem], num_pages: int) -> np.ndarray:
+        """Return int32 [B, num_pages]; entries beyond a sequence's own pages are 0."""
+        tables = self._buffer("page_tables", len(items) * num_pages, np.int32).reshape(len(items), num_pages)
+        for row, item in enumerate(items):
+            page_ids = item.sequence.page_table[:num_pages]
+            tables[row, : len(page_ids)] = page_ids
+            tables[row, len(page_ids) :] = 0
+        return tables
+
+    def _buffer(self, name: str, size: int, dtype: type[np.signedinteger]) -> np.ndarray:
+        """Return `size` elements of the named buffer, which grows by doubling; their content is anything."""
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[name] = np.empty(max(64, 2 * size), dtype=dtype)
+        return buffer[:size]
+
+    def _check_token_ids(self, token_ids: np.ndarray) -> None:
+        # On a GPU such a token would not raise but end the process's use of the device.
+        vocab_size = self._model.config.vocab_size
+        if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+            raise InvariantViolated(f"a token id lies outside the vocabulary of {vocab_size}")
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Arguments of one forward pass: int64 [T], int64 [T], the batch, and int64 [sequences that sample]."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    batch: AttentionBatch
+    logits_indices: torch.Tensor
+
+
+def _check_plan(plan: StepPlan, page_size: int) -> None:
+    if len({id(item.sequence) for item in plan.items}) != len(plan.items):
+        raise InvariantViolated("a sequence occurs twice in a step")
+    for item in plan.items:
+        sequence = item.sequence
+        if not 1 <= item.num_scheduled_tokens <= sequence.num_uncomputed_tokens:
+            raise InvariantViolated(
+                f"sequence {sequence.sequence_id}: {item.num_scheduled_tokens} tokens scheduled, "
+                f"{sequence.num_uncomputed_tokens} are not computed"
+            )
+        num_tokens = sequence.num_computed_tokens + item.num_scheduled_tokens
+        if num_pages_for(num_tokens, page_size) > len(sequence.page_table):
+            raise InvariantViolated(
+                f"sequence {sequence.sequence_id}: {len(sequence.page_table)} pages cannot hold {num_tokens} tokens"
+            )

@@ -1,0 +1,339 @@
+"""Chooses the next tokens of a batch: Gumbel-max with noise that is a function of (seed, position, token id).
+
+There is no generator and no state: the same request draws the same tokens in any batch, on any worker, and after
+being resumed anywhere. Knows nothing of pages or models. The same operations run on CPU and CUDA.
+
+What keeps a row independent of its neighbours, bit by bit: integers for the noise's bits, float64 from there on, and
+only operations that treat each row by itself (softmax, sort, cumsum, argmax; never a plain sum over a row, which
+torch splits among threads when there is only one row).
+
+Shape legend: B rows (sequences), V vocabulary, R rows of one group, C candidates of a row, E scattered elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from services.engine.sequence import Sequence
+from services.engine.step import NonFiniteLogits, SampledToken
+
+# SplitMix64 (Steele, Lea, Flood 2014): its increment and the multipliers of its mixing function.
+_INCREMENT = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MIX_SHIFTS = (30, 27, 31)
+_MASK64 = (1 << 64) - 1
+# With 52 bits, u = (k + 0.5) / 2^52 is exact in float64 and never 0 or 1.
+_UNIFORM_BITS = 52
+
+# Rows with top-k or top-p are decided among the first so many of the likeliest tokens where that provably changes
+# nothing; a row where it might is tried again with more, in the end with all.
+_FEW_CANDIDATES = 64
+_MORE_CANDIDATES_FACTOR = 16
+
+# Logits worked on at a time.
+_BLOCK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
+
+
+def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken | NonFiniteLogits]:
+    """Choose one token for each row.
+
+    `logits` [B, V] float32 is not changed. Row i is for `sequences[i]`, at the position after its last token. A row
+    that holds NaN or infinity, or whose tokens are all ruled out, gives a NonFiniteLogits in its place.
+    """
+    if not sequences:
+        return []
+    is_finite = _rows_are_finite(logits)
+    adjusted = _adjust(logits, sequences)
+    token_ids = _argmax(adjusted)
+    if adjusted is not logits:
+        is_finite &= torch.isfinite(adjusted.gather(1, token_ids[:, None])[:, 0])
+    can_choose: list[bool] = is_finite.tolist()
+    by_chance = [row for row, sequence in enumerate(sequences) if can_choose[row] and not sequence.sampling.is_greedy]
+    # In blocks: float64 temporaries that stay in a CPU's cache are several times faster there.
+    block_rows = max(1, _BLOCK_ELEMENTS.get(logits.device.type, 1 << 20) // logits.shape[1])
+    for start in range(0, len(by_chance), block_rows):
+        block = by_chance[start : start + block_rows]
+        rows = _index(block, logits.device)
+        token_ids[rows] = _draw(adjusted[rows].to(torch.float64), [sequences[row] for row in block])
+    chosen: list[int] = token_ids.tolist()
+    reports = _logprob_reports(logits, sequences, chosen)
+    return [
+        reports.get(row, SampledToken(token_id)) if can_choose[row] else _failure(sequences[row])
+        for row, token_id in enumerate(chosen)
+    ]
+
+
+def gumbel_noise(seeds: SequenceOf[int], positions: SequenceOf[int], token_ids: torch.Tensor) -> torch.Tensor:
+    """Return standard Gumbel noise [R, C] float64 for R (seed, position) pairs and `token_ids` [R or 1, C] int64.
+
+    Bits come from SplitMix64 started at a key mixed from seed and position, at the token's place in its stream.
+    """
+    keys = [_signed(_row_key(seed, position)) for seed, position in zip(seeds, positions, strict=True)]
+    state = torch.tensor(keys, device=token_ids.device)[:, None] + token_ids * _signed(_INCREMENT)
+    bits = _shift_right(_mix(state), 64 - _UNIFORM_BITS)
+    uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-_UNIFORM_BITS)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _failure(sequence: Sequence) -> NonFiniteLogits:
+    return NonFiniteLogits(
+        f"no token can be chosen at position {sequence.num_tokens}: "
+        "the model's output is not finite, or every token is ruled out"
+    )
+
+
+def _rows_are_finite(logits: torch.Tensor) -> torch.Tensor:
+    # NaN carries through both. torch.aminmax gives the same and takes 10 times as long on a CPU.
+    return torch.isfinite(logits.amin(dim=-1)) & torch.isfinite(logits.amax(dim=-1))
+
+
+def _argmax(values: torch.Tensor) -> torch.Tensor:
+    """Return the index [R] of the highest of each row of `values` [R, C]; of equal ones the lowest, NaN above all."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(values.numpy().argmax(axis=-1))  # 20 times as fast as torch's
+    return values.argmax(dim=-1)
+
+
+# -- Adjustments: what changes single logits ---------------------------------------------------------------------------
+
+
+class _Elements:
+    """Single logits to change, of all rows: E (row, token) pairs with two parameters each, gathered on the host."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rows: list[np.ndarray] = []
+        self._token_ids: list[np.ndarray] = []
+        self._first: list[np.ndarray] = []
+        self._second: list[np.ndarray] = []
+
+    def add(self, row: int, token_ids: Iterable[int], first: np.ndarray | float, second: float = 0.0) -> None:
+        """Add elements of one row. A token that the model does not have has no logit to change."""
+        ids = np.fromiter(token_ids, dtype=np.int64)
+        is_known = (ids >= 0) & (ids < self._vocab_size)
+        self._token_ids.append(ids[is_known])
+        count = len(self._token_ids[-1])
+        self._rows.append(np.full(count, row, dtype=np.int64))
+        values = np.broadcast_to(np.asarray(first, dtype=np.float32), ids.shape)
+        self._first.append(values[is_known])
+        self._second.append(np.full(count, second, dtype=np.float32))
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def tensors(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return rows, token ids, first and second parameter, each [E]."""
+        return tuple(
+            torch.from_numpy(np.concatenate(parts)).to(device)
+            for parts in (self._rows, self._token_ids, self._first, self._second)
+        )
+
+
+def _adjust(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+    """Apply min_tokens, logit_bias and penalties; return `logits` itself where there is nothing to apply."""
+    vocab_size = logits.shape[1]
+    banned, biased, repeated, counted = (_Elements(vocab_size) for _ in range(4))
+    for row, sequence in enumerate(sequences):
+        sampling = sequence.sampling
+        if sequence.num_generated_tokens < sampling.min_tokens and sampling.stop_token_ids:
+            banned.add(row, sampling.stop_token_ids, -math.inf)
+        if sampling.logit_bias:
+            biases = np.fromiter(sampling.logit_bias.values(), dtype=np.float32)
+            biased.add(row, sampling.logit_bias.keys(), biases)
+        if sampling.has_penalties:
+            _collect_penalties(row, sequence, repeated, counted)
+    if not (banned or biased or repeated or counted):
+        return logits
+    adjusted = logits.clone()
+    device = logits.device
+    if biased:
+        rows, token_ids, bias, _ = biased.tensors(device)
+        adjusted[rows, token_ids] += bias
+    if banned:
+        rows, token_ids, minus_infinity, _ = banned.tensors(device)
+        adjusted[rows, token_ids] = minus_infinity
+    if repeated:
+        rows, token_ids, penalty, _ = repeated.tensors(device)
+        values = adjusted[rows, token_ids]
+        adjusted[rows, token_ids] = torch.where(values > 0, values / penalty, values * penalty)
+    if counted:
+        rows, token_ids, frequency, presence = counted.tensors(device)
+        adjusted[rows, token_ids] = adjusted[rows, token_ids] - frequency - presence
+    return adjusted
+
+
+def _collect_penalties(row: int, sequence: Sequence, repeated: _Elements, counted: _Elements) -> None:
+    sampling = sequence.sampling
+    counts = sequence.generated_counts()
+    if sampling.repetition_penalty != 1.0:
+        repeated.add(row, sequence.prompt_token_set() | counts.keys(), sampling.repetition_penalty)
+    if sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0:
+        by_count = np.fromiter(counts.values(), dtype=np.float32) * np.float32(sampling.frequency_penalty)
+        counted.add(row, counts.keys(), by_count, sampling.presence_penalty)
+
+
+# -- Chance ------------------------------------------------------------------------------------------------------------
+
+
+def _draw(scores: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+    """Draw a token for each row of `scores` [R, V] float64, which may be changed; return ids [R]."""
+    samplings = [sequence.sampling for sequence in sequences]
+    if any(sampling.temperature != 1 for sampling in samplings):
+        scores.div_(_column([sampling.temperature for sampling in samplings], scores.device))
+    if any(sampling.min_p > 0 for sampling in samplings):
+        _apply_min_p(scores, [sampling.min_p for sampling in samplings])
+    is_cut = [sampling.top_k > 0 or sampling.top_p < 1 for sampling in samplings]
+    if not any(is_cut):
+        return _draw_whole(scores, sequences)
+    token_ids = torch.empty(len(sequences), dtype=torch.int64, device=scores.device)
+    for wanted, draw in ((True, _draw_cut), (False, _draw_whole)):
+        block = [row for row, cut in enumerate(is_cut) if cut == wanted]
+        if block:
+            rows = _index(block, scores.device)
+            token_ids[rows] = draw(scores[rows], [sequences[row] for row in block])
+    return token_ids
+
+
+def _apply_min_p(scores: torch.Tensor, min_ps: SequenceOf[float]) -> None:
+    """Rule out, in place, what is less likely than min_p times the likeliest: a bound on the score, without a sum."""
+    margins = [math.log(min_p) if min_p > 0 else -math.inf for min_p in min_ps]
+    bounds = scores.amax(dim=-1, keepdim=True) + _column(margins, scores.device)
+    scores.masked_fill_(scores < bounds, -math.inf)
+
+
+def _draw_whole(scores: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+    """Draw among all tokens."""
+    return _race(scores, torch.arange(scores.shape[1], device=scores.device)[None], sequences)
+
+
+def _race(scores: torch.Tensor, token_ids: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+    """Return, per row of `scores` [R, C], the token id whose score plus noise is highest. `token_ids` [R or 1, C]."""
+    seeds = [sequence.sampling.seed for sequence in sequences]
+    positions = [sequence.num_tokens for sequence in sequences]
+    winners = _argmax(gumbel_noise(seeds, positions, token_ids).add_(scores))
+    return token_ids.expand(scores.shape).gather(1, winners[:, None])[:, 0]
+
+
+def _draw_cut(
+    scores: torch.Tensor, sequences: SequenceOf[Sequence], num_candidates: int = _FEW_CANDIDATES
+) -> torch.Tensor:
+    """Draw with top-k and top-p among the `num_candidates` likeliest; rows where others could matter try with more."""
+    device = scores.device
+    num_candidates = min(num_candidates, scores.shape[1])
+    candidate_ids = _likeliest(scores, num_candidates)
+    candidates = scores.gather(1, candidate_ids)
+    num_kept = _num_kept(scores.softmax(dim=-1).gather(1, candidate_ids), sequences)
+    ranks = torch.arange(num_candidates, device=device)[None]
+    token_ids = _race(candidates.masked_fill(ranks >= num_kept, -math.inf), candidate_ids, sequences)
+    if num_candidates < scores.shape[1]:
+        # Beyond the last candidate there may be others as likely as it: only a cut above that value is certain, and
+        # top-p only where all that top-k keeps is in view, because that is what it takes its share of.
+        is_open = candidates.gather(1, num_kept - 1) <= candidates[:, -1:]
+        lacks_top_k = [sequence.sampling.top_k > num_candidates for sequence in sequences]
+        is_open |= torch.tensor(lacks_top_k, device=device)[:, None]
+        still_open: list[int] = is_open[:, 0].nonzero()[:, 0].tolist()
+        if still_open:
+            rows = _index(still_open, device)
+            open_sequences = [sequences[row] for row in still_open]
+            more = num_candidates * _MORE_CANDIDATES_FACTOR
+            token_ids[rows] = _draw_cut(scores[rows], open_sequences, more)
+    return token_ids
+
+
+def _likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return ids [R, count] of the highest scores, highest first; of equal ones the lower id first."""
+    if count == scores.shape[1]:
+        return scores.sort(dim=-1, descending=True, stable=True).indices
+    ids = scores.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    order = scores.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(1, order)
+
+
+def _num_kept(probabilities: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+    """Return how many leading candidates [R, 1] top-k and then top-p keep, given `probabilities` [R, C], falling.
+
+    Top-p keeps the fewest tokens whose share of what top-k left is at least top_p.
+    """
+    device = probabilities.device
+    num_candidates = probabilities.shape[1]
+    cumulated = probabilities.cumsum(dim=-1)
+    top_ks = [min(sequence.sampling.top_k or num_candidates, num_candidates) for sequence in sequences]
+    num_by_k = _index(top_ks, device)[:, None]
+    has_top_k = torch.tensor([sequence.sampling.top_k > 0 for sequence in sequences], device=device)[:, None]
+    total = torch.where(has_top_k, cumulated.gather(1, num_by_k - 1), 1.0)
+    # At 1 nothing is cut: rounding in the running sum must not drop the unlikeliest tokens.
+    shares = [sequence.sampling.top_p if sequence.sampling.top_p < 1 else math.inf for sequence in sequences]
+    num_by_p = 1 + (cumulated < _column(shares, device) * total).sum(dim=-1, keepdim=True)
+    return torch.minimum(num_by_p, num_by_k)
+
+
+# -- Noise bits --------------------------------------------------------------------------------------------------------
+
+
+def _row_key(seed: int, position: int) -> int:
+    """Mix seed and position into the start of the row's stream, on the host."""
+    return _mix_int(_mix_int((seed + _INCREMENT) & _MASK64) + position * _INCREMENT)
+
+
+def _mix_int(value: int) -> int:
+    value &= _MASK64
+    for shift, multiplier in zip(_MIX_SHIFTS[:2], _MULTIPLIERS, strict=True):
+        value = ((value ^ (value >> shift)) * multiplier) & _MASK64
+    return value ^ (value >> _MIX_SHIFTS[2])
+
+
+def _mix(value: torch.Tensor) -> torch.Tensor:
+    """The same as `_mix_int`, in place, on int64, whose product keeps the same low 64 bits."""
+    for shift, multiplier in zip(_MIX_SHIFTS[:2], _MULTIPLIERS, strict=True):
+        value.bitwise_xor_(_shift_right(value, shift)).mul_(_signed(multiplier))
+    return value.bitwise_xor_(_shift_right(value, _MIX_SHIFTS[2]))
+
+
+def _shift_right(value: torch.Tensor, count: int) -> torch.Tensor:
+    # torch shifts int64 with its sign; the mask takes the copied sign bits away.
+    return (value >> count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+# -- Reports -----------------------------------------------------------------------------------------------------------
+
+
+def _logprob_reports(
+    logits: torch.Tensor, sequences: SequenceOf[Sequence], chosen: SequenceOf[int]
+) -> dict[int, SampledToken]:
+    """Return tokens with logprobs for the rows that ask for them, by row."""
+    asking = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+    if not asking:
+        return {}
+    logprobs = logits[_index(asking, logits.device)].to(torch.float64).log_softmax(dim=-1).cpu()
+    return {
+        row: _report(logprobs[i], chosen[row], sequences[row].sampling.logprobs or 0) for i, row in enumerate(asking)
+    }
+
+
+def _report(logprobs: torch.Tensor, token_id: int, count: int) -> SampledToken:
+    count = min(count, len(logprobs))
+    top: list[tuple[int, float]] = []
+    if count:
+        # topk leaves open which of equal values it takes; all that reach its last value are put in order instead.
+        reach = logprobs >= logprobs.topk(count).values[-1]
+        ids = reach.nonzero()[:, 0]
+        order = logprobs[ids].sort(descending=True, stable=True).indices[:count]
+        top = [(int(id_), float(logprobs[id_])) for id_ in ids[order]]
+    return SampledToken(token_id, float(logprobs[token_id]), tuple(top))
+
+
+def _index(values: SequenceOf[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _column(values: SequenceOf[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]

@@ -1,0 +1,169 @@
+"""One request's state in the engine: its tokens, how far they are computed, where their KV lies, how to sample.
+
+Plain data: no torch, no clock. The engine thread owns every Sequence; the runner only reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.runtime.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length"]
+
+# Below this, dividing by the temperature leaves nothing to chance but rounding; the same bound as vLLM's.
+GREEDY_BELOW_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens and when to stop. Values are checked at construction: InvalidRequest names the field.
+
+    The order of what is applied: min_tokens and logit_bias, repetition penalty, frequency and presence penalty,
+    temperature, min_p, top_k, top_p. `logprobs` are of the model's own distribution, before all of these.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    min_p: float = 0.0
+    seed: int = 0
+    """Any 64-bit integer, signed or not; it alone decides what chance decides."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """End the answer and are its last token; the model's end-of-sequence ids among them, unless they are ignored."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    """How many of the likeliest tokens to report beside the chosen one; None reports no probabilities at all."""
+
+    def __post_init__(self) -> None:
+        for name, is_valid, rule in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"from 0 to max_tokens ({self.max_tokens})"),
+            ("temperature", 0 <= self.temperature < math.inf, "a finite number of at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("seed", -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number of more than 0"),
+            ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
+        ):
+            if not is_valid:
+                raise InvalidRequest(f"{name} must be {rule}, not {getattr(self, name)}", field=name)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken and chance plays no part."""
+        return self.temperature < GREEDY_BELOW_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a choice depends on the tokens before it in other ways than through the model."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+class Sequence:
+    """Tokens of one attempt of a request and how far they have come.
+
+    `token_ids` is prompt + emitted (by earlier attempts) + generated. Everything after the prompt counts for
+    penalties, min_tokens and max_tokens, so a resumed sequence goes on exactly as the first one would have.
+    """
+
+    __slots__ = (
+        "_generated_counts",
+        "_num_counted_tokens",
+        "_prompt_token_set",
+        "num_computed_tokens",
+        "num_emitted_tokens",
+        "num_prompt_tokens",
+        "page_table",
+        "sampling",
+        "sequence_id",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        sequence_id: Hashable,
+        prompt_token_ids: Iterable[int],
+        *,
+        sampling: Sampling,
+        emitted_token_ids: Iterable[int] = (),
+        page_table: list[int] | None = None,
+    ) -> None:
+        """`page_table` is kept, not copied: a PageLease's `page_ids` may be passed and grow under the sequence."""
+        self.sequence_id = sequence_id
+        self.sampling = sampling
+        self.token_ids: list[int] = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        if not self.num_prompt_tokens:
+            raise InvalidRequest("the prompt has no tokens", field="prompt")
+        self.token_ids += emitted_token_ids
+        self.num_emitted_tokens = len(self.token_ids) - self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.page_table: list[int] = page_table if page_table is not None else []
+        self._generated_counts: dict[int, int] = {}
+        self._num_counted_tokens = self.num_prompt_tokens
+        self._prompt_token_set: frozenset[int] | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A copy of the prompt."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens so far; also the position of the next one."""
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens after the prompt, those of earlier attempts included; also the index of the next one."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV does not exist yet."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The number of tokens at which it ends at the latest."""
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+    def append_token(self, token_id: int) -> None:
+        """Add a chosen token. Its KV is computed by the next step."""
+        self.token_ids.append(token_id)
+
+    def finish_reason(self) -> FinishReason | None:
+        """Say why the last token ends the sequence; None where it does not."""
+        num_generated = self.num_generated_tokens
+        if num_generated == 0:
+            return None
+        if num_generated > self.sampling.min_tokens and self.token_ids[-1] in self.sampling.stop_token_ids:
+            return "stop"
+        return "length" if num_generated >= self.sampling.max_tokens else None
+
+    def generated_counts(self) -> Mapping[int, int]:
+        """Return how often each token occurs after the prompt. Costs only what was added since the last call."""
+        for token_id in self.token_ids[self._num_counted_tokens :]:
+            self._generated_counts[token_id] = self._generated_counts.get(token_id, 0) + 1
+        self._num_counted_tokens = len(self.token_ids)
+        return self._generated_counts
+
+    def prompt_token_set(self) -> frozenset[int]:
+        """Return the distinct tokens of the prompt."""
+        if self._prompt_token_set is None:
+            self._prompt_token_set = frozenset(self.prompt_token_ids)
+        return self._prompt_token_set

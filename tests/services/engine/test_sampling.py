@@ -1,0 +1,499 @@
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from services.engine import sampling as sampling_module
+from services.engine.sampling import gumbel_noise, sample
+from services.engine.sequence import Sampling, Sequence
+from services.engine.step import NonFiniteLogits, SampledToken
+
+MASK64 = (1 << 64) - 1
+
+
+def sequence(*, prompt: list[int] | None = None, emitted: list[int] | None = None, **sampling: Any) -> Sequence:
+    return Sequence(
+        "s", prompt or [1], sampling=Sampling(**{"max_tokens": 1000, **sampling}), emitted_token_ids=emitted or []
+    )
+
+
+def logits_of(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def random_logits(rows: int, vocab: int, *, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn((rows, vocab), generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    tokens = sample(logits, sequences)
+    assert all(isinstance(token, SampledToken) for token in tokens)
+    return [token.token_id for token in tokens if isinstance(token, SampledToken)]
+
+
+def draw_many(logits: list[float], count: int, **sampling: Any) -> Counter[int]:
+    """Draw `count` times from one distribution: one row per seed."""
+    rows = torch.tensor(logits, dtype=torch.float32).expand(count, -1)
+    return Counter(choose(rows, [sequence(seed=seed, **sampling) for seed in range(count)]))
+
+
+def assert_follows(counts: Counter[int], probabilities: list[float]) -> None:
+    """Chi-square goodness of fit, at 5 sigma of its normal approximation; impossible tokens must not occur."""
+    total = sum(counts.values())
+    statistic, degrees = 0.0, -1
+    for token, probability in enumerate(probabilities):
+        if probability == 0:
+            assert counts[token] == 0
+            continue
+        expected = total * probability
+        assert expected >= 5, "the test's own distribution is too thin"
+        statistic += (counts[token] - expected) ** 2 / expected
+        degrees += 1
+    assert statistic < degrees + 5 * math.sqrt(2 * degrees) + 5
+
+
+def softmax(values: list[float]) -> list[float]:
+    highest = max(values)
+    weights = [math.exp(value - highest) for value in values]
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+# -- Plain-Python references -------------------------------------------------------------------------------------------
+
+
+def reference_noise(seed: int, position: int, token_id: int) -> float:
+    def mix(value: int) -> int:
+        value &= MASK64
+        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+        value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK64
+        return value ^ value >> 31
+
+    step = 0x9E3779B97F4A7C15
+    key = mix(mix(seed + step) + position * step)
+    bits = mix(key + token_id * step) >> 12
+    return -math.log(-math.log((bits + 0.5) / 2**52))
+
+
+def reference_kept(logits: list[float], sampling: Sampling) -> set[int]:
+    """Tokens that min-p, top-k and top-p leave, in this order, as vLLM has it; equal logits: the lower id first."""
+    scaled = [value / sampling.temperature for value in logits]
+    kept = set(range(len(logits)))
+    if sampling.min_p > 0:
+        probabilities = softmax(scaled)
+        bound = sampling.min_p * max(probabilities) * (1 - 1e-12)
+        kept = {i for i in kept if probabilities[i] >= bound}
+    order = sorted(kept, key=lambda i: (-scaled[i], i))
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    if sampling.top_p < 1:
+        total = math.fsum(math.exp(scaled[i] - scaled[order[0]]) for i in order)
+        mass = 0.0
+        count = 0
+        while mass < sampling.top_p * total and count < len(order):
+            mass += math.exp(scaled[order[count]] - scaled[order[0]])
+            count += 1
+        order = order[:count]
+    return set(order)
+
+
+def reference_draw(logits: list[float], seq: Sequence) -> int:
+    kept = reference_kept(logits, seq.sampling)
+    return max(
+        kept,
+        key=lambda i: logits[i] / seq.sampling.temperature + reference_noise(seq.sampling.seed, seq.num_tokens, i),
+    )
+
+
+def reference_adjusted(logits: list[float], seq: Sequence) -> list[float]:
+    """vLLM's order and formulas; frequency and presence are OpenAI's, repetition is that of CTRL (Keskar 2019)."""
+    sampling = seq.sampling
+    generated = seq.token_ids[seq.num_prompt_tokens :]
+    adjusted = list(logits)
+    for token, bias in sampling.logit_bias.items():
+        adjusted[token] += bias
+    if len(generated) < sampling.min_tokens:
+        for token in sampling.stop_token_ids:
+            adjusted[token] = -math.inf
+    for token in set(seq.token_ids):
+        factor = 1 / sampling.repetition_penalty if adjusted[token] > 0 else sampling.repetition_penalty
+        adjusted[token] *= factor
+    for token, count in Counter(generated).items():
+        adjusted[token] -= count * sampling.frequency_penalty + sampling.presence_penalty
+    return adjusted
+
+
+# -- Tests -------------------------------------------------------------------------------------------------------------
+
+
+class TestGreedy:
+    def test_takes_the_highest_and_of_equals_the_lowest_id(self) -> None:
+        logits = logits_of([0, 3, 1, 3], [5, 5, 5, 5], [-3, -2, -1, -1])
+        assert choose(logits, [sequence(temperature=0)] * 3) == [1, 0, 2]
+
+    def test_filters_and_seed_do_not_matter(self) -> None:
+        logits = random_logits(4, 100)
+        greedy = choose(logits, [sequence(temperature=0)] * 4)
+        others = [sequence(temperature=0, top_k=3, top_p=0.2, min_p=0.3, seed=i) for i in range(4)]
+        assert choose(logits, others) == greedy == logits.argmax(-1).tolist()
+
+    def test_no_noise_is_drawn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def forbidden(*args: object) -> torch.Tensor:
+            raise AssertionError("noise in a greedy step")
+
+        monkeypatch.setattr(sampling_module, "gumbel_noise", forbidden)
+        choose(random_logits(4, 100), [sequence(temperature=0)] * 4)
+
+    def test_the_temperature_below_which_it_is_greedy_does_not_jump(self) -> None:
+        logits = random_logits(50, 100)
+        cold = choose(logits, [sequence(temperature=2e-5, seed=i) for i in range(50)])
+        assert cold == logits.argmax(-1).tolist()
+
+    def test_logits_are_left_as_they_were(self) -> None:
+        logits = random_logits(3, 50)
+        before = logits.clone()
+        sample(
+            logits,
+            [
+                sequence(logit_bias={3: 5.0}, logprobs=2),
+                sequence(temperature=0, repetition_penalty=1.3),
+                sequence(top_k=2, min_tokens=3, stop_token_ids=frozenset({1})),
+            ],
+        )
+        assert torch.equal(logits, before)
+
+    def test_nothing_in_nothing_out(self) -> None:
+        assert sample(torch.empty((0, 10)), []) == []
+
+
+class TestNoise:
+    def test_equals_the_reference_for_any_integers(self) -> None:
+        chance = random.Random(0)
+        seeds = [0, 1, -1, -(2**63), 2**63, 2**64 - 1] + [chance.randrange(2**64) for _ in range(6)]
+        positions = [chance.randrange(1, 10**6) for _ in seeds]
+        tokens = torch.tensor([[0, 1, 2, 511, 151_935, 2**31]])
+        noise = gumbel_noise(seeds, positions, tokens)
+        assert noise.dtype == torch.float64
+        for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+            for column, token in enumerate(tokens[0].tolist()):
+                expected = reference_noise(seed, position, token)
+                assert noise[row, column].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+    def test_known_values(self) -> None:
+        # A changed noise would make answers differ between versions of workers in one cluster: change it knowingly.
+        noise = gumbel_noise([0, 42], [1, 100], torch.tensor([[0, 7]]))
+        known = [[1.053059059283411, 1.969361972077131], [0.1975758038691082, -0.22995196008825503]]
+        assert torch.allclose(noise, torch.tensor(known, dtype=torch.float64), rtol=1e-12, atol=0)
+
+    def test_is_standard_gumbel_and_always_finite(self) -> None:
+        noise = gumbel_noise(list(range(50)), [9] * 50, torch.arange(4000)[None]).flatten()
+        assert torch.isfinite(noise).all()
+        # Kolmogorov-Smirnov distance from the distribution function exp(-exp(-x)); 1.95 / sqrt(n) is p = 0.001.
+        cdf = torch.exp(-torch.exp(-noise.sort().values))
+        steps = torch.arange(1, len(cdf) + 1, dtype=torch.float64) / len(cdf)
+        assert (cdf - steps).abs().max().item() < 1.95 / math.sqrt(len(cdf))
+
+    @pytest.mark.parametrize("neighbour", ["seed", "position", "token"])
+    def test_neighbours_are_uncorrelated(self, neighbour: str) -> None:
+        tokens = torch.arange(20_000)[None]
+        here = gumbel_noise([5], [10], tokens)[0]
+        there = {
+            "seed": gumbel_noise([6], [10], tokens)[0],
+            "position": gumbel_noise([5], [11], tokens)[0],
+            "token": here.roll(1),
+        }[neighbour]
+        correlation = torch.corrcoef(torch.stack([here, there]))[0, 1].item()
+        assert abs(correlation) < 5 / math.sqrt(20_000)
+
+    def test_seed_and_position_are_not_interchangeable(self) -> None:
+        tokens = torch.arange(100)[None]
+        assert not torch.equal(gumbel_noise([3], [4], tokens), gumbel_noise([4], [3], tokens))
+        assert torch.equal(gumbel_noise([-1], [4], tokens), gumbel_noise([MASK64], [4], tokens))
+
+
+class TestDistribution:
+    LOGITS = (2.0, 1.0, 0.5, 0.0, -0.5, 1.5)
+
+    def test_follows_softmax(self) -> None:
+        assert_follows(draw_many(list(self.LOGITS), 6000), softmax(list(self.LOGITS)))
+
+    @pytest.mark.parametrize("temperature", [0.5, 2.0])
+    def test_follows_temperature(self, temperature: float) -> None:
+        expected = softmax([value / temperature for value in self.LOGITS])
+        assert_follows(draw_many(list(self.LOGITS), 6000, temperature=temperature), expected)
+
+    @pytest.mark.parametrize(
+        "filters",
+        [
+            {"top_k": 3},
+            {"top_p": 0.7},
+            {"min_p": 0.2},
+            {"top_k": 4, "top_p": 0.8, "min_p": 0.1, "temperature": 1.5},
+        ],
+    )
+    def test_follows_what_filters_leave(self, filters: dict[str, Any]) -> None:
+        sampling = Sampling(max_tokens=1, **filters)
+        kept = reference_kept(list(self.LOGITS), sampling)
+        assert 1 < len(kept) < len(self.LOGITS)
+        scaled = [v / sampling.temperature if i in kept else -math.inf for i, v in enumerate(self.LOGITS)]
+        assert_follows(draw_many(list(self.LOGITS), 6000, **filters), softmax(scaled))
+
+    def test_successive_positions_of_one_seed_follow_softmax_too(self) -> None:
+        rows = torch.tensor(self.LOGITS).expand(6000, -1)
+        sequences = [sequence(prompt=[1] * (1 + i), seed=77) for i in range(6000)]
+        assert_follows(Counter(choose(rows, sequences)), softmax(list(self.LOGITS)))
+
+
+class TestFilters:
+    """Exact sets: every token that the reference keeps is drawn by the same noise, no other."""
+
+    @pytest.mark.parametrize("vocab", [7, 100, 3000])
+    def test_draws_equal_the_reference(self, vocab: int) -> None:
+        chance = random.Random(vocab)
+        count = 60 if vocab < 1000 else 16
+        logits = random_logits(count, vocab, seed=vocab)
+        # Coarse logits, as bfloat16 gives them, tie often: the cut must fall the same way.
+        logits[::2] = (logits[::2] * 4).round() / 4
+        sequences = [
+            sequence(
+                seed=chance.randrange(2**64),
+                temperature=chance.choice([0.3, 1.0, 2.5]),
+                top_k=chance.choice([0, 0, 1, 5, 64, 65, 2000]),
+                top_p=chance.choice([1.0, 1e-6, 0.3, 0.9, 0.999999]),
+                min_p=chance.choice([0.0, 0.0, 0.01, 0.5, 1.0]),
+                prompt=[1] * chance.randrange(1, 50),
+                emitted=[1] * chance.randrange(0, 50),
+            )
+            for _ in range(count)
+        ]
+        expected = [reference_draw(row, seq) for row, seq in zip(logits.tolist(), sequences, strict=True)]
+        assert choose(logits, sequences) == expected
+
+    @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.59}, {"min_p": 0.999}])
+    def test_ties_at_the_cut(self, filters: dict[str, Any]) -> None:
+        # Five of ten are equally likely: top-k 3 keeps the three of lowest id, top-p 0.59 of all … likewise.
+        logits = [0.0, 9.0, 9.0, 0.0, 9.0, 9.0, 9.0, 0.0, 0.0, 0.0]
+        expected = {"top_k": {1, 2, 4}, "top_p": {1, 2, 4}, "min_p": {1, 2, 4, 5, 6}}[next(iter(filters))]
+        assert set(draw_many(logits, 300, **filters)) == expected
+
+    def test_flat_distribution_with_more_ties_than_candidates(self) -> None:
+        logits = torch.zeros((40, 5000))
+        sequences = [sequence(seed=seed, top_k=2000) for seed in range(40)]
+        drawn = choose(logits, sequences)
+        assert max(drawn) < 2000
+        assert drawn == [reference_draw([0.0] * 5000, seq) for seq in sequences]
+
+    def test_top_k_one_and_tiny_top_p_are_greedy(self) -> None:
+        logits = random_logits(20, 500)
+        best = logits.argmax(-1).tolist()
+        assert choose(logits, [sequence(seed=i, top_k=1) for i in range(20)]) == best
+        assert choose(logits, [sequence(seed=i, top_p=1e-9) for i in range(20)]) == best
+        assert choose(logits, [sequence(seed=i, min_p=1.0) for i in range(20)]) == best
+
+    def test_top_k_beyond_the_vocabulary_keeps_all(self) -> None:
+        logits = random_logits(20, 50)
+        free = choose(logits, [sequence(seed=i) for i in range(20)])
+        assert choose(logits, [sequence(seed=i, top_k=10**30) for i in range(20)]) == free
+
+    def test_top_p_of_one_keeps_the_unlikeliest(self) -> None:
+        # Their probability vanishes beside 1 in the running sum, yet they are possible.
+        logits = [0.0] + [-40.0] * 3
+        sampling = Sampling(max_tokens=1, top_k=4)
+        assert reference_kept(logits, sampling) == {0, 1, 2, 3}
+        kept = sampling_module._num_kept(
+            torch.tensor([softmax(logits)], dtype=torch.float64), [sequence(top_k=4, top_p=1.0)]
+        )
+        assert kept.tolist() == [[4]]
+
+
+class TestAdjustments:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"presence_penalty": 0.7},
+            {"presence_penalty": -0.7},
+            {"frequency_penalty": 0.4},
+            {"repetition_penalty": 1.7},
+            {"repetition_penalty": 0.6},
+            {"logit_bias": {0: 3.5, 9: -100.0, 4: 0.25}},
+            {"min_tokens": 5, "stop_token_ids": frozenset({2, 3, 11})},
+            {"min_tokens": 4, "stop_token_ids": frozenset({2, 3, 11})},
+            {
+                "presence_penalty": 0.5,
+                "frequency_penalty": 0.3,
+                "repetition_penalty": 1.2,
+                "logit_bias": {4: 2.0, 1: -3.0},
+                "min_tokens": 9,
+                "stop_token_ids": frozenset({8}),
+            },
+        ],
+    )
+    def test_formulas(self, arguments: dict[str, Any]) -> None:
+        logits = random_logits(6, 12, seed=3)
+        sequences = [sequence(prompt=[1, 2, 1, 7], emitted=[4, 4, 2, 9], temperature=0, **arguments) for _ in range(6)]
+        adjusted = sampling_module._adjust(logits, sequences)
+        expected = torch.tensor(
+            [reference_adjusted(row, seq) for row, seq in zip(logits.tolist(), sequences, strict=True)]
+        )
+        assert torch.allclose(adjusted, expected, rtol=1e-6, atol=1e-6)
+        assert choose(logits, sequences) == expected.argmax(-1).tolist()
+
+    def test_penalties_count_emitted_and_generated_alike(self) -> None:
+        logits = random_logits(1, 30, seed=4)
+        resumed = sequence(prompt=[1, 2], emitted=[5, 5, 6], frequency_penalty=1.0, repetition_penalty=1.5)
+        whole = sequence(prompt=[1, 2], frequency_penalty=1.0, repetition_penalty=1.5)
+        sampling_module._adjust(logits, [whole])
+        for token in (5, 5, 6):
+            whole.append_token(token)
+        assert torch.equal(sampling_module._adjust(logits, [resumed]), sampling_module._adjust(logits, [whole]))
+
+    def test_prompt_tokens_meet_only_the_repetition_penalty(self) -> None:
+        logits = torch.ones((1, 10))
+        adjusted = sampling_module._adjust(
+            logits, [sequence(prompt=[3], presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=2.0)]
+        )
+        assert adjusted[0].tolist() == [1, 1, 1, 0.5, 1, 1, 1, 1, 1, 1]
+
+    def test_rows_without_adjustments_keep_their_logits(self) -> None:
+        logits = random_logits(3, 20)
+        adjusted = sampling_module._adjust(logits, [sequence(), sequence(logit_bias={1: 9.0}), sequence()])
+        assert torch.equal(adjusted[[0, 2]], logits[[0, 2]])
+        assert sampling_module._adjust(logits, [sequence()] * 3) is logits
+
+    def test_stop_tokens_come_only_after_min_tokens(self) -> None:
+        logits = logits_of([0.0, 50.0, 1.0])
+        for emitted, expected in ((0, 2), (1, 2), (2, 1)):
+            seq = sequence(emitted=[0] * emitted, temperature=0, min_tokens=2, stop_token_ids=frozenset({1}))
+            assert choose(logits, [seq]) == [expected]
+            seq = sequence(emitted=[0] * emitted, seed=5, min_tokens=2, stop_token_ids=frozenset({1}))
+            assert (choose(logits, [seq]) == [1]) == (expected == 1)
+
+    def test_tokens_that_the_model_does_not_have_change_nothing(self) -> None:
+        logits = random_logits(1, 10)
+        seq = sequence(
+            prompt=[99],
+            emitted=[50],
+            temperature=0,
+            logit_bias={10: 100.0, -1: 100.0, 10**12: 100.0},
+            min_tokens=5,
+            stop_token_ids=frozenset({10, 2**40}),
+            presence_penalty=1.0,
+            repetition_penalty=2.0,
+        )
+        assert choose(logits, [seq]) == logits.argmax(-1).tolist()
+
+    def test_bias_decides_a_draw(self) -> None:
+        assert set(draw_many([0.0] * 20, 200, logit_bias={7: 100.0})) == {7}
+        assert 7 not in draw_many([0.0] * 20, 200, logit_bias={7: -100.0})
+
+
+class TestLogprobs:
+    def test_are_of_the_models_own_distribution(self) -> None:
+        logits = random_logits(1, 40)
+        seq = sequence(
+            temperature=0.3, top_k=5, logit_bias={3: 50.0}, prompt=[1], emitted=[2], presence_penalty=2.0, logprobs=4
+        )
+        (token,) = sample(logits, [seq])
+        assert isinstance(token, SampledToken)
+        assert token.token_id == 3
+        expected = [math.log(p) for p in softmax(logits[0].tolist())]
+        assert token.logprob == pytest.approx(expected[3], rel=1e-9)
+        best = sorted(range(40), key=lambda i: (-expected[i], i))[:4]
+        assert [id_ for id_, _ in token.top] == best
+        assert [value for _, value in token.top] == pytest.approx([expected[i] for i in best], rel=1e-9)
+
+    def test_ties_are_in_order_of_id(self) -> None:
+        (token,) = sample(logits_of([1, 2, 2, 0, 2, 2]), [sequence(temperature=0, logprobs=3)])
+        assert isinstance(token, SampledToken)
+        assert [id_ for id_, _ in token.top] == [1, 2, 4]
+
+    def test_zero_gives_only_the_chosen_and_none_gives_none(self) -> None:
+        chosen, silent = sample(random_logits(2, 10), [sequence(temperature=0, logprobs=0), sequence(temperature=0)])
+        assert isinstance(chosen, SampledToken)
+        assert isinstance(silent, SampledToken)
+        assert chosen.logprob is not None
+        assert chosen.logprob < 0
+        assert chosen.top == ()
+        assert silent.logprob is None
+
+    def test_more_than_the_vocabulary_gives_all(self) -> None:
+        (token,) = sample(random_logits(1, 6), [sequence(logprobs=20)])
+        assert isinstance(token, SampledToken)
+        assert len(token.top) == 6
+        assert math.fsum(math.exp(value) for _, value in token.top) == pytest.approx(1.0)
+
+
+class TestFailures:
+    @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("sampling", [{"temperature": 0}, {}, {"top_p": 0.5}, {"logit_bias": {0: 1.0}}])
+    def test_a_poisoned_row_fails_alone(self, poison: float, sampling: dict[str, Any]) -> None:
+        logits = random_logits(4, 200)
+        good = choose(logits[[0, 1, 3]], [sequence(seed=i, **sampling) for i in (0, 1, 3)])
+        logits[2, 150] = poison
+        results = sample(logits, [sequence(seed=i, logprobs=None, **sampling) for i in range(4)])
+        assert isinstance(results[2], NonFiniteLogits)
+        assert [r.token_id for r in results if isinstance(r, SampledToken)] == good
+
+    def test_a_row_of_nan_with_everything_asked_for(self) -> None:
+        logits = torch.full((2, 50), math.nan)
+        results = sample(logits, [sequence(top_k=3, logprobs=5, repetition_penalty=2.0), sequence(temperature=0)])
+        assert all(isinstance(result, NonFiniteLogits) for result in results)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_a_row_without_any_allowed_token_fails(self, temperature: float) -> None:
+        everything = frozenset(range(8))
+        seq = sequence(temperature=temperature, min_tokens=1, stop_token_ids=everything)
+        bad, good = sample(torch.zeros((2, 8)), [seq, sequence(temperature=0)])
+        assert isinstance(bad, NonFiniteLogits)
+        assert good == SampledToken(0)
+
+    def test_an_overflow_by_penalties_fails_the_row(self) -> None:
+        seq = sequence(prompt=[3], temperature=0, repetition_penalty=1e-300)
+        (result,) = sample(torch.ones((1, 8)), [seq])
+        assert isinstance(result, NonFiniteLogits)
+
+
+class TestIndependence:
+    """A row's result is the same, bit by bit, whatever shares the batch."""
+
+    @pytest.mark.parametrize("vocab", [331, 1024, 4097, 40_001])
+    def test_alone_and_together(self, vocab: int) -> None:
+        chance = random.Random(vocab)
+        count = 24 if vocab < 10_000 else 8
+        logits = random_logits(count, vocab, seed=vocab)
+        sequences = [
+            sequence(
+                prompt=[chance.randrange(vocab) for _ in range(20)],
+                emitted=[chance.randrange(vocab) for _ in range(10)],
+                seed=chance.randrange(2**64),
+                temperature=chance.choice([0.0, 0.7, 1.0, 1.5]),
+                top_k=chance.choice([0, 0, 3, 50, 500]),
+                top_p=chance.choice([1.0, 0.5, 0.95]),
+                min_p=chance.choice([0.0, 0.02]),
+                repetition_penalty=chance.choice([1.0, 1.2]),
+                presence_penalty=chance.choice([0.0, 0.3]),
+                logprobs=chance.choice([None, 0, 5]),
+            )
+            for _ in range(count)
+        ]
+        together = sample(logits, sequences)
+        for row in range(count):
+            assert sample(logits[row : row + 1], [sequences[row]]) == [together[row]]
+        order = chance.sample(range(count), count)
+        shuffled = sample(logits[order], [sequences[row] for row in order])
+        assert shuffled == [together[row] for row in order]
+
+    def test_the_number_of_threads_does_not_matter(self) -> None:
+        logits = random_logits(9, 30_000, seed=8)
+        sequences = [sequence(seed=i, top_p=(1.0, 0.9, 0.99)[i % 3], logprobs=3) for i in range(9)]
+        before = torch.get_num_threads()
+        try:
+            results = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                results.append(sample(logits, sequences))
+        finally:
+            torch.set_num_threads(before)
+        assert results[0] == results[1] == results[2]

@@ -1,0 +1,251 @@
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+
+import pytest
+
+from services.engine.thread import EngineThread
+from services.runtime.errors import DeadlineExceeded, InvariantViolated, WorkerUnavailable
+
+WAIT_S = 10.0
+
+
+class Harness:
+    """An engine thread whose step counts down `work` and whose fatal errors are kept."""
+
+    def __init__(self) -> None:
+        self.work = 0
+        self.steps = 0
+        self.step_error: BaseException | None = None
+        self.fatal: Future[BaseException] = Future()
+        self.thread = EngineThread(self._step, on_fatal=self.fatal.set_result)
+
+    def _step(self) -> bool:
+        self.steps += 1
+        if self.step_error:
+            raise self.step_error
+        self.work = max(0, self.work - 1)
+        return self.work > 0
+
+    def add_work(self, count: int) -> None:
+        self.work += count
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    it = Harness()
+    it.thread.start()
+    yield it
+    it.thread.stop(timeout_s=WAIT_S)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_commands_run_in_order_on_the_engine_thread(harness: Harness) -> None:
+    seen: list[int] = []
+    futures = [harness.thread.submit(lambda i=i: seen.append(i)) for i in range(100)]  # type: ignore[misc]
+    assert harness.thread.submit(lambda: harness.thread.is_current).result(WAIT_S)
+    assert not harness.thread.is_current
+    assert all(future.done() for future in futures)
+    assert seen == list(range(100))
+
+
+def test_steps_run_while_there_is_work_then_sleep(harness: Harness) -> None:
+    harness.thread.submit(lambda: harness.add_work(50)).result(WAIT_S)
+    eventually(lambda: harness.work == 0)
+    steps = harness.steps
+    time.sleep(0.05)
+    assert harness.steps == steps  # no spinning
+
+
+def test_wake_makes_an_idle_thread_step(harness: Harness) -> None:
+    harness.thread.submit(lambda: None).result(WAIT_S)
+    eventually(lambda: harness.steps == 1)
+    started = time.monotonic()
+    harness.thread.wake()
+    eventually(lambda: harness.steps == 2)
+    assert time.monotonic() - started < 0.5  # by the wake-up, not by the bounded sleep
+
+
+def test_a_command_gets_in_between_steps_of_endless_work(harness: Harness) -> None:
+    harness.thread.submit(lambda: harness.add_work(10**9)).result(WAIT_S)
+    assert harness.thread.submit(lambda: harness.work > 10**6).result(WAIT_S)
+
+
+def test_commands_that_submit_commands_do_not_starve_steps(harness: Harness) -> None:
+    def again() -> None:
+        if harness.steps < 20:
+            harness.thread.submit(again)
+
+    harness.thread.submit(again)
+    eventually(lambda: harness.steps >= 20)
+
+
+def test_an_error_of_a_command_is_its_own(harness: Harness) -> None:
+    def fail() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        harness.thread.submit(fail).result(WAIT_S)
+    assert harness.thread.submit(lambda: 7).result(WAIT_S) == 7
+    assert not harness.fatal.done()
+
+
+def test_an_error_of_a_step_is_fatal_and_answers_everyone(harness: Harness) -> None:
+    harness.step_error = ValueError("broken")
+    entered, leave = threading.Event(), threading.Event()
+    blocker = harness.thread.submit(lambda: (entered.set(), leave.wait(WAIT_S)))
+    assert entered.wait(WAIT_S)
+    # These come while the last command before the fatal step runs.
+    late = [harness.thread.submit(lambda: 1) for _ in range(5)]
+    leave.set()
+    blocker.result(WAIT_S)
+    assert harness.fatal.result(WAIT_S) is harness.step_error
+    for future in late:
+        with pytest.raises(WorkerUnavailable, match="ValueError"):
+            future.result(WAIT_S)
+    with pytest.raises(WorkerUnavailable, match="ValueError"):
+        harness.thread.submit(lambda: 1).result(WAIT_S)
+    eventually(lambda: not harness.thread.is_alive)
+
+
+def test_a_violated_invariant_of_a_command_is_fatal_and_leaves_no_future_open(harness: Harness) -> None:
+    gate = threading.Event()
+    harness.thread.submit(lambda: gate.wait(WAIT_S))
+
+    def violate() -> None:
+        raise InvariantViolated("pages")
+
+    violating = harness.thread.submit(violate)
+    behind = [harness.thread.submit(lambda: 1) for _ in range(5)]
+    gate.set()
+    with pytest.raises(InvariantViolated):
+        violating.result(WAIT_S)
+    assert isinstance(harness.fatal.result(WAIT_S), InvariantViolated)
+    for future in behind:
+        with pytest.raises(WorkerUnavailable):
+            future.result(WAIT_S)
+
+
+def test_a_cancelled_command_never_runs(harness: Harness) -> None:
+    gate = threading.Event()
+    harness.thread.submit(lambda: gate.wait(WAIT_S))
+    ran: list[int] = []
+    cancelled = harness.thread.submit(lambda: ran.append(1))
+    assert cancelled.cancel()
+    gate.set()
+    harness.thread.submit(lambda: None).result(WAIT_S)
+    assert ran == []
+    with pytest.raises(CancelledError):
+        cancelled.result(WAIT_S)
+
+
+def test_stop_lets_the_command_finish_and_refuses_the_rest(harness: Harness) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    running = harness.thread.submit(lambda: (entered.set(), leave.wait(WAIT_S)))
+    assert entered.wait(WAIT_S)
+    queued = harness.thread.submit(lambda: 1)
+    with pytest.raises(DeadlineExceeded):
+        harness.thread.stop(timeout_s=0.01)
+    leave.set()
+    harness.thread.stop(timeout_s=WAIT_S)
+    harness.thread.stop(timeout_s=WAIT_S)
+    running.result(0)
+    with pytest.raises(WorkerUnavailable, match="stopped"):
+        queued.result(0)
+    with pytest.raises(WorkerUnavailable, match="stopped"):
+        harness.thread.submit(lambda: 1).result(0)
+    assert not harness.fatal.done()
+
+
+def test_stop_refuses_what_was_queued_together_with_the_running_command() -> None:
+    harness = Harness()
+    entered, leave = threading.Event(), threading.Event()
+    running = harness.thread.submit(lambda: (entered.set(), leave.wait(WAIT_S)))
+    queued = [harness.thread.submit(lambda: 1) for _ in range(3)]
+    harness.thread.start()
+    assert entered.wait(WAIT_S)
+    with pytest.raises(DeadlineExceeded):
+        harness.thread.stop(timeout_s=0.01)
+    leave.set()
+    harness.thread.stop(timeout_s=WAIT_S)
+    running.result(0)
+    for future in queued:
+        with pytest.raises(WorkerUnavailable):
+            future.result(0)
+    assert harness.steps == 0
+
+
+def test_stop_ends_endless_work(harness: Harness) -> None:
+    harness.thread.submit(lambda: harness.add_work(10**9)).result(WAIT_S)
+    harness.thread.stop(timeout_s=WAIT_S)
+    assert not harness.thread.is_alive
+
+
+def test_stop_before_start_answers_what_was_queued() -> None:
+    harness = Harness()
+    early = harness.thread.submit(lambda: 1)
+    harness.thread.stop(timeout_s=WAIT_S)
+    with pytest.raises(WorkerUnavailable):
+        early.result(0)
+
+
+def test_everyone_is_answered_before_on_fatal_is_told() -> None:
+    # Whoever is told may end the process at once.
+    unanswered: Future[bool] = Future()
+
+    def step() -> bool:
+        late.append(thread.submit(lambda: 1))
+        raise ValueError("broken")
+
+    late: list[Future[int]] = []
+    thread = EngineThread(step, on_fatal=lambda error: unanswered.set_result(not late[0].done()))
+    thread.start()
+    thread.wake()
+    assert not unanswered.result(WAIT_S)
+
+
+def test_stop_from_on_fatal_does_not_hang() -> None:
+    stopped = threading.Event()
+
+    def on_fatal(error: BaseException) -> None:
+        thread.stop(timeout_s=WAIT_S)
+        stopped.set()
+
+    def step() -> bool:
+        raise ValueError("broken")
+
+    thread = EngineThread(step, on_fatal=on_fatal)
+    thread.start()
+    thread.wake()
+    assert stopped.wait(WAIT_S)
+
+
+def test_submissions_from_many_threads_all_get_an_answer_while_it_stops() -> None:
+    harness = Harness()
+    harness.thread.start()
+    futures: list[Future[int]] = []
+    lock = threading.Lock()
+
+    def submit_many() -> None:
+        for _ in range(200):
+            future = harness.thread.submit(lambda: 1)
+            with lock:
+                futures.append(future)
+
+    submitters = [threading.Thread(target=submit_many) for _ in range(4)]
+    for submitter in submitters:
+        submitter.start()
+    harness.thread.stop(timeout_s=WAIT_S)
+    for submitter in submitters:
+        submitter.join(WAIT_S)
+    assert len(futures) == 800
+    for future in futures:
+        error = future.exception(WAIT_S)
+        assert error is None or isinstance(error, WorkerUnavailable)
