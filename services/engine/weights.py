@@ -1,4 +1,4 @@
-"""The tensors of the architectures by name and shape, laid out for a device; does not know what is computed with them."""
+"""The tensors of the architectures by name and shape, laid out for a device; knows nothing of computing with them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

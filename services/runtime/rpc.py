@@ -297,7 +297,7 @@ def _common_options(profile: Profile) -> list[tuple[str, int]]:
 def _server_options(profile: Profile) -> list[tuple[str, int]]:
     return [
         *_common_options(profile),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", profile.min_ping_interval_ms),
+        ("grpc.http2.min_ping_interval_without_data_ms", profile.min_ping_interval_ms),
         ("grpc.max_concurrent_streams", profile.max_streams_per_connection),
         # Two processes that share a port would each get half of the calls, and nobody would notice.
         ("grpc.so_reuseport", 0),

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -35,6 +36,7 @@ STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 
 
 # Sessions are closed by then; what is left are health checks and Links that end by themselves.
 SERVER_GRACE_S = 1.0
+PUBLISH_INTERVAL_S = 0.5
 
 S = TypeVar("S")
 A = TypeVar("A")
@@ -322,19 +324,8 @@ class WorkerMetrics:
 
     def __init__(self, *, worker_id: str) -> None:
         self.registry = CollectorRegistry()
-        names, values = ("worker",), (worker_id,)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, names, registry=self.registry).labels(*values)
-
-        pages = Gauge("tandem_kv_pages", "KV pages by state.", ("worker", "state"), registry=self.registry)
-        states = ("total", "free", "cached", "reserved", "used")
-        self._pages = {f"pages_{state}": pages.labels(worker_id, state) for state in states}
         self._worker_id = worker_id
-        self._promised = gauge("tandem_kv_pages_promised", "Pages promised and not yet taken.")
-        self._running = gauge("tandem_running_sequences", "Sequences that are being computed.")
-        self._waiting = gauge("tandem_waiting_sequences", "Sequences taken and not begun.")
-        self._waiting_tokens = gauge("tandem_waiting_prompt_tokens", "Prompt tokens that wait for computation.")
+        names, values = ("worker",), (worker_id,)
         self.step_s: Histogram = Histogram(
             "tandem_step_seconds", "Time of one engine step.", names, registry=self.registry, buckets=STEP_BUCKETS_S
         ).labels(*values)
@@ -348,31 +339,40 @@ class WorkerMetrics:
             "tandem_attempts", "Attempts by how they ended.", ("worker", "outcome"), registry=self.registry
         )
 
-    def set_load(self, load: Load) -> None:
-        """Shows the load."""
-        for field, pages in self._pages.items():
-            pages.set(getattr(load, field))
-        self._promised.set(load.promised_pages)
-        self._running.set(load.running)
-        self._waiting.set(load.waiting)
-        self._waiting_tokens.set(load.waiting_tokens)
-
     def count_attempt(self, outcome: str) -> None:
         """Counts an attempt that ended; `outcome` is one of a few words."""
         self._attempts.labels(self._worker_id, outcome).inc()
 
-    def serve(self, settings: WorkerConfig) -> None:
+    def serve(self, settings: WorkerConfig, load: Callable[[], Load]) -> None:
         """Serves /metrics, if a port is set, from a thread of its own for the rest of the process's life.
 
-        Raises ConfigError where the port cannot be had.
+        `load` is called for each scrape, in that thread. Raises ConfigError where the port cannot be had.
         """
         if settings.metrics_port is None:
             return
+        self._watch(load)
         try:
             server, _ = start_http_server(settings.metrics_port, addr=settings.host, registry=self.registry)
         except OSError as error:
             raise ConfigError(f"--metrics-port is {settings.metrics_port}, which cannot be listened on") from error
         logger.info("serving metrics", extra={"port": server.server_port})
+
+    def _watch(self, load: Callable[[], Load]) -> None:
+        pages = Gauge("tandem_kv_pages", "KV pages by state.", ("worker", "state"), registry=self.registry)
+        for state in ("total", "free", "cached", "reserved", "used"):
+            pages.labels(self._worker_id, state).set_function(partial(_field, load, f"pages_{state}"))
+        for field, name, words in (
+            ("promised_pages", "tandem_kv_pages_promised", "Pages promised and not yet taken."),
+            ("running", "tandem_running_sequences", "Sequences that are being computed."),
+            ("waiting", "tandem_waiting_sequences", "Sequences taken and not begun."),
+            ("waiting_tokens", "tandem_waiting_prompt_tokens", "Prompt tokens that wait for computation."),
+        ):
+            gauge = Gauge(name, words, ("worker",), registry=self.registry).labels(self._worker_id)
+            gauge.set_function(partial(_field, load, field))
+
+
+def _field(load: Callable[[], Load], name: str) -> float:
+    return float(getattr(load(), name))
 
 
 @contextlib.asynccontextmanager
@@ -428,6 +428,10 @@ class Worker(Protocol):
     """Set when a gateway sent DrainWorker."""
     failed: "asyncio.Future[None]"
     """Fails with the error that makes going on impossible; its attempts have been answered by then."""
+
+    def load(self) -> Load:
+        """How busy it is."""
+        ...
 
     def begin_drain(self) -> None:
         """Takes nothing new from here on."""
@@ -500,6 +504,7 @@ async def serve_until_drained(worker: Worker, server: RpcServer, lease: Lease | 
 
     `server` has started. Worker and server are closed when this returns or raises. Raises the worker's own failure.
     """
+    publishing = asyncio.create_task(_publish_load(worker, lease))
     try:
         await server.set_serving(True)
         _publish(lease, "ready")
@@ -510,8 +515,16 @@ async def serve_until_drained(worker: Worker, server: RpcServer, lease: Lease | 
         await server.set_serving(False)
         await _first_of(worker, worker.wait_idle())
     finally:
+        publishing.cancel()
         await worker.close()
         await server.stop(SERVER_GRACE_S)
+
+
+async def _publish_load(worker: Worker, lease: Lease | None) -> None:
+    """Gateways with a session hear the load with each step; this is for everybody else, so it may be a little old."""
+    while lease is not None:
+        lease.update(**worker.load().record_fields())
+        await asyncio.sleep(PUBLISH_INTERVAL_S)
 
 
 def _publish(lease: Lease | None, state: str) -> None:

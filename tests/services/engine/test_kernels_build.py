@@ -27,7 +27,7 @@ def tiny_source(monkeypatch, tmp_path):
     """A source that compiles at once, in place of the kernels."""
     folder = tmp_path / "source"
     folder.mkdir()
-    (folder / "tiny.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    (folder / "tiny.cpp").write_text('extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n')
     monkeypatch.setattr(build_module, "SOURCE_DIR", folder)
     return folder
 
@@ -60,7 +60,9 @@ def test_second_build_only_looks(tmp_path, tiny_source):
 def test_other_flags_or_sources_are_another_library(tmp_path, tiny_source):
     first = build_library(cache_dir=tmp_path / "cache")
     assert build_library(cache_dir=tmp_path / "cache", extra_flags=["-DOTHER"]) != first
-    (tiny_source / "tiny.cpp").write_text('extern "C" int answer() { return 43; }\n')
+    (tiny_source / "tiny.cpp").write_text(
+        'extern "C" __attribute__((visibility("default"))) int answer() { return 43; }\n'
+    )
     second = build_library(cache_dir=tmp_path / "cache")
     assert second != first
     assert ctypes.CDLL(str(second)).answer() == 43

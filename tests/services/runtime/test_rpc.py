@@ -372,3 +372,24 @@ async def black_hole(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
+
+
+async def test_a_quiet_connection_is_kept() -> None:
+    """Our own keepalive pings are not too many for our own server, with or without a call under way."""
+    server = rpc.make_server([], profile=rpc.INTERNAL)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    channels = [rpc.make_channel(address, profile=rpc.INTERNAL) for _ in range(2)]
+    try:
+        for channel, is_cancelled in zip(channels, (False, True), strict=True):
+            call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            await call.read()
+            if is_cancelled:
+                call.cancel()
+        with contextlib.suppress(TimeoutError):
+            changes = [channel.wait_for_state_change(grpc.ChannelConnectivity.READY) for channel in channels]
+            await asyncio.wait_for(asyncio.gather(*changes), 5)
+        assert [channel.get_state() for channel in channels] == [grpc.ChannelConnectivity.READY] * 2
+    finally:
+        for channel in channels:
+            await channel.close()
+        await server.stop(0)

@@ -122,6 +122,9 @@ class FakeWorker:
     def begin_drain(self) -> None:
         self.calls.append("drain")
 
+    def load(self) -> worker_host.Load:
+        return worker_host.Load(8, 8, 0, 0, 0)
+
     async def wait_idle(self) -> None:
         await self.idle.wait()
 
@@ -143,9 +146,12 @@ class FakeServer:
 class FakeLease:
     def __init__(self) -> None:
         self.states: list[str] = []
+        self.fields: dict[str, Any] = {}
 
     def update(self, **changes: Any) -> None:
-        self.states.append(changes["state"])
+        self.fields |= changes
+        if "state" in changes:
+            self.states.append(changes["state"])
 
     def release(self) -> None:
         self.states.append("released")
@@ -158,6 +164,7 @@ async def test_a_life_goes_from_ready_over_draining_to_closed(how: str) -> None:
         life = asyncio.create_task(worker_host.serve_until_drained(worker, server, lease, stop))  # type: ignore[arg-type]
         await asyncio.sleep(0.01)
         assert (lease.states, server.calls, worker.calls) == (["ready"], [True], [])
+        assert lease.fields["pages_free"] == 8
         (stop if how == "signal" else worker.drain_requested).set()
         await asyncio.sleep(0.01)
         assert (lease.states, server.calls, worker.calls) == (["ready", "draining"], [True, False], ["drain"])
@@ -208,14 +215,15 @@ def test_metrics_can_be_scraped() -> None:
     import socket
     import urllib.request
 
+    def load() -> worker_host.Load:
+        return worker_host.Load(8, 5, 0, 1, 2, promised_pages=3)
+
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         settings = config.load(WorkerConfig, [*REQUIRED, f"--metrics-port={port}"], prog="test", environ={})
         with pytest.raises(ConfigError, match="--metrics-port"):
-            worker_host.WorkerMetrics(worker_id="w").serve(settings)
-    metrics = worker_host.WorkerMetrics(worker_id="w")
-    metrics.set_load(worker_host.Load(8, 5, 0, 1, 2, promised_pages=3))
-    metrics.serve(settings)
+            worker_host.WorkerMetrics(worker_id="w").serve(settings, load)
+    worker_host.WorkerMetrics(worker_id="w").serve(settings, load)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
         text = response.read().decode()
     assert 'tandem_kv_pages{state="used",worker="w"} 2.0' in text

@@ -1,0 +1,104 @@
+"""Starts a decode worker: settings, lease, model, server; it lives until it is told to leave or its engine fails."""
+
+import asyncio
+import logging
+import sys
+
+from decode_worker.config import DecodeWorkerConfig
+from decode_worker.worker import DecodeWorker, Limits, Servicer
+from kv_transfer.link import SERVICE_NAME as LINK_SERVICE_NAME
+from kv_transfer.link import LinkIdentity
+from kv_transfer.receiving import LinkReceiver
+from protos import link_pb2_grpc, worker_pb2_grpc
+from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
+from services.engine.engine import EngineParts, load_engine
+from services.runtime import config, process, rpc
+from services.runtime.worker_host import (
+    WorkerMetrics,
+    held,
+    load_or_stop,
+    on_this_loop,
+    run_service,
+    serve_until_drained,
+)
+
+SERVICE_NAME = "tandem.v1.DecodeWorker"
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Runs a decode worker with the settings of the command line."""
+    settings = config.load(DecodeWorkerConfig, sys.argv[1:], prog="python -m decode_worker")
+    run_service(settings, "decode-worker", serve)
+
+
+async def serve(settings: DecodeWorkerConfig, stop: asyncio.Event) -> None:
+    """Loads, serves and drains one worker."""
+    incarnation = new_incarnation()
+    with held(_lease(settings, incarnation, stop)) as lease:
+        await _serve(settings, incarnation, lease, stop)
+
+
+async def _serve(
+    settings: DecodeWorkerConfig, incarnation: str, lease: WorkerLease | None, stop: asyncio.Event
+) -> None:
+    parts = await load_or_stop(lambda: load_engine(**settings.engine_settings()), lease, stop)
+    metrics = WorkerMetrics(worker_id=settings.id)
+    worker, receiver = _worker(settings, incarnation, parts, metrics)
+    metrics.serve(settings, worker.load)
+    server = rpc.make_server([SERVICE_NAME, LINK_SERVICE_NAME])
+    worker_pb2_grpc.add_DecodeWorkerServicer_to_server(Servicer(worker.sessions), server.server)
+    link_pb2_grpc.add_LinkServicer_to_server(receiver, server.server)
+    address = settings.address(await server.start(settings.host, settings.port))
+    if lease is not None:
+        lease.update(
+            address=address,
+            exact=parts.model.exact,
+            layout_fingerprint=parts.fingerprint,
+            max_sequence_tokens=min(
+                parts.model_config.context_length_tokens, parts.pool.num_pages * settings.page_size
+            ),
+            **worker.load().record_fields(),
+        )
+    logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
+    await serve_until_drained(worker, server, lease, stop)
+
+
+def _lease(settings: DecodeWorkerConfig, incarnation: str, stop: asyncio.Event) -> WorkerLease | None:
+    if settings.redis is None:
+        return None
+    leave = on_this_loop(lambda _: stop.set())
+    record = WorkerRecord(role="decode", **settings.record_fields(incarnation=incarnation))
+    lease = WorkerLease(settings.redis, cluster=settings.cluster, record=record, on_lost=leave)
+    lease.start()
+    return lease
+
+
+def _worker(
+    settings: DecodeWorkerConfig,
+    incarnation: str,
+    parts: EngineParts,
+    metrics: WorkerMetrics,
+) -> tuple[DecodeWorker, LinkReceiver]:
+    max_admitted = settings.max_admitted or 2 * settings.max_batch
+    worker = DecodeWorker(
+        parts=parts,
+        incarnation=incarnation,
+        limits=Limits(max_batch=settings.max_batch, max_admitted=max_admitted, chunk_tokens=settings.chunk_tokens),
+        metrics=metrics,
+    )
+    receiver = LinkReceiver(
+        identity=LinkIdentity(settings.id, incarnation, parts.fingerprint, parts.model.exact),
+        pool=parts.pool,
+        target=worker,
+        transports=(settings.transport,),
+        host=settings.host,
+        advertise_host=settings.advertise_host,
+    )
+    worker.attach(receiver)
+    return worker, receiver
+
+
+if __name__ == "__main__":
+    process.run(main)

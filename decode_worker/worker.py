@@ -1,0 +1,416 @@
+"""The event loop's side of a decode worker: a request's life from admission to its last token.
+
+Lifetimes are scopes, and there is no task per request: what happens to a request comes in as calls, and every call
+that ends it goes through `_end`. It holds two things, with two ends:
+
+    the attempt   entry in the table, deadline     from `_on_admit` until `_end`: finished, failed, cancelled,
+                                                   superseded, deadline passed, session ended, engine broken
+    its pages     the promise, pages of the pool   from `_on_admit` until `_free`: at once with the attempt's end,
+                                                   unless a transfer is writing into them; then when the transfer says
+                                                   that nothing does any more (`release`), which its abort brings about
+
+Whoever cancels (a command, a newer attempt, a session that ended) owes the answer; nothing is emitted for it. A
+transfer that the prefill side cancelled is not answered here either: the prefill worker has. The fence is the table: a
+transfer, a commit or a report of the engine about an attempt that is not in it is refused or dropped.
+
+Nothing here touches a tensor; the engine thread is given commands and sends reports.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from opentelemetry.trace import INVALID_SPAN, Span
+
+from decode_worker.engine_loop import Advance, DecodeLoop, StepReport
+from decode_worker.scheduler import AdmissionBook, BatchScheduler
+from kv_transfer.protocol.messages import TransferId
+from kv_transfer.receiving import LinkReceiver, Reserved
+from protos import worker_pb2, worker_pb2_grpc
+from services.engine.engine import EngineParts, check_fits, check_token_ids
+from services.engine.pages import num_pages_for
+from services.engine.sequence import Sampling, Sequence
+from services.engine.step import NonFiniteLogits, SampledToken
+from services.engine.thread import EngineThread
+from services.runtime import telemetry
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    RequestCancelled,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
+from services.runtime.session import Payload, Session, SessionServer, failed
+from services.runtime.worker_host import (
+    AttemptKey,
+    AttemptSpec,
+    AttemptTable,
+    Load,
+    WorkerMetrics,
+    finished_message,
+    infallible,
+    on_this_loop,
+    read_key,
+    read_spec,
+    record_chunk,
+    tokens_message,
+)
+
+ENGINE_STOP_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a decode worker takes on."""
+
+    max_batch: int
+    max_admitted: int
+    chunk_tokens: int
+
+
+class Phase(Enum):
+    """Where an attempt stands."""
+
+    ADMITTED = auto()
+    """Its pages are promised; a transfer may reserve them."""
+    RECEIVING = auto()
+    """A transfer holds its pages."""
+    COMPUTING = auto()
+    """The engine has it."""
+    ENDED = auto()
+    """It was answered, or nobody waits for it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Attempt:
+    spec: AttemptSpec[Sampling]
+    session: Session
+    admitted_s: float
+    phase: Phase = Phase.ADMITTED
+    deadline: asyncio.TimerHandle | None = None
+    prefill_span: Span | None = None
+    decode_span: Span | None = None
+    num_tokens: int = 0
+    """Tokens that were emitted here."""
+
+    def start_span(self, name: str, start_unix_ns: int) -> Span:
+        """A span of the request; one that records nothing where the request is not traced."""
+        if not self.spec.traceparent:
+            return INVALID_SPAN
+        return telemetry.start_span(name, telemetry.extract(self.spec.traceparent), start_unix_ns=start_unix_ns)
+
+    def end_spans(self, error: TandemError | None) -> None:
+        """Ends what has not ended."""
+        for span in (self.prefill_span, self.decode_span):
+            if span is not None and span.is_recording():
+                if error is not None:
+                    telemetry.mark_failed(span, error)
+                span.set_attribute("tandem.tokens", self.num_tokens)
+                span.end()
+
+
+class DecodeWorker:
+    """Takes pages in and generates tokens. Made on the event loop.
+
+    It is the ReceiveTarget of the LinkReceiver that `attach` gives it.
+    """
+
+    def __init__(
+        self,
+        *,
+        parts: EngineParts,
+        incarnation: str,
+        limits: Limits,
+        metrics: WorkerMetrics,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._parts = parts
+        self._metrics = metrics
+        self._clock = clock
+        self._page_size = parts.pool.layout.page_size
+        self._attempts: AttemptTable[_Attempt] = AttemptTable()
+        self._book = AdmissionBook(num_pages=parts.pool.num_pages, max_admitted=limits.max_admitted)
+        self._pages = parts.allocator.counts()
+        self._num_running = 0
+        self._waiting_tokens = 0
+        self._is_draining = False
+        self._receiving: dict[AttemptKey, _Attempt] = {}
+        """Those whose pages a transfer holds, ended or not."""
+        self._receiver: LinkReceiver
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._event_loop = asyncio.get_running_loop()
+        self.drain_requested = asyncio.Event()
+        self.failed: asyncio.Future[None] = self._event_loop.create_future()
+        self.sessions = SessionServer(
+            incarnation=incarnation,
+            handlers={"admit": self._on_admit, "cancel": self._on_cancel, "drain": self._on_drain},
+            load=lambda: self.load().to_message(is_draining=self._is_draining),
+            on_session_closed=self._on_session_closed,
+        )
+        self._loop = DecodeLoop(
+            runner=parts.runner,
+            allocator=parts.allocator,
+            page_size=self._page_size,
+            scheduler=BatchScheduler(max_batch=limits.max_batch, step_tokens=limits.chunk_tokens),
+            clock=clock,
+            on_report=on_this_loop(self._on_report),
+        )
+        self._engine = EngineThread(self._loop.step, on_fatal=on_this_loop(self._on_engine_failed))
+        self._engine.start()
+
+    def attach(self, receiver: LinkReceiver) -> None:
+        """Names the receiver whose target this worker is; before the first session."""
+        self._receiver = receiver
+
+    def load(self) -> Load:
+        """How busy the worker is now."""
+        return Load(
+            *self._pages,
+            promised_pages=max(0, self._book.promised_pages - self._pages.reserved - self._pages.used),
+            running=self._num_running,
+            waiting=max(0, len(self._book) - self._num_running),
+            waiting_tokens=self._waiting_tokens,
+        )
+
+    def begin_drain(self) -> None:
+        """Admits nothing new from here on; what was admitted is received and finished."""
+        self._is_draining = True
+        self.sessions.load_changed()
+
+    async def wait_idle(self) -> None:
+        """Returns when every attempt has ended and its pages are free; each has a deadline."""
+        await self._is_idle.wait()
+
+    async def close(self) -> None:
+        """Cancels what is left, waits until nothing is held, and stops the engine."""
+        self._is_draining = True
+        for attempt in self._attempts:
+            self._end(attempt, "cancelled", WorkerUnavailable("the decode worker is leaving"))
+        await self._receiver.close()
+        await self.wait_idle()
+        self.sessions.close()
+        await asyncio.to_thread(self._engine.stop, timeout_s=ENGINE_STOP_TIMEOUT_S)
+
+    # --- commands, on the event loop ---
+
+    async def _on_admit(self, session: Session, message: worker_pb2.Admit) -> None:
+        if self._is_draining:
+            raise WorkerUnavailable("the decode worker is leaving")
+        spec = read_spec(message.sequence, Sampling, clock=self._clock)
+        self._check(spec)
+        attempt = _Attempt(spec, session, self._clock.monotonic())
+        superseded = self._attempts.begin(spec.key, attempt)
+        if superseded is not None:
+            self._end(superseded, "superseded", RequestCancelled("a newer attempt was admitted"))
+        try:
+            self._book.promise(spec.key, num_pages=num_pages_for(self._max_num_tokens(spec), self._page_size))
+        except TandemError:
+            self._attempts.end(spec.key)
+            self._metrics.count_attempt("refused")
+            raise
+        self._is_idle.clear()
+        attempt.deadline = self._event_loop.call_later(spec.deadline.remaining_s(), self._expire, attempt)
+        self._emit(attempt, worker_pb2.Admitted(num_cached_tokens=0))
+        if message.local_prefill:
+            attempt.phase = Phase.COMPUTING
+            self._start(attempt, num_computed_tokens=0, emitted_token_ids=spec.emitted_token_ids)
+
+    def _check(self, spec: AttemptSpec[Sampling]) -> None:
+        config = self._parts.model_config
+        check_fits(config, self._parts.pool, len(spec.prompt_token_ids), spec.sampling.max_tokens)
+        check_token_ids(config, spec.prompt_token_ids)
+        check_token_ids(config, spec.emitted_token_ids, field="emitted_token_ids")
+        check_token_ids(config, spec.sampling.logit_bias, field="logit_bias")
+        if len(spec.emitted_token_ids) >= spec.sampling.max_tokens:
+            raise InvalidRequest("the emitted tokens leave nothing to generate", field="emitted_token_ids")
+
+    async def _on_cancel(self, session: Session, message: worker_pb2.Cancel) -> None:
+        attempt = self._attempts.find(read_key(message.id))
+        if attempt is not None and attempt.session is session:
+            self._end(attempt, "cancelled", RequestCancelled("the attempt was cancelled"))
+
+    async def _on_drain(self, session: Session, message: worker_pb2.DrainWorker) -> None:
+        self.drain_requested.set()
+
+    def _on_session_closed(self, session: Session) -> None:
+        for attempt in self._attempts:
+            if attempt.session is session:
+                self._end(attempt, "cancelled", RequestCancelled("the gateway's session ended"))
+
+    # --- the receiving side of a handoff, on the event loop ---
+
+    async def reserve(self, transfer_id: TransferId, num_tokens: int) -> Reserved:
+        """Sets the prompt's pages aside. Raises TransferFailed for an attempt that does not wait for pages here."""
+        key = AttemptKey(transfer_id.request_id, transfer_id.attempt)
+        attempt = self._attempts.find(key)
+        if attempt is None or attempt.phase is not Phase.ADMITTED:
+            raise TransferFailed("the attempt does not wait for pages here")
+        spec = attempt.spec
+        if num_tokens != len(spec.prompt_token_ids):
+            raise TransferFailed(f"the attempt's prompt has {len(spec.prompt_token_ids)} tokens, not {num_tokens}")
+        attempt.phase = Phase.RECEIVING
+        self._receiving[key] = attempt
+        max_num_tokens = self._max_num_tokens(spec)
+        reserved = self._engine.submit(
+            lambda: self._loop.reserve(key, num_tokens=num_tokens, max_num_tokens=max_num_tokens)
+        )
+        try:
+            # Should the attempt end meanwhile, the transfer is told so and gives the pages back through `release`.
+            page_ids = await asyncio.shield(asyncio.wrap_future(reserved))
+        except Exception as error:
+            await self.release(transfer_id, TransferFailed("the pages could not be reserved"))
+            raise WorkerUnavailable("the decode worker failed") from error
+        return Reserved(page_ids=page_ids, num_cached_tokens=0)
+
+    async def commit(self, transfer_id: TransferId, *, first_token_id: int, sampling_position: int) -> None:
+        """Puts the sequence in line for the batch. Raises where the attempt has ended or the seal contradicts it."""
+        key = AttemptKey(transfer_id.request_id, transfer_id.attempt)
+        attempt = self._attempts.find(key)
+        if attempt is None or key not in self._receiving:
+            raise RequestCancelled("the attempt has ended here")
+        spec = attempt.spec
+        emitted = spec.emitted_token_ids or [first_token_id]
+        if sampling_position != len(spec.prompt_token_ids) + 1 or emitted[0] != first_token_id:
+            raise TransferFailed("the seal does not continue this attempt")
+        check_token_ids(self._parts.model_config, [first_token_id])
+        del self._receiving[key]
+        attempt.phase = Phase.COMPUTING
+        self._start(attempt, num_computed_tokens=len(spec.prompt_token_ids), emitted_token_ids=emitted)
+
+    async def release(self, transfer_id: TransferId, error: TandemError) -> None:
+        """The transfer ended without a commit and nothing writes to its pages any more."""
+        key = AttemptKey(transfer_id.request_id, transfer_id.attempt)
+        attempt = self._receiving.pop(key, None)
+        if attempt is None:
+            return
+        if attempt.phase is Phase.ENDED:
+            self._free(key)
+        else:
+            # Who cancels a transfer answers for it; everybody else waits for our answer.
+            answer = None if isinstance(error, RequestCancelled) else failed(error)
+            self._end(attempt, "failed", error, answer=answer)
+
+    # --- the life of an attempt ---
+
+    def _start(self, attempt: _Attempt, *, num_computed_tokens: int, emitted_token_ids: list[int]) -> None:
+        spec = attempt.spec
+        sequence = Sequence(
+            spec.key, spec.prompt_token_ids, sampling=spec.sampling, emitted_token_ids=emitted_token_ids
+        )
+        sequence.num_computed_tokens = num_computed_tokens
+        self._engine.submit(infallible(lambda: self._loop.start(sequence)))
+
+    def _expire(self, attempt: _Attempt) -> None:
+        error = DeadlineExceeded("the request's deadline passed")
+        self._end(attempt, "failed", error, answer=failed(error))
+
+    def _end(self, attempt: _Attempt, outcome: str, reason: TandemError, *, answer: Payload | None = None) -> None:
+        """Ends an attempt, once: whatever comes first. Its pages are freed now, or when its transfer lets them go."""
+        if attempt.phase is Phase.ENDED:
+            return
+        attempt.phase = Phase.ENDED
+        key = attempt.spec.key
+        self._attempts.end(key)
+        if attempt.deadline is not None:
+            attempt.deadline.cancel()
+        if answer is not None:
+            self._emit(attempt, answer)
+        self._metrics.count_attempt(outcome)
+        attempt.end_spans(reason if outcome == "failed" else None)
+        if key in self._receiving:
+            self._receiver.abort(TransferId(*key), reason)
+        else:
+            self._free(key)
+
+    def _free(self, key: AttemptKey) -> None:
+        self._engine.submit(infallible(lambda: self._loop.free(key)))
+        self._book.withdraw(key)
+        if not len(self._book):
+            self._is_idle.set()
+
+    def _emit(self, attempt: _Attempt, payload: Payload) -> None:
+        self.sessions.emit(attempt.session, *attempt.spec.key, payload)
+
+    def _max_num_tokens(self, spec: AttemptSpec[Sampling]) -> int:
+        return len(spec.prompt_token_ids) + spec.sampling.max_tokens
+
+    # --- what the engine thread says ---
+
+    def _on_report(self, report: StepReport) -> None:
+        self._pages = report.pages
+        self._num_running = report.num_running
+        self._waiting_tokens = report.waiting_tokens
+        for advance in report.advances:
+            assert isinstance(advance.key, AttemptKey), "only attempts are computed"
+            attempt = self._attempts.find(advance.key)
+            if attempt is not None:
+                self._on_advance(attempt, advance, report)
+        if report.advances:
+            self._metrics.tokens.inc(sum(advance.num_tokens for advance in report.advances))
+            self._metrics.step_s.observe((report.end_unix_ns - report.start_unix_ns) / 1e9)
+
+    def _on_advance(self, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
+        if advance.start < len(attempt.spec.prompt_token_ids):
+            self._on_chunk(attempt, advance, report)
+        elif attempt.decode_span is None:
+            self._emit(attempt, worker_pb2.DecodeStarted())
+            attempt.decode_span = attempt.start_span("decode", report.start_unix_ns)
+        if isinstance(advance.outcome, NonFiniteLogits):
+            self._end(attempt, "failed", advance.outcome, answer=failed(advance.outcome))
+            return
+        if isinstance(advance.outcome, SampledToken):
+            attempt.num_tokens += 1
+            self._emit(attempt, tokens_message(advance.token_index, advance.outcome))
+        if advance.finish_reason is not None:
+            answer = finished_message(advance.finish_reason)
+            self._end(attempt, "finished", RequestCancelled("the answer is complete"), answer=answer)
+
+    def _on_chunk(self, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
+        """A part of a prompt was computed here."""
+        if attempt.prefill_span is None:
+            step_s = (report.end_unix_ns - report.start_unix_ns) / 1e9
+            queue_s = max(0.0, self._clock.monotonic() - attempt.admitted_s - step_s)
+            self._emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s))
+            attempt.prefill_span = attempt.start_span("prefill", report.start_unix_ns)
+        record_chunk(
+            attempt.prefill_span,
+            report.start_unix_ns,
+            report.end_unix_ns,
+            start=advance.start,
+            num_tokens=advance.num_tokens,
+        )
+        if advance.start + advance.num_tokens == len(attempt.spec.prompt_token_ids):
+            attempt.prefill_span.end(report.end_unix_ns)
+
+    def _on_engine_failed(self, error: BaseException) -> None:
+        """Nothing computed here can be trusted any more: answer everything, then let the process end."""
+        if self.failed.done():
+            return
+        logger.critical("the engine failed", exc_info=error)
+        self._is_draining = True
+        broken = InternalError("the decode worker failed")
+        for attempt in self._attempts:
+            self._end(attempt, "failed", broken, answer=failed(broken))
+        self.failed.set_exception(error)
+
+
+class Servicer(worker_pb2_grpc.DecodeWorkerServicer):
+    """The sessions as a gRPC service."""
+
+    def __init__(self, sessions: SessionServer) -> None:
+        self._sessions = sessions
+
+    async def Session(
+        self, request_iterator: AsyncIterator[worker_pb2.DecodeCommand], context: object
+    ) -> AsyncIterator[worker_pb2.StepEvents]:
+        """One gateway's stream."""
+        async for events in self._sessions.serve(request_iterator):
+            yield events

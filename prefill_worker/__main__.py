@@ -1,0 +1,94 @@
+"""Starts a prefill worker: settings, lease, model, server; it lives until it is told to leave or its engine fails."""
+
+import asyncio
+import logging
+import sys
+
+from kv_transfer.link import LinkIdentity
+from kv_transfer.sending import SendLinks
+from prefill_worker.config import PrefillWorkerConfig
+from prefill_worker.worker import Limits, PrefillWorker, Servicer
+from protos import worker_pb2_grpc
+from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
+from services.engine.engine import EngineParts, load_engine
+from services.runtime import config, process, rpc
+from services.runtime.worker_host import (
+    WorkerMetrics,
+    held,
+    load_or_stop,
+    on_this_loop,
+    run_service,
+    serve_until_drained,
+)
+
+SERVICE_NAME = "tandem.v1.PrefillWorker"
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Runs a prefill worker with the settings of the command line."""
+    settings = config.load(PrefillWorkerConfig, sys.argv[1:], prog="python -m prefill_worker")
+    run_service(settings, "prefill-worker", serve)
+
+
+async def serve(settings: PrefillWorkerConfig, stop: asyncio.Event) -> None:
+    """Loads, serves and drains one worker."""
+    incarnation = new_incarnation()
+    with held(_lease(settings, incarnation, stop)) as lease:
+        await _serve(settings, incarnation, lease, stop)
+
+
+async def _serve(
+    settings: PrefillWorkerConfig, incarnation: str, lease: WorkerLease | None, stop: asyncio.Event
+) -> None:
+    parts = await load_or_stop(lambda: load_engine(**settings.engine_settings()), lease, stop)
+    metrics = WorkerMetrics(worker_id=settings.id)
+    worker = _worker(settings, incarnation, parts, metrics)
+    metrics.serve(settings, worker.load)
+    server = rpc.make_server([SERVICE_NAME])
+    worker_pb2_grpc.add_PrefillWorkerServicer_to_server(Servicer(worker.sessions), server.server)
+    address = settings.address(await server.start(settings.host, settings.port))
+    if lease is not None:
+        lease.update(
+            address=address,
+            exact=parts.model.exact,
+            layout_fingerprint=parts.fingerprint,
+            max_sequence_tokens=min(
+                parts.model_config.context_length_tokens, parts.pool.num_pages * settings.page_size
+            ),
+            **worker.load().record_fields(),
+        )
+    logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
+    await serve_until_drained(worker, server, lease, stop)
+
+
+def _lease(settings: PrefillWorkerConfig, incarnation: str, stop: asyncio.Event) -> WorkerLease | None:
+    if settings.redis is None:
+        return None
+    leave = on_this_loop(lambda _: stop.set())
+    record = WorkerRecord(role="prefill", **settings.record_fields(incarnation=incarnation))
+    lease = WorkerLease(settings.redis, cluster=settings.cluster, record=record, on_lost=leave)
+    lease.start()
+    return lease
+
+
+def _worker(
+    settings: PrefillWorkerConfig,
+    incarnation: str,
+    parts: EngineParts,
+    metrics: WorkerMetrics,
+) -> PrefillWorker:
+    identity = LinkIdentity(settings.id, incarnation, parts.fingerprint, parts.model.exact)
+
+    return PrefillWorker(
+        parts=parts,
+        links=SendLinks(identity=identity, pool=parts.pool, transports=(settings.transport,)),
+        incarnation=incarnation,
+        limits=Limits(chunk_tokens=settings.chunk_tokens, max_waiting=settings.max_waiting),
+        metrics=metrics,
+    )
+
+
+if __name__ == "__main__":
+    process.run(main)

@@ -1,0 +1,400 @@
+"""The event loop's side of a prefill worker: a prompt's life from its command to the commit of its pages.
+
+Lifetimes are scopes. What an attempt holds, in the order in which it takes it, and who gives it back:
+
+    entry in the table, place in the queue      `_ended`: runs when the attempt's task ends, however it ends, even
+                                                when it was cancelled before it began
+    pages in the books, pages of the pool       `_free`: runs after that, and after the transfer's abort, because until
+                                                then something may still read them
+    a transfer, and pages at the decode worker  committed by `seal`, or else aborted by `_ended` in a task of its own,
+                                                which nobody cancels
+
+So cancelling is cancelling the task, in any phase: queued, reserving, computing, streaming, sealing. Whoever cancels (a
+command, a newer attempt, a session that ended) owes the answer; nothing is emitted for it. Everything else that ends an
+attempt is answered by `_serve`. The fence is the table: what the engine reports of an attempt that is not in it is
+dropped.
+
+Nothing here touches a tensor; the engine thread is given commands and sends reports.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import INVALID_SPAN, Span
+
+from kv_transfer.protocol.messages import TransferId
+from kv_transfer.sending import SendLinks, SendTransfer
+from prefill_worker.engine_loop import ComputedChunk, PrefillLoop, StepReport
+from prefill_worker.scheduler import PromptQueue, PromptSize
+from protos import worker_pb2, worker_pb2_grpc
+from services.engine.engine import EngineParts, check_fits, check_token_ids
+from services.engine.pages import num_pages_for
+from services.engine.sequence import Sampling, Sequence
+from services.engine.step import NonFiniteLogits, SampledToken
+from services.engine.thread import EngineThread
+from services.runtime import telemetry
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.errors import InternalError, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
+from services.runtime.logs import request_fields
+from services.runtime.session import Payload, Session, SessionServer, failed
+from services.runtime.worker_host import (
+    AttemptKey,
+    AttemptSpec,
+    AttemptTable,
+    Load,
+    WorkerMetrics,
+    finished_message,
+    infallible,
+    on_this_loop,
+    read_key,
+    read_spec,
+    record_chunk,
+    tokens_message,
+    within,
+)
+
+ENGINE_STOP_TIMEOUT_S = 10.0
+# Uncomputed tokens of prompts that have their turn, in steps: one runs, the next is ready when it ends.
+STEPS_AHEAD = 2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a prefill worker takes on."""
+
+    chunk_tokens: int
+    max_waiting: int
+
+
+@dataclass(eq=False, slots=True)
+class _Attempt:
+    spec: AttemptSpec[Sampling]
+    session: Session
+    decode_address: str
+    decode_incarnation: str
+    arrived_s: float
+    task: "asyncio.Task[None]" = field(init=False)
+    has_turn: asyncio.Event = field(default_factory=asyncio.Event)
+    has_begun: bool = False
+    transfer: SendTransfer | None = None
+    chunks: "asyncio.Queue[tuple[StepReport, ComputedChunk]]" = field(default_factory=asyncio.Queue)
+    sending_since_unix_ns: int | None = None
+    outcome: str = "cancelled"
+    abort_reason: TandemError | None = field(default_factory=lambda: RequestCancelled("the attempt was cancelled"))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.spec.prompt_token_ids)
+
+    def end(self, outcome: str, abort_reason: TandemError | None) -> None:
+        """How it ended, and why its transfer, if there is one, must be aborted; None: it was committed."""
+        self.outcome = outcome
+        self.abort_reason = abort_reason
+
+
+class PrefillWorker:
+    """Computes prompts and hands their pages over. Made on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        parts: EngineParts,
+        links: SendLinks,
+        incarnation: str,
+        limits: Limits,
+        metrics: WorkerMetrics,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._parts = parts
+        self._links = links
+        self._metrics = metrics
+        self._clock = clock
+        self._page_size = parts.pool.layout.page_size
+        self._attempts: AttemptTable[_Attempt] = AttemptTable()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pages = parts.allocator.counts()
+        self._is_draining = False
+        self._queue = PromptQueue(
+            max_waiting=limits.max_waiting,
+            num_pages=parts.pool.num_pages,
+            ahead_tokens=STEPS_AHEAD * limits.chunk_tokens,
+        )
+        self.drain_requested = asyncio.Event()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.sessions = SessionServer(
+            incarnation=incarnation,
+            handlers={"prefill": self._on_prefill, "cancel": self._on_cancel, "drain": self._on_drain},
+            load=lambda: self.load().to_message(is_draining=self._is_draining),
+            on_session_closed=self._on_session_closed,
+        )
+        self._loop = PrefillLoop(
+            runner=parts.runner,
+            allocator=parts.allocator,
+            page_size=self._page_size,
+            chunk_tokens=limits.chunk_tokens,
+            clock=clock,
+            on_report=on_this_loop(self._on_report),
+        )
+        self._engine = EngineThread(self._loop.step, on_fatal=on_this_loop(self._on_engine_failed))
+        self._engine.start()
+
+    def load(self) -> Load:
+        """How busy the worker is now."""
+        return Load(
+            *self._pages,
+            promised_pages=max(0, self._queue.promised_pages - self._pages.used),
+            running=self._queue.num_inside,
+            waiting=self._queue.num_waiting,
+            waiting_tokens=self._queue.waiting_tokens,
+        )
+
+    def begin_drain(self) -> None:
+        """Takes no new prompt from here on; those that were taken are finished."""
+        self._is_draining = True
+        self.sessions.load_changed()
+
+    async def wait_idle(self) -> None:
+        """Returns when every attempt has ended; each has a deadline."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    async def close(self) -> None:
+        """Cancels what is left, waits until nothing is held, and stops the engine."""
+        self._is_draining = True
+        for attempt in self._attempts:
+            attempt.task.cancel()
+        await self.wait_idle()
+        await self._links.close()
+        self.sessions.close()
+        await asyncio.to_thread(self._engine.stop, timeout_s=ENGINE_STOP_TIMEOUT_S)
+
+    # --- commands, on the event loop ---
+
+    async def _on_prefill(self, session: Session, message: worker_pb2.Prefill) -> None:
+        if self._is_draining:
+            raise WorkerUnavailable("the prefill worker is leaving")
+        spec = read_spec(message.sequence, Sampling, clock=self._clock)
+        self._check(spec)
+        attempt = _Attempt(spec, session, message.decode_address, message.decode_incarnation, self._clock.monotonic())
+        superseded = self._attempts.begin(spec.key, attempt)
+        if superseded is not None:
+            superseded.task.cancel()
+        try:
+            size = PromptSize(attempt.num_tokens, num_pages_for(attempt.num_tokens, self._page_size))
+            self._queue.enter(spec.key, size)
+        except TandemError:
+            self._attempts.end(spec.key)
+            self._metrics.count_attempt("refused")
+            raise
+        attempt.task = asyncio.create_task(self._serve(attempt), name=f"prefill {spec.key}")
+        self._tasks.add(attempt.task)
+        attempt.task.add_done_callback(lambda task: self._ended(attempt, task))
+        self._give_turns()
+
+    def _check(self, spec: AttemptSpec[Sampling]) -> None:
+        config = self._parts.model_config
+        # Only the prompt is computed here; whether the answer fits too was the decode worker's question.
+        check_fits(config, self._parts.pool, len(spec.prompt_token_ids), 1)
+        check_token_ids(config, spec.prompt_token_ids)
+        check_token_ids(config, spec.emitted_token_ids, field="emitted_token_ids")
+        check_token_ids(config, spec.sampling.logit_bias, field="logit_bias")
+
+    async def _on_cancel(self, session: Session, message: worker_pb2.Cancel) -> None:
+        attempt = self._attempts.find(read_key(message.id))
+        if attempt is not None and attempt.session is session:
+            attempt.task.cancel()
+
+    async def _on_drain(self, session: Session, message: worker_pb2.DrainWorker) -> None:
+        self.drain_requested.set()
+
+    def _on_session_closed(self, session: Session) -> None:
+        for attempt in self._attempts:
+            if attempt.session is session:
+                attempt.task.cancel()
+
+    # --- the life of an attempt, one task each ---
+
+    async def _serve(self, attempt: _Attempt) -> None:
+        try:
+            async with within(attempt.spec.deadline):
+                await self._prefill(attempt)
+        except TandemError as error:
+            self._fail(attempt, error)
+        except Exception as error:  # root of the task: the gateway gets an answer whatever went wrong
+            logger.exception("an attempt failed", extra=request_fields(*attempt.spec.key, attempt.spec.traceparent))
+            self._fail(attempt, error)
+
+    async def _prefill(self, attempt: _Attempt) -> None:
+        await attempt.has_turn.wait()
+        attempt.transfer = await self._links.reserve(
+            attempt.decode_address,
+            attempt.decode_incarnation,
+            TransferId(*attempt.spec.key),
+            num_tokens=attempt.num_tokens,
+            deadline=attempt.spec.deadline,
+        )
+        last = await self._compute(attempt, attempt.transfer)
+        if last.finish_reason is not None:
+            self._emit(attempt, finished_message(last.finish_reason))
+            attempt.end("finished", RequestCancelled("the first token ended the answer"))
+        else:
+            await self._seal(attempt, attempt.transfer, last)
+
+    async def _compute(self, attempt: _Attempt, transfer: SendTransfer) -> ComputedChunk:
+        """Has the prompt computed and its pages sent, chunk by chunk, emits the first token, returns the last chunk."""
+        self._begin(attempt)
+        with self._span(attempt, "prefill", {"tandem.prompt_tokens": attempt.num_tokens}) as span:
+            while True:
+                report, chunk = await attempt.chunks.get()
+                record_chunk(
+                    span, report.start_unix_ns, report.end_unix_ns, start=chunk.start, num_tokens=chunk.num_tokens
+                )
+                if isinstance(chunk.outcome, NonFiniteLogits):
+                    raise chunk.outcome
+                if isinstance(chunk.outcome, SampledToken):
+                    self._emit(attempt, tokens_message(0, chunk.outcome))
+                if chunk.page_ids:
+                    # Raises what ended the transfer, if it has ended: nobody waits for the rest of the prompt then.
+                    transfer.send(chunk.first_page, chunk.page_ids)
+                    attempt.sending_since_unix_ns = attempt.sending_since_unix_ns or self._clock.unix_ns()
+                if chunk.is_last:
+                    return chunk
+
+    def _begin(self, attempt: _Attempt) -> None:
+        spec = attempt.spec
+        sequence = Sequence(
+            spec.key, spec.prompt_token_ids, sampling=spec.sampling, emitted_token_ids=spec.emitted_token_ids
+        )
+        attempt.has_begun = True
+        self._engine.submit(infallible(lambda: self._loop.begin(sequence)))
+        self._emit(attempt, worker_pb2.PrefillStarted(queue_s=self._clock.monotonic() - attempt.arrived_s))
+
+    async def _seal(self, attempt: _Attempt, transfer: SendTransfer, last: ComputedChunk) -> None:
+        emitted = attempt.spec.emitted_token_ids
+        first_token_id = last.outcome.token_id if isinstance(last.outcome, SampledToken) else emitted[0]
+        start_unix_ns = attempt.sending_since_unix_ns or self._clock.unix_ns()
+        with self._span(attempt, "kv_transfer", {}, start_unix_ns=start_unix_ns) as span:
+            stats = await transfer.seal(
+                num_tokens=attempt.num_tokens,
+                first_token_id=first_token_id,
+                sampling_position=attempt.num_tokens + 1,
+            )
+            span.set_attributes(
+                {
+                    "tandem.pages": stats.num_pages,
+                    "tandem.bytes": stats.num_bytes,
+                    "tandem.exposed_s": stats.exposed_s,
+                    "tandem.transport": stats.transport,
+                }
+            )
+        attempt.end("handed_off", None)
+        self._metrics.transferred_bytes.inc(stats.num_bytes)
+        message = worker_pb2.HandedOff(
+            num_pages=stats.num_pages,
+            num_bytes=stats.num_bytes,
+            exposed_s=stats.exposed_s,
+            transport=stats.transport,
+        )
+        self._emit(attempt, message)
+
+    def _fail(self, attempt: _Attempt, error: BaseException) -> None:
+        self._emit(attempt, failed(error))
+        attempt.end("failed", error if isinstance(error, TandemError) else TransferFailed("the prefill failed"))
+
+    def _ended(self, attempt: _Attempt, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        self._attempts.end(attempt.spec.key)
+        self._metrics.count_attempt(attempt.outcome)
+        if attempt.transfer is None or attempt.abort_reason is None:
+            self._free(attempt)
+            return
+        abort = asyncio.create_task(attempt.transfer.abort(attempt.abort_reason))
+        self._tasks.add(abort)
+        abort.add_done_callback(lambda task: self._aborted(attempt, task))
+
+    def _aborted(self, attempt: _Attempt, abort: "asyncio.Task[None]") -> None:
+        self._tasks.discard(abort)
+        error = abort.exception()
+        if error is not None:  # its pages may still be read, and by whom is not known
+            self._on_engine_failed(error)
+        self._free(attempt)
+
+    def _free(self, attempt: _Attempt) -> None:
+        if attempt.has_begun:
+            self._engine.submit(infallible(lambda: self._loop.release(attempt.spec.key)))
+        self._queue.leave(attempt.spec.key)
+        self._give_turns()
+
+    def _give_turns(self) -> None:
+        for key in self._queue.next_turns():
+            assert isinstance(key, AttemptKey), "only attempts are queued"
+            attempt = self._attempts.find(key)
+            # One that was superseded a moment ago leaves as soon as its task has run.
+            if attempt is not None:
+                attempt.has_turn.set()
+
+    def _emit(self, attempt: _Attempt, payload: Payload) -> None:
+        self.sessions.emit(attempt.session, *attempt.spec.key, payload)
+
+    @contextlib.contextmanager
+    def _span(
+        self, attempt: _Attempt, name: str, attributes: dict[str, int], *, start_unix_ns: int | None = None
+    ) -> Iterator[Span]:
+        """A span of the request, where the request is traced."""
+        if not attempt.spec.traceparent:
+            yield INVALID_SPAN
+            return
+        parent = telemetry.extract(attempt.spec.traceparent)
+        span = telemetry.start_span(name, parent, attributes=attributes, start_unix_ns=start_unix_ns)
+        try:
+            yield span
+        except BaseException as error:
+            telemetry.mark_failed(span, error)
+            raise
+        finally:
+            span.end()
+
+    # --- what the engine thread says ---
+
+    def _on_report(self, report: StepReport) -> None:
+        self._pages = report.pages
+        for chunk in report.chunks:
+            assert isinstance(chunk.key, AttemptKey), "only attempts are computed"
+            self._queue.computed(chunk.key, chunk.num_tokens)
+            attempt = self._attempts.find(chunk.key)
+            if attempt is not None:
+                attempt.chunks.put_nowait((report, chunk))
+        if report.chunks:
+            self._metrics.tokens.inc(sum(chunk.num_tokens for chunk in report.chunks))
+            self._metrics.step_s.observe((report.end_unix_ns - report.start_unix_ns) / 1e9)
+            self._give_turns()
+
+    def _on_engine_failed(self, error: BaseException) -> None:
+        """Nothing computed here can be trusted any more: answer everything, then let the process end."""
+        if self.failed.done():
+            return
+        logger.critical("the engine failed", exc_info=error)
+        self._is_draining = True
+        for attempt in self._attempts:
+            self._fail(attempt, InternalError("the prefill worker failed"))
+            attempt.task.cancel()
+        self.failed.set_exception(error)
+
+
+class Servicer(worker_pb2_grpc.PrefillWorkerServicer):
+    """The sessions as a gRPC service."""
+
+    def __init__(self, sessions: SessionServer) -> None:
+        self._sessions = sessions
+
+    async def Session(
+        self, request_iterator: AsyncIterator[worker_pb2.PrefillCommand], context: object
+    ) -> AsyncIterator[worker_pb2.StepEvents]:
+        """One gateway's stream."""
+        async for events in self._sessions.serve(request_iterator):
+            yield events

@@ -1,0 +1,219 @@
+"""A decode worker without a model, a network or a prefill worker: its engine adds tokens up, transfers do as told."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from decode_worker.worker import DecodeWorker, Limits
+from kv_transfer.protocol.messages import TransferId
+from protos import inference_pb2, worker_pb2
+from services.engine.pages import PageAllocator, PageLayout
+from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
+from services.runtime.errors import TandemError
+from services.runtime.worker_host import Load, WorkerMetrics
+
+PAGE_SIZE = 4
+NUM_PAGES = 16
+VOCAB_SIZE = 1000
+
+
+class GatedRunner:
+    """Stands for a model: the next token is the sum of all so far. Steps wait while `gate` is closed."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: BaseException | None = None
+        self.broken: set[str] = set()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert self.gate.wait(20)
+        if self.error is not None:
+            raise self.error
+        return StepResult([self._outcome(item) for item in plan.items])
+
+    def _outcome(self, item: Any) -> Any:
+        if item.sequence.sequence_id.request_id in self.broken:
+            return NonFiniteLogits("NaN")
+        return SampledToken(sum(item.sequence.token_ids) % VOCAB_SIZE) if item.is_sampled else None
+
+
+@dataclass
+class FakeReceiver:
+    """Stands for LinkReceiver: a transfer lets go of its pages at once, or when the test says so."""
+
+    worker: DecodeWorker
+    holds_pages: bool = False
+    aborted: dict[TransferId, TandemError] = field(default_factory=dict)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def abort(self, transfer_id: TransferId, error: TandemError) -> None:
+        self.aborted[transfer_id] = error
+        if not self.holds_pages:
+            self.let_go(transfer_id)
+
+    def let_go(self, transfer_id: TransferId) -> None:
+        self.tasks.append(asyncio.ensure_future(self.worker.release(transfer_id, self.aborted[transfer_id])))
+
+    async def close(self) -> None:
+        for transfer_id in self.aborted:
+            await self.worker.release(transfer_id, self.aborted[transfer_id])
+
+
+class Gateway:
+    """One session with the worker: sends commands, keeps what comes up."""
+
+    def __init__(self, worker: DecodeWorker) -> None:
+        self._commands: asyncio.Queue[worker_pb2.DecodeCommand | None] = asyncio.Queue()
+        self.events: list[worker_pb2.WorkerEvent] = []
+        self.messages: list[worker_pb2.StepEvents] = []
+        self._arrived = asyncio.Condition()
+        hello = worker_pb2.SessionHello(gateway_incarnation=f"{id(self):032x}")
+        self._commands.put_nowait(worker_pb2.DecodeCommand(hello=hello))
+        self._task = asyncio.create_task(self._read(worker))
+
+    async def _read(self, worker: DecodeWorker) -> None:
+        async for message in worker.sessions.serve(self._sent()):
+            async with self._arrived:
+                self.events += message.events
+                self.messages.append(message)
+                self._arrived.notify_all()
+
+    async def _sent(self) -> AsyncIterator[worker_pb2.DecodeCommand]:
+        while (command := await self._commands.get()) is not None:
+            yield command
+
+    def admit(self, request_id: str, prompt: list[int], *, attempt: int = 1, **fields: Any) -> None:
+        is_local = fields.pop("local", False)
+        sampling = inference_pb2.SamplingParams(max_tokens=fields.pop("max_tokens", 4), temperature=0.0, seed=1)
+        spec = worker_pb2.SequenceSpec(
+            id=worker_pb2.AttemptId(request_id=request_id, attempt=attempt),
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            deadline_ms=fields.pop("deadline_ms", 30_000),
+            **fields,
+        )
+        admit = worker_pb2.Admit(sequence=spec, local_prefill=is_local)
+        self._commands.put_nowait(worker_pb2.DecodeCommand(admit=admit))
+
+    def cancel(self, request_id: str, *, attempt: int = 1) -> None:
+        attempt_id = worker_pb2.AttemptId(request_id=request_id, attempt=attempt)
+        self._commands.put_nowait(worker_pb2.DecodeCommand(cancel=worker_pb2.Cancel(id=attempt_id)))
+
+    def send(self, command: worker_pb2.DecodeCommand) -> None:
+        self._commands.put_nowait(command)
+
+    def kinds(self, request_id: str, *, attempt: int = 1) -> list[str | None]:
+        return [e.WhichOneof("event") for e in self._events_of(request_id, attempt)]
+
+    def tokens(self, request_id: str, *, attempt: int = 1) -> dict[int, int]:
+        """Tokens by index; an index twice is an error."""
+        tokens: dict[int, int] = {}
+        for event in self._events_of(request_id, attempt):
+            for offset, token_id in enumerate(event.tokens.token_ids):
+                assert event.tokens.first_index + offset not in tokens
+                tokens[event.tokens.first_index + offset] = token_id
+        return tokens
+
+    async def event(self, request_id: str, kind: str, *, attempt: int = 1) -> Any:
+        """The first event of a kind, as soon as it is here."""
+
+        def found() -> Any:
+            of_kind = [e for e in self._events_of(request_id, attempt) if e.WhichOneof("event") == kind]
+            return of_kind[0] if of_kind else None
+
+        async with asyncio.timeout(10), self._arrived:
+            await self._arrived.wait_for(found)
+            return getattr(found(), kind)
+
+    def _events_of(self, request_id: str, attempt: int) -> list[worker_pb2.WorkerEvent]:
+        return [e for e in self.events if (e.id.request_id, e.id.attempt) == (request_id, attempt)]
+
+    async def leave(self) -> None:
+        """Ends the stream in order."""
+        self._commands.put_nowait(None)
+        await asyncio.wait((self._task,))
+
+    def drop(self) -> None:
+        """Ends the stream as a lost connection would."""
+        self._task.cancel()
+
+
+@dataclass
+class Bench:
+    """A worker and what surrounds it."""
+
+    worker: DecodeWorker
+    receiver: FakeReceiver
+    runner: GatedRunner
+    allocator: PageAllocator
+    metrics: WorkerMetrics
+    gateways: list[Gateway] = field(default_factory=list)
+
+    def gateway(self) -> Gateway:
+        self.gateways.append(Gateway(self.worker))
+        return self.gateways[-1]
+
+    async def hand_over(self, request_id: str, prompt: list[int], *, attempt: int = 1, first: int = -1) -> None:
+        """Does what the receiving end of a transfer does for a prompt whose pages arrived."""
+        transfer_id = TransferId(request_id, attempt)
+        await self.worker.reserve(transfer_id, len(prompt))
+        first_token_id = sum(prompt) % VOCAB_SIZE if first < 0 else first
+        await self.worker.commit(transfer_id, first_token_id=first_token_id, sampling_position=len(prompt) + 1)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits until something holds that no event announces."""
+        async with asyncio.timeout(10):
+            while not holds():  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0.002)
+
+    async def until_free(self) -> None:
+        """Waits until every page is free and every account is even."""
+        nothing = Load(NUM_PAGES, NUM_PAGES, 0, 0, 0)
+        await self.until(lambda: self.worker.load() == nothing)
+        assert not len(self.worker._attempts)
+        assert not self.worker._receiving
+        self.allocator.check_integrity()
+
+
+@pytest.fixture
+async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def make(*, max_batch: int = 4, max_admitted: int = 8, chunk_tokens: int = 8) -> Bench:
+        allocator = PageAllocator(NUM_PAGES)
+        runner = GatedRunner()
+        layout = PageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=PAGE_SIZE, dtype=torch.float32)
+        parts = SimpleNamespace(
+            model_config=SimpleNamespace(context_length_tokens=200, vocab_size=VOCAB_SIZE),
+            pool=SimpleNamespace(num_pages=NUM_PAGES, layout=layout),
+            allocator=allocator,
+            runner=runner,
+        )
+        metrics = WorkerMetrics(worker_id="decode-0")
+        worker = DecodeWorker(
+            parts=cast(Any, parts),
+            incarnation="a" * 32,
+            limits=Limits(max_batch=max_batch, max_admitted=max_admitted, chunk_tokens=chunk_tokens),
+            metrics=metrics,
+        )
+        receiver = FakeReceiver(worker)
+        worker.attach(cast(Any, receiver))
+        benches.append(Bench(worker, receiver, runner, allocator, metrics))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.runner.gate.set()
+        await bench.worker.close()
+        for gateway in bench.gateways:
+            gateway.drop()
+            await asyncio.wait((gateway._task,))
+        if bench.worker.failed.done():
+            bench.worker.failed.exception()

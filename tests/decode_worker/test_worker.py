@@ -1,0 +1,364 @@
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kv_transfer.protocol.messages import TransferId
+from protos import inference_pb2, worker_pb2
+from services.runtime import telemetry
+from services.runtime.errors import DeadlineExceeded, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
+
+Make = Callable[..., Any]
+
+
+def answer(prompt: list[int], num_tokens: int) -> dict[int, int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(sum(tokens) % 1000)
+    return dict(enumerate(tokens[len(prompt) :]))
+
+
+async def test_a_handed_over_request_is_decoded_from_index_one(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.admit("r", [1, 2, 3, 4, 5], max_tokens=6)
+    await gateway.event("r", "admitted")
+    assert bench.worker.load().promised_pages == 3, "prompt and answer are promised"
+    assert bench.allocator.num_free_pages == 16, "and nothing is allocated yet"
+    reserved = await bench.worker.reserve(TransferId("r", 1), 5)
+    assert (len(reserved.page_ids), reserved.num_cached_tokens) == (2, 0)
+    assert bench.allocator.num_reserved_pages == 2
+    await bench.worker.commit(TransferId("r", 1), first_token_id=15, sampling_position=6)
+    finished = await gateway.event("r", "finished")
+    assert finished.reason == inference_pb2.FINISH_REASON_LENGTH
+    expected = answer([1, 2, 3, 4, 5], 6)
+    del expected[0]
+    assert gateway.tokens("r") == expected
+    assert gateway.kinds("r") == ["admitted", "decode_started", *["tokens"] * 5, "finished"]
+    await bench.until_free()
+
+
+async def test_a_local_request_is_decoded_from_index_zero(make_bench: Make) -> None:
+    bench = make_bench(chunk_tokens=2)
+    gateway = bench.gateway()
+    gateway.admit("r", [1, 2, 3, 4, 5], max_tokens=3, local=True)
+    await gateway.event("r", "finished")
+    assert gateway.tokens("r") == answer([1, 2, 3, 4, 5], 3)
+    assert gateway.kinds("r") == [
+        "admitted",
+        "prefill_started",
+        "tokens",
+        "decode_started",
+        "tokens",
+        "tokens",
+        "finished",
+    ]
+    await bench.until_free()
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+async def test_a_resumed_request_goes_on_where_it_was(make_bench: Make, is_local: bool) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    full = answer([1, 2, 3], 8)
+    emitted = list(full.values())[:5]
+    gateway.admit("r", [1, 2, 3], max_tokens=8, emitted_token_ids=emitted, attempt=2, local=is_local)
+    await gateway.event("r", "admitted", attempt=2)
+    if not is_local:
+        await bench.hand_over("r", [1, 2, 3], attempt=2, first=emitted[0])
+    await gateway.event("r", "finished", attempt=2)
+    assert gateway.tokens("r", attempt=2) == {index: full[index] for index in (5, 6, 7)}
+
+
+async def test_a_stop_token_is_the_last_token(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.admit("r", [1, 2], max_tokens=9, local=True, eos_token_ids=[12])
+    finished = await gateway.event("r", "finished")
+    assert finished.reason == inference_pb2.FINISH_REASON_STOP
+    assert gateway.tokens("r") == {0: 3, 1: 6, 2: 12}
+
+
+async def test_events_of_a_step_travel_together(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    bench.runner.gate.clear()
+    gateway.admit("a", [1, 2], max_tokens=3, local=True)
+    gateway.admit("b", [3, 4], max_tokens=3, local=True)
+    await gateway.event("b", "admitted")
+    bench.runner.gate.set()
+    await gateway.event("a", "finished")
+    await gateway.event("b", "finished")
+    with_tokens = [{e.id.request_id for e in m.events if e.HasField("tokens")} for m in gateway.messages]
+    assert {"a", "b"} in with_tokens, "no message held tokens of both requests"
+    assert all(m.HasField("load") and m.worker_incarnation == "a" * 32 for m in gateway.messages)
+
+
+async def test_what_does_not_fit_now_is_refused_at_once_and_what_never_fits_for_good(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.admit("a", [1] * 40, max_tokens=10)
+    await gateway.event("a", "admitted")
+    gateway.admit("b", [1] * 10, max_tokens=10)
+    refused = await gateway.event("b", "refused")
+    assert refused.code == worker_pb2.ERROR_CODE_OVERLOADED
+    assert refused.retry_after_ms > 0
+    gateway.admit("c", [1] * 60, max_tokens=10)
+    assert (await gateway.event("c", "refused")).code == worker_pb2.ERROR_CODE_INVALID_REQUEST
+    gateway.cancel("a")
+    gateway.admit("b", [1] * 10, max_tokens=10, attempt=2)
+    await gateway.event("b", "admitted", attempt=2)
+
+
+async def test_the_number_of_requests_is_bounded_too(make_bench: Make) -> None:
+    bench = make_bench(max_admitted=2)
+    gateway = bench.gateway()
+    for request_id in "abc":
+        gateway.admit(request_id, [1], max_tokens=1)
+    assert (await gateway.event("c", "refused")).code == worker_pb2.ERROR_CODE_OVERLOADED
+    assert gateway.kinds("a") == gateway.kinds("b") == ["admitted"]
+
+
+@pytest.mark.parametrize("how", ["cancel", "session", "drop", "newer", "deadline"])
+@pytest.mark.parametrize("phase", ["admitted", "reserving", "receiving", "waiting", "decoding", "local"])
+async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, how: str) -> None:
+    bench = make_bench(max_batch=1)
+    bench.receiver.holds_pages = True
+    gateway, other = bench.gateway(), bench.gateway()
+    transfer_id = TransferId("r", 1)
+    reserving = None
+    if phase in ("waiting", "reserving"):
+        bench.runner.gate.clear()
+        other.admit("first", [1], max_tokens=8, local=True)
+        await other.event("first", "admitted")
+        await asyncio.sleep(0.02)
+    deadline_ms = 80 if how == "deadline" else 30_000
+    if phase in ("decoding", "local"):
+        bench.runner.gate.clear()
+    gateway.admit("r", [1] * 6, max_tokens=8, local=phase == "local", deadline_ms=deadline_ms)
+    await gateway.event("r", "admitted")
+    if phase == "reserving":
+        reserving = asyncio.create_task(bench.worker.reserve(transfer_id, 6))
+        await asyncio.sleep(0.01)
+        assert not reserving.done()
+    if phase == "receiving":
+        await bench.worker.reserve(transfer_id, 6)
+    if phase == "decoding":
+        bench.runner.gate.set()
+        await bench.worker.reserve(transfer_id, 6)
+        bench.runner.gate.clear()
+        await bench.worker.commit(transfer_id, first_token_id=6, sampling_position=7)
+        await asyncio.sleep(0.01)
+    match how:
+        case "cancel":
+            gateway.cancel("r")
+        case "session":
+            await gateway.leave()
+        case "drop":
+            gateway.drop()
+        case "newer":
+            gateway.admit("r", [2] * 6, max_tokens=2, attempt=2, local=True)
+        case "deadline":
+            failed = await gateway.event("r", "failed")
+            assert failed.code == worker_pb2.ERROR_CODE_DEADLINE_EXCEEDED
+    await bench.until(lambda: not any(a.spec.key == ("r", 1) for a in bench.worker._attempts))
+    if phase in ("receiving", "reserving"):
+        assert transfer_id in bench.receiver.aborted
+        bench.runner.gate.set()
+        if reserving is not None:
+            await reserving
+        await asyncio.sleep(0.03)
+        assert bench.allocator.num_reserved_pages == 2, "the transfer may still write into them"
+        with pytest.raises(TandemError):
+            await bench.worker.commit(transfer_id, first_token_id=6, sampling_position=7)
+        bench.receiver.let_go(transfer_id)
+    bench.runner.gate.set()
+    if how == "newer":
+        await gateway.event("r", "finished", attempt=2)
+    await bench.until_free()
+    assert not {"refused", "finished"} & set(gateway.kinds("r"))
+    assert ("failed" in gateway.kinds("r")) == (how == "deadline")
+    assert gateway.kinds("r").count("failed") <= 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (WorkerUnavailable("the sender fell silent"), worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE),
+        (TransferFailed("chunk 1 did not arrive whole"), worker_pb2.ERROR_CODE_TRANSFER_FAILED),
+        (DeadlineExceeded("late"), worker_pb2.ERROR_CODE_DEADLINE_EXCEEDED),
+        (RequestCancelled("the first token ended the answer"), None),
+    ],
+)
+async def test_a_transfer_that_ends_without_commit_ends_the_attempt(
+    make_bench: Make, error: TandemError, code: int | None
+) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.admit("r", [1] * 6)
+    await gateway.event("r", "admitted")
+    await bench.worker.reserve(TransferId("r", 1), 6)
+    await bench.worker.release(TransferId("r", 1), error)
+    if code is not None:
+        assert (await gateway.event("r", "failed")).code == code
+    await bench.until_free()
+    assert ("failed" in gateway.kinds("r")) == (code is not None)
+
+
+@pytest.mark.parametrize("wrong", ["unknown", "older", "twice", "local", "length"])
+async def test_a_reservation_that_fits_no_admission_takes_nothing(make_bench: Make, wrong: str) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.admit("r", [1] * 6, attempt=2, local=wrong == "local", deadline_ms=20_000)
+    await gateway.event("r", "admitted", attempt=2)
+    if wrong == "twice":
+        await bench.worker.reserve(TransferId("r", 2), 6)
+    transfer_id = {"unknown": TransferId("x", 2), "older": TransferId("r", 1)}.get(wrong, TransferId("r", 2))
+    before = bench.allocator.num_reserved_pages
+    with pytest.raises(TransferFailed):
+        await bench.worker.reserve(transfer_id, 7 if wrong == "length" else 6)
+    await bench.worker.release(TransferId("nobody", 1), TransferFailed("x"))
+    assert bench.allocator.num_reserved_pages == before
+
+
+@pytest.mark.parametrize(
+    "seal",
+    [
+        {"first_token_id": 9, "sampling_position": 8},
+        {"first_token_id": 5000, "sampling_position": 7},
+    ],
+)
+async def test_a_seal_that_contradicts_the_request_is_not_committed(make_bench: Make, seal: dict[str, int]) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.admit("r", [1] * 6)
+    await gateway.event("r", "admitted")
+    await bench.worker.reserve(TransferId("r", 1), 6)
+    with pytest.raises(TandemError):
+        await bench.worker.commit(TransferId("r", 1), **seal)
+    await bench.worker.release(TransferId("r", 1), TransferFailed("the worker would not take the pages"))
+    await gateway.event("r", "failed")
+    await bench.until_free()
+    assert not gateway.tokens("r")
+
+
+async def test_a_broken_sequence_fails_alone(make_bench: Make) -> None:
+    bench = make_bench()
+    bench.runner.broken.add("bad")
+    gateway = bench.gateway()
+    gateway.admit("bad", [1, 2], local=True)
+    gateway.admit("good", [1, 2], local=True)
+    failed = await gateway.event("bad", "failed")
+    assert (failed.code, failed.message) == (worker_pb2.ERROR_CODE_INTERNAL, "internal error")
+    await gateway.event("good", "finished")
+    assert gateway.tokens("good") == answer([1, 2], 4)
+    await bench.until_free()
+
+
+async def test_a_broken_engine_answers_everything_and_ends_the_worker(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.admit("waits", [1])
+    await gateway.event("waits", "admitted")
+    bench.runner.error = RuntimeError("the device is gone")
+    gateway.admit("r", [1] * 6, local=True)
+    for request_id in ("r", "waits"):
+        assert (await gateway.event(request_id, "failed")).code == worker_pb2.ERROR_CODE_INTERNAL
+    with pytest.raises(RuntimeError, match="device"):
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 5)
+    gateway.admit("s", [1])
+    assert (await gateway.event("s", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
+
+
+async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.admit("r", [1] * 6)
+    await gateway.event("r", "admitted")
+    gateway.send(worker_pb2.DecodeCommand(drain=worker_pb2.DrainWorker()))
+    await asyncio.wait_for(bench.worker.drain_requested.wait(), 5)
+    bench.worker.begin_drain()
+    gateway.admit("late", [1])
+    assert (await gateway.event("late", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
+    idle = asyncio.create_task(bench.worker.wait_idle())
+    await bench.hand_over("r", [1] * 6)
+    await gateway.event("r", "finished")
+    await asyncio.wait_for(idle, 5)
+    await bench.until_free()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": []},
+        {"prompt": [1000]},
+        {"prompt": [1], "emitted_token_ids": [5000]},
+        {"prompt": [1], "emitted_token_ids": [1, 2, 3, 4]},
+        {"prompt": [1], "attempt": 0},
+        {"prompt": [1], "max_tokens": 0},
+        {"prompt": [1], "max_tokens": 2**31},
+    ],
+)
+async def test_nonsense_is_refused_and_the_session_goes_on(make_bench: Make, fields: dict[str, Any]) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    attempt = fields.get("attempt", 1)
+    gateway.admit("bad", local=True, **fields)
+    refused = await gateway.event("bad", "refused", attempt=attempt)
+    assert refused.code == worker_pb2.ERROR_CODE_INVALID_REQUEST
+    gateway.admit("good", [1, 2], local=True)
+    await gateway.event("good", "finished")
+    await bench.until_free()
+
+
+async def test_a_cancel_from_another_gateway_is_ignored(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway, other = bench.gateway(), bench.gateway()
+    gateway.admit("r", [1, 2])
+    await gateway.event("r", "admitted")
+    other.cancel("r")
+    other.admit("s", [1], local=True)
+    await other.event("s", "finished")
+    await bench.hand_over("r", [1, 2])
+    await gateway.event("r", "finished")
+
+
+async def test_metrics_follow_the_load(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.admit("r", [1] * 6, max_tokens=3, local=True)
+    await gateway.event("r", "finished")
+    await bench.until_free()
+    value = bench.metrics.registry.get_sample_value
+    assert value("tandem_computed_tokens_total", {"worker": "decode-0"}) == 8
+    assert value("tandem_attempts_total", {"worker": "decode-0", "outcome": "finished"}) == 1
+
+
+async def test_the_phases_are_spans_under_the_request(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    monkeypatch.setattr(telemetry, "_provider", provider)
+    bench = make_bench(chunk_tokens=4)
+    gateway = bench.gateway()
+    gateway.admit("untraced", [1] * 3, local=True)
+    await gateway.event("untraced", "finished")
+    bench.runner.broken.add("broken")
+    for request_id in ("r", "broken"):
+        gateway.admit(request_id, [1] * 20, local=True, traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
+    await gateway.event("r", "finished")
+    await gateway.event("broken", "failed")
+    finished = spans.get_finished_spans()
+    assert {span.context.trace_id for span in finished} == {int("ab" * 16, 16)}
+    assert [span.name for span in finished if not span.status.is_unset] == ["prefill"], "the broken one's"
+    (decode,) = (span for span in finished if span.name == "decode")
+    (prefill,) = (span for span in finished if span.name == "prefill" and span.status.is_unset)
+    chunks = [span for span in finished if span.parent.span_id == prefill.context.span_id]
+    assert [chunk.name for chunk in chunks] == ["prefill.chunk"] * 5
+    assert decode.parent.span_id == prefill.parent.span_id == int("cd" * 8, 16)
+    assert prefill.end_time <= decode.start_time <= decode.end_time
+    assert decode.attributes["tandem.tokens"] == 4

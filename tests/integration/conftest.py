@@ -1,0 +1,348 @@
+"""Workers without a gateway: a tiny model, worker processes, and a scripted gateway that talks to them over gRPC."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from services.cluster.embedded import EmbeddedRedis
+from services.cluster.registry import WorkerRecord, list_workers
+from services.cluster.store import Store
+from services.runtime.rpc import make_channel
+
+VOCAB_SIZE = 331
+START_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers as a checkpoint folder; context length 2048."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, heads, kv_heads, head_dim, inner = 64, 4, 2, 16, 96
+    generator = torch.Generator().manual_seed(7)
+
+    def matrix(rows: int, columns: int) -> Any:
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    tensors = {"model.embed_tokens.weight": matrix(VOCAB_SIZE, hidden) * 8, "model.norm.weight": torch.ones(hidden)}
+    tensors["lm_head.weight"] = matrix(VOCAB_SIZE, hidden)
+    for index in range(2):
+        layer = f"model.layers.{index}."
+        tensors[layer + "input_layernorm.weight"] = torch.ones(hidden)
+        tensors[layer + "post_attention_layernorm.weight"] = torch.ones(hidden)
+        tensors[layer + "self_attn.q_proj.weight"] = matrix(heads * head_dim, hidden) * 2
+        tensors[layer + "self_attn.k_proj.weight"] = matrix(kv_heads * head_dim, hidden) * 2
+        tensors[layer + "self_attn.v_proj.weight"] = matrix(kv_heads * head_dim, hidden)
+        tensors[layer + "self_attn.o_proj.weight"] = matrix(hidden, heads * head_dim)
+        tensors[layer + "mlp.gate_proj.weight"] = matrix(inner, hidden)
+        tensors[layer + "mlp.up_proj.weight"] = matrix(inner, hidden)
+        tensors[layer + "mlp.down_proj.weight"] = matrix(hidden, inner)
+    folder = tmp_path_factory.mktemp("tiny-model")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": inner,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A real Redis of the test session."""
+    with EmbeddedRedis() as server:
+        yield server.url
+
+
+@dataclass
+class WorkerProcess:
+    """A worker as a process of its own, registered in `cluster`."""
+
+    worker_id: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    store: Callable[[], Store]
+    record: WorkerRecord | None = None
+
+    @property
+    def address(self) -> str:
+        assert self.record is not None
+        return self.record.address
+
+    @property
+    def incarnation(self) -> str:
+        assert self.record is not None
+        return self.record.incarnation
+
+    async def find(self) -> WorkerRecord | None:
+        """Its record in Redis as of now."""
+        store = self.store()
+        try:
+            return (await list_workers(store))[1].get(self.worker_id)
+        finally:
+            await store.close()
+
+    async def until_state(self, state: str | None) -> None:
+        """Waits until the record says so; None: until there is none."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            record = await self.find()
+            if (record.state if record else None) == state:
+                self.record = record or self.record
+                return
+            if state is not None and self.process.poll() is not None:
+                raise AssertionError(f"{self.worker_id} ended with {self.process.returncode}:\n{self.log.read_text()}")
+            assert time.monotonic() < deadline, f"{self.worker_id} is {record}, not {state}"
+            await asyncio.sleep(0.05)
+
+    async def until_free(self) -> None:
+        """Waits until the record says that every page is free and nothing runs."""
+        deadline = time.monotonic() + 15
+        while True:
+            record = await self.find()
+            assert record is not None, self.log.read_text()
+            held = (record.pages_reserved, record.pages_used, record.running, record.waiting)
+            if held == (0, 0, 0, 0) and record.pages_free + record.pages_cached == record.pages_total:
+                return
+            assert time.monotonic() < deadline, f"{self.worker_id} still holds something: {record}"
+            await asyncio.sleep(0.05)
+
+    async def ended(self, *, timeout_s: float = 20) -> int:
+        """Its exit code, as soon as it has ended."""
+        return await asyncio.to_thread(self.process.wait, timeout_s)
+
+
+@pytest.fixture(scope="module")
+def start_worker(
+    tiny_model: Path, redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., WorkerProcess]]:
+    """`start_worker("decode", worker_id, kv_pages=64, …)` starts a process; flags as in its settings."""
+    started: list[WorkerProcess] = []
+    cluster = f"workers-{os.getpid()}"
+
+    def store() -> Store:
+        return Store(redis_url, cluster=cluster, timeout_s=5.0)
+
+    def start(role: str, worker_id: str, **flags: Any) -> WorkerProcess:
+        flags = {"model": tiny_model, "redis": redis_url, "cluster": cluster, "threads": 1, "kv_pages": 256} | flags
+        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
+        log = tmp_path_factory.mktemp(worker_id) / "log"
+        environment = dict(os.environ, TANDEM_DIE_WITH_PARENT=str(os.getpid()))
+        command = [sys.executable, "-m", f"{role}_worker", f"--id={worker_id}", *arguments]
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        started.append(WorkerProcess(worker_id, process, log, store))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        if worker.process.poll() is None:
+            worker.process.send_signal(signal.SIGKILL)
+        worker.process.wait(10)
+
+
+@dataclass
+class Answer:
+    """What came back for one attempt."""
+
+    request_id: str
+    attempt: int
+    events: list[str] = field(default_factory=list)
+    tokens: dict[int, int] = field(default_factory=dict)
+    error: worker_pb2.Failed | worker_pb2.Refused | None = None
+    handed_off: worker_pb2.HandedOff | None = None
+    reason: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def token_ids(self) -> list[int]:
+        assert sorted(self.tokens) == list(range(min(self.tokens, default=0), max(self.tokens, default=-1) + 1))
+        return [self.tokens[index] for index in sorted(self.tokens)]
+
+    async def until(self, *kinds: str) -> None:
+        """Waits until an event of one of the kinds has come. Raises TimeoutError."""
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            while not set(kinds) & set(self.events):
+                self.changed.clear()
+                await self.changed.wait()
+
+    def take(self, event: worker_pb2.WorkerEvent) -> None:
+        kind = event.WhichOneof("event") or ""
+        self.events.append(kind)
+        if kind == "tokens":
+            for offset, token_id in enumerate(event.tokens.token_ids):
+                index = event.tokens.first_index + offset
+                assert index not in self.tokens, f"token {index} came twice"
+                self.tokens[index] = token_id
+        elif kind in ("failed", "refused"):
+            self.error = getattr(event, kind)
+        elif kind == "handed_off":
+            self.handed_off = event.handed_off
+        elif kind == "finished":
+            self.reason = event.finished.reason
+        self.changed.set()
+
+
+class WorkerSession:
+    """One open session of the scripted gateway."""
+
+    def __init__(self, gateway: "ScriptedGateway", role: str, address: str) -> None:
+        self._gateway = gateway
+        self._channel = make_channel(address)
+        stub: Any = getattr(worker_pb2_grpc, f"{role.capitalize()}WorkerStub")(self._channel)
+        self._command_class: Any = getattr(worker_pb2, f"{role.capitalize()}Command")
+        self._call = stub.Session()
+        self.load: worker_pb2.WorkerLoad | None = None
+        self.num_messages = 0
+        self.error: grpc.aio.AioRpcError | None = None
+        self._writing = asyncio.Lock()
+        self._reader = asyncio.create_task(self._read())
+
+    async def send(self, **command: Any) -> None:
+        # gRPC takes one write of a stream at a time.
+        async with self._writing:
+            await self._call.write(self._command_class(**command))
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._call:
+                self.num_messages += 1
+                self.load = message.load
+                for event in message.events:
+                    self._gateway.take(event)
+        except grpc.aio.AioRpcError as error:
+            self.error = error
+        except asyncio.CancelledError:
+            pass
+
+    async def drop(self) -> None:
+        """Breaks the stream as a gateway that dies does."""
+        self._call.cancel()
+        await asyncio.wait((self._reader,))
+        await self._channel.close()
+
+
+class ScriptedGateway:
+    """Sends commands to one prefill and one decode worker, as a test says, and keeps the answers."""
+
+    def __init__(self) -> None:
+        self.incarnation = os.urandom(16).hex()
+        self.answers: dict[tuple[str, int], Answer] = {}
+        self.prefill: WorkerSession | None = None
+        self.decode: WorkerSession | None = None
+        self._decode_peer = ("", "")
+
+    async def connect(self, *, prefill: tuple[str, str] | None = None, decode: tuple[str, str] | None = None) -> None:
+        """Opens sessions; each peer is (address, incarnation)."""
+        for role, peer in (("prefill", prefill), ("decode", decode)):
+            if peer is not None:
+                session = WorkerSession(self, role, peer[0])
+                hello = worker_pb2.SessionHello(gateway_incarnation=self.incarnation, worker_incarnation=peer[1])
+                await session.send(hello=hello)
+                setattr(self, role, session)
+        self._decode_peer = decode or ("", "")
+
+    def take(self, event: worker_pb2.WorkerEvent) -> None:
+        answer = self.answers.get((event.id.request_id, event.id.attempt))
+        if answer is not None:
+            answer.take(event)
+
+    async def begin(
+        self,
+        request_id: str,
+        prompt: list[int],
+        *,
+        local: bool = False,
+        attempt: int = 1,
+        emitted: list[int] | None = None,
+        deadline_ms: int = 60_000,
+        eos: list[int] | None = None,
+        traceparent: str = "",
+        **sampling: Any,
+    ) -> Answer:
+        """Admits a request and, once admitted, has it prefilled. Returns before it has ended."""
+        answer = self.answers[request_id, attempt] = Answer(request_id, attempt)
+        given = {"max_tokens": 16, "temperature": 0.0, "seed": 1} | sampling
+        spec = worker_pb2.SequenceSpec(
+            id=worker_pb2.AttemptId(request_id=request_id, attempt=attempt),
+            prompt_token_ids=prompt,
+            emitted_token_ids=emitted or [],
+            sampling=inference_pb2.SamplingParams(**given),
+            eos_token_ids=eos or [],
+            deadline_ms=deadline_ms,
+            traceparent=traceparent,
+        )
+        assert self.decode is not None
+        await self.decode.send(admit=worker_pb2.Admit(sequence=spec, local_prefill=local))
+        await answer.until("admitted", "refused")
+        if answer.error is None and not local:
+            assert self.prefill is not None
+            address, incarnation = self._decode_peer
+            message = worker_pb2.Prefill(sequence=spec, decode_address=address, decode_incarnation=incarnation)
+            await self.prefill.send(prefill=message)
+        return answer
+
+    async def generate(self, request_id: str, prompt: list[int], **fields: Any) -> list[int]:
+        """A whole answer's token ids. A failure fails the test."""
+        answer = await self.begin(request_id, prompt, **fields)
+        await answer.until("finished", "failed", "refused")
+        assert answer.error is None, answer.error
+        return answer.token_ids
+
+    async def cancel(self, answer: Answer) -> None:
+        """Cancels an attempt at both workers."""
+        cancel = worker_pb2.Cancel(id=worker_pb2.AttemptId(request_id=answer.request_id, attempt=answer.attempt))
+        for session in (self.prefill, self.decode):
+            if session is not None:
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await session.send(cancel=cancel)
+
+    async def drop(self) -> None:
+        """Breaks all sessions."""
+        for session in (self.prefill, self.decode):
+            if session is not None:
+                await session.drop()
+
+
+@pytest.fixture
+async def make_gateway() -> AsyncIterator[Callable[[], ScriptedGateway]]:
+    """`make_gateway()` is a gateway without sessions; all are dropped at the end."""
+    gateways: list[ScriptedGateway] = []
+
+    def make() -> ScriptedGateway:
+        gateways.append(ScriptedGateway())
+        return gateways[-1]
+
+    yield make
+    for gateway in gateways:
+        await gateway.drop()

@@ -1,0 +1,167 @@
+"""`tandem up` with the demo model and the real services: what a user does in the first five minutes, and worse."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TANDEM = [sys.executable, "-m", "services.cli.main"]
+QUESTION = "Write a function that returns the length of a list."
+
+
+class Running:
+    """A `tandem up` that has printed its ready line."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.errors = folder / "up.err"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [*TANDEM, "up", "--http-port", "0", "--grpc-port", "0", "--kv-pages", "512", "--threads", "1", *flags],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=ROOT,
+                env=os.environ | {"TMPDIR": str(folder)},
+                text=True,
+                start_new_session=True,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("ready http="), self.errors.read_text()
+        self.url = line.split()[1].removeprefix("http=")
+
+    def workers(self) -> dict[str, Any]:
+        with urllib.request.urlopen(self.url + "/cluster", timeout=10) as answer:
+            return {worker["id"]: worker for worker in json.load(answer)["workers"]}
+
+    def tandem(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*TANDEM, arguments[0], "--url", self.url, *arguments[1:]]
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+        )
+
+    def complete(self, **fields: Any) -> Any:
+        body = {"prompt": "def main():", "max_tokens": 8, "temperature": 0, **fields}
+        request = urllib.request.Request(
+            self.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)["choices"][0]["text"]
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    running: list[Running] = []
+
+    def start(*flags: str) -> Running:
+        running.append(Running(tmp_path, *flags))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.process.kill()
+        one.process.wait()
+        assert one.process.stdout is not None
+        one.process.stdout.close()
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_from_ready_to_a_clean_end(up: Callable[..., Running], tmp_path: Path) -> None:
+    cluster = up("--prefill", "1", "--decode", "1")
+
+    workers = cluster.workers()
+    assert sorted(workers) == ["decode-0", "prefill-0"]
+    assert {worker["state"] for worker in workers.values()} == {"ready"}
+
+    chat = cluster.tandem("chat", "--message", QUESTION, "--max-tokens", "12", "--temperature", "0")
+    assert chat.returncode == 0, chat.stderr
+    assert chat.stdout.strip()
+    assert "TTFT" in chat.stderr
+
+    status = cluster.tandem("status", "--json")
+    assert status.returncode == 0
+    assert {worker["id"] for worker in json.loads(status.stdout)["workers"]} == set(workers)
+
+    expected = cluster.complete()
+    victim = workers["decode-0"]["pid"]
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: cluster.workers().get("decode-0", {}).get("pid") not in (None, victim))
+    wait_until(lambda: cluster.workers()["decode-0"]["state"] == "ready")
+    assert cluster.complete() == expected
+
+    pids = [worker["pid"] for worker in cluster.workers().values()]
+    started_s = time.monotonic()
+    cluster.process.terminate()
+    assert cluster.process.wait(30) == 0, cluster.errors.read_text()
+    assert time.monotonic() - started_s < 20
+    assert not any(map(lives, pids))
+    assert [path.name for path in tmp_path.iterdir()] == ["up.err"]
+
+
+def test_the_end_does_not_wait_longer_than_the_grace_for_running_requests(up: Callable[..., Running]) -> None:
+    cluster = up("--stop-grace", "0.5")
+
+    def long_answer() -> None:
+        try:
+            cluster.complete(max_tokens=1900, ignore_eos=True)
+        except (OSError, http.client.HTTPException):
+            pass  # it is cut off; how, is the gateway's own test
+
+    with ThreadPoolExecutor(8) as clients:
+        for _ in range(8):
+            clients.submit(long_answer)
+        wait_until(lambda: any(worker["running"] for worker in cluster.workers().values()))
+        started_s = time.monotonic()
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.process.wait(30) == 0, cluster.errors.read_text()
+        assert time.monotonic() - started_s < 15
+
+
+def test_kill_9_leaves_no_process(up: Callable[..., Running]) -> None:
+    cluster = up("--prefill", "0")
+    assert cluster.complete()
+    pids = [worker["pid"] for worker in cluster.workers().values()]
+    cluster.process.kill()
+    wait_until(lambda: not any(map(lives, pids)), timeout_s=10)
+
+
+def test_weights_that_are_no_weights_are_exit_code_2(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_bytes((ROOT / "demo" / "model" / name).read_bytes())
+    (model / "model.safetensors").write_bytes(b"these are no weights")
+    ended = subprocess.run(
+        [*TANDEM, "up", "--model", str(model), "--http-port", "0", "--grpc-port", "0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stdout == ""
+    assert ended.stderr.strip().splitlines()[-1].startswith("error: ")

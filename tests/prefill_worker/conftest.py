@@ -1,0 +1,253 @@
+"""A prefill worker without a model, a network or a decode worker: its engine adds tokens up, its links do as told."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from kv_transfer.protocol.messages import TransferId
+from prefill_worker.worker import Limits, PrefillWorker
+from protos import inference_pb2, worker_pb2
+from services.engine.pages import PageAllocator, PageLayout
+from services.engine.step import SampledToken, StepPlan, StepResult
+from services.runtime.clock import Deadline
+from services.runtime.errors import TandemError
+from services.runtime.worker_host import Load, WorkerMetrics
+
+PAGE_SIZE = 4
+NUM_PAGES = 16
+VOCAB_SIZE = 1000
+
+
+class GatedRunner:
+    """Stands for a model: the next token is the sum of all so far. Steps wait while `gate` is closed."""
+
+    def __init__(self) -> None:
+        import threading
+
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: BaseException | None = None
+        self.num_steps = 0
+        self.closes_gate = False
+        """After each step."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert self.gate.wait(20)
+        if self.error is not None:
+            raise self.error
+        self.num_steps += 1
+        if self.closes_gate:
+            self.gate.clear()
+        return StepResult(
+            [
+                SampledToken(sum(item.sequence.token_ids) % VOCAB_SIZE) if item.is_sampled else None
+                for item in plan.items
+            ]
+        )
+
+
+@dataclass
+class FakeTransfer:
+    """A transfer whose end the test decides."""
+
+    transfer_id: TransferId
+    num_tokens: int
+    sent: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    sealed: dict[str, int] = field(default_factory=dict)
+    may_commit: asyncio.Event = field(default_factory=asyncio.Event)
+    may_abort: asyncio.Event = field(default_factory=asyncio.Event)
+    error: TandemError | None = None
+    abort_reason: TandemError | None = None
+
+    def send(self, first_page: int, page_ids: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        self.sent.append((first_page, tuple(page_ids)))
+
+    async def seal(self, **manifest: int) -> Any:
+        self.sealed = manifest
+        await self.may_commit.wait()
+        if self.error is not None:
+            raise self.error
+        num_pages = sum(len(pages) for _, pages in self.sent)
+        return SimpleNamespace(num_pages=num_pages, num_bytes=64 * num_pages, exposed_s=0.5, transport="fake")
+
+    async def abort(self, error: TandemError) -> None:
+        self.abort_reason = error
+        await self.may_abort.wait()
+
+
+class FakeLinks:
+    """Stands for SendLinks. Reservations wait while `may_reserve` is cleared; `error` refuses them."""
+
+    def __init__(self) -> None:
+        self.may_reserve = asyncio.Event()
+        self.may_reserve.set()
+        self.error: TandemError | None = None
+        self.holds_commits = False
+        self.holds_aborts = False
+        self.transfers: dict[TransferId, FakeTransfer] = {}
+        self.asked: list[tuple[str, str, TransferId]] = []
+
+    async def reserve(
+        self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
+    ) -> FakeTransfer:
+        self.asked.append((address, peer_incarnation, transfer_id))
+        await self.may_reserve.wait()
+        if self.error is not None:
+            raise self.error
+        transfer = FakeTransfer(transfer_id, num_tokens)
+        if not self.holds_commits:
+            transfer.may_commit.set()
+        if not self.holds_aborts:
+            transfer.may_abort.set()
+        self.transfers[transfer_id] = transfer
+        return transfer
+
+    async def close(self) -> None:
+        pass
+
+
+class Gateway:
+    """One session with the worker: sends commands, keeps what comes up."""
+
+    def __init__(self, worker: PrefillWorker) -> None:
+        self._commands: asyncio.Queue[worker_pb2.PrefillCommand | None] = asyncio.Queue()
+        self.events: list[worker_pb2.WorkerEvent] = []
+        self.loads: list[worker_pb2.WorkerLoad] = []
+        self._arrived = asyncio.Condition()
+        hello = worker_pb2.SessionHello(gateway_incarnation=f"{id(self):032x}")
+        self._commands.put_nowait(worker_pb2.PrefillCommand(hello=hello))
+        self._task = asyncio.create_task(self._read(worker))
+
+    async def _read(self, worker: PrefillWorker) -> None:
+        async for message in worker.sessions.serve(self._sent()):
+            async with self._arrived:
+                self.events += message.events
+                self.loads.append(message.load)
+                self._arrived.notify_all()
+
+    async def _sent(self) -> AsyncIterator[worker_pb2.PrefillCommand]:
+        while (command := await self._commands.get()) is not None:
+            yield command
+
+    def prefill(self, request_id: str, prompt: list[int], *, attempt: int = 1, **fields: Any) -> None:
+        sampling = inference_pb2.SamplingParams(max_tokens=fields.pop("max_tokens", 8), temperature=0.0, seed=1)
+        if "logprobs" in fields:
+            sampling.logprobs = fields.pop("logprobs")
+        spec = worker_pb2.SequenceSpec(
+            id=worker_pb2.AttemptId(request_id=request_id, attempt=attempt),
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            deadline_ms=fields.pop("deadline_ms", 30_000),
+            **fields,
+        )
+        message = worker_pb2.Prefill(sequence=spec, decode_address="decode:1", decode_incarnation="d" * 32)
+        self._commands.put_nowait(worker_pb2.PrefillCommand(prefill=message))
+
+    def cancel(self, request_id: str, *, attempt: int = 1) -> None:
+        attempt_id = worker_pb2.AttemptId(request_id=request_id, attempt=attempt)
+        self._commands.put_nowait(worker_pb2.PrefillCommand(cancel=worker_pb2.Cancel(id=attempt_id)))
+
+    def send(self, command: worker_pb2.PrefillCommand) -> None:
+        self._commands.put_nowait(command)
+
+    def kinds(self, request_id: str, *, attempt: int = 1) -> list[str | None]:
+        return [e.WhichOneof("event") for e in self._events_of(request_id, attempt)]
+
+    async def event(self, request_id: str, kind: str, *, attempt: int = 1) -> Any:
+        """The first event of a kind, as soon as it is here."""
+
+        def found() -> Any:
+            of_kind = [e for e in self._events_of(request_id, attempt) if e.WhichOneof("event") == kind]
+            return of_kind[0] if of_kind else None
+
+        async with asyncio.timeout(10), self._arrived:
+            await self._arrived.wait_for(found)
+            return getattr(found(), kind)
+
+    def _events_of(self, request_id: str, attempt: int) -> list[worker_pb2.WorkerEvent]:
+        return [e for e in self.events if (e.id.request_id, e.id.attempt) == (request_id, attempt)]
+
+    async def leave(self) -> None:
+        """Ends the stream as a lost connection would."""
+        self._commands.put_nowait(None)
+        await asyncio.wait((self._task,))
+
+    def drop(self) -> None:
+        self._task.cancel()
+
+
+@dataclass
+class Bench:
+    """A worker and what surrounds it."""
+
+    worker: PrefillWorker
+    links: FakeLinks
+    runner: GatedRunner
+    allocator: PageAllocator
+    metrics: WorkerMetrics
+    gateways: list[Gateway] = field(default_factory=list)
+
+    def gateway(self) -> Gateway:
+        self.gateways.append(Gateway(self.worker))
+        return self.gateways[-1]
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits until something holds that no event announces."""
+        async with asyncio.timeout(10):
+            while not holds():  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0.002)
+
+    async def until_free(self) -> None:
+        """Waits until every page is free and every account is even."""
+        nothing = Load(NUM_PAGES, NUM_PAGES, 0, 0, 0)
+        await self.until(lambda: self.worker.load() == nothing)
+        assert not self.worker._tasks
+        assert not len(self.worker._attempts)
+        self.allocator.check_integrity()
+
+
+@pytest.fixture
+async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def make(*, chunk_tokens: int = 8, max_waiting: int = 4) -> Bench:
+        allocator = PageAllocator(NUM_PAGES)
+        runner = GatedRunner()
+        links = FakeLinks()
+        layout = PageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=PAGE_SIZE, dtype=torch.float32)
+        parts = SimpleNamespace(
+            model_config=SimpleNamespace(context_length_tokens=200, vocab_size=VOCAB_SIZE),
+            pool=SimpleNamespace(num_pages=NUM_PAGES, layout=layout),
+            allocator=allocator,
+            runner=runner,
+        )
+        metrics = WorkerMetrics(worker_id="prefill-0")
+        worker = PrefillWorker(
+            parts=cast(Any, parts),
+            links=cast(Any, links),
+            incarnation="a" * 32,
+            limits=Limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting),
+            metrics=metrics,
+        )
+        benches.append(Bench(worker, links, runner, allocator, metrics))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.runner.gate.set()
+        bench.links.may_reserve.set()
+        for transfer in bench.links.transfers.values():
+            transfer.may_abort.set()
+        await bench.worker.close()
+        for gateway in bench.gateways:
+            gateway.drop()
+            await asyncio.wait((gateway._task,))
+        if bench.worker.failed.done():
+            bench.worker.failed.exception()

@@ -1,0 +1,358 @@
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from protos import inference_pb2, worker_pb2
+from services.runtime import telemetry
+from services.runtime.errors import NoFreePages, RequestCancelled, TransferFailed
+from services.runtime.worker_host import AttemptKey
+
+Make = Callable[..., Any]
+
+
+async def test_the_first_token_goes_out_before_the_pages_are_committed(make_bench: Make) -> None:
+    bench = make_bench()
+    bench.links.holds_commits = True
+    gateway = bench.gateway()
+    gateway.prefill("r", [1, 2, 3, 4, 5])
+    tokens = await gateway.event("r", "tokens")
+    assert (tokens.first_index, list(tokens.token_ids)) == (0, [15])
+    transfer = next(iter(bench.links.transfers.values()))
+    await bench.until(lambda: bool(transfer.sealed))
+    assert transfer.sealed == {"num_tokens": 5, "first_token_id": 15, "sampling_position": 6}
+    assert gateway.kinds("r") == ["prefill_started", "tokens"]
+    assert bench.allocator.num_used_pages == 2, "pages are held until the commit"
+    transfer.may_commit.set()
+    handed_off = await gateway.event("r", "handed_off")
+    assert (handed_off.num_pages, handed_off.num_bytes, handed_off.exposed_s) == (2, 128, 0.5)
+    assert handed_off.transport == "fake"
+    await bench.until_free()
+    assert transfer.abort_reason is None
+    assert bench.links.asked[0][:2] == ("decode:1", "d" * 32)
+
+
+async def test_complete_pages_are_sent_chunk_by_chunk(make_bench: Make) -> None:
+    bench = make_bench(chunk_tokens=10)
+    gateway = bench.gateway()
+    gateway.prefill("r", list(range(30)))
+    await gateway.event("r", "handed_off")
+    transfer = next(iter(bench.links.transfers.values()))
+    assert [(first, len(pages)) for first, pages in transfer.sent] == [(0, 2), (2, 3), (5, 3)]
+    await bench.until_free()
+
+
+async def test_emitted_tokens_are_not_sampled_again(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1, 2, 3], emitted_token_ids=[77, 78], attempt=2)
+    await gateway.event("r", "handed_off", attempt=2)
+    assert "tokens" not in gateway.kinds("r", attempt=2)
+    transfer = next(iter(bench.links.transfers.values()))
+    assert transfer.sealed == {"num_tokens": 3, "first_token_id": 77, "sampling_position": 4}
+
+
+@pytest.mark.parametrize("stop", [{"max_tokens": 1}, {"eos_token_ids": [6]}])
+async def test_a_first_token_that_ends_the_answer_aborts_the_transfer(make_bench: Make, stop: dict[str, Any]) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1, 2, 3], **stop)
+    finished = await gateway.event("r", "finished")
+    reason = inference_pb2.FINISH_REASON_LENGTH if "max_tokens" in stop else inference_pb2.FINISH_REASON_STOP
+    assert finished.reason == reason
+    await bench.until_free()
+    assert gateway.kinds("r") == ["prefill_started", "tokens", "finished"]
+    assert isinstance(next(iter(bench.links.transfers.values())).abort_reason, RequestCancelled)
+
+
+async def test_pages_are_not_freed_before_the_abort_is_over(make_bench: Make) -> None:
+    bench = make_bench()
+    bench.links.holds_commits = bench.links.holds_aborts = True
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20)
+    await gateway.event("r", "tokens")
+    gateway.cancel("r")
+    transfer = next(iter(bench.links.transfers.values()))
+    await bench.until(lambda: transfer.abort_reason is not None)
+    gateway.cancel("r")
+    await asyncio.sleep(0.05)
+    assert bench.allocator.num_used_pages == 5
+    transfer.may_abort.set()
+    await bench.until_free()
+    assert gateway.kinds("r") == ["prefill_started", "tokens"]
+
+
+@pytest.mark.parametrize("how", ["cancel", "session", "drop", "newer"])
+@pytest.mark.parametrize("phase", ["queued", "reserving", "computing", "sealing"])
+async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, how: str) -> None:
+    bench = make_bench(chunk_tokens=4)
+    bench.links.holds_commits = True
+    gateway, other = bench.gateway(), bench.gateway()
+    if phase == "queued":
+        bench.runner.gate.clear()
+        other.prefill("first", [1] * 60)
+        await other.event("first", "prefill_started")
+    if phase == "reserving":
+        bench.links.may_reserve.clear()
+    if phase == "computing":
+        bench.runner.gate.clear()
+    gateway.prefill("r", [1] * 20)
+    match phase:
+        case "queued":
+            await bench.until(lambda: bench.worker.load().waiting == 1)
+        case "reserving":
+            await bench.until(lambda: bool(bench.links.asked))
+        case "computing":
+            await gateway.event("r", "prefill_started")
+        case "sealing":
+            await gateway.event("r", "tokens")
+            await bench.until(lambda: any(t.sealed for t in bench.links.transfers.values()))
+    match how:
+        case "cancel":
+            gateway.cancel("r")
+        case "session":
+            await gateway.leave()
+        case "drop":
+            gateway.drop()
+        case "newer":
+            gateway.prefill("r", [2] * 20, attempt=2)
+    await bench.until(lambda: bench.worker._attempts.find(AttemptKey("r", 1)) is None)
+    bench.links.holds_commits = False
+    bench.runner.gate.set()
+    bench.links.may_reserve.set()
+    for transfer in bench.links.transfers.values():
+        transfer.may_commit.set()
+    if how == "newer":
+        await gateway.event("r", "handed_off", attempt=2)
+    await bench.until_free()
+    assert not {"failed", "refused", "handed_off"} & set(gateway.kinds("r"))
+
+
+async def test_a_cancel_before_the_task_began_leaves_nothing(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20)
+    gateway.cancel("r")
+    gateway.prefill("s", [1, 2])
+    await gateway.event("s", "handed_off")
+    await bench.until_free()
+    assert "failed" not in gateway.kinds("r")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NoFreePages("full"), worker_pb2.ERROR_CODE_OVERLOADED),
+        (TransferFailed("broken"), worker_pb2.ERROR_CODE_TRANSFER_FAILED),
+        (RuntimeError("a bug"), worker_pb2.ERROR_CODE_INTERNAL),
+    ],
+)
+@pytest.mark.parametrize("when", ["reserve", "seal"])
+async def test_a_failure_is_answered_and_frees_everything(
+    make_bench: Make, when: str, error: Exception, code: int
+) -> None:
+    bench = make_bench()
+    bench.links.holds_commits = True
+    if when == "reserve":
+        bench.links.error = error
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20)
+    if when == "seal":
+        await gateway.event("r", "tokens")
+        transfer = next(iter(bench.links.transfers.values()))
+        transfer.error = error
+        transfer.may_commit.set()
+    failed = await gateway.event("r", "failed")
+    assert failed.code == code
+    assert "bug" not in failed.message
+    await bench.until_free()
+
+
+async def test_a_transfer_that_breaks_stops_the_computation(make_bench: Make) -> None:
+    bench = make_bench(chunk_tokens=4)
+    bench.runner.gate.clear()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 60)
+    await gateway.event("r", "prefill_started")
+    next(iter(bench.links.transfers.values())).error = TransferFailed("the channel broke")
+    bench.runner.closes_gate = True
+    bench.runner.gate.set()
+    assert (await gateway.event("r", "failed")).code == worker_pb2.ERROR_CODE_TRANSFER_FAILED
+    await bench.until(lambda: not bench.worker._tasks)
+    bench.runner.gate.set()
+    await bench.until_free()
+    assert bench.runner.num_steps <= 2
+
+
+async def test_a_deadline_ends_it_with_an_answer(make_bench: Make) -> None:
+    bench = make_bench()
+    bench.links.may_reserve.clear()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20, deadline_ms=30)
+    failed = await gateway.event("r", "failed")
+    assert failed.code == worker_pb2.ERROR_CODE_DEADLINE_EXCEEDED
+    await bench.until_free()
+
+
+async def test_a_full_queue_refuses_at_once_with_a_time_to_come_back(make_bench: Make) -> None:
+    bench = make_bench(max_waiting=1)
+    bench.runner.gate.clear()
+    gateway = bench.gateway()
+    gateway.prefill("long", [1] * 60)
+    gateway.prefill("waits", [1] * 20)
+    gateway.prefill("refused", [1] * 20)
+    refused = await gateway.event("refused", "refused")
+    assert refused.code == worker_pb2.ERROR_CODE_OVERLOADED
+    assert refused.retry_after_ms > 0
+    bench.runner.gate.set()
+    await gateway.event("waits", "handed_off")
+    await bench.until_free()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": []},
+        {"prompt": [1000]},
+        {"prompt": [1] * 64},
+        {"prompt": [1], "emitted_token_ids": [5000]},
+        {"prompt": [1], "attempt": 0},
+        {"prompt": [1], "max_tokens": 0},
+    ],
+)
+async def test_nonsense_is_refused_and_the_session_goes_on(make_bench: Make, fields: dict[str, Any]) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    attempt = fields.get("attempt", 1)
+    gateway.prefill("bad", **fields)
+    refused = await gateway.event("bad", "refused", attempt=attempt)
+    assert refused.code == worker_pb2.ERROR_CODE_INVALID_REQUEST
+    gateway.prefill("good", [1, 2])
+    await gateway.event("good", "handed_off")
+    await bench.until_free()
+
+
+async def test_a_repeated_or_older_attempt_is_refused(make_bench: Make) -> None:
+    bench = make_bench()
+    bench.links.holds_commits = True
+    gateway = bench.gateway()
+    gateway.prefill("r", [1, 2], attempt=2)
+    await gateway.event("r", "tokens", attempt=2)
+    gateway.prefill("r", [1, 2], attempt=1)
+    await gateway.event("r", "refused", attempt=1)
+    gateway.prefill("r", [1, 2], attempt=2)
+    await gateway.event("r", "refused", attempt=2)
+    assert bench.worker._attempts.find(AttemptKey("r", 2)) is not None
+
+
+async def test_a_cancel_from_another_gateway_is_ignored(make_bench: Make) -> None:
+    bench = make_bench()
+    bench.links.holds_commits = True
+    gateway, other = bench.gateway(), bench.gateway()
+    gateway.prefill("r", [1, 2])
+    await gateway.event("r", "tokens")
+    other.cancel("r")
+    other.prefill("s", [1])
+    await other.event("s", "tokens")
+    next(iter(bench.links.transfers.values())).may_commit.set()
+    await gateway.event("r", "handed_off")
+
+
+async def test_the_next_prompt_reserves_while_the_first_is_computed(make_bench: Make) -> None:
+    bench = make_bench(chunk_tokens=8)
+    bench.runner.gate.clear()
+    gateway = bench.gateway()
+    gateway.prefill("a", [1] * 8)
+    gateway.prefill("b", [1] * 8)
+    gateway.prefill("c", [1] * 8)
+    await bench.until(lambda: len(bench.links.transfers) == 2)
+    await asyncio.sleep(0.02)
+    assert [t.transfer_id.request_id for t in bench.links.transfers.values()] == ["a", "b"]
+    bench.runner.gate.set()
+    await gateway.event("c", "handed_off")
+    await bench.until_free()
+
+
+async def test_draining_finishes_what_it_has_and_refuses_the_rest(make_bench: Make) -> None:
+    bench = make_bench()
+    bench.links.holds_commits = True
+    gateway = bench.gateway()
+    gateway.prefill("r", [1, 2])
+    await gateway.event("r", "tokens")
+    gateway.send(worker_pb2.PrefillCommand(drain=worker_pb2.DrainWorker()))
+    await asyncio.wait_for(bench.worker.drain_requested.wait(), 5)
+    bench.worker.begin_drain()
+    gateway.prefill("late", [1])
+    assert (await gateway.event("late", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
+    idle = asyncio.create_task(bench.worker.wait_idle())
+    await asyncio.sleep(0.02)
+    assert not idle.done()
+    next(iter(bench.links.transfers.values())).may_commit.set()
+    await asyncio.wait_for(idle, 5)
+    await gateway.event("r", "handed_off")
+    await bench.until_free()
+
+
+async def test_a_broken_engine_answers_everything_and_ends_the_worker(make_bench: Make) -> None:
+    bench = make_bench()
+    bench.runner.error = RuntimeError("the device is gone")
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20)
+    failed = await gateway.event("r", "failed")
+    assert (failed.code, failed.message) == (worker_pb2.ERROR_CODE_INTERNAL, "internal error")
+    with pytest.raises(RuntimeError, match="device"):
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 5)
+    gateway.prefill("s", [1])
+    assert (await gateway.event("s", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
+
+
+async def test_logprobs_travel_only_when_asked_for(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from services.engine.step import SampledToken, StepResult
+
+    bench = make_bench()
+    token = SampledToken(7, -0.25, ((7, -0.25), (3, -2.0)))
+    monkeypatch.setattr(bench.runner, "run", lambda plan: StepResult([token]))
+    gateway = bench.gateway()
+    gateway.prefill("r", [1], logprobs=2)
+    tokens = await gateway.event("r", "tokens")
+    assert [(entry.token_id, entry.logprob) for entry in tokens.logprobs[0].top] == [(7, -0.25), (3, -2.0)]
+    assert tokens.logprobs[0].logprob == -0.25
+
+
+async def test_metrics_follow_the_load(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20)
+    await gateway.event("r", "handed_off")
+    await bench.until_free()
+    value = bench.metrics.registry.get_sample_value
+    assert value("tandem_computed_tokens_total", {"worker": "prefill-0"}) == 20
+    assert value("tandem_attempts_total", {"worker": "prefill-0", "outcome": "handed_off"}) == 1
+    assert value("tandem_transferred_bytes_total", {"worker": "prefill-0"}) == 5 * 64
+
+
+async def test_the_phases_are_spans_under_the_request(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    monkeypatch.setattr(telemetry, "_provider", provider)
+    bench = make_bench(chunk_tokens=8)
+    gateway = bench.gateway()
+    gateway.prefill("untraced", [1] * 3)
+    await gateway.event("untraced", "handed_off")
+    gateway.prefill("r", [1] * 20, traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
+    await gateway.event("r", "handed_off")
+    finished = spans.get_finished_spans()
+    assert [span.name for span in finished] == ["prefill.chunk"] * 3 + ["prefill", "kv_transfer"]
+    assert {span.context.trace_id for span in finished} == {int("ab" * 16, 16)}
+    *chunks, prefill, transfer = finished
+    assert prefill.parent.span_id == transfer.parent.span_id == int("cd" * 8, 16)
+    assert all(chunk.parent.span_id == prefill.context.span_id for chunk in chunks)
+    assert [chunk.attributes["tandem.tokens"] for chunk in chunks] == [8, 8, 4]
+    assert prefill.start_time <= chunks[0].start_time <= chunks[-1].end_time <= prefill.end_time
+    assert chunks[0].end_time <= transfer.start_time <= prefill.end_time, "the transfer overlaps the computation"
+    assert transfer.attributes["tandem.pages"] == 5
