@@ -13,14 +13,8 @@ from protos import link_pb2_grpc, worker_pb2_grpc
 from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
 from services.engine.engine import EngineParts, load_engine
 from services.runtime import config, process, rpc
-from services.runtime.worker_host import (
-    WorkerMetrics,
-    held,
-    load_or_stop,
-    on_this_loop,
-    run_service,
-    serve_until_drained,
-)
+from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_service, serve_until_drained
+from services.runtime.worker_metrics import WorkerMetrics
 
 SERVICE_NAME = "tandem.v1.DecodeWorker"
 

@@ -35,6 +35,15 @@ from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken
 from services.engine.thread import EngineThread
 from services.runtime import telemetry
+from services.runtime.attempts import (
+    AttemptKey,
+    AttemptSpec,
+    AttemptTable,
+    finished_message,
+    read_key,
+    read_spec,
+    tokens_message,
+)
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import (
     DeadlineExceeded,
@@ -46,20 +55,8 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 from services.runtime.session import Payload, Session, SessionServer, failed
-from services.runtime.worker_host import (
-    AttemptKey,
-    AttemptSpec,
-    AttemptTable,
-    Load,
-    WorkerMetrics,
-    finished_message,
-    infallible,
-    on_this_loop,
-    read_key,
-    read_spec,
-    record_chunk,
-    tokens_message,
-)
+from services.runtime.worker_host import infallible, on_this_loop, record_chunk
+from services.runtime.worker_metrics import Load, WorkerMetrics
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 

@@ -36,25 +36,21 @@ from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken
 from services.engine.thread import EngineThread
 from services.runtime import telemetry
+from services.runtime.attempts import (
+    AttemptKey,
+    AttemptSpec,
+    AttemptTable,
+    finished_message,
+    read_key,
+    read_spec,
+    tokens_message,
+)
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InternalError, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
 from services.runtime.logs import request_fields
 from services.runtime.session import Payload, Session, SessionServer, failed
-from services.runtime.worker_host import (
-    AttemptKey,
-    AttemptSpec,
-    AttemptTable,
-    Load,
-    WorkerMetrics,
-    finished_message,
-    infallible,
-    on_this_loop,
-    read_key,
-    read_spec,
-    record_chunk,
-    tokens_message,
-    within,
-)
+from services.runtime.worker_host import infallible, on_this_loop, record_chunk, within
+from services.runtime.worker_metrics import Load, WorkerMetrics
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 # Uncomputed tokens of prompts that have their turn, in steps: one runs, the next is ready when it ends.

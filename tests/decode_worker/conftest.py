@@ -16,7 +16,7 @@ from protos import inference_pb2, worker_pb2
 from services.engine.pages import PageAllocator, PageLayout
 from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
 from services.runtime.errors import TandemError
-from services.runtime.worker_host import Load, WorkerMetrics
+from services.runtime.worker_metrics import Load, WorkerMetrics
 
 PAGE_SIZE = 4
 NUM_PAGES = 16

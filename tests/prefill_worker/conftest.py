@@ -16,7 +16,7 @@ from services.engine.pages import PageAllocator, PageLayout
 from services.engine.step import SampledToken, StepPlan, StepResult
 from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError
-from services.runtime.worker_host import Load, WorkerMetrics
+from services.runtime.worker_metrics import Load, WorkerMetrics
 
 PAGE_SIZE = 4
 NUM_PAGES = 16

@@ -9,8 +9,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from protos import inference_pb2, worker_pb2
 from services.runtime import telemetry
+from services.runtime.attempts import AttemptKey
 from services.runtime.errors import NoFreePages, RequestCancelled, TransferFailed
-from services.runtime.worker_host import AttemptKey
 
 Make = Callable[..., Any]
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from protos import inference_pb2, worker_pb2
-from services.runtime import config, worker_host
+from services.runtime import config, worker_host, worker_metrics
+from services.runtime.attempts import AttemptKey, AttemptTable, read_key, read_spec
 from services.runtime.clock import Deadline
 from services.runtime.errors import (
     AlreadyExists,
@@ -15,7 +16,8 @@ from services.runtime.errors import (
     InvariantViolated,
     TransferFailed,
 )
-from services.runtime.worker_host import AttemptKey, AttemptTable, WorkerConfig, infallible, read_key, read_spec, within
+from services.runtime.worker_config import WorkerConfig
+from services.runtime.worker_host import infallible, within
 
 REQUIRED = ["--id", "prefill-0", "--model", "/models/some"]
 
@@ -215,15 +217,15 @@ def test_metrics_can_be_scraped() -> None:
     import socket
     import urllib.request
 
-    def load() -> worker_host.Load:
-        return worker_host.Load(8, 5, 0, 1, 2, promised_pages=3)
+    def load() -> worker_metrics.Load:
+        return worker_metrics.Load(8, 5, 0, 1, 2, promised_pages=3)
 
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         settings = config.load(WorkerConfig, [*REQUIRED, f"--metrics-port={port}"], prog="test", environ={})
         with pytest.raises(ConfigError, match="--metrics-port"):
-            worker_host.WorkerMetrics(worker_id="w").serve(settings, load)
-    worker_host.WorkerMetrics(worker_id="w").serve(settings, load)
+            worker_metrics.WorkerMetrics(worker_id="w").serve(settings, load)
+    worker_metrics.WorkerMetrics(worker_id="w").serve(settings, load)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
         text = response.read().decode()
     assert 'tandem_kv_pages{state="used",worker="w"} 2.0' in text

@@ -1,0 +1,156 @@
+"""The attempts that a worker knows: read from messages, fenced by number, answered by messages. Knows no engine."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from protos import inference_pb2, worker_pb2
+from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
+from services.runtime.errors import AlreadyExists, InvalidRequest
+
+S = TypeVar("S")
+A = TypeVar("A")
+
+
+class AttemptKey(NamedTuple):
+    """One try of a request."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptSpec(Generic[S]):
+    """A SequenceSpec as plain data; `sampling` is of the engine's class."""
+
+    key: AttemptKey
+    prompt_token_ids: list[int]
+    emitted_token_ids: list[int]
+    sampling: S
+    deadline: Deadline
+    traceparent: str
+
+
+def read_key(message: worker_pb2.AttemptId) -> AttemptKey:
+    """The name of an attempt. Raises InvalidRequest for one that cannot be."""
+    if not message.request_id or message.attempt < 1:
+        raise InvalidRequest("an attempt needs a request_id and a number from 1", field="id")
+    return AttemptKey(message.request_id, message.attempt)
+
+
+def read_spec(
+    message: worker_pb2.SequenceSpec,
+    sampling_class: Callable[..., S],
+    *,
+    clock: Clock = SYSTEM_CLOCK,
+) -> AttemptSpec[S]:
+    """Turns a message into plain data. Raises InvalidRequest naming the field; `sampling_class` checks its own."""
+    if not message.prompt_token_ids:
+        raise InvalidRequest("the prompt is empty", field="prompt_token_ids")
+    return AttemptSpec(
+        key=read_key(message.id),
+        prompt_token_ids=list(message.prompt_token_ids),
+        emitted_token_ids=list(message.emitted_token_ids),
+        sampling=sampling_class(**_sampling_values(message)),
+        deadline=Deadline.from_remaining_ms(max(message.deadline_ms, 1), clock=clock),
+        traceparent=message.traceparent,
+    )
+
+
+def _sampling_values(message: worker_pb2.SequenceSpec) -> dict[str, Any]:
+    given = message.sampling
+    if not given.HasField("max_tokens"):
+        raise InvalidRequest("max_tokens is not set", field="max_tokens")
+    eos_token_ids = () if given.ignore_eos else message.eos_token_ids
+    return {
+        "max_tokens": given.max_tokens,
+        "min_tokens": given.min_tokens,
+        "temperature": given.temperature if given.HasField("temperature") else 1.0,
+        "top_p": given.top_p if given.HasField("top_p") else 1.0,
+        "top_k": given.top_k,
+        "min_p": given.min_p,
+        "seed": given.seed,
+        "stop_token_ids": frozenset(given.stop_token_ids) | frozenset(eos_token_ids),
+        "presence_penalty": given.presence_penalty,
+        "frequency_penalty": given.frequency_penalty,
+        "repetition_penalty": given.repetition_penalty if given.HasField("repetition_penalty") else 1.0,
+        "logit_bias": dict(given.logit_bias),
+        "logprobs": given.logprobs if given.HasField("logprobs") else None,
+    }
+
+
+class Sampled(Protocol):
+    """What travels of a token that an engine chose."""
+
+    @property
+    def token_id(self) -> int:
+        """The token."""
+        ...
+
+    @property
+    def logprob(self) -> float | None:
+        """Its log-probability, when asked for."""
+        ...
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """The likeliest tokens, descending."""
+        ...
+
+
+def tokens_message(index: int, token: Sampled) -> worker_pb2.Tokens:
+    """The token at place `index` of an answer, as an event."""
+    message = worker_pb2.Tokens(first_index=index, token_ids=(token.token_id,))
+    if token.logprob is not None:
+        top = [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top]
+        message.logprobs.append(inference_pb2.TokenLogprobs(logprob=token.logprob, top=top))
+    return message
+
+
+def finished_message(reason: Literal["stop", "length"]) -> worker_pb2.Finished:
+    """The end of an answer, as an event."""
+    return worker_pb2.Finished(reason=_FINISH_REASONS[reason])
+
+
+_FINISH_REASONS = {
+    "stop": inference_pb2.FINISH_REASON_STOP,
+    "length": inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+class AttemptTable(Generic[A]):
+    """The attempts that a worker knows: of each request at most one, the newest. This is the fence.
+
+    What is not in the table has never been, has ended or was superseded: messages about it are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[str, tuple[AttemptKey, A]] = {}
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    def __iter__(self) -> Iterator[A]:
+        """The attempts at this moment; the table may change meanwhile."""
+        return iter([attempt for _, attempt in self._newest.values()])
+
+    def begin(self, key: AttemptKey, attempt: A) -> A | None:
+        """Enters an attempt and returns the older one that it supersedes.
+
+        Raises AlreadyExists where the same or a newer attempt is known: the message is late or repeated.
+        """
+        known_key, known = self._newest.get(key.request_id, (None, None))
+        if known_key is not None and known_key.attempt >= key.attempt:
+            raise AlreadyExists(f"attempt {known_key.attempt} of the request is known here")
+        self._newest[key.request_id] = (key, attempt)
+        return known
+
+    def find(self, key: AttemptKey) -> A | None:
+        """The attempt of exactly this number, or None."""
+        known_key, known = self._newest.get(key.request_id, (None, None))
+        return known if known_key == key else None
+
+    def end(self, key: AttemptKey) -> None:
+        """Forgets an attempt. Unknown and superseded ones are ignored."""
+        if self.find(key) is not None:
+            del self._newest[key.request_id]

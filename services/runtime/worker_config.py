@@ -1,0 +1,95 @@
+"""The settings that both workers have, and what follows from them before a model is loaded."""
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.config import choice, integer, join_host_port, option, path, size_bytes, text, url
+from services.runtime.errors import ConfigError
+from services.runtime.logs import LEVELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """Settings that both workers have."""
+
+    id: str = option(
+        text(pattern=r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", rule="1 to 63 of a-z, 0-9 and inner hyphens"),
+        help="Stable name of this worker, unique in the cluster, such as decode-0.",
+    )
+    model: Path = option(path(), help="Folder of a Hugging Face checkpoint.")  # noqa: RUF009 - `option` makes a field
+    model_name: str | None = option(
+        text(), default=None, help="What the model is called in the cluster. Not given: the folder's name."
+    )
+    redis: str | None = option(
+        url("redis", "rediss", "unix"),
+        default=None,
+        help="Where the cluster's workers register. Without it a gateway must be told this worker's address.",
+    )
+    cluster: str = option(
+        text(pattern=r"[A-Za-z0-9_.-]{1,64}", rule="1 to 64 of A-Z, a-z, 0-9, _ . and -"),
+        default="default",
+        help="Name of the cluster in Redis.",
+    )
+    host: str = option(text(), default="127.0.0.1", help="Address to listen on. 0.0.0.0 is every interface.")
+    port: int = option(integer(0, 65535), default=0, help="Port of the gRPC server; 0 picks a free one.")
+    advertise_host: str | None = option(
+        text(), default=None, help="Host that others connect to, where it is not --host (a pod's address)."
+    )
+    metrics_port: int | None = option(
+        integer(0, 65535), default=None, help="Port of /metrics on --host; 0 picks a free one. Not given: none."
+    )
+    transport: str = option(choice("auto", "shm", "tcp"), default="auto", help="Channel that pages travel on.")
+    page_size: int = option(integer(1, 1024), default=16, help="Tokens of a KV page.")
+    dtype: str = option(
+        choice("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="Type of weights and KV; auto takes the checkpoint's.",
+    )
+    device: str = option(choice("auto", "cpu", "cuda"), default="auto", help="Where the model runs.")
+    kv_pages: int | None = option(integer(1), default=None, help="Pages of the KV pool.")
+    kv_memory: int | None = option(size_bytes(), default=None, help="Size of the KV pool, instead of --kv-pages.")
+    chunk_tokens: int = option(integer(1, 65536), default=512, help="Most prompt tokens that one step computes.")
+    threads: int | None = option(integer(1, 1024), default=None, help="Processor threads of the engine.")
+    otlp: str | None = option(url("http", "https"), default=None, help="OTLP gRPC collector of traces.")
+    log_level: str = option(choice(*LEVELS), default="info", help="Least level that is logged.")
+
+    def __post_init__(self) -> None:
+        if self.kv_pages is not None and self.kv_memory is not None:
+            raise ConfigError("--kv-pages and --kv-memory are both given; the size of the KV pool is one of them")
+
+    def record_fields(self, *, incarnation: str) -> dict[str, Any]:
+        """What is known of the worker before its model is loaded, as fields of a WorkerRecord."""
+        return {
+            "id": self.id,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "address": "",
+            "incarnation": incarnation,
+            "started_unix_ns": SYSTEM_CLOCK.unix_ns(),
+            "state": "starting",
+            "model": self.model_name or self.model.resolve().name,
+            "exact": False,
+            "page_size": self.page_size,
+            "layout_fingerprint": "",
+            "max_sequence_tokens": 0,
+        }
+
+    def engine_settings(self) -> dict[str, Any]:
+        """Arguments of `services.engine.engine.load_engine`."""
+        return {
+            "model_dir": self.model,
+            "dtype": self.dtype,
+            "device": self.device,
+            "page_size": self.page_size,
+            "num_pages": self.kv_pages,
+            "kv_memory_bytes": self.kv_memory,
+            "threads": self.threads,
+        }
+
+    def address(self, port: int) -> str:
+        """Where others connect to."""
+        return join_host_port(self.advertise_host or self.host, port)

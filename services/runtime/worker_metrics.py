@@ -1,0 +1,118 @@
+"""How busy a worker is, and its Prometheus metrics. Knows no engine and no role."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from protos import cluster_pb2, worker_pb2
+from services.runtime.errors import ConfigError
+from services.runtime.worker_config import WorkerConfig
+
+# A step is between some 100 microseconds (a tiny model) and seconds (a long chunk on few cores).
+STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a worker is; pages by state as in `cluster.proto`."""
+
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_reserved: int
+    pages_used: int
+    promised_pages: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+
+    def record_fields(self) -> dict[str, int]:
+        """The load as fields of a WorkerRecord."""
+        return {
+            "pages_total": self.pages_total,
+            "pages_free": self.pages_free,
+            "pages_cached": self.pages_cached,
+            "pages_reserved": self.pages_reserved,
+            "pages_used": self.pages_used,
+            "running": self.running,
+            "waiting": self.waiting,
+        }
+
+    def to_message(self, *, is_draining: bool) -> worker_pb2.WorkerLoad:
+        """The load as it travels with a session's events."""
+        state = cluster_pb2.WORKER_STATE_DRAINING if is_draining else cluster_pb2.WORKER_STATE_READY
+        return worker_pb2.WorkerLoad(
+            pages=cluster_pb2.PageCounts(
+                total=self.pages_total,
+                free=self.pages_free,
+                cached=self.pages_cached,
+                reserved=self.pages_reserved,
+                used=self.pages_used,
+            ),
+            promised_pages=self.promised_pages,
+            running=self.running,
+            waiting=self.waiting,
+            waiting_tokens=self.waiting_tokens,
+            state=state,
+        )
+
+
+class WorkerMetrics:
+    """Prometheus metrics of one worker, in a registry of their own."""
+
+    def __init__(self, *, worker_id: str) -> None:
+        self.registry = CollectorRegistry()
+        self._worker_id = worker_id
+        names, values = ("worker",), (worker_id,)
+        self.step_s: Histogram = Histogram(
+            "tandem_step_seconds", "Time of one engine step.", names, registry=self.registry, buckets=STEP_BUCKETS_S
+        ).labels(*values)
+        self.tokens: Counter = Counter(
+            "tandem_computed_tokens", "Tokens that went through the model.", names, registry=self.registry
+        ).labels(*values)
+        self.transferred_bytes: Counter = Counter(
+            "tandem_transferred_bytes", "Payload bytes of committed handoffs.", names, registry=self.registry
+        ).labels(*values)
+        self._attempts = Counter(
+            "tandem_attempts", "Attempts by how they ended.", ("worker", "outcome"), registry=self.registry
+        )
+
+    def count_attempt(self, outcome: str) -> None:
+        """Counts an attempt that ended; `outcome` is one of a few words."""
+        self._attempts.labels(self._worker_id, outcome).inc()
+
+    def serve(self, settings: WorkerConfig, load: Callable[[], Load]) -> None:
+        """Serves /metrics, if a port is set, from a thread of its own for the rest of the process's life.
+
+        `load` is called for each scrape, in that thread. Raises ConfigError where the port cannot be had.
+        """
+        if settings.metrics_port is None:
+            return
+        self._watch(load)
+        try:
+            server, _ = start_http_server(settings.metrics_port, addr=settings.host, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(f"--metrics-port is {settings.metrics_port}, which cannot be listened on") from error
+        logger.info("serving metrics", extra={"port": server.server_port})
+
+    def _watch(self, load: Callable[[], Load]) -> None:
+        pages = Gauge("tandem_kv_pages", "KV pages by state.", ("worker", "state"), registry=self.registry)
+        for state in ("total", "free", "cached", "reserved", "used"):
+            pages.labels(self._worker_id, state).set_function(partial(_field, load, f"pages_{state}"))
+        for field, name, words in (
+            ("promised_pages", "tandem_kv_pages_promised", "Pages promised and not yet taken."),
+            ("running", "tandem_running_sequences", "Sequences that are being computed."),
+            ("waiting", "tandem_waiting_sequences", "Sequences taken and not begun."),
+            ("waiting_tokens", "tandem_waiting_prompt_tokens", "Prompt tokens that wait for computation."),
+        ):
+            gauge = Gauge(name, words, ("worker",), registry=self.registry).labels(self._worker_id)
+            gauge.set_function(partial(_field, load, field))
+
+
+def _field(load: Callable[[], Load], name: str) -> float:
+    return float(getattr(load(), name))
