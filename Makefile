@@ -1,0 +1,77 @@
+# Every command a developer needs; `make help` explains them. Nothing but Python 3.11 or newer has to be there beforehand.
+.DEFAULT_GOAL := help
+SHELL := bash
+PYTHON_IN := .venv/bin/python
+PYTEST := $(PYTHON_IN) -m pytest
+# Test processes at a time. Most tests wait for sockets and processes more than they compute.
+TEST_WORKERS ?= 2
+BENCHMARKS ?= system handoff gateway
+# Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
+ARGS ?=
+
+.PHONY: help install run status chat test test-all test-gpu check format format-check lint types imports proto \
+	proto-check bench demo-model clean clean-all
+
+help: ## this list
+	@echo "usage: make TARGET [ARGS=\"...\"]"
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: ## make .venv with everything; does nothing the second time
+	@tools/install.sh
+
+run: install ## serve the demo model on this machine: gateway, 1 prefill and 1 decode worker (ARGS: flags of tandem up)
+	@exec $(PYTHON_IN) -m services.cli.main up $(ARGS)
+
+status: install ## show the workers of the running cluster
+	@$(PYTHON_IN) -m services.cli.main status $(ARGS)
+
+chat: install ## talk to the running cluster
+	@$(PYTHON_IN) -m services.cli.main chat $(ARGS)
+
+test: install ## the tests that every change must pass (ARGS: flags of pytest)
+	$(PYTEST) -q -n $(TEST_WORKERS) -m "not slow and not gpu" $(ARGS)
+
+test-all: install ## all tests, the slow sweeps too
+	$(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu" $(ARGS)
+
+test-gpu: install ## the tests that need a CUDA device
+	$(PYTEST) -q -n 0 -m gpu $(ARGS)
+
+check: install ## everything that CI checks: format, lint, types, imports, protos, tests
+	@.ci/run
+
+format: install ## rewrite the sources in the project's format
+	$(PYTHON_IN) -m ruff check --quiet --fix-only --select I .
+	$(PYTHON_IN) -m ruff format .
+
+format-check: install ## whether `make format` would change anything
+	$(PYTHON_IN) -m ruff format --check .
+
+lint: install ## ruff's rules
+	$(PYTHON_IN) -m ruff check .
+
+types: install ## mypy, strict
+	$(PYTHON_IN) -m mypy
+
+imports: install ## the layers and who may import what (import-linter)
+	.venv/bin/lint-imports
+
+proto: install ## generate the stubs of protos/*.proto
+	tools/protos.sh write
+
+proto-check: install ## whether the committed stubs are those of protos/*.proto
+	tools/protos.sh check
+
+bench: install ## measure, with ratios to what is possible (BENCHMARKS: which, ARGS: their flags)
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PYTHON_IN) -m benchmarks.$$name $(ARGS); done
+
+demo-model: install ## train the committed demo model and its draft again; takes most of an hour
+	$(PYTHON_IN) demo/train.py $(ARGS)
+
+clean: ## remove caches and build outputs
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path ./.venv -prune -o -path ./.tools -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+clean-all: clean ## remove the environments too
+	rm -rf .venv .tools

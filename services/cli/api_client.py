@@ -1,0 +1,113 @@
+"""Asks a gateway's HTTP API from the command line: small JSON documents and event streams, standard library only."""
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from services.runtime.errors import ConfigError, TandemError
+
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+
+
+class ApiUnreachable(TandemError):
+    """Nobody answers at the address, or not in time, or not in HTTP."""
+
+
+class ApiRefused(TandemError):
+    """The server answered with an error; `status` is the HTTP status."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def get_json(url: str, path: str, *, timeout_s: float) -> Any:
+    """GET a JSON document. Raises ApiUnreachable or ApiRefused."""
+    with _exchange(url, "GET", path, None, timeout_s) as response:
+        return _decode(response.read(MAX_ANSWER_BYTES), url)
+
+
+def get_status(url: str, path: str, *, timeout_s: float) -> int:
+    """The HTTP status that GET answers with. Raises ApiUnreachable."""
+    try:
+        with _exchange(url, "GET", path, None, timeout_s) as response:
+            return response.status
+    except ApiRefused as error:
+        return error.status
+
+
+def post_events(url: str, path: str, body: Mapping[str, Any], *, timeout_s: float) -> Iterator[Any]:
+    """POST a JSON document and yield the JSON of each server-sent event until `[DONE]`.
+
+    `timeout_s` is the longest silence that is borne. Raises ApiUnreachable, also where the stream ends early, and
+    ApiRefused for an error in place of the stream or within it.
+    """
+    with _exchange(url, "POST", path, body, timeout_s) as response:
+        while line := response.readline(MAX_ANSWER_BYTES):
+            data = line.strip().removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+            if data == b"[DONE]":
+                return
+            if not data:
+                continue
+            event = _decode(data, url)
+            if isinstance(event, dict) and "error" in event:
+                raise ApiRefused(_error_message(event, "the server reports an error"), status=response.status)
+            yield event
+    raise ApiUnreachable(f"{url} ended the answer before it was complete")
+
+
+@contextmanager
+def _exchange(
+    url: str, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+) -> Iterator[http.client.HTTPResponse]:
+    """One request and its successful answer; the connection ends with the scope."""
+    connection = _connection(url, timeout_s)
+    prefix = urlsplit(url).path.rstrip("/")
+    try:
+        payload = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"} if payload is not None else {}
+        connection.request(method, prefix + path, body=payload, headers=headers)
+        response = connection.getresponse()
+        if response.status >= 400:
+            raise ApiRefused(_refusal(response, url), status=response.status)
+        yield response
+    except TimeoutError as error:
+        raise ApiUnreachable(f"{url} did not answer within {timeout_s:g} s") from error
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ApiUnreachable(f"{url} cannot be reached: {reason}") from error
+    finally:
+        connection.close()
+
+
+def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    if parts.hostname is None:
+        raise ConfigError(f"--url is {url!r} but must name a host, such as http://127.0.0.1:8000")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.hostname, parts.port, timeout=timeout_s)
+
+
+def _refusal(response: http.client.HTTPResponse, url: str) -> str:
+    try:
+        answer = json.loads(response.read(MAX_ANSWER_BYTES))
+    except ValueError:
+        answer = None
+    return _error_message(answer, f"{url} answered {response.status} {response.reason}")
+
+
+def _error_message(answer: Any, otherwise: str) -> str:
+    """The message of an OpenAI error object."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if isinstance(message, str) and message else otherwise
+
+
+def _decode(data: bytes, url: str) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise ApiUnreachable(f"{url} does not speak Tandem's API: its answer is not JSON") from error

@@ -1,0 +1,116 @@
+"""The command line and environment of every process of `tandem up`. Pure: it starts nothing.
+
+Each service's own flags are described by its own settings class; here stands only which of them `up` decides.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cli.up_settings import UpSettings
+from services.runtime.config import ENV_PREFIX
+from services.runtime.process import DIE_WITH_PARENT_ENV
+
+GATEWAY = "gateway"
+REDIS = "redis"
+SOURCE_ROOT = Path(__file__).resolve().parents[2]
+WORKER_HOST = "127.0.0.1"
+"""Workers of `tandem up` talk to processes of this machine only, whatever --host opens for clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """A process to keep running. `environment` is all of it, not an addition."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the parts of a cluster meet. Ports are real ones, never 0."""
+
+    redis_url: str
+    http_port: int
+    grpc_port: int
+
+
+def worker_specs(settings: UpSettings, addresses: Addresses, environment: Mapping[str, str]) -> list[ChildSpec]:
+    """The prefill workers, then the decode workers."""
+    specs = []
+    for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
+        extra = [("max-batch", settings.max_batch)] if role == "decode" else []
+        for number in range(count):
+            name = f"{role}-{number}"
+            flags = [("id", name), *_worker_flags(settings, addresses), *extra]
+            specs.append(ChildSpec(name, _command(f"{role}_worker", flags), environment))
+    return specs
+
+
+def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mapping[str, str]) -> ChildSpec:
+    """The gateway. Its ports are fixed here, so that it comes back on the same ones after a restart."""
+    flags = [
+        ("model", settings.model),
+        ("model-name", settings.served_name),
+        ("http-host", settings.host),
+        ("http-port", addresses.http_port),
+        ("grpc-host", settings.host),
+        ("grpc-port", addresses.grpc_port),
+        ("redis", addresses.redis_url),
+        ("cluster", settings.cluster),
+        ("otlp", settings.otlp),
+        ("seed", settings.seed),
+        ("min-prefill", min(settings.prefill, 1)),
+        ("min-decode", 1),
+        ("drain-s", settings.stop_grace),
+        ("log-level", settings.log_level),
+    ]
+    return ChildSpec(GATEWAY, _command("gateway", flags), environment)
+
+
+def child_environment(environ: Mapping[str, str], *, parent_pid: int) -> dict[str, str]:
+    """What children inherit: everything but the settings that `up` has read itself and passes on as flags.
+
+    TANDEM_ variables that only a service knows go through to it.
+    """
+    own = {ENV_PREFIX + field.name.upper() for field in dataclasses.fields(UpSettings)}
+    environment = {key: value for key, value in environ.items() if key not in own}
+    environment[DIE_WITH_PARENT_ENV] = str(parent_pid)
+    environment["PYTHONUNBUFFERED"] = "1"
+    if (SOURCE_ROOT / "pyproject.toml").is_file():  # a checkout: children run its code, whatever else is installed
+        inherited = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE_ROOT), *([inherited] if inherited else [])])
+    return environment
+
+
+def _worker_flags(settings: UpSettings, addresses: Addresses) -> list[tuple[str, object]]:
+    return [
+        ("model", settings.model),
+        ("model-name", settings.served_name),
+        ("redis", addresses.redis_url),
+        ("cluster", settings.cluster),
+        ("host", WORKER_HOST),
+        ("port", 0),
+        ("transport", settings.transport),
+        ("page-size", settings.page_size),
+        ("dtype", settings.dtype),
+        ("kv-pages", settings.kv_pages),
+        ("kv-memory", settings.kv_memory),
+        ("chunk-tokens", settings.chunk_tokens),
+        ("threads", settings.threads_per_worker),
+        ("otlp", settings.otlp),
+        ("log-level", settings.log_level),
+    ]
+
+
+def _command(module: str, flags: Sequence[tuple[str, object]]) -> tuple[str, ...]:
+    """A Python module with its flags; a flag whose value is None is not given.
+
+    -P: a folder named `gateway` in the current directory is not our gateway.
+    """
+    given = [f"--{name}={value}" for name, value in flags if value is not None]
+    return (sys.executable, "-P", "-m", module, *given)

@@ -1,0 +1,96 @@
+"""The `tandem` command: picks a subcommand, reads its settings and turns what goes wrong into an exit code."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+from services.runtime.config import load
+from services.runtime.errors import ConfigError, ModelError, TandemError
+
+DISTRIBUTION = "tandem-serving"
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+HELP = """\
+usage: tandem COMMAND [flags]
+
+Serves large language models with prefill and decode on different processes.
+
+commands:
+  up        start Redis, a gateway, prefill and decode workers here, and keep them running
+  status    show the workers of a running cluster
+  chat      talk to a running cluster
+  version   print the version
+  help      print this
+
+`tandem COMMAND --help` explains a command's flags. Every flag is also an environment variable: --http-port is
+TANDEM_HTTP_PORT. Exit codes: 0 clean, 2 bad arguments or model, 1 otherwise.
+
+examples:
+  tandem up                                     the demo model, one prefill and one decode worker
+  tandem up --model DIR --prefill 2 --decode 2  a Hugging Face checkpoint folder on four workers
+  tandem chat --message "Write a function that returns the length of a list."
+  tandem status --json
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except (ConfigError, ModelError) as error:
+        return _complain(error, EXIT_BAD_INPUT)
+    except TandemError as error:
+        return _complain(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_FAILED
+    except BrokenPipeError:
+        # Whoever read our output has gone; what Python would still flush has nowhere to go either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _run(argv: list[str]) -> int:
+    command, flags = (argv[0], argv[1:]) if argv else ("help", [])
+    if command in ("help", "--help", "-h"):
+        print(HELP, end="")
+        return 0 if argv else EXIT_BAD_INPUT
+    if command in ("version", "--version", "-V"):
+        print(f"tandem {metadata.version(DISTRIBUTION)}")
+        return 0
+    if command not in COMMANDS:
+        raise ConfigError(f"there is no command {command!r}; it must be one of up, status, chat, version, help")
+    return COMMANDS[command](flags)
+
+
+def _up(flags: list[str]) -> int:
+    from services.cli import up  # the only command that needs Redis and the model checks; the others start faster
+    from services.cli.up_settings import UpSettings
+
+    flags = ["--verbose" if flag == "-v" else flag for flag in flags]
+    return up.run(load(UpSettings, flags, prog="tandem up"))
+
+
+def _status(flags: list[str]) -> int:
+    from services.cli import status
+
+    return status.run(load(status.StatusSettings, flags, prog="tandem status"), sys.stdout)
+
+
+def _chat(flags: list[str]) -> int:
+    from services.cli import chat
+
+    settings = load(chat.ChatSettings, flags, prog="tandem chat")
+    return chat.run(settings, sys.stdin, sys.stdout, sys.stderr)
+
+
+def _complain(error: TandemError, exit_code: int) -> int:
+    print(f"error: {error.message}", file=sys.stderr)
+    return exit_code
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"up": _up, "status": _status, "chat": _chat}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""`tandem status`: the workers of a cluster as a table or as JSON, from its gateway's GET /cluster."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from services.cli.api_client import get_json
+from services.runtime.config import flag, number, option, url
+
+HEADINGS = (
+    "WORKER",
+    "ROLE",
+    "STATE",
+    "PID",
+    "ADDRESS",
+    "PAGES",
+    "FREE",
+    "CACHED",
+    "RESERVED",
+    "USED",
+    "RUN",
+    "WAIT",
+    "EXACT",
+)
+NUMERIC = frozenset({"PID", "PAGES", "FREE", "CACHED", "RESERVED", "USED", "RUN", "WAIT"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusSettings:
+    """Shows the workers of a running cluster. Exit code 1 if its gateway cannot be reached."""
+
+    url: str = option(url("http", "https"), default="http://127.0.0.1:8000", help="Address of the HTTP API.")
+    json: bool = option(flag(), default=False, help="Prints the answer as it is.")
+    timeout: float = option(number(0.1, 600), default=5.0, help="Seconds to wait for the answer.")
+
+
+def run(settings: StatusSettings, stdout: TextIO) -> int:
+    """Prints the cluster; returns the exit code. Raises ApiUnreachable or ApiRefused."""
+    cluster = get_json(settings.url, "/cluster", timeout_s=settings.timeout)
+    stdout.write(json.dumps(cluster, indent=2) + "\n" if settings.json else table(cluster))
+    return 0
+
+
+def table(cluster: Mapping[str, Any]) -> str:
+    """The cluster as aligned text, one worker a line."""
+    workers = cluster.get("workers", [])
+    requests = cluster.get("requests", {})
+    rows = [_row(worker) for worker in workers]
+    lines = _aligned([HEADINGS, *rows]) if rows else ["no workers"]
+    lines.append("")
+    models = sorted({str(worker.get("model", "-")) for worker in workers})
+    if models:
+        lines.append(f"model     {', '.join(models)}")
+    lines.append(f"requests  {requests.get('running', '-')} running, {requests.get('queued', '-')} queued")
+    return "\n".join(lines) + "\n"
+
+
+def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
+    pages = worker.get("pages", {})
+    values = [worker.get(key, "-") for key in ("id", "role", "state", "pid", "address")]
+    values += [pages.get(key, "-") for key in ("total", "free", "cached", "reserved", "used")]
+    values += [worker.get("running", "-"), worker.get("waiting", "-")]
+    values.append({True: "yes", False: "no"}.get(worker.get("exact", False)))
+    return tuple(str(value) for value in values)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    return ["  ".join(_cell(*cell) for cell in zip(HEADINGS, row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _cell(heading: str, value: str, width: int) -> str:
+    return value.rjust(width) if heading in NUMERIC else value.ljust(width)

@@ -1,0 +1,100 @@
+"""The settings of `tandem up`, and what they mean together. Starts nothing and touches no network."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.runtime.config import choice, flag, integer, number, option, path, size_bytes, text, url
+from services.runtime.errors import ConfigError
+from services.runtime.logs import LEVELS
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpSettings:
+    """Starts Redis, a gateway, prefill workers and decode workers on this machine, and keeps them running."""
+
+    model: Path = option(  # noqa: RUF009 - `option` makes a field
+        path(), default=DEMO_MODEL, help="Folder of a Hugging Face checkpoint; the demo model if not given."
+    )
+    model_name: str | None = option(
+        text(pattern=r"\S{1,256}", rule="1 to 256 characters without spaces"),
+        default=None,
+        help="Name that clients use for the model; its folder's name if not given.",
+    )
+    prefill: int = option(integer(0, 256), default=1, help="Number of prefill workers; 0 leaves prompts to decode.")
+    decode: int = option(integer(1, 256), default=1, help="Number of decode workers.")
+    host: str = option(text(), default="127.0.0.1", help="Address of both APIs. 0.0.0.0 opens them to the network.")
+    http_port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
+    grpc_port: int = option(integer(0, 65535), default=50051, help="Port of the gRPC API; 0 picks a free one.")
+    redis: str | None = option(
+        url("redis", "rediss", "unix"), default=None, help="A Redis or Valkey to use; one of its own if not given."
+    )
+    cluster: str = option(
+        text(pattern=r"[A-Za-z0-9_.-]{1,64}", rule="1 to 64 of A-Z, a-z, 0-9, _ . and -"),
+        default="default",
+        help="Name of the cluster in Redis; clusters that share a Redis need different names.",
+    )
+    transport: str = option(
+        choice("auto", "shm", "tcp", "nccl", "cuda_ipc"), default="auto", help="Channel that KV pages travel on."
+    )
+    page_size: int = option(integer(1, 1024), default=16, help="Tokens of a KV page.")
+    dtype: str = option(
+        choice("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="Type of weights and KV; auto takes the checkpoint's.",
+    )
+    kv_pages: int | None = option(integer(1), default=None, help="Pages of each worker's KV pool.")
+    kv_memory: int | None = option(size_bytes(), default=None, help="Size of each KV pool, instead of --kv-pages.")
+    chunk_tokens: int = option(integer(1, 65536), default=512, help="Most prompt tokens that one step computes.")
+    max_batch: int = option(integer(1, 4096), default=64, help="Most sequences in a decode worker's batch.")
+    threads: int | None = option(
+        integer(1, 1024), default=None, help="Processor threads of each worker; the cores shared out if not given."
+    )
+    seed: int | None = option(
+        integer(0, 2**63 - 1), default=None, help="Makes answers without a seed of their own repeatable."
+    )
+    otlp: str | None = option(url("http", "https"), default=None, help="OTLP gRPC collector of traces.")
+    pid_file: Path | None = option(  # noqa: RUF009
+        path(), default=None, help="File that holds the process id while it runs."
+    )
+    log_dir: Path | None = option(  # noqa: RUF009
+        path(), default=None, help="Folder of the log files; a temporary one, removed at a clean end, if not given."
+    )
+    log_level: str = option(choice(*LEVELS), default="info", help="Least level that is logged.")
+    start_timeout: float = option(
+        number(1, 86_400), default=900.0, help="Seconds until the first request must be servable; else it gives up."
+    )
+    stop_grace: float = option(
+        number(0, 3600), default=10.0, help="Seconds that running requests get to finish when it is told to stop."
+    )
+    verbose: bool = option(flag(), default=False, help="Also shows every log line on standard error (-v).")
+
+    def __post_init__(self) -> None:
+        if self.kv_pages is not None and self.kv_memory is not None:
+            raise ConfigError("--kv-pages and --kv-memory are both given; the size of the KV pool is one of them")
+        if self.http_port == self.grpc_port != 0:
+            raise ConfigError(f"--http-port and --grpc-port are both {self.http_port}; give them different ports")
+
+    @property
+    def served_name(self) -> str:
+        """Name that clients use for the model."""
+        if self.model_name is not None:
+            return self.model_name
+        if self.model == DEMO_MODEL:
+            return "tandem-demo"
+        return re.sub(r"\s+", "-", self.model.resolve().name) or "model"
+
+    @property
+    def threads_per_worker(self) -> int:
+        """Given, or the usable cores shared out among the workers, at least one each."""
+        return self.threads or max(1, usable_cores() // (self.prefill + self.decode))
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

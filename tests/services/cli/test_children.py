@@ -1,0 +1,88 @@
+"""The command lines of the processes of a cluster."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cli.children import Addresses, child_environment, gateway_spec, worker_specs
+from services.cli.up_settings import DEMO_MODEL, UpSettings, usable_cores
+from services.runtime.config import load
+from services.runtime.errors import ConfigError
+
+ADDRESSES = Addresses(redis_url="unix:///tmp/r.sock", http_port=8123, grpc_port=50123)
+
+
+def test_every_worker_has_a_name_and_the_cluster_s_settings() -> None:
+    settings = UpSettings(model=Path("/m"), prefill=2, decode=1, kv_memory=1 << 20, transport="tcp", threads=3)
+    specs = worker_specs(settings, ADDRESSES, {"A": "b"})
+    assert [spec.name for spec in specs] == ["prefill-0", "prefill-1", "decode-0"]
+    assert specs[0].command[:4] == (sys.executable, "-P", "-m", "prefill_worker")
+    assert specs[2].command[:4] == (sys.executable, "-P", "-m", "decode_worker")
+    for spec in specs:
+        assert {"--model=/m", "--redis=unix:///tmp/r.sock", "--kv-memory=1048576"} <= set(spec.command)
+        assert {"--transport=tcp", "--threads=3", "--host=127.0.0.1", "--port=0"} <= set(spec.command)
+        assert not any(flag.startswith("--kv-pages") for flag in spec.command)
+        assert spec.environment == {"A": "b"}
+    assert "--max-batch=64" in specs[2].command
+    assert not any(flag.startswith("--max-batch") for flag in specs[0].command)
+
+
+def test_workers_stay_on_loopback_when_the_gateway_is_opened() -> None:
+    settings = UpSettings(host="0.0.0.0")
+    assert "--http-host=0.0.0.0" in gateway_spec(settings, ADDRESSES, {}).command
+    assert all("--host=127.0.0.1" in spec.command for spec in worker_specs(settings, ADDRESSES, {}))
+
+
+def test_the_gateway_gets_real_ports_and_the_model_s_name() -> None:
+    command = gateway_spec(UpSettings(http_port=0, grpc_port=0, seed=7), ADDRESSES, {}).command
+    assert {"--http-port=8123", "--grpc-port=50123", "--model-name=tandem-demo", "--seed=7"} <= set(command)
+    assert {"--min-prefill=1", "--min-decode=1", "--drain-s=10.0"} <= set(command)
+    assert "--min-prefill=0" in gateway_spec(UpSettings(prefill=0), ADDRESSES, {}).command
+    named = gateway_spec(UpSettings(model=Path("/models/My Llama")), ADDRESSES, {}).command
+    assert "--model-name=My-Llama" in named
+
+
+def test_children_inherit_what_up_does_not_decide() -> None:
+    environ = {"PATH": "/bin", "TANDEM_HTTP_PORT": "1", "TANDEM_KV_MEMORY": "1GiB", "TANDEM_ROUTING": "round_robin"}
+    environment = child_environment(environ, parent_pid=42)
+    assert environment["TANDEM_DIE_WITH_PARENT"] == "42"
+    assert environment["TANDEM_ROUTING"] == "round_robin"
+    assert "TANDEM_HTTP_PORT" not in environment
+    assert "TANDEM_KV_MEMORY" not in environment
+    assert environment["PATH"] == "/bin"
+
+
+def test_cores_are_shared_out_and_nobody_gets_none() -> None:
+    assert UpSettings(prefill=1, decode=1).threads_per_worker == max(1, usable_cores() // 2)
+    assert UpSettings(prefill=100, decode=156).threads_per_worker == max(1, usable_cores() // 256)
+    assert UpSettings(threads=5).threads_per_worker == 5
+
+
+def test_settings_come_from_flags_and_variables() -> None:
+    environ = {"TANDEM_PREFILL": "2", "TANDEM_DECODE": "3"}
+    settings = load(UpSettings, ["--decode", "1", "--kv-memory", "2GiB"], prog="tandem up", environ=environ)
+    assert (settings.prefill, settings.decode, settings.kv_memory) == (2, 1, 2 << 30)
+    assert settings.model == DEMO_MODEL
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--decode", "0"], "--decode"),
+        (["--prefill", "-1"], "--prefill"),
+        (["--http-port", "65536"], "--http-port"),
+        (["--page-size", "0"], "--page-size"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--transport", "carrier-pigeon"], "--transport"),
+        (["--kv-memory", "much"], "--kv-memory"),
+        (["--kv-pages", "8", "--kv-memory", "1GiB"], "--kv-pages"),
+        (["--http-port", "9000", "--grpc-port", "9000"], "--grpc-port"),
+        (["--redis", "http://x"], "--redis"),
+        (["--seed", "-1"], "--seed"),
+        (["--no-such-flag"], "--no-such-flag"),
+    ],
+)
+def test_a_bad_setting_is_named(flags: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load(UpSettings, flags, prog="tandem up", environ={})

@@ -1,0 +1,44 @@
+"""The handbook against the settings: what it names exists, and what exists is named."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode_worker.config import DecodeWorkerConfig
+from gateway.config import GatewayConfig
+from prefill_worker.config import PrefillWorkerConfig
+from services.cli.chat import ChatSettings
+from services.cli.status import StatusSettings
+from services.cli.up_settings import UpSettings
+
+ROOT = Path(__file__).resolve().parents[3]
+HANDBOOK = (ROOT / "docs" / "operations.md").read_text()
+SETTINGS = [UpSettings, GatewayConfig, PrefillWorkerConfig, DecodeWorkerConfig]
+
+
+def flags(settings: Any) -> set[str]:
+    return {"--" + field.name.replace("_", "-") for field in dataclasses.fields(settings)}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_flag_has_its_row(settings: Any) -> None:
+    rows = set(re.findall(r"^\| `(--[a-z-]+)` \|", HANDBOOK, re.MULTILINE))
+    assert flags(settings) - rows == set()
+
+
+def test_no_flag_is_named_that_does_not_exist() -> None:
+    known = set().union(*map(flags, [*SETTINGS, ChatSettings, StatusSettings]))
+    assert set(re.findall(r"`(--[a-z][a-z-]*)", HANDBOOK)) - known - {"--help"} == set()
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/operations.md"])
+def test_every_link_and_file_name_leads_somewhere(name: str) -> None:
+    page = ROOT / name
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    files = re.findall(r"`((?:gateway|kv_transfer|services|protos|prefill_worker|decode_worker)/[\w/]+\.\w+)`", text)
+    assert [file for file in files if not (ROOT / file).exists()] == []

@@ -1,0 +1,73 @@
+"""`tandem status` against a small HTTP server."""
+
+import json
+from typing import Any
+
+import pytest
+
+from services.cli.main import main
+
+WORKER = {
+    "id": "decode-0",
+    "role": "decode",
+    "pid": 4242,
+    "host": "here",
+    "address": "127.0.0.1:40001",
+    "incarnation": "0" * 32,
+    "state": "ready",
+    "model": "tandem-demo",
+    "exact": True,
+    "pages": {"total": 100, "free": 91, "cached": 2, "reserved": 3, "used": 4},
+    "running": 5,
+    "waiting": 6,
+}
+CLUSTER = {"workers": [WORKER], "requests": {"queued": 7, "running": 8}}
+
+
+def test_the_table_shows_every_figure_under_its_heading(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    api.routes["GET /cluster"] = (200, CLUSTER)
+    assert main(["status", "--url", api.url]) == 0
+    heading, row, *rest = capsys.readouterr().out.splitlines()
+    shown = dict(zip(heading.split(), row.split(), strict=True))
+    assert shown == {
+        "WORKER": "decode-0", "ROLE": "decode", "STATE": "ready", "PID": "4242", "ADDRESS": "127.0.0.1:40001",
+        "PAGES": "100", "FREE": "91", "CACHED": "2", "RESERVED": "3", "USED": "4", "RUN": "5", "WAIT": "6",
+        "EXACT": "yes",
+    }  # fmt: skip
+    assert heading.index("ADDRESS") == row.index("127.0.0.1:40001")
+    assert rest[-1].split() == ["requests", "8", "running,", "7", "queued"]
+
+
+def test_json_is_the_answer_itself(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    api.routes["GET /cluster"] = (200, CLUSTER)
+    assert main(["status", "--url", api.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == CLUSTER
+
+
+def test_an_empty_cluster_is_said_to_be_empty(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    api.routes["GET /cluster"] = (200, {"workers": [], "requests": {"queued": 0, "running": 0}})
+    assert main(["status", "--url", api.url]) == 0
+    assert "no workers" in capsys.readouterr().out
+
+
+def test_nobody_there_is_exit_code_1_and_one_sentence(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url = api.url
+    api.close()
+    assert main(["status", "--url", url]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert url in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("answer", [(500, {"error": {"message": "broken inside"}}), (200, b"<html>"), (404, b"")])
+def test_a_useless_answer_is_exit_code_1(api: Any, capsys: pytest.CaptureFixture[str], answer: Any) -> None:
+    api.routes["GET /cluster"] = answer
+    assert main(["status", "--url", api.url]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_url_that_is_none_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", "localhost"]) == 2
+    assert "--url" in capsys.readouterr().err

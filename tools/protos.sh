@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Generates the stubs of protos/*.proto: `tools/protos.sh write` beside them, `tools/protos.sh check` compares only.
+# The generator lives in an environment of its own (.tools/gen), because it needs an older protobuf than the services use.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# The oldest grpcio that is supported: stubs refuse a grpcio older than their generator.
+GENERATOR=(grpcio-tools==1.80.0 mypy-protobuf==5.1.0)
+STAMP=.tools/gen/.installed
+
+make_generator() {
+    if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "${GENERATOR[*]}" ]; then return; fi
+    echo "making .tools/gen with ${GENERATOR[*]}"
+    [ -x .tools/gen/bin/python ] || .venv/bin/python -m venv .tools/gen
+    if .venv/bin/python -m uv --version >/dev/null 2>&1; then
+        .venv/bin/python -m uv pip install --quiet --python .tools/gen/bin/python "${GENERATOR[@]}"
+    else
+        .tools/gen/bin/python -m pip install --quiet "${GENERATOR[@]}"
+    fi
+    echo "${GENERATOR[*]}" >"$STAMP"
+}
+
+generate() { # into folder $1
+    PATH="$PWD/.tools/gen/bin:$PATH" .tools/gen/bin/python -m grpc_tools.protoc -I. \
+        --python_out="$1" --grpc_python_out="$1" --mypy_out="$1" --mypy_grpc_out="$1" protos/*.proto 2> >(grep -v "^Writing mypy" >&2 || true)
+}
+
+stubs() { (cd "$1" && ls protos/*_pb2*.py protos/*_pb2*.pyi); }
+
+case "${1:-}" in
+write)
+    make_generator
+    rm -f protos/*_pb2*.py protos/*_pb2*.pyi
+    generate .
+    ;;
+check)
+    make_generator
+    fresh=$(mktemp -d)
+    trap 'rm -rf "$fresh"' EXIT
+    generate "$fresh"
+    status=0
+    diff <(stubs "$fresh") <(stubs .) || status=1
+    for stub in $(stubs "$fresh"); do diff -q "$fresh/$stub" "$stub" || status=1; done
+    [ "$status" = 0 ] || { echo "error: the stubs differ from protos/*.proto; run make proto" >&2; exit 1; }
+    ;;
+*)
+    echo "usage: tools/protos.sh write|check" >&2
+    exit 2
+    ;;
+esac
