@@ -116,8 +116,11 @@ async def all_at_once(cluster: Cluster, prompts: list[list[int]], **sampling: An
 
 
 def greedy_by_transformers(reference: Any, prompt: list[int]) -> list[int]:
-    with torch.no_grad():
-        ids = reference.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_NEW_TOKENS, min_new_tokens=NUM_NEW_TOKENS
-        )
+    defaults = reference.generation_config
+    eos_token_id, defaults.eos_token_id = defaults.eos_token_id, None
+    try:
+        with torch.no_grad():
+            ids = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_NEW_TOKENS)
+    finally:
+        defaults.eos_token_id = eos_token_id
     return [int(token) for token in ids[0, len(prompt) :]]

@@ -1,0 +1,311 @@
+"""Requests per second of the gateway with instant workers, beside a bare endpoint that returns the same bytes.
+
+`python -m benchmarks.gateway [--json FILE]`. The gateway has one core for itself; Redis, the fake workers and the load
+client share another one. Each figure is given per second of wall time and per second of the gateway's own CPU time: on
+a busy machine the second is the one to trust.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from services.cluster.embedded import EmbeddedRedis
+
+MODEL = Path(__file__).parent.parent / "demo" / "model"
+CLUSTER = "bench-gateway"
+NUM_CONNECTIONS = 64
+ANSWER_TOKENS = 16
+STREAM_TOKENS = 128
+WHOLE_STEP_MS = 1.0
+STREAM_STEP_MS = 10.0
+WARM_UP_S = 1.0
+TARGET_REQUESTS_PER_S = 2000
+READY_TIMEOUT_S = 30.0
+CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+SERVER_CORE = 0
+CLIENT_CORE = 1
+
+WHOLE = {"prompt": [5, 6, 7, 8, 9, 10, 11, 12], "max_tokens": ANSWER_TOKENS, "temperature": 0}
+STREAMED = {**WHOLE, "max_tokens": STREAM_TOKENS, "stream": True}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one run of the load client saw, and the CPU time that the server spent meanwhile."""
+
+    num_requests: int
+    num_bytes: int
+    num_events: int
+    wall_s: float
+    server_cpu_s: float
+
+    @property
+    def per_wall_s(self) -> float:
+        """Requests per second."""
+        return self.num_requests / self.wall_s
+
+    @property
+    def per_cpu_s(self) -> float:
+        """Requests per second of the server's CPU time."""
+        return self.num_requests / max(self.server_cpu_s, 1e-9)
+
+
+def main() -> None:
+    """The command line; the hidden roles are the processes that a run consists of."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="Also write the figures there.")
+    parser.add_argument("--seconds", type=float, default=5.0, help="Time of each measurement.")
+    parser.add_argument("--role", choices=("run", "client", "floor"), default="run", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--request", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.role == "client":
+        print(json.dumps(uvloop.run(_load_forever(arguments.port, arguments.request.encode(), arguments.seconds))))
+    elif arguments.role == "floor":
+        _serve_floor(arguments.port, arguments.answer.encode())
+    else:
+        _report(measure(arguments.seconds), arguments.json)
+
+
+def measure(seconds: float) -> dict[str, Any]:
+    """All figures."""
+    with EmbeddedRedis() as redis, _gateway(redis.url) as (gateway_pid, port):
+        with _fake_workers(redis.url, step_ms=WHOLE_STEP_MS, tokens_per_step=ANSWER_TOKENS):
+            _await_ready(port)
+            answer = _post(port, WHOLE)
+            whole = _measure(gateway_pid, port, WHOLE, seconds)
+            with _floor(answer) as (floor_pid, floor_port):
+                floor = _measure(floor_pid, floor_port, WHOLE, seconds)
+        _await_ready(port, is_ready=False)
+        with _fake_workers(redis.url, step_ms=STREAM_STEP_MS, tokens_per_step=1):
+            _await_ready(port)
+            streamed = _measure(gateway_pid, port, STREAMED, seconds)
+    return {
+        "requests_per_wall_s": whole.per_wall_s,
+        "requests_per_gateway_cpu_s": whole.per_cpu_s,
+        "gateway_cpu_us_per_request": 1e6 / whole.per_cpu_s,
+        "floor_requests_per_wall_s": floor.per_wall_s,
+        "floor_requests_per_cpu_s": floor.per_cpu_s,
+        "ratio_to_floor_by_cpu": whole.per_cpu_s / floor.per_cpu_s,
+        "streamed_tokens_per_wall_s": streamed.per_wall_s * STREAM_TOKENS,
+        "streamed_tokens_per_gateway_cpu_s": streamed.per_cpu_s * STREAM_TOKENS,
+        "gateway_cpu_us_per_streamed_event": streamed.server_cpu_s / max(1, streamed.num_events) * 1e6,
+        "target_requests_per_s": TARGET_REQUESTS_PER_S,
+        "whole": asdict(whole),
+        "floor": asdict(floor),
+        "streamed": asdict(streamed),
+    }
+
+
+def _report(figures: dict[str, Any], file: Path | None) -> None:
+    print(f"gateway, {NUM_CONNECTIONS} connections, {ANSWER_TOKENS} tokens in one JSON answer, instant workers")
+    print(f"  requests/s                {figures['requests_per_wall_s']:10.0f}   target {TARGET_REQUESTS_PER_S}")
+    print(f"  requests/s of own CPU     {figures['requests_per_gateway_cpu_s']:10.0f}")
+    print(f"  CPU per request           {figures['gateway_cpu_us_per_request']:10.0f} us")
+    print(f"  bare endpoint, requests/s {figures['floor_requests_per_wall_s']:10.0f}")
+    print(f"  ratio to it, by CPU       {figures['ratio_to_floor_by_cpu']:10.3f}")
+    print(f"streamed, {NUM_CONNECTIONS} streams of {STREAM_TOKENS} tokens, a step each {STREAM_STEP_MS:g} ms")
+    print(f"  tokens/s                  {figures['streamed_tokens_per_wall_s']:10.0f}")
+    print(f"  tokens/s of own CPU       {figures['streamed_tokens_per_gateway_cpu_s']:10.0f}")
+    if file is not None:
+        file.write_text(json.dumps(figures, indent=2))
+
+
+def _measure(server_pid: int, port: int, body: dict[str, Any], seconds: float) -> Load:
+    """Loads a server for a while after warming it up; CPU time is read around the counted part."""
+    command = [sys.executable, "-m", "benchmarks.gateway", "--role", "client", "--port", str(port)]
+    request = json.dumps(body)
+    subprocess.run([*command, "--request", request, "--seconds", str(WARM_UP_S)], check=True, capture_output=True)
+    cpu_before_s = _cpu_s(server_pid)
+    client = subprocess.run(
+        [*command, "--request", request, "--seconds", str(seconds)], check=True, capture_output=True, text=True
+    )
+    return Load(**json.loads(client.stdout), server_cpu_s=_cpu_s(server_pid) - cpu_before_s)
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of a process and its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
+
+
+@contextlib.contextmanager
+def _gateway(redis_url: str) -> Iterator[tuple[int, int]]:
+    port = _free_port()
+    command = [sys.executable, "-m", "gateway", "--model", str(MODEL), "--model-name", "bench", "--redis", redis_url]
+    command += ["--cluster", CLUSTER, "--http-port", str(port), "--grpc-port", "0", "--log-level", "warning"]
+    command += ["--drain-s", "1"]
+    with _process(command, core=SERVER_CORE) as pid:
+        _await_port(port)
+        yield pid, port
+
+
+@contextlib.contextmanager
+def _fake_workers(redis_url: str, *, step_ms: float, tokens_per_step: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "benchmarks.fake_worker", "--redis", redis_url, "--cluster", CLUSTER]
+    command += ["--step-ms", str(step_ms), "--tokens-per-step", str(tokens_per_step)]
+    with _process(command, core=CLIENT_CORE):
+        yield
+
+
+@contextlib.contextmanager
+def _floor(answer: bytes) -> Iterator[tuple[int, int]]:
+    port = _free_port()
+    command = [sys.executable, "-m", "benchmarks.gateway", "--role", "floor", "--port", str(port)]
+    with _process([*command, "--answer", answer.decode()], core=SERVER_CORE) as pid:
+        _await_port(port)
+        yield pid, port
+
+
+@contextlib.contextmanager
+def _process(command: list[str], *, core: int) -> Iterator[int]:
+    process = subprocess.Popen(command)
+    if (os.cpu_count() or 1) > max(SERVER_CORE, CLIENT_CORE):
+        os.sched_setaffinity(process.pid, {core})
+        os.sched_setaffinity(0, {CLIENT_CORE})
+    try:
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _serve_floor(port: int, answer: bytes) -> None:
+    """The least that a Python HTTP server can do: read the body, return bytes."""
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    async def complete(request: Request) -> Response:
+        await request.body()
+        return Response(answer, media_type="application/json")
+
+    app = Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])])
+    uvicorn.run(
+        app, host="127.0.0.1", port=port, loop="uvloop", http="httptools", log_level="warning", access_log=False
+    )
+
+
+class _Connection(asyncio.Protocol):
+    """One keep-alive connection that asks again as soon as it has an answer."""
+
+    _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+
+    def __init__(self, request: bytes, tally: dict[str, int], failed: "asyncio.Future[None]") -> None:
+        self._request = request
+        self._tally = tally
+        self._failed = failed
+        self._buffer = b""
+        self._transport: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._tally["num_bytes"] += len(data)
+        self._tally["num_events"] += data.count(b"data: {")
+        self._buffer += data
+        head_end = self._buffer.find(b"\r\n\r\n")
+        if head_end < 0:
+            return
+        if not self._buffer.startswith(b"HTTP/1.1 200"):
+            self._fail(self._buffer[:500].decode(errors="replace"))
+            return
+        length = self._LENGTH.search(self._buffer, 0, head_end)
+        if length is None:
+            is_complete = self._buffer.endswith(b"0\r\n\r\n")
+        else:
+            is_complete = len(self._buffer) >= head_end + 4 + int(length[1])
+        if is_complete:
+            self._buffer = b""
+            self._tally["num_requests"] += 1
+            self._transport.write(self._request)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail("the server closed a connection")
+
+    def _fail(self, why: str) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(RuntimeError(why))
+
+
+async def _load_forever(port: int, body: bytes, seconds: float) -> dict[str, float]:
+    """Keeps all connections busy for a while. Raises RuntimeError on any answer but 200."""
+    loop = asyncio.get_running_loop()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    )
+    request = head.encode() + b"\r\n\r\n" + body
+    tally = {"num_requests": 0, "num_bytes": 0, "num_events": 0}
+    failed: asyncio.Future[None] = loop.create_future()
+    started_s = time.perf_counter()
+    for _ in range(NUM_CONNECTIONS):
+        await loop.create_connection(lambda: _Connection(request, tally, failed), "127.0.0.1", port)
+    await asyncio.wait((failed,), timeout=seconds)
+    if failed.done():
+        failed.result()
+    return {**tally, "wall_s": time.perf_counter() - started_s}
+
+
+def _post(port: int, body: dict[str, Any]) -> bytes:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=10) as response:
+        answer: bytes = response.read()
+    return answer
+
+
+def _await_ready(port: int, *, is_ready: bool = True) -> None:
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/cluster", timeout=1) as response:
+                workers = json.load(response)["workers"]
+            if sum(worker["state"] == "ready" for worker in workers) == (2 if is_ready else 0):
+                return
+        time.sleep(0.05)
+    raise TimeoutError("the gateway did not see the workers come or go in time")
+
+
+def _await_port(port: int) -> None:
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

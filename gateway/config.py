@@ -1,0 +1,67 @@
+"""The gateway's settings."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cluster.keys import CLUSTER_NAME_PATTERN
+from services.runtime.config import choice, flag, integer, number, option, path, text, url
+from services.runtime.logs import LEVELS
+from services.scheduling.routing import POLICIES
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """Serves the gRPC API and the OpenAI-compatible HTTP API of one model."""
+
+    model: Path = option(  # noqa: RUF009 - `option` makes a field
+        path(), help="Model folder: config.json, tokenizer.json and chat template are read."
+    )
+    model_name: str | None = option(
+        text(pattern=r"\S{1,256}", rule="1 to 256 characters without spaces"),
+        default=None,
+        help="Name of the model in requests; the folder's name if not given.",
+    )
+    http_host: str = option(text(), default="127.0.0.1", help="Address of the HTTP API; 0.0.0.0 means all.")
+    http_port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
+    grpc_host: str = option(text(), default="127.0.0.1", help="Address of the gRPC API; 0.0.0.0 means all.")
+    grpc_port: int = option(integer(0, 65535), default=50051, help="Port of the gRPC API; 0 picks a free one.")
+    redis: str = option(
+        url("redis", "rediss", "unix"), default="redis://127.0.0.1:6379", help="Where the workers register."
+    )
+    cluster: str = option(
+        text(pattern=CLUSTER_NAME_PATTERN, rule=CLUSTER_NAME_PATTERN),
+        default="default",
+        help="Name of the cluster; several may share a Redis.",
+    )
+    otlp: str | None = option(
+        url("http", "https"), default=None, help="OTLP gRPC collector for traces, such as http://127.0.0.1:4317."
+    )
+    seed: int | None = option(
+        integer(0, 2**63 - 1), default=None, help="Makes the seeds of requests without one repeatable."
+    )
+    routing: str = option(choice(*POLICIES), default="least_loaded", help="How workers are chosen.")
+    local_prefill_tokens: int = option(
+        integer(0), default=0, help="Prompts up to this length are computed by the decode worker itself."
+    )
+    min_prefill: int = option(
+        integer(0),
+        default=0,
+        help="Prefill workers that /ready waits for; where none is, decode workers do their work.",
+    )
+    min_decode: int = option(integer(1), default=1, help="Decode workers that /ready waits for.")
+    max_queued_requests: int = option(
+        integer(0), default=1024, help="Requests that may wait for room in the cluster; more are refused."
+    )
+    max_queue_wait_s: float = option(number(0, 86_400), default=60.0, help="Longest wait for room, in seconds.")
+    max_attempts: int = option(integer(1, 100), default=3, help="Attempts of a request before it fails.")
+    failover_wait_s: float = option(
+        number(0, 86_400), default=30.0, help="Longest wait for a worker to go on with an answer, in seconds."
+    )
+    max_request_s: float = option(
+        number(0.001, 86_400), default=600.0, help="Deadline of requests that give none or a later one, in seconds."
+    )
+    drain_s: float = option(
+        number(0, 3600), default=30.0, help="Time that running requests have to end after SIGTERM, in seconds."
+    )
+    reflection: bool = option(flag(), default=True, help="Serve gRPC reflection.")
+    log_level: str = option(choice(*LEVELS), default="info", help="Least level of log records.")

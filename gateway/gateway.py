@@ -1,0 +1,114 @@
+"""One gateway process put together: sessions, APIs, and their orderly end. Reads no environment and no flags."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from typing import cast
+
+from gateway.admission import AdmissionQueue
+from gateway.config import GatewayConfig
+from gateway.grpc_api import SERVICE_NAMES, ClusterService, InferenceService, register
+from gateway.http_api import HttpApi
+from gateway.http_server import HttpServer
+from gateway.lifecycle import Policies, Requests
+from gateway.metrics import Metrics
+from gateway.model_files import read_model_files
+from gateway.tokenization import ModelTokenizer
+from gateway.topology import Topology
+from gateway.validation import ModelLimits
+from services.cluster.placement import PlacementStore, PlacementWriter
+from services.cluster.registry import Membership, new_incarnation, watch_workers
+from services.cluster.store import Store
+from services.runtime import rpc
+from services.scheduling.routing import POLICIES
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """Everything that one process serves. Raises ModelError if the model folder cannot be used.
+
+    To be made on the event loop that runs it.
+    """
+
+    def __init__(self, config: GatewayConfig) -> None:
+        files = read_model_files(config.model)
+        self.incarnation = new_incarnation()
+        self.http_port = 0
+        self.grpc_port = 0
+        self._config = config
+        self._store = Store(config.redis, cluster=config.cluster)
+        self._placements = PlacementWriter(PlacementStore(self._store))
+        tokenizer = ModelTokenizer(files)
+        metrics = Metrics()
+        queue = AdmissionQueue(config.max_queued_requests)
+        self.topology = Topology(gateway_incarnation=self.incarnation, on_change=queue.poke)
+        self.requests = Requests(
+            model_name=config.model_name or config.model.resolve().name,
+            limits=ModelLimits(files.vocab_size, files.context_length_tokens),
+            eos_token_ids=files.eos_token_ids,
+            tokenizer=tokenizer,
+            topology=self.topology,
+            queue=queue,
+            policies=_policies(config),
+            placements=self._placements,
+            metrics=metrics,
+            gateway_incarnation=self.incarnation,
+            seed=config.seed,
+        )
+        metrics.watch_requests(lambda: self.requests.num_queued, lambda: self.requests.num_running)
+        api = HttpApi(
+            self.requests, topology=self.topology, tokenizer=tokenizer, metrics=metrics, is_ready=self.is_ready
+        )
+        self._http = HttpServer(api.app())
+        self._grpc = rpc.make_server(SERVICE_NAMES, profile=rpc.PUBLIC, with_reflection=config.reflection)
+        register(self._grpc, InferenceService(self.requests, tokenizer), ClusterService(self.requests, self.topology))
+        self._watch: asyncio.Task[None] | None = None
+        self._is_leaving = False
+
+    def is_ready(self) -> bool:
+        """Whether enough workers are connected and the gateway is not leaving."""
+        has_prefill = self.topology.num_ready("prefill") >= self._config.min_prefill
+        return not self._is_leaving and has_prefill and self.topology.num_ready("decode") >= self._config.min_decode
+
+    async def start(self) -> None:
+        """Listens and begins to look for workers. Raises ConfigError where an address cannot be had."""
+        config = self._config
+        self.grpc_port = await self._grpc.start(config.grpc_host, config.grpc_port)
+        self.http_port = await self._http.start(config.http_host, config.http_port)
+        self._placements.start()
+        self.topology.start()
+        self._watch = asyncio.create_task(self._follow_workers(), name="workers")
+        await self._grpc.set_serving(True)
+        logger.info("listening", extra={"http_port": self.http_port, "grpc_port": self.grpc_port})
+
+    async def stop(self) -> None:
+        """Waits for running requests, at most `drain_s`, then ends everything."""
+        self._is_leaving = True
+        await self._grpc.set_serving(False)
+        await self.requests.wait_until_idle(timeout_s=self._config.drain_s)
+        await asyncio.gather(self._grpc.stop(1.0), self._http.stop(1.0))
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait((self._watch,))
+        await self.topology.close()
+        await self._placements.close()
+        await self._store.close()
+
+    async def _follow_workers(self) -> None:
+        watch = cast(AsyncGenerator[Membership, None], watch_workers(self._store))
+        async with contextlib.aclosing(watch) as memberships:
+            async for membership in memberships:
+                self.topology.take_membership(membership.workers)
+
+
+def _policies(config: GatewayConfig) -> Policies:
+    return Policies(
+        route=POLICIES[config.routing],
+        local_prefill_max_tokens=config.local_prefill_tokens,
+        max_attempts=config.max_attempts,
+        max_request_s=config.max_request_s,
+        failover_wait_s=config.failover_wait_s,
+        max_queue_wait_s=config.max_queue_wait_s,
+    )

@@ -1,0 +1,268 @@
+"""The public gRPC services `Inference` and `Cluster`.
+
+An edge: turns protobuf into a `Call` and `Delta`s into protobuf. Errors become statuses in `services.runtime.rpc`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+import grpc
+
+from gateway.calls import AcceptedCall, Call, Delta, Usage
+from gateway.lifecycle import Requests
+from gateway.sessions import TokenLogprobs
+from gateway.tokenization import LONG_TEXT_CHARS, ModelTokenizer
+from gateway.topology import Member, Topology
+from gateway.validation import (
+    GRPC_PREFIX,
+    MAX_BODY_BYTES,
+    AskedSampling,
+    check_model_name,
+    check_text,
+    check_token_ids,
+)
+from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from services.runtime import rpc
+from services.runtime.errors import InvalidRequest
+
+SERVICE_NAMES = ("tandem.v1.Inference", "tandem.v1.Cluster")
+WATCH_INTERVAL_S = 0.5
+MAX_DEADLINE_S = 24 * 3600.0
+"""The gateway's own maximum applies on top of it."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_ROLES = {"prefill": cluster_pb2.WORKER_ROLE_PREFILL, "decode": cluster_pb2.WORKER_ROLE_DECODE}
+_STATES = {
+    "starting": cluster_pb2.WORKER_STATE_STARTING,
+    "ready": cluster_pb2.WORKER_STATE_READY,
+    "draining": cluster_pb2.WORKER_STATE_DRAINING,
+    "lost": cluster_pb2.WORKER_STATE_LOST,
+}
+_REASONS = {"stop": inference_pb2.FINISH_REASON_STOP, "length": inference_pb2.FINISH_REASON_LENGTH}
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Text generation and tokenization."""
+
+    def __init__(self, requests: Requests, tokenizer: ModelTokenizer) -> None:
+        self._requests = requests
+        self._tokenizer = tokenizer
+        self._created_unix_s = int(time.time())
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Streams the answer of one prompt."""
+        with await self._requests.accept(_call(request, context)) as accepted:
+            async with contextlib.aclosing(self._deltas(accepted)) as deltas:
+                async for delta in deltas:
+                    yield _response(accepted.request_id, delta)
+
+    async def GenerateUnary(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> inference_pb2.GenerateResponse:
+        """The whole answer of one prompt."""
+        whole = inference_pb2.GenerateResponse()
+        texts: list[str] = []
+        with await self._requests.accept(_call(request, context)) as accepted:
+            async with contextlib.aclosing(self._deltas(accepted)) as deltas:
+                async for delta in deltas:
+                    texts.append(delta.text)
+                    # Merging appends what is repeated and replaces what is not.
+                    whole.MergeFrom(_response(accepted.request_id, delta))
+        whole.text = "".join(texts)
+        whole.first_index = 0
+        return whole
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        """The one model that this gateway serves."""
+        limits = self._requests.limits()
+        model = inference_pb2.Model(
+            name=self._requests.model_name,
+            context_length_tokens=limits.context_length_tokens,
+            vocab_size=limits.vocab_size,
+            created_unix_s=self._created_unix_s,
+        )
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        """Token ids of a text."""
+        check_model_name(request.model, self._requests.model_name)
+        check_text(request.text, field_name="text", max_chars=MAX_BODY_BYTES)
+        token_ids = await self._tokenizer.encode(request.text, add_special_tokens=not request.without_special_tokens)
+        return inference_pb2.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        """Text of token ids."""
+        check_model_name(request.model, self._requests.model_name)
+        token_ids = list(request.token_ids)
+        check_token_ids(token_ids, self._requests.limits(), field_name="token_ids")
+        skips_special = not request.with_special_tokens
+        if len(token_ids) <= LONG_TEXT_CHARS:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=skips_special)
+        else:
+            text = await asyncio.to_thread(self._tokenizer.decode, token_ids, skip_special_tokens=skips_special)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    def _deltas(self, accepted: AcceptedCall) -> AsyncGenerator[Delta, None]:
+        return self._requests.run(accepted.generations[0])
+
+
+class ClusterService(cluster_pb2_grpc.ClusterServicer):
+    """Who is in the cluster, and taking a worker out."""
+
+    def __init__(self, requests: Requests, topology: Topology) -> None:
+        self._requests = requests
+        self._topology = topology
+
+    async def GetTopology(self, request: cluster_pb2.GetTopologyRequest, context: Context) -> cluster_pb2.Topology:
+        """The topology now."""
+        return self._snapshot()
+
+    async def WatchTopology(
+        self, request: cluster_pb2.WatchTopologyRequest, context: Context
+    ) -> AsyncGenerator[cluster_pb2.Topology, None]:
+        """The topology now and after each change, at most once in WATCH_INTERVAL_S."""
+        last: cluster_pb2.Topology | None = None
+        async with contextlib.aclosing(self._topology.changes()) as changes:
+            async for _ in changes:
+                snapshot = self._snapshot()
+                if snapshot != last:
+                    last = snapshot
+                    yield snapshot
+                await asyncio.sleep(WATCH_INTERVAL_S)
+
+    async def Drain(self, request: cluster_pb2.DrainRequest, context: Context) -> cluster_pb2.DrainResponse:
+        """Takes a worker out of rotation."""
+        member = self._topology.drain(request.worker_id)
+        return cluster_pb2.DrainResponse(state=_STATES[member.state])
+
+    def _snapshot(self) -> cluster_pb2.Topology:
+        counts = cluster_pb2.RequestCounts(queued=self._requests.num_queued, running=self._requests.num_running)
+        return cluster_pb2.Topology(workers=map(_worker, self._topology.members()), requests=counts)
+
+
+def register(server: rpc.RpcServer, inference: InferenceService, cluster: ClusterService) -> None:
+    """Adds both services to a server that was made for SERVICE_NAMES."""
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.server)
+    cluster_pb2_grpc.add_ClusterServicer_to_server(cluster, server.server)
+
+
+def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
+    return Call(
+        operation="text_completion",
+        model=request.model,
+        request_id=request.request_id or None,
+        prompts=[_prompt(request)],
+        sampling=_sampling(request.sampling),
+        priority=request.priority,
+        tenant=request.tenant,
+        deadline=rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S),
+        traceparent=_traceparent(context),
+        field_prefix=GRPC_PREFIX,
+        prompt_field="token_ids" if request.WhichOneof("prompt") == "token_ids" else "text",
+    )
+
+
+def _prompt(request: inference_pb2.GenerateRequest) -> str | list[int]:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("prompt must be given as text or as token_ids", field="prompt")
+    return request.text if kind == "text" else list(request.token_ids.ids)
+
+
+def _sampling(params: inference_pb2.SamplingParams) -> AskedSampling:
+    given = {name: getattr(params, name) for name in _OPTIONAL_FIELDS if params.HasField(name)}
+    return AskedSampling(
+        min_tokens=params.min_tokens,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        stop=list(params.stop),
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        **given,
+    )
+
+
+_OPTIONAL_FIELDS: tuple[Any, ...] = ("max_tokens", "temperature", "top_p", "seed", "repetition_penalty", "logprobs")
+
+
+def _traceparent(context: Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent":
+            return value if isinstance(value, str) else ""
+    return ""
+
+
+def _response(request_id: str, delta: Delta) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(
+        request_id=request_id,
+        first_index=delta.first_index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        logprobs=_logprobs(delta.logprobs) if delta.logprobs is not None else (),
+    )
+    if delta.finish_reason is not None:
+        response.finish_reason = _REASONS[delta.finish_reason]
+    if delta.usage is not None:
+        response.usage.CopyFrom(_usage(delta.usage))
+    return response
+
+
+def _logprobs(entries: Iterable[TokenLogprobs]) -> list[inference_pb2.TokenLogprobs]:
+    return [
+        inference_pb2.TokenLogprobs(
+            logprob=entry.logprob,
+            top=[inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
+        )
+        for entry in entries
+    ]
+
+
+def _usage(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        queue_s=usage.queue_s,
+        prefill_s=usage.prefill_s,
+        transfer_s=usage.transfer_s,
+        decode_s=usage.decode_s,
+    )
+
+
+def _worker(member: Member) -> cluster_pb2.Worker:
+    record, load = member.record, member.load
+    return cluster_pb2.Worker(
+        id=record.id,
+        role=_ROLES[record.role],
+        pid=record.pid,
+        host=record.host,
+        address=record.address,
+        incarnation=record.incarnation,
+        state=_STATES[member.state],
+        model=record.model,
+        exact=record.exact,
+        pages=cluster_pb2.PageCounts(
+            total=load.pages_total,
+            free=load.pages_free,
+            cached=load.pages_cached,
+            reserved=load.pages_reserved,
+            used=load.pages_used,
+        ),
+        running=load.running,
+        waiting=load.waiting,
+    )

@@ -1,0 +1,488 @@
+"""The OpenAI API over HTTP and SSE, and the pages that operators and probes read.
+
+An edge: turns HTTP into a `Call`, `Delta`s into HTTP, and every error into OpenAI's error object. How a request lives
+is `gateway.lifecycle`'s business.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.calls import AcceptedCall, Delta, Generation, Usage
+from gateway.fan_out import all_of, merged
+from gateway.http_server import connection_of
+from gateway.lifecycle import Requests
+from gateway.metrics import CONTENT_TYPE, Metrics
+from gateway.openai_types import (
+    SSE_DONE,
+    Body,
+    ChatRequest,
+    ChatWriter,
+    CompletionRequest,
+    CompletionWriter,
+    Head,
+    Whole,
+    Writer,
+    parse,
+    sse_error,
+)
+from gateway.sessions import TokenLogprobs
+from gateway.tokenization import ModelTokenizer
+from gateway.topology import Member, Topology
+from gateway.validation import MAX_BODY_BYTES, MAX_BODY_READ_S
+from services.runtime import status
+from services.runtime.errors import InvalidRequest, NotFound, RequestCancelled, TandemError
+
+MAX_HEADERS = 100
+MAX_URL_BYTES = 8 * 1024
+LINGER_S = 2.0
+SLOW_CLIENT_LIMIT_S = 30.0
+"""A client that takes nothing for so long is dropped."""
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+HeaderPairs = list[tuple[bytes, bytes]]
+
+
+class HttpRefusal(InvalidRequest):
+    """A request that HTTP's own rules refuse, with the status for it. Its connection is closed."""
+
+    def __init__(self, message: str, *, http_status: int, code: str) -> None:
+        super().__init__(message, code=code)
+        self.http_status = http_status
+
+
+class HttpApi:
+    """All routes. `is_ready` says whether requests can be served now."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        *,
+        topology: Topology,
+        tokenizer: ModelTokenizer,
+        metrics: Metrics,
+        is_ready: Callable[[], bool],
+    ) -> None:
+        self._requests = requests
+        self._topology = topology
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._is_ready = is_ready
+        self._created_unix_s = int(time.time())
+
+    def app(self) -> App:
+        """The ASGI application, to be run by `gateway.http_server`."""
+        fast: dict[str, App] = {
+            "/v1/completions": _Endpoint(self._completions, self._metrics),
+            "/v1/chat/completions": _Endpoint(self._chat_completions, self._metrics),
+        }
+        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
+        routes += [
+            Route("/v1/models", self._list_models),
+            Route("/v1/models/{name:path}", self._show_model),
+            Route("/health", self._show_health),
+            Route("/ready", self._show_readiness),
+            Route("/metrics", self._show_metrics),
+            Route("/cluster", self._show_cluster),
+        ]
+        handlers = {HTTPException: _routing_error, TandemError: _error_response, 500: _error_response}
+        starlette = Starlette(routes=routes, exception_handlers=handlers)
+
+        async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+            # Starlette's layers cost a tenth of a request, so the two routes that carry the load go around them.
+            endpoint = fast.get(scope["path"]) if scope["method"] == "POST" else None
+            await (endpoint or starlette)(scope, receive, send)
+
+        return dispatch
+
+    async def _completions(self, exchange: "_Exchange") -> None:
+        await self._generate(exchange, CompletionRequest, CompletionWriter)
+
+    async def _chat_completions(self, exchange: "_Exchange") -> None:
+        await self._generate(exchange, ChatRequest, ChatWriter)
+
+    async def _generate(self, exchange: "_Exchange", body_type: type[Body], writer_type: type[Writer]) -> None:
+        """From the body of a request to the end of its answer."""
+        request, ignored = parse(await exchange.read_body(), body_type)
+        call = request.call()
+        call.request_id = exchange.header(b"x-request-id") or None
+        call.traceparent = exchange.header(b"traceparent")
+        with await self._requests.accept(call) as accepted:
+            exchange.add_header(b"x-request-id", accepted.request_id)
+            if ignored:
+                exchange.add_header(b"x-tandem-ignored", ",".join(ignored))
+            head = Head(
+                request_id=accepted.request_id,
+                model=self._requests.model_name,
+                created_unix_s=int(time.time()),
+                has_token_ids=bool(request.return_token_ids),
+            )
+            writer = writer_type(self._tokenizer, head=head, stream_options=request.stream_options)
+            with exchange.cancelled_on_disconnect():
+                if request.stream:
+                    await self._stream(exchange, accepted, writer)
+                else:
+                    answers = await all_of([self._whole(generation) for generation in accepted.generations])
+                    await exchange.answer(200, writer.whole(answers))
+
+    async def _whole(self, generation: Generation) -> Whole:
+        """One answer, complete."""
+        token_ids: list[int] = []
+        texts: list[str] = []
+        logprobs: list[TokenLogprobs] | None = None
+        async with contextlib.aclosing(self._requests.run(generation)) as deltas:
+            async for delta in deltas:
+                token_ids += delta.token_ids
+                texts.append(delta.text)
+                if delta.logprobs is not None:
+                    logprobs = [*(logprobs or ()), *delta.logprobs]
+        assert delta.finish_reason is not None
+        assert delta.usage is not None
+        return Whole(
+            index=generation.choice,
+            token_ids=token_ids,
+            text="".join(texts),
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason,
+            usage=delta.usage,
+            prompt_token_ids=generation.prompt_token_ids,
+        )
+
+    async def _stream(self, exchange: "_Exchange", accepted: AcceptedCall, writer: Writer) -> None:
+        """All answers as server-sent events. An error before the first event is raised, a later one is an event."""
+        generations = accepted.generations
+        tally = _UsageTally(generations)
+        opened: set[int] = set()
+        try:
+            runs = [self._requests.run(generation) for generation in generations]
+            async with contextlib.aclosing(merged(runs)) as parts:
+                async for choice, delta in parts:
+                    opening = b"" if choice in opened else writer.opening(choice)
+                    opened.add(choice)
+                    chunk = opening + writer.chunk(choice, delta, tally.take(choice, delta))
+                    if chunk:
+                        await exchange.send_event(chunk)
+        except Exception as error:
+            if not exchange.has_started:
+                raise
+            self._metrics.note_refusal(_note_error(error))
+            await exchange.send_event(sse_error(status.openai_error(error)))
+            await exchange.end_events()
+            return
+        await exchange.send_event((writer.usage_chunk(tally.all()) if writer.has_usage else b"") + SSE_DONE)
+        await exchange.end_events()
+
+    async def _list_models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def _show_model(self, request: Request) -> Response:
+        if request.path_params["name"] != self._requests.model_name:
+            raise NotFound("this model does not exist", field="model", code="model_not_found")
+        return _json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._requests.model_name,
+            "object": "model",
+            "created": self._created_unix_s,
+            "owned_by": "tandem",
+            "max_model_len": self._requests.limits().context_length_tokens,
+        }
+
+    async def _show_health(self, request: Request) -> Response:
+        return _json({"status": "alive"})
+
+    async def _show_readiness(self, request: Request) -> Response:
+        is_ready = self._is_ready()
+        return _json({"status": "ready" if is_ready else "not ready"}, http_status=200 if is_ready else 503)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(self._topology.members()), media_type=CONTENT_TYPE)
+
+    async def _show_cluster(self, request: Request) -> Response:
+        return _json(
+            {
+                "workers": [_worker_json(member) for member in self._topology.members()],
+                "requests": {"queued": self._requests.num_queued, "running": self._requests.num_running},
+            }
+        )
+
+
+class _UsageTally:
+    """Usage of the answers of a stream: at the end, and so far for clients that want it with every chunk."""
+
+    def __init__(self, generations: list[Generation]) -> None:
+        self._prompts = [generation.prompt_token_ids for generation in generations]
+        self._num_tokens = [0] * len(generations)
+        self._usages: dict[int, Usage] = {}
+
+    def take(self, choice: int, delta: Delta) -> Usage:
+        """The usage of one answer up to this delta."""
+        self._num_tokens[choice] += len(delta.token_ids)
+        if delta.usage is not None:
+            self._usages[choice] = delta.usage
+            return delta.usage
+        return Usage(len(self._prompts[choice]), 0, self._num_tokens[choice], 0.0, 0.0, 0.0, 0.0)
+
+    def all(self) -> list[tuple[Usage, Any]]:
+        """(usage, prompt) of each answer."""
+        return [(usage, self._prompts[choice]) for choice, usage in self._usages.items()]
+
+
+class _Exchange:
+    """One request and its answer, on ASGI itself: this path is the one that every token takes."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.has_started = False
+        self._headers: HeaderPairs = scope["headers"]
+        self._connection = connection_of(scope)
+        self._url_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        self._receive = receive
+        self._send = send
+        self._answer_headers: HeaderPairs = []
+        self._sending_since_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_client_lost = False
+
+    def header(self, name: bytes) -> str:
+        """The value of a header, or an empty text."""
+        for key, value in self._headers:
+            if key == name:
+                return value.decode("latin-1")
+        return ""
+
+    def add_header(self, name: bytes, value: str) -> None:
+        """Adds a header to the answer."""
+        self._answer_headers.append((name, value.encode("latin-1")))
+
+    async def read_body(self) -> bytes:
+        """The whole body. Raises HttpRefusal for what is no body of ours, before reading more than is allowed."""
+        self._check_head()
+        task = asyncio.current_task()
+        assert task is not None
+        # A bare timer instead of asyncio.timeout: nearly always the body is here already.
+        timer = asyncio.get_running_loop().call_later(MAX_BODY_READ_S, self._lose_client, task)
+        try:
+            return await self._receive_body()
+        except asyncio.CancelledError:
+            if self._is_client_lost and task.uncancel() == 0:
+                raise HttpRefusal(
+                    f"the body did not arrive within {MAX_BODY_READ_S:g} s", http_status=408, code="request_timeout"
+                ) from None
+            raise
+        finally:
+            timer.cancel()
+
+    async def answer(
+        self, http_status: int, body: bytes, extra: HeaderPairs | None = None, *, is_unread: bool = False
+    ) -> None:
+        """Sends a complete answer. `is_unread`: the request's body was not read, and its sender may still be at it."""
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            *self._answer_headers,
+            *(extra or ()),
+        ]
+        self.has_started = True
+        await self._send({"type": "http.response.start", "status": http_status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": is_unread})
+        if is_unread:
+            await self._discard_body()
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send_event(self, event: bytes) -> None:
+        """Sends server-sent events; begins the answer with the first."""
+        if not self.has_started:
+            self.has_started = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+                *self._answer_headers,
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._sending_since_s = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        self._sending_since_s = None
+
+    async def end_events(self) -> None:
+        """Ends a stream of events."""
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @contextlib.contextmanager
+    def cancelled_on_disconnect(self) -> Iterator[None]:
+        """Raises RequestCancelled in this task if the client goes away, or takes nothing for too long."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._connection.on_lost = functools.partial(self._lose_client, task)
+        self._check_progress(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._is_client_lost and task.uncancel() == 0:
+                raise RequestCancelled("the client left") from None
+            raise
+        finally:
+            self._connection.on_lost = None
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _check_progress(self, task: "asyncio.Task[Any]") -> None:
+        """Looks now and then whether one piece has been on its way for too long."""
+        loop = asyncio.get_running_loop()
+        since_s = self._sending_since_s
+        if since_s is not None and loop.time() - since_s > SLOW_CLIENT_LIMIT_S:
+            self._lose_client(task)
+        else:
+            self._timer = loop.call_later(SLOW_CLIENT_LIMIT_S / 4, self._check_progress, task)
+
+    def _lose_client(self, task: "asyncio.Task[Any]") -> None:
+        self._is_client_lost = True
+        task.cancel()
+
+    async def _discard_body(self) -> None:
+        """Reads on for a moment: closing at once would reset the connection before the answer is read."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await self._receive()).get("more_body"):
+                    pass
+
+    def _check_head(self) -> None:
+        if len(self._headers) > MAX_HEADERS:
+            raise HttpRefusal("too many headers", http_status=431, code="request_head_too_large")
+        if self._url_bytes > MAX_URL_BYTES:
+            raise HttpRefusal("the URL is too long", http_status=414, code="url_too_long")
+        encoding = self.header(b"content-encoding")
+        if encoding and encoding.lower() != "identity":
+            raise HttpRefusal("send the body without content-encoding", http_status=415, code="unsupported_encoding")
+        content_type = self.header(b"content-type").partition(";")[0].strip().lower()
+        if content_type and content_type != "application/json":
+            raise HttpRefusal("send application/json", http_status=415, code="unsupported_media_type")
+        length = self.header(b"content-length")
+        if length:
+            self._check_size(int(length) if length.isascii() and length.isdigit() else MAX_BODY_BYTES + 1)
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > MAX_BODY_BYTES:
+            raise HttpRefusal(
+                f"the body must have at most {MAX_BODY_BYTES} bytes", http_status=413, code="request_too_large"
+            )
+
+    async def _receive_body(self) -> bytes:
+        body = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise RequestCancelled("the client left")
+            part: bytes = message.get("body", b"")
+            self._check_size(len(body) + len(part))
+            if not message.get("more_body"):
+                return bytes(body + part) if body else part
+            body += part
+
+
+class _Endpoint:
+    """An ASGI endpoint that answers every error with OpenAI's object."""
+
+    def __init__(self, serve: Callable[[_Exchange], Awaitable[None]], metrics: Metrics) -> None:
+        self._serve = serve
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = _Exchange(scope, receive, send)
+        try:
+            await self._serve(exchange)
+        except RequestCancelled:
+            return
+        except Exception as error:  # noqa: BLE001 - the boundary: every request gets an answer
+            self._metrics.note_refusal(_note_error(error))
+            if not exchange.has_started:
+                is_unread = isinstance(error, HttpRefusal)
+                await exchange.answer(
+                    _http_status(error), _error_body(error), _error_headers(error), is_unread=is_unread
+                )
+
+
+def _note_error(error: Exception) -> str:
+    """Logs what is not the client's business; gives the error's public code."""
+    if not isinstance(error, TandemError):
+        logger.error("a request failed", exc_info=error)
+    return str(status.openai_error(error)["error"]["code"])
+
+
+def _http_status(error: BaseException) -> int:
+    return error.http_status if isinstance(error, HttpRefusal) else status.http_status(error)
+
+
+def _error_body(error: BaseException) -> bytes:
+    return msgspec.json.encode(status.openai_error(error))
+
+
+def _error_headers(error: BaseException) -> HeaderPairs:
+    headers: HeaderPairs = []
+    if isinstance(error, HttpRefusal):
+        headers.append((b"connection", b"close"))
+    retry_after_s = status.retry_after_s(error)
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
+    return headers
+
+
+async def _error_response(request: Request, error: Exception) -> Response:
+    headers = {key.decode(): value.decode() for key, value in _error_headers(error)}
+    return Response(_error_body(error), _http_status(error), headers, media_type="application/json")
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    """404 and 405, which the router raises."""
+    assert isinstance(error, HTTPException)
+    name = HTTPStatus(error.status_code).name.lower()
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    detail = {"message": f"{error.detail}: {request.url.path[:200]}", "type": kind, "param": None, "code": name}
+    return _json({"error": detail}, http_status=error.status_code, headers=error.headers)
+
+
+def _json(value: Any, *, http_status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), http_status, headers, media_type="application/json")
+
+
+def _worker_json(member: Member) -> dict[str, Any]:
+    record, load = member.record, member.load
+    return {
+        "id": record.id,
+        "role": record.role,
+        "pid": record.pid,
+        "host": record.host,
+        "address": record.address,
+        "incarnation": record.incarnation,
+        "state": member.state,
+        "model": record.model,
+        "exact": record.exact,
+        "pages": {
+            "total": load.pages_total,
+            "free": load.pages_free,
+            "cached": load.pages_cached,
+            "reserved": load.pages_reserved,
+            "used": load.pages_used,
+        },
+        "running": load.running,
+        "waiting": load.waiting,
+    }

@@ -1,0 +1,166 @@
+"""uvicorn as this gateway needs it: bound by us, bounded request heads, no signals, OpenAI's words for broken HTTP.
+
+Knows no route.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, MutableMapping
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services.runtime.config import join_host_port
+from services.runtime.errors import ConfigError
+
+MAX_HEAD_BYTES = 16 * 1024
+"""Request line and headers together."""
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+STARTUP_TIMEOUT_S = 10.0
+UNREAD_LIMIT_MS = 60_000
+
+_EXTENSION = "tandem"
+
+
+class Connection:
+    """What a request may know of its connection: `on_lost` is called when the client goes away.
+
+    ASGI's own way is a task that waits for `http.disconnect`, which costs as much as parsing the request.
+    """
+
+    def __init__(self) -> None:
+        self.on_lost: Callable[[], None] | None = None
+
+
+def connection_of(scope: MutableMapping[str, Any]) -> Connection:
+    """The connection that a request came on."""
+    connection: Connection = scope["extensions"][_EXTENSION]["connection"]
+    return connection
+
+
+class HttpServer:
+    """Serves one ASGI application on one address."""
+
+    def __init__(self, app: Any) -> None:
+        config = uvicorn.Config(
+            app,
+            loop="none",
+            http=_BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            date_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._config = config
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens and says on which port; 0 picks a free one. Raises ConfigError where the address cannot be had."""
+        listener = _bind(host, port)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http-server")
+        async with asyncio.timeout(STARTUP_TIMEOUT_S):
+            await self._server.listening.wait()
+        return int(listener.getsockname()[1])
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new connection, waits up to `grace_s` for running requests, then cancels them."""
+        if self._task is None:
+            return
+        self._config.timeout_graceful_shutdown = max(1, round(grace_s))
+        self._server.should_exit = True
+        await self._task
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens; the process' signals are handled in `__main__`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """httptools itself reads a head of any length into memory."""
+
+    _num_head_bytes = 0
+    _is_in_head = False
+    _connection: Connection
+
+    def connection_made(self, transport: Any) -> None:
+        self._connection = Connection()
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._connection.on_lost is not None:
+            self._connection.on_lost()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._is_in_head:
+            return
+        self._num_head_bytes += len(data)
+        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(431, "the head of the request is too large", "request_head_too_large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {_EXTENSION: {"connection": self._connection}}
+        self._is_in_head = True
+        self._num_head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "the request is not valid HTTP", "invalid_http")
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        body = msgspec.json.encode({"error": error})
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {join_host_port(host, port)}: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Accepted sockets inherit it: what a dropped client never takes does not stay in memory.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_LIMIT_MS)
+        listener.bind(address)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {join_host_port(host, port)}: {error.strerror}") from error
+    return listener

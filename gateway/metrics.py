@@ -1,0 +1,78 @@
+"""What the gateway counts and times, for Prometheus. Knows no request; one registry per gateway."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from gateway.topology import Member
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+DURATION_BUCKETS_S = tuple(0.01 * 2**n for n in range(14))
+TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+OUTCOMES = ("finished", "failed", "cancelled")
+
+
+class Metrics:
+    """The gateway's figures. Attributes with `_s` are histograms in seconds."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.ttft_s = Histogram(
+            "tandem_time_to_first_token_seconds",
+            "From arrival to the first token.",
+            buckets=DURATION_BUCKETS_S,
+            registry=registry,
+        )
+        self.itl_s = Histogram(
+            "tandem_inter_token_latency_seconds",
+            "Time between tokens after the first.",
+            buckets=TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self.generated_tokens = Counter(
+            "tandem_generated_tokens", "Tokens delivered by workers and not dropped.", registry=registry
+        )
+        self.retries = Counter("tandem_failed_attempts", "Attempts that failed.", registry=registry)
+        self._duration_s = Histogram(
+            "tandem_request_duration_seconds",
+            "From arrival to the end.",
+            ("outcome",),
+            buckets=DURATION_BUCKETS_S,
+            registry=registry,
+        )
+        self._durations_s = {outcome: self._duration_s.labels(outcome) for outcome in OUTCOMES}
+        self._prompt_tokens = Counter("tandem_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self._refusals = Counter(
+            "tandem_refused_requests", "Calls answered with an error, by its code.", ("code",), registry=registry
+        )
+        self._requests = Gauge("tandem_requests", "Requests now, by state.", ("state",), registry=registry)
+        self._workers = Gauge("tandem_workers", "Workers by role and state.", ("role", "state"), registry=registry)
+        self._pages = Gauge(
+            "tandem_kv_pages", "KV pages by worker and state.", ("role", "worker", "state"), registry=registry
+        )
+
+    def note_end(self, outcome: str, *, total_s: float, prompt_tokens: int) -> None:
+        """One answer ended: finished, failed or cancelled."""
+        self._durations_s[outcome].observe(total_s)
+        self._prompt_tokens.inc(prompt_tokens)
+
+    def note_refusal(self, code: str) -> None:
+        """A call was answered with an error of this code."""
+        self._refusals.labels(code).inc()
+
+    def watch_requests(self, queued: Callable[[], float], running: Callable[[], float]) -> None:
+        """Reads these counts whenever the figures are asked for."""
+        self._requests.labels("queued").set_function(queued)
+        self._requests.labels("running").set_function(running)
+
+    def render(self, members: list[Member]) -> bytes:
+        """All figures in Prometheus' text format."""
+        self._workers.clear()
+        self._pages.clear()
+        for member in members:
+            record, load = member.record, member.load
+            self._workers.labels(record.role, member.state).inc()
+            for state in ("free", "cached", "reserved", "used"):
+                self._pages.labels(record.role, record.id, state).set(getattr(load, f"pages_{state}"))
+        return generate_latest(self._registry)

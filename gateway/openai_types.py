@@ -1,0 +1,452 @@
+"""OpenAI's requests and answers as they travel: strict parsing of the former, writing of the latter.
+
+Knows the spelling of the HTTP API and nothing of serving it.
+"""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.calls import Call, Delta, Usage
+from gateway.sessions import TokenLogprobs
+from gateway.tokenization import ModelTokenizer
+from gateway.validation import (
+    MAX_LOGPROBS,
+    MAX_TOKENS_EVER,
+    AskedSampling,
+    check_integer,
+    check_not_refused,
+    check_short_text,
+    prompt_form_error,
+)
+from services.runtime.errors import InvalidRequest
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""What the completions API generates when max_tokens is absent, as OpenAI's does."""
+
+SSE_DONE = b"data: [DONE]\n\n"
+
+
+class StreamOptions(msgspec.Struct):
+    """`stream_options` of both request types."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _CommonFields(msgspec.Struct, kw_only=True):
+    """What both APIs have. None means absent, as OpenAI's clients send null for it."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Any] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+
+
+class CompletionRequest(_CommonFields, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    def call(self) -> Call:
+        """The call it asks for. Raises InvalidRequest."""
+        n = 1 if self.n is None else self.n
+        if self.best_of is not None and self.best_of != n:
+            raise InvalidRequest(
+                "best_of is only supported with the value of n", field="best_of", code="unsupported_parameter"
+            )
+        sampling = _sampling(self, max_tokens=self.max_tokens, logprobs=self.logprobs)
+        if self.max_tokens is None:
+            sampling.max_tokens = min(max(DEFAULT_COMPLETION_TOKENS, sampling.min_tokens), MAX_TOKENS_EVER)
+        return Call(
+            operation="text_completion",
+            model=self.model,
+            prompts=_prompts(self.prompt),
+            sampling=sampling,
+            num_choices=n,
+            priority=0 if self.priority is None else self.priority,
+        )
+
+
+class ChatRequest(_CommonFields, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Any] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def call(self) -> Call:
+        """The call it asks for. Raises InvalidRequest."""
+        if self.messages is None:
+            raise InvalidRequest("messages is missing", field="messages", code="missing_required_parameter")
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.max_tokens is not None and max_tokens != self.max_tokens:
+            raise InvalidRequest(
+                "max_tokens and max_completion_tokens mean the same and differ", field="max_completion_tokens"
+            )
+        return Call(
+            operation="chat",
+            model=self.model,
+            messages=self.messages,
+            sampling=_sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs()),
+            num_choices=1 if self.n is None else self.n,
+            priority=0 if self.priority is None else self.priority,
+            prompt_field="messages",
+        )
+
+    def _num_logprobs(self) -> int | None:
+        if self.top_logprobs is None:
+            return 0 if self.logprobs else None
+        check_integer(self.top_logprobs, "top_logprobs", minimum=0, maximum=MAX_LOGPROBS)
+        if not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+        return self.top_logprobs
+
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
+
+
+def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
+    """The request, and the names of members that are ignored. Raises InvalidRequest that names the member."""
+    members = _decode_strictly(body)
+    try:
+        request = msgspec.convert(members, body_type)
+    except msgspec.ValidationError as error:
+        raise _type_error(str(error)) from error
+    unread = {name: value for name, value in members.items() if name not in body_type.__struct_fields__}
+    ignored = check_not_refused(unread)
+    check_short_text(request.user, field_name="user")
+    check_short_text(request.cache_salt, field_name="cache_salt")
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
+    return request, ignored
+
+
+class Whole(msgspec.Struct):
+    """One complete answer."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str
+    usage: Usage
+    prompt_token_ids: Sequence[int]
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What all parts of an answer begin with. `has_token_ids`: the client wants them beside the text."""
+
+    request_id: str
+    model: str
+    created_unix_s: int
+    has_token_ids: bool = False
+
+
+class Writer:
+    """Writes one call's answers in the words of one API. What all chunks of a stream share is encoded once."""
+
+    object_name = ""
+    chunk_object_name = ""
+    id_prefix = ""
+
+    def __init__(self, tokenizer: ModelTokenizer, *, head: Head, stream_options: StreamOptions | None) -> None:
+        self.id = f"{self.id_prefix}-{head.request_id}"
+        self.has_usage = bool(stream_options and stream_options.include_usage)
+        self.is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
+        self._tokenizer = tokenizer
+        self._has_token_ids = head.has_token_ids
+        self._head = {"id": self.id, "created": head.created_unix_s, "model": head.model}
+        start = _encode({**self._head, "object": self.chunk_object_name})
+        self._prefix = b"data: " + start[:-1] + b',"choices":['
+        # With include_usage every chunk but the last has a null there, as OpenAI's clients were told.
+        self._suffix = b'],"usage":null}\n\n' if self.has_usage else b"]}\n\n"
+
+    def whole(self, answers: Sequence[Whole]) -> bytes:
+        """The body of an answer that is not streamed."""
+        choices = [self._whole_choice(answer) for answer in answers]
+        usages = [(answer.usage, answer.prompt_token_ids) for answer in answers]
+        document = {**self._head, "object": self.object_name, "choices": choices, "usage": usage_sum(usages)}
+        return _encode(document)
+
+    def opening(self, index: int) -> bytes:
+        """What a stream sends before the first token of a choice."""
+        return b""
+
+    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
+        """The event for a delta; empty if the client would learn nothing from it. `usage` where it is continuous."""
+        parts = []
+        if delta.text or delta.logprobs or (self._has_token_ids and delta.token_ids):
+            parts.append(self._event(self._text_choice(index, delta), usage))
+        if delta.finish_reason is not None:
+            parts.append(self._event(self._last_choice(index, delta.finish_reason), usage))
+        return b"".join(parts)
+
+    def usage_chunk(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> bytes:
+        """The last event before the end, where the client asked for usage."""
+        return self._prefix + b'],"usage":' + _encode(usage_sum(usages)) + b"}\n\n"
+
+    def _event(self, choice: bytes, usage: Usage | None) -> bytes:
+        if self.is_usage_continuous and usage is not None:
+            return self._prefix + choice + b'],"usage":' + _encode(usage_sum([(usage, ())])) + b"}\n\n"
+        return self._prefix + choice + self._suffix
+
+    def _token_ids_member(self, token_ids: Sequence[int]) -> bytes:
+        return b',"token_ids":' + _encode(token_ids) if self._has_token_ids else b""
+
+    def _whole_choice(self, answer: Whole) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _text_choice(self, index: int, delta: Delta) -> bytes:
+        raise NotImplementedError
+
+    def _last_choice(self, index: int, finish_reason: str) -> bytes:
+        raise NotImplementedError
+
+
+class ChatWriter(Writer):
+    """Writes /v1/chat/completions."""
+
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def opening(self, index: int) -> bytes:
+        """The event that names the role."""
+        delta = b'{"role":"assistant","content":""}'
+        return self._event(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta), None)
+
+    def _whole_choice(self, answer: Whole) -> dict[str, Any]:
+        choice = {
+            "index": answer.index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self._logprobs(answer.token_ids, answer.logprobs),
+            "finish_reason": answer.finish_reason,
+        }
+        if self._has_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+    def _text_choice(self, index: int, delta: Delta) -> bytes:
+        logprobs = b"null" if delta.logprobs is None else _encode(self._logprobs(delta.token_ids, delta.logprobs))
+        return b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b}' % (
+            index,
+            _encode(delta.text),
+            logprobs,
+            self._token_ids_member(delta.token_ids),
+        )
+
+    def _last_choice(self, index: int, finish_reason: str) -> bytes:
+        return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b"}' % (index, finish_reason.encode())
+
+    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        if entries is None:
+            return None
+        content = [
+            {
+                **self._token(token_id, entry.logprob),
+                "top_logprobs": [self._token(*top) for top in entry.top],
+            }
+            for token_id, entry in zip(token_ids, entries, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._tokenizer.token_text(token_id)
+        shown_bytes = self._tokenizer.token_bytes(token_id) or text.encode()
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(shown_bytes)}
+
+
+class CompletionWriter(Writer):
+    """Writes /v1/completions; `text_offset` of log-probabilities counts characters of the answer."""
+
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, tokenizer: ModelTokenizer, *, head: Head, stream_options: StreamOptions | None) -> None:
+        super().__init__(tokenizer, head=head, stream_options=stream_options)
+        self._num_chars: dict[int, int] = {}
+
+    def _whole_choice(self, answer: Whole) -> dict[str, Any]:
+        choice = {
+            "index": answer.index,
+            "text": answer.text,
+            "logprobs": self._logprobs(answer.index, answer.token_ids, answer.logprobs),
+            "finish_reason": answer.finish_reason,
+        }
+        if self._has_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+    def _text_choice(self, index: int, delta: Delta) -> bytes:
+        logprobs = _encode(self._logprobs(index, delta.token_ids, delta.logprobs))
+        return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}' % (
+            index,
+            _encode(delta.text),
+            logprobs,
+            self._token_ids_member(delta.token_ids),
+        )
+
+    def _last_choice(self, index: int, finish_reason: str) -> bytes:
+        return b'{"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}' % (index, finish_reason.encode())
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None
+    ) -> dict[str, Any] | None:
+        if entries is None:
+            return None
+        texts = [self._tokenizer.token_text(token_id) for token_id in token_ids]
+        offsets = list(itertools.accumulate(map(len, texts), initial=self._num_chars.get(index, 0)))
+        self._num_chars[index] = offsets.pop()
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                {self._tokenizer.token_text(token_id): _finite(logprob) for token_id, logprob in entry.top}
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+
+def usage_sum(usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:
+    """OpenAI's usage of several answers; a prompt that several of them share (the same object) counts once."""
+    prompts = {id(prompt): usage for usage, prompt in usages}.values()
+    num_prompt = sum(usage.prompt_tokens for usage in prompts)
+    num_completion = sum(usage.completion_tokens for usage, _ in usages)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+    }
+
+
+def sse_error(error_object: Mapping[str, Any]) -> bytes:
+    """The event that ends a stream which has begun and cannot go on."""
+    return b"data: " + _encode(error_object) + b"\n\n"
+
+
+def _sampling(request: _CommonFields, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
+    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
+    stop = request.stop
+    return AskedSampling(
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        stop=() if stop is None else (stop,) if isinstance(stop, str) else stop,
+        logit_bias=_logit_bias(request.logit_bias) if request.logit_bias else {},
+        **given,
+    )
+
+
+_SAMPLING_FIELDS = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+    converted = {}
+    for key, bias in biases.items():
+        if _TOKEN_ID.fullmatch(key) is None:
+            raise InvalidRequest("keys of logit_bias must be token ids", field="logit_bias", code="invalid_value")
+        converted[int(key)] = bias
+    return converted
+
+
+_TOKEN_ID = re.compile(r"-?[0-9]{1,12}")
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """One or several prompts: a text, a list of texts, token ids, or a list of lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise prompt_form_error()
+    if all(isinstance(part, str) for part in prompt) or all(isinstance(part, list) for part in prompt):
+        return prompt
+    if any(isinstance(part, str | list) for part in prompt):
+        raise prompt_form_error()
+    return [prompt]
+
+
+def _decode_strictly(body: bytes) -> dict[str, Any]:
+    """The members of a JSON object, none of them twice. Raises InvalidRequest."""
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("the body is not valid UTF-8", code="invalid_encoding") from error
+    try:
+        members = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+    except InvalidRequest:
+        raise
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from error
+    except ValueError as error:
+        raise InvalidRequest("the body is not valid JSON", code="invalid_json") from error
+    if not isinstance(members, dict):
+        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    return members
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise InvalidRequest("a member of the body appears twice", code="duplicate_key")
+    return members
+
+
+def _refuse_constant(name: str) -> None:
+    raise InvalidRequest(f"{name} is no JSON number", code="invalid_json")
+
+
+def _type_error(text: str) -> InvalidRequest:
+    """Msgspec's words end with the path of the member, such as - at `$.temperature`."""
+    what, _, path = text.partition(" - at `$")
+    field = path.rstrip("`").removeprefix(".")
+    message = f"{field}: {what}" if field else what
+    return InvalidRequest(message, field=field or None, code="invalid_type")
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no -inf; OpenAI's API shows this for a token that was impossible."""
+    return logprob if math.isfinite(logprob) else -9999.0
+
+
+_encode = msgspec.json.Encoder().encode

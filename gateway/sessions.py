@@ -1,0 +1,424 @@
+"""One long-lived bidirectional stream to one incarnation of one worker, shared by all requests that run there.
+
+The only file of the gateway that knows the worker protobufs. Knows no request's life: each attempt opens a route,
+gets plain events for exactly that attempt, and closes it; an event without a route is dropped and counted.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, cast
+
+import grpc
+import msgspec
+
+from gateway.validation import Sampling
+from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from services.runtime import rpc, status
+from services.runtime.clock import Deadline
+from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
+
+CONNECT_TIMEOUT_S = 3.0
+SILENCE_LIMIT_S = 3.0
+"""Workers speak at least once a second; one that was silent for this long counts as dead."""
+MAX_OUTGOING_COMMANDS = 16_384
+
+logger = logging.getLogger(__name__)
+
+
+class AttemptKey(NamedTuple):
+    """Names one try of one answer towards workers."""
+
+    request_id: str
+    attempt: int
+
+
+class SequenceOrder(msgspec.Struct):
+    """What workers must know to compute one attempt. `emitted_token_ids` are those that the client already has."""
+
+    key: AttemptKey
+    prompt_token_ids: Sequence[int]
+    emitted_token_ids: Sequence[int]
+    sampling: Sampling
+    eos_token_ids: Sequence[int]
+    deadline: Deadline
+    traceparent: str
+    message: worker_pb2.SequenceSpec | None = None
+    """The same for the wire, made once for both workers."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Natural logarithms of probabilities: of the chosen token, and (token id, logarithm) of the likeliest ones."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """The decode worker promises capacity."""
+
+    num_cached_tokens: int
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """The worker does not take the attempt and holds nothing of it."""
+
+    error: TandemError
+
+
+class PrefillStarted(msgspec.Struct, frozen=True):
+    """The prompt is being computed, after waiting `queue_s` in the worker."""
+
+    queue_s: float
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """New tokens; `first_index` is the place of the first one in the answer."""
+
+    first_index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+
+
+class HandedOff(msgspec.Struct, frozen=True):
+    """The prefill worker's part is over: the decode worker has committed the pages."""
+
+    num_pages: int
+    num_bytes: int
+    exposed_s: float
+    transport: str
+
+
+class DecodeStarted(msgspec.Struct, frozen=True):
+    """The sequence is in the decode worker's batch."""
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The worker ended the sequence; nothing follows from it."""
+
+    reason: Literal["stop", "length", "cancelled"]
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """The attempt is over on that worker, or the worker is gone; nothing follows from it."""
+
+    error: TandemError
+
+
+Event = Admitted | Refused | PrefillStarted | Tokens | HandedOff | DecodeStarted | Finished | Failed
+
+
+class Load(msgspec.Struct, frozen=True):
+    """A worker's load as it reported it last. Pages are counts; `waiting_tokens` wait for computation."""
+
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_reserved: int = 0
+    pages_used: int = 0
+    pages_promised: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    is_draining: bool = False
+
+
+class Route(Protocol):
+    """Where the events of one attempt go."""
+
+    def deliver(self, session: "WorkerSession", event: Event) -> None:
+        """Takes one event; must not block or raise."""
+        ...
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """Which process a session is for."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+
+
+class WorkerSession:
+    """A stream to one worker process; it breaks once and is then thrown away.
+
+    `on_change` is called when it comes up, when it breaks and after each report of load.
+    """
+
+    def __init__(self, peer: Peer, *, gateway_incarnation: str, on_change: Callable[["WorkerSession"], None]) -> None:
+        self.peer = peer
+        self.load = Load()
+        self.is_up = False
+        self.num_dropped_events = 0
+        self._hello = worker_pb2.SessionHello(
+            gateway_incarnation=gateway_incarnation, worker_incarnation=peer.incarnation
+        )
+        self._on_change = on_change
+        self._routes: dict[tuple[str, int], Route] = {}
+        self._outgoing: deque[Any] = deque()
+        self._wake_writer: asyncio.Future[None] | None = None
+        self._call: Any = None
+        self._heard_at_s = 0.0
+
+    @property
+    def num_open_attempts(self) -> int:
+        """Attempts of this gateway that run there."""
+        return len(self._routes)
+
+    async def run(self) -> None:
+        """Connects and serves until the stream breaks; then every open attempt has got its Failed.
+
+        Raises WorkerUnavailable with the reason; never returns normally.
+        """
+        error: TandemError = WorkerUnavailable(f"the session to {self.peer.worker_id} was closed")
+        try:
+            async with rpc.make_channel(self.peer.address) as channel:
+                await self._serve(channel)
+        except grpc.aio.AioRpcError as rpc_error:
+            error = WorkerUnavailable(f"{self.peer.worker_id} cannot be reached ({rpc_error.code().name})")
+        except TimeoutError:
+            error = WorkerUnavailable(f"{self.peer.worker_id} did not answer within {CONNECT_TIMEOUT_S:g} s")
+        except WorkerUnavailable as own_error:
+            error = own_error
+        finally:
+            self._break(error)
+        raise error
+
+    def open(self, key: AttemptKey, route: Route) -> None:
+        """Sends the attempt's events to `route` from now on. Raises WorkerUnavailable if the stream is broken."""
+        if not self.is_up:
+            raise WorkerUnavailable(f"{self.peer.worker_id} is not connected")
+        self._routes[key] = route
+
+    def close(self, key: AttemptKey) -> None:
+        """Drops whatever still comes for the attempt."""
+        self._routes.pop(key, None)
+
+    def cancel(self, key: AttemptKey) -> None:
+        """Closes the attempt and tells the worker to free what it holds. A broken session has freed it already."""
+        self.close(key)
+        if self.is_up:
+            self._send(self._command(cancel=worker_pb2.Cancel(id=_attempt_id(key))))
+
+    def drain(self) -> None:
+        """Tells the worker to take nothing new, finish and exit. Raises WorkerUnavailable if the stream is broken."""
+        self._send(self._command(drain=worker_pb2.DrainWorker()))
+
+    def check_silence(self, now_s: float) -> None:
+        """Breaks the session if the worker has been silent for too long; `now_s` is the event loop's time."""
+        if self.is_up and now_s - self._heard_at_s > SILENCE_LIMIT_S:
+            logger.warning("worker is silent", extra={"worker": self.peer.worker_id})
+            self._break(WorkerUnavailable(f"{self.peer.worker_id} was silent for {SILENCE_LIMIT_S:g} s"))
+            self._call.cancel()
+
+    def forgive_silence(self, now_s: float) -> None:
+        """Counts from now: it was this process that did not listen."""
+        self._heard_at_s = now_s
+
+    def _open_stream(self, channel: grpc.aio.Channel) -> Any:
+        raise NotImplementedError
+
+    def _command(self, **command: Any) -> Any:
+        raise NotImplementedError
+
+    async def _serve(self, channel: grpc.aio.Channel) -> None:
+        self._call = call = self._open_stream(channel)
+        writer: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await call.write(self._command(hello=self._hello))
+                first = await call.read()
+            self._take(first)
+            self._come_up()
+            writer = asyncio.create_task(self._write_commands(call))
+            while True:
+                self._take(await call.read())
+        finally:
+            call.cancel()
+            if writer is not None:
+                writer.cancel()
+                with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await writer
+
+    def _come_up(self) -> None:
+        self.is_up = True
+        self._on_change(self)
+
+    def _take(self, message: Any) -> None:
+        """Hands a message's events to their routes. Raises WorkerUnavailable at the end of the stream."""
+        if message is grpc.aio.EOF:
+            raise WorkerUnavailable(f"{self.peer.worker_id} ended the session")
+        if message.worker_incarnation != self.peer.incarnation:
+            raise WorkerUnavailable(f"{self.peer.worker_id} was restarted")
+        self._heard_at_s = asyncio.get_running_loop().time()
+        for event in message.events:
+            self._dispatch(event)
+        if message.HasField("load"):
+            self.load = _read_load(message.load)
+            if self.is_up:
+                self._on_change(self)
+
+    def _dispatch(self, event: worker_pb2.WorkerEvent) -> None:
+        attempt_id = event.id
+        route = self._routes.get((attempt_id.request_id, attempt_id.attempt))
+        if route is None:
+            self.num_dropped_events += 1
+            return
+        kind = event.WhichOneof("event")
+        if kind is not None:
+            route.deliver(self, _READERS[kind](getattr(event, kind)))
+
+    def _send(self, command: Any) -> None:
+        if not self.is_up:
+            raise WorkerUnavailable(f"{self.peer.worker_id} is not connected")
+        if len(self._outgoing) >= MAX_OUTGOING_COMMANDS:
+            raise Overloaded(f"{self.peer.worker_id} does not take commands fast enough")
+        self._outgoing.append(command)
+        if self._wake_writer is not None and not self._wake_writer.done():
+            self._wake_writer.set_result(None)
+
+    async def _write_commands(self, call: Any) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                while self._outgoing:
+                    await call.write(self._outgoing.popleft())
+                self._wake_writer = loop.create_future()
+                await self._wake_writer
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            call.cancel()
+
+    def _break(self, error: TandemError) -> None:
+        was_up, self.is_up = self.is_up, False
+        routes, self._routes = self._routes, {}
+        self._outgoing.clear()
+        for route in routes.values():
+            route.deliver(self, Failed(error))
+        if was_up:
+            self._on_change(self)
+
+
+class DecodeSession(WorkerSession):
+    """The stream to a decode worker."""
+
+    def admit(self, order: SequenceOrder, *, is_local_prefill: bool) -> None:
+        """Asks for capacity; Admitted or Refused follows."""
+        admit = worker_pb2.Admit(sequence=_sequence_spec(order), local_prefill=is_local_prefill)
+        self._send(worker_pb2.DecodeCommand(admit=admit))
+
+    def _open_stream(self, channel: grpc.aio.Channel) -> Any:
+        return cast(Any, worker_pb2_grpc.DecodeWorkerStub(channel)).Session()
+
+    def _command(self, **command: Any) -> worker_pb2.DecodeCommand:
+        return worker_pb2.DecodeCommand(**command)
+
+
+class PrefillSession(WorkerSession):
+    """The stream to a prefill worker."""
+
+    def prefill(self, order: SequenceOrder, *, decode: Peer) -> None:
+        """Has the prompt computed and its pages sent to `decode`, which has admitted the attempt."""
+        prefill = worker_pb2.Prefill(
+            sequence=_sequence_spec(order), decode_address=decode.address, decode_incarnation=decode.incarnation
+        )
+        self._send(worker_pb2.PrefillCommand(prefill=prefill))
+
+    def _open_stream(self, channel: grpc.aio.Channel) -> Any:
+        return cast(Any, worker_pb2_grpc.PrefillWorkerStub(channel)).Session()
+
+    def _command(self, **command: Any) -> worker_pb2.PrefillCommand:
+        return worker_pb2.PrefillCommand(**command)
+
+
+def _attempt_id(key: AttemptKey) -> worker_pb2.AttemptId:
+    return worker_pb2.AttemptId(request_id=key.request_id, attempt=key.attempt)
+
+
+def _sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
+    if order.message is None:
+        order.message = worker_pb2.SequenceSpec(
+            id=_attempt_id(order.key),
+            prompt_token_ids=order.prompt_token_ids,
+            emitted_token_ids=order.emitted_token_ids,
+            sampling=_sampling_params(order.sampling),
+            eos_token_ids=order.eos_token_ids,
+            traceparent=order.traceparent,
+        )
+    order.message.deadline_ms = max(1, order.deadline.remaining_ms())
+    return order.message
+
+
+def _sampling_params(sampling: Sampling) -> inference_pb2.SamplingParams:
+    return inference_pb2.SamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        logprobs=sampling.logprobs,
+    )
+
+
+def _read_refused(event: worker_pb2.Refused) -> Refused:
+    retry_after_s = event.retry_after_ms / 1000 if event.retry_after_ms else None
+    return Refused(status.from_wire(event.code, event.message, retry_after_s))
+
+
+def _read_tokens(event: worker_pb2.Tokens) -> Tokens:
+    logprobs = _read_logprobs(event.logprobs) if event.logprobs else None
+    return Tokens(event.first_index, list(event.token_ids), logprobs)
+
+
+def _read_logprobs(entries: Iterable[inference_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(entry.logprob, [(top.token_id, top.logprob) for top in entry.top]) for entry in entries]
+
+
+def _read_finished(event: worker_pb2.Finished) -> Finished | Failed:
+    reason = _REASONS.get(event.reason)
+    if reason is None:
+        return Failed(WorkerUnavailable("the worker gave no reason for the end of an answer"))
+    return Finished(reason)
+
+
+def _read_load(load: worker_pb2.WorkerLoad) -> Load:
+    pages = load.pages
+    return Load(
+        pages_total=pages.total,
+        pages_free=pages.free,
+        pages_cached=pages.cached,
+        pages_reserved=pages.reserved,
+        pages_used=pages.used,
+        pages_promised=load.promised_pages,
+        running=load.running,
+        waiting=load.waiting,
+        waiting_tokens=load.waiting_tokens,
+        is_draining=load.state == cluster_pb2.WORKER_STATE_DRAINING,
+    )
+
+
+_REASONS: dict[int, Literal["stop", "length", "cancelled"]] = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+
+_READERS: dict[str, Callable[[Any], Event]] = {
+    "admitted": lambda event: Admitted(event.num_cached_tokens),
+    "refused": _read_refused,
+    "prefill_started": lambda event: PrefillStarted(event.queue_s),
+    "tokens": _read_tokens,
+    "handed_off": lambda event: HandedOff(event.num_pages, event.num_bytes, event.exposed_s, event.transport),
+    "decode_started": lambda event: DecodeStarted(),
+    "finished": _read_finished,
+    "failed": lambda event: Failed(status.from_wire(event.code, event.message)),
+}

@@ -1,0 +1,288 @@
+"""Text to token ids and back: prompts, chat templates, and answers that arrive token by token.
+
+Knows nothing of requests or workers; gets the model's files as text and gives back ids and strings.
+"""
+
+import asyncio
+import codecs
+import functools
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Protocol, cast
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from gateway.model_files import ModelFiles
+from services.runtime.errors import InvalidRequest, ModelError
+
+LONG_TEXT_CHARS = 4096
+"""Longer texts are encoded on a thread, so that other requests' tokens go on meanwhile."""
+
+ChatMessage = Mapping[str, Any]
+"""One message with its content as one string."""
+
+
+class Detokenizer(Protocol):
+    """Turns one answer's token ids into text as they arrive.
+
+    Everything returned, joined, equals the decoding of all ids at once, and no piece ends inside a character.
+    """
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain with these tokens."""
+        ...
+
+    def finish(self) -> str:
+        """The text that was still held back; bytes that never became a character are U+FFFD."""
+        ...
+
+
+class ModelTokenizer:
+    """The tokenizer and chat template of one model. Raises ModelError where they cannot be used."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._files = files
+        self._tokenizer = _load(files.tokenizer_json)
+        self._decoder_kind = _decoder_kind(files.tokenizer_json)
+        self._template = None if files.chat_template is None else _compile_template(files.chat_template)
+        self._special_text = _special_text_pattern(self._tokenizer)
+        self._token_bytes: dict[int, bytes] = {}
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.longest_token_chars = max(map(len, vocabulary), default=1)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can be used."""
+        return self._template is not None
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. Special tokens written in the text count as such: it is the model's own input."""
+        if len(text) <= LONG_TEXT_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return await asyncio.to_thread(_encode_long, self._tokenizer, text, add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's next message.
+
+        Special tokens of the template count as such; the same texts inside messages are encoded as ordinary text.
+        Raises InvalidRequest where the template refuses the messages.
+        """
+        if any(self._holds_special_text(message) for message in messages):
+            return await asyncio.to_thread(self._encode_guarded_chat, messages)
+        text = self._render(messages)
+        return await self.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of all ids at once; bytes that are not UTF-8 are replaced by U+FFFD."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self) -> Detokenizer:
+        """A new incremental decoder for one answer, special tokens skipped."""
+        if self._decoder_kind == "ByteLevel":
+            return _ByteLevelDetokenizer(self)
+        return _WindowDetokenizer(self._tokenizer)
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text, special tokens shown, as log-probabilities present it."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, none for special tokens, where the vocabulary is byte-level."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._token_bytes[token_id] = self._make_token_bytes(token_id)
+        return known
+
+    def _make_token_bytes(self, token_id: int) -> bytes:
+        if not self._tokenizer.decode([token_id], skip_special_tokens=True):
+            return b""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        try:
+            return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
+        except KeyError:
+            return token.encode()
+
+    def _holds_special_text(self, message: ChatMessage) -> bool:
+        search = self._special_text.search
+        return any(isinstance(value, str) and search(value) is not None for value in message.values())
+
+    def _encode_guarded_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Renders with marks in place of special texts, then encodes each stretch by its own rule."""
+        nonce = secrets.token_hex(8)
+        special_texts: list[str] = []
+
+        def mark(match: re.Match[str]) -> str:
+            special_texts.append(match[0])
+            return f"\ue000{nonce}:{len(special_texts) - 1}\ue001"
+
+        guarded = [
+            {key: self._special_text.sub(mark, v) if isinstance(v, str) else v for key, v in message.items()}
+            for message in messages
+        ]
+        stretches = re.split(f"\ue000{nonce}:([0-9]+)\ue001", self._render(guarded))
+        token_ids: list[int] = []
+        for position, stretch in enumerate(stretches):
+            is_mark = position % 2 == 1
+            tokenizer = self._plain_tokenizer if is_mark else self._tokenizer
+            text = special_texts[int(stretch)] if is_mark else stretch
+            token_ids += tokenizer.encode(text, add_special_tokens=False).ids
+        return token_ids
+
+    @functools.cached_property
+    def _plain_tokenizer(self) -> Tokenizer:
+        """The same tokenizer, blind to special tokens; made when first needed, which is rare."""
+        tokenizer = _load(self._files.tokenizer_json)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def _render(self, messages: Sequence[ChatMessage]) -> str:
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", field="messages")
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, tools=None, **self._files.special_tokens
+            )
+        except TemplateError as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error.message}", field="messages"
+            ) from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise InvalidRequest("the model's chat template cannot render these messages", field="messages") from error
+
+
+class _ByteLevelDetokenizer:
+    """For vocabularies whose tokens are bytes (GPT-2, Llama 3, Qwen): a UTF-8 decoder over the bytes."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._decode = _Utf8Decoder("replace").decode
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._decode(b"".join(map(self._token_bytes, token_ids)))
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+class _WindowDetokenizer:
+    """For any other decoder (Llama 2's byte fallback among them): the difference of two short decodings.
+
+    Both decodings begin with the tokens of the last piece, so that the decoder treats the new ones as a continuation.
+    Byte tokens wait for the end of their run, because the decoder judges a run as a whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._pending += token_ids
+        if not self._pending or self._is_byte(self._pending[-1]):
+            return ""
+        return self._take_pending()
+
+    def finish(self) -> str:
+        return self._take_pending() if self._pending else ""
+
+    def _take_pending(self) -> str:
+        whole = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=True)
+        text = whole[len(self._context_text) :]
+        if text:
+            self._context = self._pending
+            self._context_text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        else:
+            self._context, self._context_text = self._context + self._pending, whole
+        self._pending = []
+        return text
+
+    def _is_byte(self, token_id: int) -> bool:
+        return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
+
+
+def _load(tokenizer_json: str) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    except Exception as error:
+        raise ModelError("tokenizer.json cannot be read; download the model again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _encode_long(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Uses the batch call because that one lets go of the interpreter lock."""
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _decoder_kind(tokenizer_json: str) -> str:
+    decoder = json.loads(tokenizer_json).get("decoder") or {}
+    return str(decoder.get("type", ""))
+
+
+def _special_text_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    added = tokenizer.get_added_tokens_decoder().values()
+    texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: itself where printable, else the next free code point from 256."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + n): byte for n, byte in enumerate(others)})
+    return table
+
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+_BYTE_OF_CHARACTER = _bytes_of_characters()
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
+
+class _Template(Protocol):
+    def render(self, **variables: Any) -> str: ...
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's part for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and type are jinja2's
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile_template(source: str) -> _Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag], autoescape=False
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return cast(_Template, environment.from_string(source))
+    except TemplateError as error:
+        raise ModelError(f"the model's chat template is not valid Jinja: {error.message}") from error
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    """As templates expect it: unlike jinja2's own filter, without HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

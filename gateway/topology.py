@@ -1,0 +1,267 @@
+"""Who is in the cluster, as this gateway sees it: registered workers, a session to each, and their live load.
+
+A live session is better evidence than the registry: a worker stays in rotation while its stream is up, whatever
+happens to Redis. Knows no request; does not choose among workers.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gateway.sessions import DecodeSession, Load, Peer, PrefillSession, WorkerSession
+from services.cluster.registry import WorkerRecord
+from services.runtime.errors import NotFound, WorkerUnavailable
+from services.scheduling.routing import WorkerView
+
+FIRST_RECONNECT_S = 0.1
+MAX_RECONNECT_S = 2.0
+SILENCE_CHECK_S = 0.25
+OWN_PAUSE_S = 1.0
+"""If our own check comes this late, it was us who slept, and nobody is blamed for silence."""
+
+State = Literal["starting", "ready", "draining", "lost"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker process and the session to it. `is_listed`: the registry has it."""
+
+    record: WorkerRecord
+    session: WorkerSession
+    keeper: asyncio.Task[None] | None = None
+    is_listed: bool = True
+    is_drain_asked: bool = False
+
+    @property
+    def state(self) -> State:
+        """What the worker does, by the freshest evidence."""
+        if not self.session.is_up:
+            return "starting" if self.record.state == "starting" else "lost"
+        is_draining = self.is_drain_asked or self.session.load.is_draining or self.record.state == "draining"
+        return "draining" if is_draining else "ready"
+
+    @property
+    def load(self) -> Load:
+        """The session's load while it is up, else what the registry says."""
+        if self.session.is_up:
+            return self.session.load
+        record = self.record
+        return Load(
+            pages_total=record.pages_total,
+            pages_free=record.pages_free,
+            pages_cached=record.pages_cached,
+            pages_reserved=record.pages_reserved,
+            pages_used=record.pages_used,
+            running=record.running,
+            waiting=record.waiting,
+        )
+
+
+@dataclass(slots=True)
+class _Role:
+    """The members of one role by worker id, and how a session to one is made."""
+
+    make_session: type[WorkerSession]
+    members: dict[str, Member] = field(default_factory=dict)
+
+
+class Topology:
+    """Keeps a session to every registered worker; `on_change` is called whenever anything has changed."""
+
+    def __init__(self, *, gateway_incarnation: str, on_change: Callable[[], None]) -> None:
+        self._gateway_incarnation = gateway_incarnation
+        self._on_change = on_change
+        self._roles = {"prefill": _Role(PrefillSession), "decode": _Role(DecodeSession)}
+        self._mismatched: set[tuple[str, str]] = set()
+        self._watchers: set[asyncio.Event] = set()
+        self._silence_check: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to watch for silent workers."""
+        self._silence_check = asyncio.create_task(self._check_silence(), name="silence-check")
+
+    async def close(self) -> None:
+        """Ends all sessions."""
+        tasks = [member.keeper for member in self.members() if member.keeper is not None]
+        if self._silence_check is not None:
+            tasks.append(self._silence_check)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def take_membership(self, records: Iterable[WorkerRecord]) -> None:
+        """Follows the registry: sessions to new processes begin, workers that left and cannot be reached go."""
+        listed = {(record.role, record.id): record for record in records}
+        for (listed_role, worker_id), record in listed.items():
+            self._take_record(self._roles[listed_role], worker_id, record)
+        for role_name, role in self._roles.items():
+            for worker_id, member in list(role.members.items()):
+                member.is_listed = (role_name, worker_id) in listed
+                if not member.is_listed and not member.session.is_up:
+                    self._forget(role, worker_id)
+        self._changed()
+
+    def members(self) -> list[Member]:
+        """All known workers in order of role and id."""
+        return [role.members[key] for _, role in sorted(self._roles.items()) for key in sorted(role.members)]
+
+    def prefill_views(self, *, decode: Peer | None = None) -> list[WorkerView]:
+        """Prefill workers in rotation; with `decode`, those whose pages fit it."""
+        return [
+            _view(member)
+            for member in self._roles["prefill"].members.values()
+            if member.state == "ready" and (decode is None or self._fits(member, decode))
+        ]
+
+    def decode_views(self) -> list[WorkerView]:
+        """Decode workers in rotation."""
+        return [_view(member) for member in self._roles["decode"].members.values() if member.state == "ready"]
+
+    def prefill_session(self, worker_id: str) -> PrefillSession:
+        """The session to a prefill worker. Raises WorkerUnavailable where there is none."""
+        session = self._session("prefill", worker_id)
+        assert isinstance(session, PrefillSession)
+        return session
+
+    def decode_session(self, worker_id: str) -> DecodeSession:
+        """The session to a decode worker. Raises WorkerUnavailable where there is none."""
+        session = self._session("decode", worker_id)
+        assert isinstance(session, DecodeSession)
+        return session
+
+    def num_ready(self, role_name: Literal["prefill", "decode"]) -> int:
+        """Workers of the role in rotation."""
+        return sum(member.state == "ready" for member in self._roles[role_name].members.values())
+
+    def max_sequence_tokens(self) -> int | None:
+        """The longest sequence that any decode worker in rotation can hold; None while there is none."""
+        lengths = [
+            member.record.max_sequence_tokens
+            for member in self._roles["decode"].members.values()
+            if member.state == "ready"
+        ]
+        return max(lengths, default=None)
+
+    def exclude_pair(self, prefill: Peer, decode: Peer) -> None:
+        """Takes a pair whose pages do not fit together out of rotation, for the life of both processes."""
+        logger.error("workers do not fit", extra={"prefill": prefill.worker_id, "decode": decode.worker_id})
+        self._mismatched.add((prefill.incarnation, decode.incarnation))
+
+    def drain(self, worker_id: str) -> Member:
+        """Takes a worker out of rotation and tells it to leave. Raises NotFound or WorkerUnavailable."""
+        for member in self.members():
+            if member.record.id == worker_id:
+                member.session.drain()
+                member.is_drain_asked = True
+                self._changed()
+                return member
+        raise NotFound(f"there is no worker {worker_id[:64]!r}", field="worker_id")
+
+    async def changes(self) -> AsyncGenerator[None, None]:
+        """Yields at once, and again after each change."""
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                yield
+                await changed.wait()
+                changed.clear()
+        finally:
+            self._watchers.discard(changed)
+
+    def _take_record(self, role: _Role, worker_id: str, record: WorkerRecord) -> None:
+        member = role.members.get(worker_id)
+        if member is not None and member.record.incarnation == record.incarnation:
+            member.record = record
+        else:
+            self._forget(role, worker_id)
+            member = role.members[worker_id] = Member(record, self._new_session(role, record))
+        if member.keeper is None and record.state != "starting":
+            member.keeper = asyncio.create_task(self._keep_connected(role, member), name=f"session-{worker_id}")
+
+    def _new_session(self, role: _Role, record: WorkerRecord) -> WorkerSession:
+        peer = Peer(worker_id=record.id, incarnation=record.incarnation, address=record.address)
+        return role.make_session(
+            peer, gateway_incarnation=self._gateway_incarnation, on_change=lambda session: self._changed()
+        )
+
+    def _forget(self, role: _Role, worker_id: str) -> None:
+        member = role.members.pop(worker_id, None)
+        if member is None:
+            return
+        if member.keeper is not None:
+            member.keeper.cancel()
+        incarnation = member.record.incarnation
+        self._mismatched = {pair for pair in self._mismatched if incarnation not in pair}
+
+    async def _keep_connected(self, role: _Role, member: Member) -> None:
+        """Makes a new session each time one breaks, until the worker is no longer listed."""
+        delay_s = FIRST_RECONNECT_S
+        while True:
+            started_at_s = asyncio.get_running_loop().time()
+            try:
+                await member.session.run()
+            except WorkerUnavailable as error:
+                logger.info("session ended", extra={"worker": member.record.id, "reason": error.message})
+            if not member.is_listed:
+                self._forget_self(role, member)
+                return
+            if asyncio.get_running_loop().time() - started_at_s > MAX_RECONNECT_S:
+                delay_s = FIRST_RECONNECT_S
+            await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))
+            delay_s = min(delay_s * 2, MAX_RECONNECT_S)
+            member.session = self._new_session(role, member.record)
+
+    def _forget_self(self, role: _Role, member: Member) -> None:
+        """Called on the member's own keeper, which therefore must not be cancelled."""
+        if role.members.get(member.record.id) is member:
+            member.keeper = None
+            self._forget(role, member.record.id)
+            self._changed()
+
+    async def _check_silence(self) -> None:
+        loop = asyncio.get_running_loop()
+        checked_at_s = loop.time()
+        while True:
+            await asyncio.sleep(SILENCE_CHECK_S)
+            was_asleep = loop.time() - checked_at_s > SILENCE_CHECK_S + OWN_PAUSE_S
+            checked_at_s = loop.time()
+            for member in self.members():
+                if was_asleep:
+                    member.session.forgive_silence(checked_at_s)
+                member.session.check_silence(checked_at_s)
+
+    def _session(self, role_name: str, worker_id: str) -> WorkerSession:
+        member = self._roles[role_name].members.get(worker_id)
+        if member is None or not member.session.is_up:
+            raise WorkerUnavailable(f"{worker_id} is not connected")
+        return member.session
+
+    def _fits(self, prefill: Member, decode: Peer) -> bool:
+        member = self._roles["decode"].members.get(decode.worker_id)
+        if member is None or member.record.layout_fingerprint != prefill.record.layout_fingerprint:
+            return False
+        return (prefill.record.incarnation, decode.incarnation) not in self._mismatched
+
+    def _changed(self) -> None:
+        self._on_change()
+        for watcher in self._watchers:
+            watcher.set()
+
+
+def _view(member: Member) -> WorkerView:
+    load, record = member.load, member.record
+    return WorkerView(
+        worker_id=record.id,
+        incarnation=record.incarnation,
+        pages_total=load.pages_total,
+        pages_available=load.pages_free + load.pages_cached - load.pages_promised,
+        num_requests=max(load.running + load.waiting, member.session.num_open_attempts),
+        waiting_tokens=load.waiting_tokens,
+        max_sequence_tokens=record.max_sequence_tokens,
+    )

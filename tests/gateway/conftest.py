@@ -1,0 +1,364 @@
+"""A model folder, a real Redis, scripted workers on real sockets, and a gateway in this process."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from gateway.config import GatewayConfig
+from gateway.gateway import Gateway
+from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from services.cluster.embedded import EmbeddedRedis
+from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
+from services.runtime import rpc
+from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.errors import WorkerUnavailable
+from services.runtime.session import Session, SessionServer, failed, refused
+
+STOP = inference_pb2.FINISH_REASON_STOP
+LENGTH = inference_pb2.FINISH_REASON_LENGTH
+
+TRAINING_TEXT = [
+    "The quick brown fox jumps over the lazy dog. hello world, hello there! def main(): return 1\n",
+    "naïve café — 日本語のテキスト 🙂🙃 emoji and ünïcödé; some numbers 0123456789 and <tags>.\n",
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|{{ message.role }}|>\n{{ message.content }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+CONTEXT_TOKENS = 512
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer with special tokens and a chat template; no weights, which a gateway never reads."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    folder.mkdir()
+    specials = ["<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TRAINING_TEXT * 20, trainer)
+    tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    vocab_size = tokenizer.get_vocab_size()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab_size,
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "eos_token_id": 1,
+        "bos_token_id": 0,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    eos_token = {"__type": "AddedToken", "content": "<|end|>", "special": True}
+    tokenizer_config = {"bos_token": "<|bos|>", "eos_token": eos_token, "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    """The tokenizers library's own view of the model's tokenizer."""
+    return Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    with EmbeddedRedis() as server:
+        yield server.url
+
+
+@pytest.fixture
+def cluster_name() -> str:
+    return f"test-{next(_CLUSTERS)}-{os.getpid()}"
+
+
+_CLUSTERS = itertools.count()
+
+
+@dataclass
+class Attempt:
+    """An attempt as a scripted worker sees it."""
+
+    session: Session
+    spec: worker_pb2.SequenceSpec
+    request: Any
+    worker: "ScriptedWorker"
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.spec.id.request_id, self.spec.id.attempt
+
+    def emit(self, payload: Any) -> None:
+        self.worker.sessions.emit(self.session, *self.key, payload)
+
+    def tokens(self, first_index: int, token_ids: Sequence[int]) -> None:
+        logprobs = []
+        if self.spec.sampling.HasField("logprobs"):
+            top = [inference_pb2.TopLogprob(token_id=7, logprob=-1.5)] * min(1, self.spec.sampling.logprobs)
+            logprobs = [inference_pb2.TokenLogprobs(logprob=-0.5, top=top) for _ in token_ids]
+        self.emit(worker_pb2.Tokens(first_index=first_index, token_ids=token_ids, logprobs=logprobs))
+
+    def finish(self, reason: Any = LENGTH) -> None:
+        self.emit(worker_pb2.Finished(reason=reason))
+
+    def fail(self, error: Exception) -> None:
+        self.emit(failed(error))
+
+    def refuse(self, error: Exception) -> None:
+        self.emit(refused(error))
+
+
+Script = Callable[[Attempt], Awaitable[None]]
+
+
+@dataclass
+class ScriptedWorker:
+    """A worker that does what its `script` says for each attempt, on a real socket and with a real lease."""
+
+    role: Any
+    worker_id: str
+    script: Script
+    incarnation: str = field(default_factory=new_incarnation)
+    attempts: list[Attempt] = field(default_factory=list)
+    cancelled: list[tuple[str, int]] = field(default_factory=list)
+    load: worker_pb2.WorkerLoad = field(
+        default_factory=lambda: worker_pb2.WorkerLoad(
+            pages=cluster_pb2.PageCounts(total=100, free=100), state=cluster_pb2.WORKER_STATE_READY
+        )
+    )
+    sessions: Any = None
+    is_drained: bool = False
+    max_sequence_tokens: int = CONTEXT_TOKENS
+    fingerprint: str = "same"
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def start(self, redis_url: str, cluster: str) -> None:
+        name = "PrefillWorker" if self.role == "prefill" else "DecodeWorker"
+        self.sessions = SessionServer(
+            incarnation=self.incarnation,
+            handlers={
+                "admit" if self.role == "decode" else "prefill": self._take,
+                "cancel": self._cancel,
+                "drain": self._drain,
+            },
+            load=lambda: self.load,
+            on_session_closed=lambda session: None,
+        )
+        self.server = rpc.make_server((f"tandem.v1.{name}",))
+        add = getattr(worker_pb2_grpc, f"add_{name}Servicer_to_server")
+        add(self, self.server.server)
+        port = await self.server.start("127.0.0.1", 0)
+        record = WorkerRecord(
+            id=self.worker_id,
+            role=self.role,
+            pid=os.getpid(),
+            host="localhost",
+            address=f"127.0.0.1:{port}",
+            incarnation=self.incarnation,
+            started_unix_ns=SYSTEM_CLOCK.unix_ns(),
+            state="ready",
+            model="tiny",
+            exact=True,
+            page_size=16,
+            layout_fingerprint=self.fingerprint,
+            max_sequence_tokens=self.max_sequence_tokens,
+            pages_total=100,
+            pages_free=100,
+        )
+        self.lease = WorkerLease(redis_url, cluster=cluster, record=record)
+        self.lease.start()
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[worker_pb2.StepEvents]:
+        async for events in self.sessions.serve(request_iterator):
+            yield events
+
+    async def die(self) -> None:
+        """Breaks every stream at once; the registry still lists the worker."""
+        await self.server.server.stop(None)
+
+    async def stop(self) -> None:
+        self.sessions.close()
+        await self.server.stop(0)
+        await asyncio.to_thread(self.lease.release)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _take(self, session: Session, request: Any) -> None:
+        attempt = Attempt(session, request.sequence, request, self)
+        self.attempts.append(attempt)
+        task = asyncio.ensure_future(self.script(attempt))
+        self._tasks.add(task)
+
+    async def _cancel(self, session: Session, cancel: worker_pb2.Cancel) -> None:
+        self.cancelled.append((cancel.id.request_id, cancel.id.attempt))
+
+    async def _drain(self, session: Session, drain: worker_pb2.DrainWorker) -> None:
+        self.is_drained = True
+        self.load.state = cluster_pb2.WORKER_STATE_DRAINING
+        self.sessions.load_changed()
+
+
+class Pair:
+    """What a prefill and a decode script share: the answer, and the moment of the handoff."""
+
+    def __init__(self, answer: Sequence[int], *, reason: Any = STOP, group: int = 1) -> None:
+        self.answer = list(answer)
+        self.reason = reason
+        self.group = group
+        self.handed_off: dict[tuple[str, int], asyncio.Event] = {}
+
+    def event(self, attempt: Attempt) -> asyncio.Event:
+        return self.handed_off.setdefault(attempt.key, asyncio.Event())
+
+    def num_answer(self, attempt: Attempt) -> int:
+        return min(len(self.answer), attempt.spec.sampling.max_tokens)
+
+    def last_reason(self, attempt: Attempt) -> Any:
+        return self.reason if self.num_answer(attempt) == len(self.answer) else LENGTH
+
+    async def prefill(self, attempt: Attempt) -> None:
+        attempt.emit(worker_pb2.PrefillStarted(queue_s=0.0))
+        if not attempt.spec.emitted_token_ids:
+            attempt.tokens(0, self.answer[:1])
+            if self.num_answer(attempt) == 1:
+                attempt.finish(self.last_reason(attempt))
+                return
+        attempt.emit(worker_pb2.HandedOff(num_pages=1, num_bytes=64, exposed_s=0.001, transport="none"))
+        self.event(attempt).set()
+
+    async def decode(self, attempt: Attempt) -> None:
+        attempt.emit(worker_pb2.Admitted())
+        first = len(attempt.spec.emitted_token_ids)
+        if not attempt.request.local_prefill:
+            await self.event(attempt).wait()
+            first = max(first, 1)
+        attempt.emit(worker_pb2.DecodeStarted())
+        await self.generate(attempt, first)
+
+    async def generate(self, attempt: Attempt, first: int, last: int | None = None) -> None:
+        last = self.num_answer(attempt) if last is None else last
+        for index in range(first, last, self.group):
+            attempt.tokens(index, self.answer[index : min(index + self.group, last)])
+            await asyncio.sleep(0.001)
+        if last == self.num_answer(attempt):
+            attempt.finish(self.last_reason(attempt))
+
+
+@dataclass
+class System:
+    """A gateway with its workers."""
+
+    gateway: Gateway
+    http: httpx.AsyncClient
+    redis_url: str
+    cluster: str
+    workers: dict[str, ScriptedWorker] = field(default_factory=dict)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.gateway.http_port}"
+
+    async def add(self, worker: ScriptedWorker) -> ScriptedWorker:
+        await worker.start(self.redis_url, self.cluster)
+        self.workers[worker.worker_id] = worker
+        await self.until(
+            lambda: any(
+                m.session.peer.incarnation == worker.incarnation and m.session.is_up
+                for m in self.gateway.topology.members()
+            )
+        )
+        return worker
+
+    async def add_pair(self, pair: Pair, *, prefill: int = 1, decode: int = 1) -> None:
+        for number in range(prefill):
+            await self.add(ScriptedWorker("prefill", f"prefill-{number}", pair.prefill))
+        for number in range(decode):
+            await self.add(ScriptedWorker("decode", f"decode-{number}", pair.decode))
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"prompt": [5, 6, 7], **body})
+
+    async def chat(self, content: Any = "hello", **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        return await self.http.post("/v1/chat/completions", json={"messages": messages, **body})
+
+    async def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        """Waits for a condition that other tasks bring about."""
+        async with asyncio.timeout(timeout_s):
+            while not holds():  # noqa: ASYNC110 - the condition is other tasks' state
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def make_system(
+    model_folder: Path, redis_url: str, cluster_name: str
+) -> AsyncIterator[Callable[..., Awaitable[System]]]:
+    """Makes a running gateway; keyword arguments are settings."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(**settings: Any) -> System:
+            defaults = {"http_port": 0, "grpc_port": 0, "drain_s": 0.2, "seed": 1, "failover_wait_s": 5.0}
+            config = GatewayConfig(
+                model=model_folder, redis=redis_url, cluster=cluster_name, **{**defaults, **settings}
+            )
+            gateway = Gateway(config)
+            await gateway.start()
+            stack.push_async_callback(gateway.stop)
+            http = await stack.enter_async_context(
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=20)
+            )
+            system = System(gateway, http, redis_url, cluster_name)
+
+            async def stop_workers() -> None:
+                await asyncio.gather(*(worker.stop() for worker in system.workers.values()))
+
+            stack.push_async_callback(stop_workers)
+            return system
+
+        yield make
+
+
+@pytest.fixture
+def pair_type() -> type[Pair]:
+    return Pair
+
+
+@pytest.fixture
+def worker_type() -> type[ScriptedWorker]:
+    return ScriptedWorker
+
+
+@pytest.fixture
+def worker_gone() -> WorkerUnavailable:
+    return WorkerUnavailable("gone")
+
+
+def sse(text: str) -> list[Any]:
+    """The data of each event; [DONE] as a text."""
+    lines = [block.removeprefix("data: ") for block in text.strip().split("\n\n")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def read_sse() -> Callable[[str], list[Any]]:
+    return sse

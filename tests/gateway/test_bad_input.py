@@ -1,0 +1,547 @@
+"""Bad requests, one test id per row: each gets its error with the field named, and the server goes on."""
+
+import asyncio
+import json
+import math
+import socket
+
+import grpc
+import pytest
+
+from gateway.admission import AdmissionQueue
+from gateway.lifecycle import Policies, Requests
+from gateway.metrics import Metrics
+from gateway.model_files import read_model_files
+from gateway.openai_types import ChatRequest, CompletionRequest, parse
+from gateway.tokenization import ModelTokenizer
+from gateway.topology import Topology
+from gateway.validation import ModelLimits
+from protos import inference_pb2, inference_pb2_grpc, worker_pb2
+from services.runtime import status
+from services.runtime.errors import InvalidRequest
+from services.scheduling.routing import least_loaded
+
+OK = [{"role": "user", "content": "hi"}]
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture
+async def system(make_system, worker_type, pair_type, tokenizer):
+    system = await make_system()
+    pair = pair_type([*tokenizer.encode("ok", add_special_tokens=False).ids, 1])
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    return system
+
+
+@pytest.fixture
+def post(system):
+    async def send(path, content, headers=None):
+        return await system.http.post(
+            path, content=content, headers={"content-type": "application/json", **(headers or {})}
+        )
+
+    return send
+
+
+def check_error(response, status, *, code=None, param=None):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert response.headers["content-type"].startswith("application/json")
+    if code is not None:
+        assert error["code"] == code
+    if param is not None:
+        assert error["param"] == param
+
+
+async def check_alive(system):
+    assert (await system.complete()).json()["choices"][0]["text"] == "ok"
+
+
+RAW_BODIES = {
+    "empty": (b"", "invalid_json"),
+    "truncated": (b'{"prompt": "a"', "invalid_json"),
+    "trailing-garbage": (b'{"prompt": "a"} x', "invalid_json"),
+    "two-documents": (b'{"prompt": "a"}{"prompt": "b"}', "invalid_json"),
+    "not-an-object": (b'["prompt"]', "invalid_json"),
+    "null": (b"null", "invalid_json"),
+    "nested-bomb": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_json"),
+    "nested-bomb-unknown-field": (b'{"prompt": "a", "x": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}", None),
+    "duplicate-key": (b'{"prompt": "a", "prompt": "b"}', "duplicate_key"),
+    "duplicate-key-escaped": (b'{"prompt": "a", "pro\\u006dpt": "b"}', "duplicate_key"),
+    "duplicate-key-nested": (b'{"prompt": "a", "stream": true, "stream_options": {"x": 1, "x": 2}}', "duplicate_key"),
+    "infinite-number": (b'{"prompt": "a", "temperature": 1e400}', "invalid_value"),
+    "nan-literal": (b'{"prompt": "a", "temperature": NaN}', "invalid_json"),
+    "infinity-literal": (b'{"prompt": "a", "temperature": -Infinity}', "invalid_json"),
+    "5000-digits": (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "invalid_json"),
+    "invalid-utf8": (b'{"prompt": "\xff\xfe"}', "invalid_encoding"),
+    "overlong-utf8": (b'{"prompt": "\xc0\xaf"}', "invalid_encoding"),
+    "utf16": ('{"prompt": "a"}'.encode("utf-16"), "invalid_encoding"),
+    "utf16-without-bom": ('{"prompt": "a"}'.encode("utf-16-le"), "invalid_json"),
+    "bom": (b'\xef\xbb\xbf{"prompt": "a"}', "invalid_json"),
+    "lone-surrogate": (b'{"prompt": "\\ud800"}', "invalid_encoding"),
+    "raw-control-character": (b'{"prompt": "a\x00b"}', "invalid_json"),
+}
+
+
+@pytest.mark.parametrize("row", RAW_BODIES, ids=RAW_BODIES)
+async def test_bad_body(system, post, row):
+    body, code = RAW_BODIES[row]
+    check_error(await post("/v1/completions", body), 400, code=code)
+    await check_alive(system)
+
+
+# field → values; the error must name the field.
+BAD_VALUES = {
+    "temperature": [-1, 2.01, 1e308, "1", True, [1]],
+    "top_p": [0, -0.1, 1.01, "1", True],
+    "top_k": [-2, 2**31, 1.5, "1", True],
+    "min_p": [-0.1, 1.1, "x"],
+    "repetition_penalty": [0, -1, 10.1, True],
+    "presence_penalty": [-2.1, 2.1, "0"],
+    "frequency_penalty": [-2.1, 2.1],
+    "n": [0, -1, 17, 129, 10**9, 1.5, True, "2"],
+    "max_tokens": [-1, 0, 2**31, 2**63, 1.5, True, "5"],
+    "min_tokens": [-1, 2**31, 1.5],
+    "seed": [2**63, -(2**63) - 1, 1.5, "1", True],
+    "stop": [[""], ["a"] * 5, ["a"] * 10_000, "x" * 257, ["é" * 129], [1], 5],
+    "stop_token_ids": [[-1], [10**6], [1.0], [True], ["1"], [0] * 129],
+    "logit_bias": [{"x": 1}, {"-1": 1}, {"1000000": 1}, {"1": 101}, {"1": -101}, {"1": True}, {"1.0": 1}, [1]],
+    "priority": [-101, 101, 1.5, "1"],
+    "stream": ["yes", 1],
+    "stream_options": [{"include_usage": True}],
+    "user": ["u" * 65, 5],
+    "cache_salt": ["s" * 65, 5],
+    "model": [5],
+    "return_token_ids": [1],
+    "ignore_eos": ["true"],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(field, value) for field, values in BAD_VALUES.items() for value in values],
+    ids=[f"{field}={str(value)[:30]}" for field, values in BAD_VALUES.items() for value in values],
+)
+@pytest.mark.parametrize("api", ["completions", "chat"])
+async def test_bad_value(check_request, api, field, value):
+    body = {"prompt": "a"} if api == "completions" else {"messages": OK}
+    error = await check_request(api, {**body, field: value})
+    assert error.field is not None
+    assert error.field.partition("[")[0].partition(".")[0] == field
+
+
+ONLY_COMPLETIONS = {
+    "prompt-missing": {},
+    "prompt-null": {"prompt": None},
+    "prompt-empty-list": {"prompt": []},
+    "prompt-empty-ids": {"prompt": [[]]},
+    "prompt-negative-id": {"prompt": [-1]},
+    "prompt-id-outside": {"prompt": [10**6]},
+    "prompt-id-2^31": {"prompt": [2**31]},
+    "prompt-huge-id": {"prompt": [10**400]},
+    "prompt-float-id": {"prompt": [1.0]},
+    "prompt-bool-id": {"prompt": [True]},
+    "prompt-mixed": {"prompt": ["a", [1]]},
+    "prompt-mixed-ids": {"prompt": [1, "a"]},
+    "prompt-nested": {"prompt": [[[1]]]},
+    "prompt-object": {"prompt": {"a": 1}},
+    "prompt-number": {"prompt": 5},
+    "prompt-too-many": {"prompt": ["a"] * 129},
+    "prompt-100k": {"prompt": ["a"] * 100_000},
+    "prompt-one-too-many-with-n": {"prompt": ["a"] * 65, "n": 2},
+    "prompt-10mb-text": {"prompt": "a" * 7_000_000},
+    "best_of": {"prompt": "a", "best_of": 2},
+    "best_of-less-than-n": {"prompt": "a", "n": 3, "best_of": 2},
+    "logprobs-21": {"prompt": "a", "logprobs": 21},
+    "logprobs-bool": {"prompt": "a", "logprobs": True},
+    "echo": {"prompt": "a", "echo": True},
+    "suffix": {"prompt": "a", "suffix": "b"},
+    "prompt_embeds": {"prompt": "a", "prompt_embeds": "AAAA"},
+    "min-above-max": {"prompt": "a", "min_tokens": 5, "max_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("row", ONLY_COMPLETIONS, ids=ONLY_COMPLETIONS)
+async def test_bad_completion(check_request, row):
+    error = await check_request("completions", ONLY_COMPLETIONS[row])
+    name = row.partition("-")[0].replace("min", "min_tokens")
+    assert error.field.partition("[")[0] in {name, "prompt"}
+
+
+ONLY_CHAT = {
+    "messages-missing": {},
+    "messages-empty": {"messages": []},
+    "messages-too-many": {"messages": OK * 2049},
+    "messages-string": {"messages": "hi"},
+    "message-string": {"messages": ["hi"]},
+    "role-missing": {"messages": [{"content": "x"}]},
+    "role-unknown": {"messages": [{"role": "zzz", "content": "x"}]},
+    "role-list": {"messages": [{"role": ["user"], "content": "x"}]},
+    "content-missing": {"messages": [{"role": "user"}]},
+    "content-number": {"messages": [{"role": "user", "content": 5}]},
+    "content-empty-parts": {"messages": [{"role": "user", "content": []}]},
+    "content-image": {
+        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+    },
+    "content-part-string": {"messages": [{"role": "user", "content": ["x"]}]},
+    "content-surrogate": {"messages": [{"role": "user", "content": "\ud83d"}]},
+    "name-number": {"messages": [{"role": "user", "content": "x", "name": 5}]},
+    "name-long": {"messages": [{"role": "user", "content": "x", "name": "n" * 65}]},
+    "tool_calls": {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "a"}]}]},
+    "template-refuses": {"messages": [{"role": "tool", "content": "x"}]},
+    "top_logprobs-21": {"messages": OK, "logprobs": True, "top_logprobs": 21},
+    "top_logprobs-alone": {"messages": OK, "top_logprobs": 2},
+    "logprobs-int": {"messages": OK, "logprobs": 1},
+    "max-tokens-differ": {"messages": OK, "max_tokens": 5, "max_completion_tokens": 6},
+    "max_completion_tokens-0": {"messages": OK, "max_completion_tokens": 0},
+    "tools": {"messages": OK, "tools": [{"type": "function", "function": {"name": "f"}}]},
+    "tool_choice": {"messages": OK, "tool_choice": "required"},
+    "response_format": {"messages": OK, "response_format": {"type": "json_object"}},
+    "chat_template": {"messages": OK, "chat_template": "{{ 1 }}"},
+    "chat_template_kwargs": {"messages": OK, "chat_template_kwargs": {"tokenize": True}},
+    "modalities": {"messages": OK, "modalities": ["audio"]},
+}
+
+
+@pytest.mark.parametrize("row", ONLY_CHAT, ids=ONLY_CHAT)
+async def test_bad_chat(check_request, row):
+    error = await check_request("chat", ONLY_CHAT[row])
+    assert error.field
+
+
+@pytest.fixture(scope="module")
+def loaded_model(model_folder):
+    files = read_model_files(model_folder)
+    return files, ModelTokenizer(files)
+
+
+@pytest.fixture
+def check_request(loaded_model):
+    """Parses and accepts a body without any socket, and gives the InvalidRequest that must come of it."""
+    files, tokenizer = loaded_model
+    requests = Requests(
+        model_name="tiny",
+        limits=ModelLimits(files.vocab_size, files.context_length_tokens),
+        eos_token_ids=files.eos_token_ids,
+        tokenizer=tokenizer,
+        topology=Topology(gateway_incarnation="0" * 32, on_change=lambda: None),
+        queue=AdmissionQueue(1),
+        policies=Policies(route=least_loaded),
+        placements=None,
+        metrics=Metrics(),
+        gateway_incarnation="0" * 32,
+    )
+
+    async def accept(api, body):
+        request, _ = parse(json.dumps(body).encode(), ChatRequest if api == "chat" else CompletionRequest)
+        with await requests.accept(request.call()):
+            pass
+
+    async def check(api, body):
+        with pytest.raises(InvalidRequest) as caught:
+            await accept(api, body)
+        assert status.http_status(caught.value) == 400
+        assert len(caught.value.message) < 500
+        return caught.value
+
+    return check
+
+
+GOOD = {
+    "nul-in-prompt": {"prompt": "a\x00\x1b[31mb"},
+    "zalgo": {"prompt": "Z̷̧͉̈́a̸̢͝l̵g̶o̴ \u202e reversed \u200d ﷺ"},
+    "proto-keys": {"prompt": "a", "__proto__": {"x": 1}, "__class__": "y", "constructor": None},
+    "unknown-field": {"prompt": "a", "some_new_field": 5},
+    "tiny-temperature": {"prompt": "a", "temperature": 1e-45},
+    "negative-seed": {"prompt": "a", "seed": -(2**63)},
+    "largest-seed": {"prompt": "a", "seed": 2**63 - 1},
+    "top_k-all": {"prompt": "a", "top_k": -1},
+    "top_k-beyond-vocabulary": {"prompt": "a", "top_k": 2**31 - 1},
+    "whole-float": {"prompt": "a", "temperature": 1},
+    "limits": {
+        "prompt": "a",
+        "temperature": 2,
+        "top_p": 1,
+        "stop": ["x" * 256] * 4,
+        "logit_bias": {"0": 100, "1": -100},
+    },
+    "nulls": {"prompt": "a", "temperature": None, "stop": None, "n": None, "stream_options": None, "tools": None},
+    "refused-fields-asking-nothing": {
+        "prompt": "a",
+        "echo": False,
+        "suffix": "",
+        "best_of": 1,
+        "response_format": {"type": "text"},
+    },
+    "user-64": {"prompt": "a", "user": "u" * 64},
+    "n-16": {"prompt": "a", "n": 16},
+    "128-prompts": {"prompt": ["a"] * 128},
+    "image-link": {"prompt": "![x](http://169.254.169.254/latest)"},
+    "ids": {"prompt": [0, 1, 2]},
+    "lists-of-ids": {"prompt": [[0, 1], [2]]},
+}
+
+
+@pytest.mark.parametrize("row", GOOD, ids=GOOD)
+async def test_odd_but_good(system, row):
+    response = await system.http.post("/v1/completions", json=GOOD[row])
+    assert response.status_code == 200, response.text
+    if row == "unknown-field":
+        assert response.headers["x-tandem-ignored"] == "some_new_field"
+
+
+async def test_stop_on_the_first_token_is_an_empty_text(system):
+    response = await system.http.post("/v1/completions", json={"prompt": "a", "stop": ["o"]})
+    assert response.json()["choices"][0] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "status"), [(500, 12, 200), (500, 13, 400), (511, 1, 200), (512, 1, 400)]
+)
+async def test_context_edge(system, num_prompt, max_tokens, status):
+    response = await system.http.post("/v1/completions", json={"prompt": [5] * num_prompt, "max_tokens": max_tokens})
+    assert response.status_code == status
+    if status == 400:
+        check_error(response, 400, code="context_length_exceeded", param="prompt")
+
+
+async def test_longer_than_any_pool_is_refused(make_system, worker_type, pair_type):
+    system = await make_system()
+    await system.add(worker_type("decode", "decode-0", pair_type([1]).decode, max_sequence_tokens=100))
+    check_error(await system.complete(max_tokens=98), 400, code="context_length_exceeded")
+    assert (await system.complete(max_tokens=97)).status_code == 200
+    assert (await system.http.get("/v1/models")).json()["data"][0]["max_model_len"] == 100
+
+
+async def test_chat_without_limit_fills_the_context(system):
+    await system.chat("hi")
+    spec = system.workers["decode-0"].attempts[0].spec
+    assert spec.sampling.max_tokens == 512 - len(spec.prompt_token_ids)
+
+
+async def test_unknown_model(system):
+    check_error(await system.complete(model="nope"), 404, code="model_not_found", param="model")
+    check_error(await system.http.get("/v1/models/nope"), 404, code="model_not_found")
+
+
+ROUTES = {
+    "get-on-post": ("GET", "/v1/completions", 405),
+    "put": ("PUT", "/v1/chat/completions", 405),
+    "post-on-get": ("POST", "/v1/models", 405),
+    "trace": ("TRACE", "/v1/completions", 405),
+    "unknown": ("GET", "/v2", 404),
+    "root": ("GET", "/", 404),
+    "traversal": ("GET", "/v1/../../etc/passwd", 404),
+    "embeddings": ("POST", "/v1/embeddings", 404),
+}
+
+
+@pytest.mark.parametrize("row", ROUTES, ids=ROUTES)
+async def test_route(system, row):
+    method, path, status = ROUTES[row]
+    response = await system.http.request(method, path)
+    check_error(response, status, code="method_not_allowed" if status == 405 else "not_found")
+    assert ("allow" in response.headers) == (status == 405)
+
+
+HEADERS = {
+    "gzip": ({"content-encoding": "gzip"}, 415),
+    "form": ({"content-type": "application/x-www-form-urlencoded"}, 415),
+    "xml": ({"content-type": "text/xml"}, 415),
+    "range": ({"range": "bytes=0-1"}, 200),
+    "charset": ({"content-type": "application/json; charset=utf-8"}, 200),
+    "bad-request-id": ({"x-request-id": "a b"}, 400),
+    "long-request-id": ({"x-request-id": "a" * 65}, 400),
+    "nonsense-traceparent": ({"traceparent": "00-zz-zz-zz"}, 200),
+    "101-headers": ({f"x-{n}": "1" for n in range(101)}, 431),
+}
+
+
+@pytest.mark.parametrize("row", HEADERS, ids=HEADERS)
+async def test_header(system, post, row):
+    headers, status = HEADERS[row]
+    response = await post("/v1/completions", b'{"prompt": "a"}', headers)
+    if status == 200:
+        assert response.status_code == 200
+    else:
+        check_error(response, status)
+
+
+async def test_body_over_the_limit_is_refused_before_it_is_read(system):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    answer = await raw(system, head % (8 * 1024 * 1024 + 1))
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b'"request_too_large"' in answer
+    assert b"connection: close" in answer
+
+
+async def test_body_over_the_limit_in_chunks(system):
+    async def chunks():
+        for _ in range(9):
+            yield b"x" * (1024 * 1024)
+
+    response = await system.http.post("/v1/completions", content=chunks(), headers={"content-type": "application/json"})
+    check_error(response, 413)
+
+
+async def test_body_at_the_limit_is_read(system, post):
+    body = json.dumps({"prompt": "a", "x": ""}).encode()
+    full = body[:-2] + b"y" * (8 * 1024 * 1024 - len(body)) + b'"}'
+    assert len(full) == 8 * 1024 * 1024
+    assert (await post("/v1/completions", full)).status_code == 200
+    check_error(await post("/v1/completions", full + b" "), 413)
+
+
+async def test_body_in_tiny_chunks(system):
+    async def chunks():
+        for byte in b'{"prompt": "a", "max_tokens": 5}':
+            yield bytes([byte])
+
+    response = await system.http.post("/v1/completions", content=chunks(), headers={"content-type": "application/json"})
+    assert response.status_code == 200
+
+
+async def test_body_that_never_comes(system, monkeypatch):
+    monkeypatch.setattr("gateway.http_api.MAX_BODY_READ_S", 0.3)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
+    answer = await raw(system, head)
+    assert answer.startswith(b"HTTP/1.1 408")
+    await check_alive(system)
+
+
+RAW_HTTP = {
+    "garbage": (b"\x16\x03\x01 what\r\n\r\n", b"HTTP/1.1 400"),
+    "endless-header": (b"GET / HTTP/1.1\r\nx: " + b"a" * 100_000, b"HTTP/1.1 431"),
+    "long-url": (
+        b"POST /v1/completions?" + b"a" * 9000 + b" HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 414",
+    ),
+    "endless-url": (b"GET /" + b"a" * 100_000, b"HTTP/1.1 431"),
+    "both-lengths": (
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 400",
+    ),
+    "two-lengths": (
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcde",
+        b"HTTP/1.1 400",
+    ),
+    "negative-length": (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", b"HTTP/1.1 400"),
+    "bad-chunk": (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", b"HTTP/1.1 "),
+    "cr-in-header": (b"GET /health HTTP/1.1\r\nhost: x\r\nx-request-id: a\rb\r\n\r\n", b"HTTP/1.1 400"),
+}
+
+
+@pytest.mark.parametrize("row", RAW_HTTP, ids=RAW_HTTP)
+async def test_raw_http(system, row):
+    sent, expected = RAW_HTTP[row]
+    answer = await raw(system, sent)
+    assert answer.startswith(expected), answer[:200]
+    await check_alive(system)
+
+
+async def raw(system, sent: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(5):
+            return await reader.read(4096)
+    finally:
+        writer.close()
+
+
+async def test_half_closed_connection_counts_as_left(system, worker_type):
+    decode = system.workers["decode-0"]
+
+    async def hold(attempt):
+        attempt.emit(worker_pb2.Admitted())
+
+    decode.script = hold
+    body = b'{"prompt": "a"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(("127.0.0.1", system.gateway.http_port)) as connection:
+        connection.sendall(head + body)
+        await system.until(lambda: bool(decode.attempts))
+        connection.shutdown(socket.SHUT_WR)
+        await system.until(lambda: bool(decode.cancelled))
+
+
+GRPC = {
+    "no-prompt": ({}, "prompt"),
+    "empty-ids": ({"token_ids": {}}, "token_ids"),
+    "id-outside": ({"token_ids": {"ids": [10**6]}}, "token_ids"),
+    "request-id": ({"text": "a", "request_id": "a b"}, "request_id"),
+    "tenant": ({"text": "a", "tenant": "a\nb"}, "tenant"),
+    "priority": ({"text": "a", "priority": 101}, "priority"),
+    "context": ({"token_ids": {"ids": [5] * 512}}, "token_ids"),
+    **{
+        f"{name}={value}": ({"text": "a", "sampling": {name: value}}, f"sampling.{name}")
+        for name, values in {
+            "temperature": [NAN, INF, -1.0, 2.01, 1e30],
+            "top_p": [NAN, 0.0, 1.5],
+            "top_k": [-2],
+            "min_p": [NAN, -0.5, 1.5],
+            "presence_penalty": [NAN, 3.0],
+            "frequency_penalty": [INF],
+            "repetition_penalty": [NAN, 0.0, -1.0, 11.0],
+            "max_tokens": [0, 2**31, 2**32 - 1],
+            "min_tokens": [2**31],
+            "stop": [[""], ["x" * 257], ["a"] * 5],
+            "stop_token_ids": [[10**6]],
+            "logprobs": [21],
+            "logit_bias": [{1: NAN}, {1: 101.0}, {10**6: 1.0}],
+        }.items()
+        for value in values
+    },
+}
+
+
+@pytest.mark.parametrize("row", GRPC, ids=[row[:40] for row in GRPC])
+async def test_bad_grpc_request(system, row):
+    fields, named = GRPC[row]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.GenerateUnary(inference_pb2.GenerateRequest(**fields), timeout=10)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert named.rpartition(".")[2] in refused.value.details() or "context" in refused.value.details()
+        assert (await stub.GenerateUnary(inference_pb2.GenerateRequest(text="a"), timeout=10)).text == "ok"
+
+
+async def test_broken_protobuf_and_unknown_model_over_grpc(system):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        for data in (b"\xff\xff\xff", b"\x1a\x02\xff\xfe", b"\x0a\xff\xff\xff\xff\x0f"):
+            call = channel.unary_unary("/tandem.v1.Inference/GenerateUnary")
+            with pytest.raises(grpc.aio.AioRpcError) as broken:
+                await call(data, timeout=10)
+            assert broken.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for request in (
+            stub.GenerateUnary(inference_pb2.GenerateRequest(text="a", model="nope"), timeout=10),
+            stub.Tokenize(inference_pb2.TokenizeRequest(text="a", model="nope"), timeout=10),
+            stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1], model="nope"), timeout=10),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as unknown:
+                await request
+            assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+        with pytest.raises(grpc.aio.AioRpcError) as outside:
+            await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6]), timeout=10)
+        assert outside.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError) as unimplemented:
+            await channel.unary_unary("/tandem.v1.Inference/Nothing")(b"", timeout=10)
+        assert unimplemented.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    await check_alive(system)
+
+
+async def test_fault_of_our_own_shows_no_internals(system, monkeypatch, caplog):
+    def explode(*arguments):
+        raise RuntimeError("secret detail /etc/x")
+
+    monkeypatch.setattr(system.gateway.requests, "_check", explode)
+    response = await system.complete()
+    check_error(response, 500)
+    assert "secret" not in response.text
+    assert "secret detail" in caplog.text
+    monkeypatch.undo()
+    await check_alive(system)

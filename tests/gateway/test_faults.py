@@ -1,0 +1,641 @@
+"""Answers that meet trouble: refusals, deaths, gaps, cancels, slow readers, deadlines, an absent Redis."""
+
+import asyncio
+import json
+import socket
+import time
+
+import grpc
+import httpx
+import pytest
+
+from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
+from services.cluster.embedded import EmbeddedRedis
+from services.runtime.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    LayoutMismatch,
+    Overloaded,
+    TransferFailed,
+    WorkerUnavailable,
+)
+
+ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
+
+
+@pytest.fixture
+def answer(tokenizer):
+    return [*tokenizer.encode(ANSWER_TEXT, add_special_tokens=False).ids, 1]
+
+
+@pytest.fixture
+def pair(pair_type, answer):
+    return pair_type(answer)
+
+
+async def refuse_full(attempt):
+    attempt.refuse(Overloaded("full", retry_after_s=0.05))
+
+
+def delivered(chunks):
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(choice["text"] for choice in choices)
+    return text, [token for choice in choices for token in choice.get("token_ids", [])]
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 5, 9])
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+async def test_death_of_the_decode_worker_is_not_seen(
+    make_system, worker_type, pair, answer, read_sse, num_before, streams
+):
+    system = await make_system()
+
+    async def dies(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        await pair.event(attempt).wait()
+        attempt.emit(worker_pb2.DecodeStarted())
+        await pair.generate(attempt, 1, num_before)
+        await asyncio.sleep(0.02)
+        await attempt.worker.die()
+
+    await system.add(worker_type("prefill", "prefill-0", pair.prefill))
+    doomed = await system.add(worker_type("decode", "decode-0", dies))
+    await system.add(worker_type("decode", "decode-1", pair.decode))
+    bodies = [{"max_tokens": 100, "stream": streams, "return_token_ids": True, "seed": 9} for _ in range(2)]
+    responses = [await system.complete(**body) for body in bodies]
+    for response in responses:
+        if streams:
+            *chunks, done = read_sse(response.text)
+            assert done == "[DONE]"
+        else:
+            chunks = [response.json()]
+        assert delivered(chunks) == (ANSWER_TEXT, answer)
+    resumed = [a.spec for a in system.workers["decode-1"].attempts if a.spec.emitted_token_ids]
+    assert len(doomed.attempts) == 1
+    assert [list(spec.emitted_token_ids) for spec in resumed] == [answer[:num_before]]
+    assert {spec.sampling.seed for spec in resumed} == {9}
+    assert [spec.id.attempt for spec in resumed] == [2]
+
+
+async def test_stop_text_across_a_death(make_system, worker_type, pair, tokenizer, answer):
+    """Held-back text is not lost with the worker."""
+    system = await make_system()
+    prefixes = tuple("world, n"[:n] for n in range(1, 8))
+    middle = next(n for n in range(len(answer)) if tokenizer.decode(answer[:n]).endswith(prefixes))
+
+    async def dies(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        await pair.generate(attempt, 0, middle)
+        await asyncio.sleep(0.02)
+        await attempt.worker.die()
+
+    await system.add(worker_type("decode", "decode-0", dies))
+    await system.add(worker_type("decode", "decode-1", pair.decode))
+    for _ in range(2):
+        body = (await system.complete(max_tokens=100, stop=["world, n"])).json()
+        assert body["choices"][0]["text"] == "hello "
+        assert body["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_death_of_the_prefill_worker_before_the_handoff(make_system, worker_type, pair):
+    system = await make_system()
+
+    async def dies(attempt):
+        attempt.tokens(0, pair.answer[:1])
+        await asyncio.sleep(0.02)
+        await attempt.worker.die()
+
+    await system.add(worker_type("prefill", "prefill-0", dies))
+    await system.add(worker_type("prefill", "prefill-1", pair.prefill))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    for _ in range(2):
+        assert (await system.complete(max_tokens=100)).json()["choices"][0]["text"] == ANSWER_TEXT
+    decode = system.workers["decode-0"]
+    resumed = [attempt for attempt in decode.attempts if attempt.spec.emitted_token_ids]
+    assert [attempt.key[1] for attempt in resumed] == [2]
+    await system.until(lambda: (resumed[0].key[0], 1) in decode.cancelled)
+
+
+async def test_death_of_the_prefill_worker_after_the_handoff_changes_nothing(make_system, worker_type, pair):
+    system = await make_system()
+
+    async def dies(attempt):
+        await pair.prefill(attempt)
+        await asyncio.sleep(0.002)
+        await attempt.worker.die()
+
+    await system.add(worker_type("prefill", "prefill-0", dies))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    assert (await system.complete(max_tokens=100)).json()["choices"][0]["text"] == ANSWER_TEXT
+    assert len(system.workers["decode-0"].attempts) == 1
+
+
+async def test_only_decode_worker_dies_and_comes_back(make_system, worker_type, pair, answer, read_sse):
+    system = await make_system()
+
+    async def dies(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        await pair.generate(attempt, 0, 3)
+        await attempt.worker.die()
+
+    doomed = await system.add(worker_type("decode", "decode-0", dies))
+    request = asyncio.create_task(system.complete(max_tokens=100, stream=True, return_token_ids=True))
+    await system.until(lambda: not system.gateway.is_ready())
+    await asyncio.to_thread(doomed.lease.release)
+    refused = await system.complete(max_tokens=3)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "worker_unavailable"
+    system.workers["old"] = doomed
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    *chunks, done = read_sse((await request).text)
+    assert done == "[DONE]"
+    assert delivered(chunks) == (ANSWER_TEXT, answer)
+
+
+@pytest.mark.parametrize(
+    "error", [TransferFailed("x"), WorkerUnavailable("x"), InternalError("x"), LayoutMismatch("x")]
+)
+async def test_failed_attempt_is_tried_again(make_system, worker_type, pair, error):
+    system = await make_system()
+    failures = []
+
+    async def fails_once(attempt):
+        if failures:
+            return await pair.prefill(attempt)
+        failures.append(attempt.key)
+        attempt.emit(worker_pb2.PrefillStarted())
+        attempt.fail(error)
+
+    await system.add(worker_type("prefill", "prefill-0", fails_once))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    assert (await system.complete(max_tokens=100)).json()["choices"][0]["text"] == ANSWER_TEXT
+    attempts = system.workers["decode-0"].attempts
+    assert [attempt.key[1] for attempt in attempts] == [1, 2]
+    # Workers that do not fit are not paired again; the decode worker then does the whole work.
+    assert attempts[1].request.local_prefill == isinstance(error, LayoutMismatch)
+    await system.until(lambda: attempts[0].key in system.workers["decode-0"].cancelled)
+
+
+async def test_attempts_are_limited(make_system, worker_type, pair):
+    system = await make_system()
+
+    async def fails(attempt):
+        attempt.fail(TransferFailed("the handoff broke"))
+
+    await system.add(worker_type("prefill", "prefill-0", fails))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    response = await system.complete(max_tokens=100)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "transfer_failed"
+    assert len(system.workers["decode-0"].attempts) == 3
+    await system.until(lambda: len(system.workers["decode-0"].cancelled) == 3)
+
+
+async def test_gap_is_a_failure_and_never_shown(make_system, worker_type, pair, answer):
+    system = await make_system()
+
+    async def skips(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        attempt.tokens(0, answer[:2])
+        attempt.tokens(3, answer[3:6])
+        attempt.finish()
+
+    await system.add(worker_type("decode", "decode-0", skips))
+    await system.add(worker_type("decode", "decode-1", pair.decode))
+    for _ in range(2):
+        body = (await system.complete(max_tokens=100, return_token_ids=True)).json()
+        assert delivered([body]) == (ANSWER_TEXT, answer)
+
+
+async def test_gap_after_the_handoff_is_a_failure(make_system, worker_type, pair, answer):
+    """The prefill worker never sent the first token: what the decode worker sent cannot be delivered."""
+    system = await make_system()
+    calls = []
+
+    async def forgets_once(attempt):
+        calls.append(attempt)
+        if len(calls) > 1:
+            return await pair.prefill(attempt)
+        attempt.emit(worker_pb2.HandedOff())
+        pair.event(attempt).set()
+
+    await system.add(worker_type("prefill", "prefill-0", forgets_once))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    body = (await system.complete(max_tokens=100, return_token_ids=True)).json()
+    assert delivered([body]) == (ANSWER_TEXT, answer)
+    assert len(calls) == 2
+
+
+async def test_repeats_are_dropped(make_system, worker_type, pair, answer):
+    system = await make_system()
+
+    async def repeats(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        for end in (2, 2, 4, len(answer)):
+            attempt.tokens(0, answer[:end])
+        attempt.finish(inference_pb2.FINISH_REASON_STOP)
+
+    await system.add(worker_type("decode", "decode-0", repeats))
+    assert delivered([(await system.complete(max_tokens=100, return_token_ids=True)).json()]) == (ANSWER_TEXT, answer)
+
+
+async def test_events_of_a_dead_attempt_reach_nobody(make_system, worker_type, pair, answer):
+    system = await make_system()
+    old = []
+
+    async def fails_then_talks(attempt):
+        if old:
+            old[0].tokens(0, [9, 9, 9])
+            old[0].finish()
+            await asyncio.sleep(0.01)
+            old[0].tokens(3, [9])
+            return await pair.decode(attempt)
+        old.append(attempt)
+        attempt.emit(worker_pb2.Admitted())
+        attempt.fail(WorkerUnavailable("leaving"))
+
+    await system.add(worker_type("decode", "decode-0", fails_then_talks))
+    body = (await system.complete(max_tokens=100, return_token_ids=True)).json()
+    assert delivered([body]) == (ANSWER_TEXT, answer)
+    assert system.gateway.topology.decode_session("decode-0").num_dropped_events >= 2
+
+
+async def test_worker_that_sends_too_many_tokens_is_not_trusted(make_system, worker_type, pair):
+    system = await make_system()
+
+    async def babbles(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.tokens(0, [7] * 50)
+
+    await system.add(worker_type("decode", "decode-0", babbles))
+    response = await system.complete(max_tokens=3)
+    assert response.status_code == 500
+    assert "token" not in response.json()["error"]["message"]
+
+
+async def test_refused_by_one_taken_by_another(make_system, worker_type, pair):
+    system = await make_system(routing="round_robin")
+    await system.add(worker_type("decode", "decode-0", refuse_full))
+    await system.add(worker_type("decode", "decode-1", pair.decode))
+    responses = [await system.complete(max_tokens=100) for _ in range(2)]
+    assert [response.json()["choices"][0]["text"] for response in responses] == [ANSWER_TEXT] * 2
+    assert len(system.workers["decode-0"].attempts) == 1
+
+
+async def test_refused_prefill_goes_to_another_prefill_worker(make_system, worker_type, pair):
+    system = await make_system(routing="round_robin")
+    await system.add(worker_type("prefill", "prefill-0", refuse_full))
+    await system.add(worker_type("prefill", "prefill-1", pair.prefill))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    for _ in range(2):
+        assert (await system.complete(max_tokens=100)).json()["choices"][0]["text"] == ANSWER_TEXT
+    assert len(system.workers["decode-0"].attempts) == 2
+
+
+async def test_full_cluster_queues_in_order_and_refuses_beyond_the_bound(make_system, worker_type, pair):
+    system = await make_system(max_queued_requests=2)
+    room, order = [], []
+
+    async def takes_when_told(attempt):
+        if not room:
+            return await refuse_full(attempt)
+        room.pop()
+        order.append(len(attempt.spec.prompt_token_ids))
+        await pair.decode(attempt)
+        room.append(1)
+        attempt.worker.sessions.load_changed()
+
+    await system.add(worker_type("decode", "decode-0", takes_when_told))
+    first = asyncio.create_task(system.http.post("/v1/completions", json={"prompt": [5]}))
+    await system.until(lambda: system.gateway.requests.num_queued == 1)
+    second = asyncio.create_task(system.http.post("/v1/completions", json={"prompt": [5, 6]}))
+    await system.until(lambda: system.gateway.requests.num_queued == 2)
+    refused = await system.http.post("/v1/completions", json={"prompt": [5, 6, 7]})
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["type"] == "overloaded_error"
+    assert (await system.http.get("/cluster")).json()["requests"] == {"queued": 2, "running": 0}
+    room.append(1)
+    assert [response.status_code for response in await asyncio.gather(first, second)] == [200, 200]
+    assert order == [1, 2]
+
+
+async def test_full_prefill_workers_send_the_request_back_to_the_queue(make_system, worker_type, pair):
+    system = await make_system()
+    refusals = []
+
+    async def full_at_first(attempt):
+        if len(refusals) < 3:
+            refusals.append(attempt.key)
+            return await refuse_full(attempt)
+        await pair.prefill(attempt)
+
+    await system.add(worker_type("prefill", "prefill-0", full_at_first))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    assert (await system.complete(max_tokens=100)).json()["choices"][0]["text"] == ANSWER_TEXT
+    decode = system.workers["decode-0"]
+    assert [attempt.key[1] for attempt in decode.attempts] == [1, 2, 3, 4]
+    await system.until(lambda: decode.cancelled[:3] == [attempt.key for attempt in decode.attempts[:3]])
+
+
+async def test_queue_has_a_longest_wait(make_system, worker_type):
+    system = await make_system(max_queue_wait_s=0.3)
+    await system.add(worker_type("decode", "decode-0", refuse_full))
+    response = await system.complete()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "server_overloaded"
+
+
+async def test_worker_that_finds_the_request_wrong_ends_it(make_system, worker_type):
+    system = await make_system()
+
+    async def refuses(attempt):
+        attempt.refuse(InvalidRequest("too long for this pool", field="prompt"))
+
+    await system.add(worker_type("decode", "decode-0", refuses))
+    response = await system.complete()
+    assert response.status_code == 400
+    assert len(system.workers["decode-0"].attempts) == 1
+
+
+async def test_no_decode_worker_is_said_at_once(make_system, worker_type, pair):
+    system = await make_system()
+    await system.add(worker_type("prefill", "prefill-0", pair.prefill))
+    started_s = time.monotonic()
+    response = await system.complete()
+    assert time.monotonic() - started_s < 1.0
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+
+
+async def hold(attempt):
+    """Takes the attempt, sends a token and then nothing."""
+    attempt.emit(worker_pb2.Admitted())
+    attempt.emit(worker_pb2.DecodeStarted())
+    attempt.tokens(0, [40])
+
+
+async def take_and_be_silent(attempt):
+    attempt.emit(worker_pb2.Admitted())
+
+
+async def never_answer(attempt):
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("script", [never_answer, take_and_be_silent, hold], ids=["asked", "admitted", "decoding"])
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+async def test_client_that_leaves_is_cancelled_on_the_worker(make_system, worker_type, script, streams):
+    system = await make_system()
+    decode = await system.add(worker_type("decode", "decode-0", script))
+    request = asyncio.create_task(system.complete(stream=streams))
+    await system.until(lambda: bool(decode.attempts))
+    await asyncio.sleep(0.05)
+    request.cancel()
+    started_s = time.monotonic()
+    await system.until(lambda: decode.cancelled == [decode.attempts[0].key])
+    assert time.monotonic() - started_s < 2.0
+    await system.until(lambda: not system.gateway.requests.num_running)
+    assert (await system.http.get("/cluster")).json()["requests"] == {"queued": 0, "running": 0}
+
+
+async def test_client_that_leaves_the_queue_is_forgotten(make_system, worker_type):
+    system = await make_system()
+    await system.add(worker_type("decode", "decode-0", refuse_full))
+    request = asyncio.create_task(system.complete())
+    await system.until(lambda: system.gateway.requests.num_queued == 1)
+    request.cancel()
+    await system.until(lambda: system.gateway.requests.num_queued == 0)
+
+
+async def test_cancelled_grpc_call_is_cancelled_on_the_worker(make_system, worker_type):
+    system = await make_system()
+    decode = await system.add(worker_type("decode", "decode-0", hold))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest(text="x"))
+        assert (await call.read()).token_ids == [40]
+        call.cancel()
+        await system.until(lambda: decode.cancelled == [decode.attempts[0].key])
+
+
+async def test_leaving_one_of_several_choices_cancels_all(make_system, worker_type):
+    system = await make_system()
+    decode = await system.add(worker_type("decode", "decode-0", hold))
+    request = asyncio.create_task(system.complete(stream=True, n=3))
+    await system.until(lambda: len(decode.attempts) == 3)
+    request.cancel()
+    await system.until(lambda: len(decode.cancelled) == 3)
+
+
+@pytest.mark.parametrize("script", [never_answer, take_and_be_silent, refuse_full], ids=["asked", "admitted", "queued"])
+async def test_deadline_ends_every_wait(make_system, worker_type, script):
+    system = await make_system(max_request_s=0.4)
+    await system.add(worker_type("decode", "decode-0", script))
+    started_s = time.monotonic()
+    response = await system.complete()
+    assert response.status_code == 504
+    assert response.json()["error"]["type"] == "timeout_error"
+    assert time.monotonic() - started_s < 3.0
+
+
+async def test_deadline_in_mid_stream_is_an_event_and_no_done(make_system, worker_type, read_sse):
+    system = await make_system(max_request_s=0.4)
+    decode = await system.add(worker_type("decode", "decode-0", hold))
+    response = await system.complete(stream=True)
+    assert response.status_code == 200
+    events = read_sse(response.text)
+    assert events[-1]["error"]["code"] == "deadline_exceeded"
+    assert "[DONE]" not in events
+    await system.until(lambda: len(decode.cancelled) == 1)
+
+
+async def test_grpc_deadline_is_the_requests(make_system, worker_type):
+    system = await make_system()
+    decode = await system.add(worker_type("decode", "decode-0", take_and_be_silent))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await stub.GenerateUnary(inference_pb2.GenerateRequest(text="x"), timeout=0.5)
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert 0 < decode.attempts[0].spec.deadline_ms <= 600
+    await system.until(lambda: len(decode.cancelled) == 1)
+
+
+async def test_worker_that_reports_the_deadline_is_believed(make_system, worker_type):
+    system = await make_system()
+
+    async def late(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.fail(DeadlineExceeded("too late"))
+
+    await system.add(worker_type("decode", "decode-0", late))
+    assert (await system.complete()).status_code == 504
+
+
+async def test_slow_reader_costs_bounded_memory_and_disturbs_nobody(make_system, worker_type, pair_type, answer):
+    system = await make_system()
+    long_answer = (answer[:-1] * 40)[:400]
+    await system.add_pair(pair_type(long_answer, group=1))
+    body = json.dumps({"prompt": [5], "max_tokens": 400, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(slow, ("127.0.0.1", system.gateway.http_port))
+        await loop.sock_sendall(slow, head % len(body) + body)
+        await system.until(lambda: bool(system.workers["decode-0"].attempts))
+        assert (await system.complete(max_tokens=20)).status_code == 200
+    await system.until(lambda: system.gateway.requests.num_running == 0)
+
+
+async def test_reader_that_takes_nothing_is_dropped(make_system, worker_type, answer, monkeypatch):
+    monkeypatch.setattr("gateway.http_api.SLOW_CLIENT_LIMIT_S", 0.3)
+    system = await make_system()
+
+    async def floods(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        for index in range(0, 400, 4):
+            attempt.tokens(index, (answer * 40)[index : index + 4])
+            await asyncio.sleep(0.005)
+
+    decode = await system.add(worker_type("decode", "decode-0", floods))
+    body = json.dumps({"prompt": [5], "max_tokens": 500, "stream": True, "logprobs": 1, "ignore_eos": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    # The kernel takes a few hundred KiB off the gateway's hands; small buffers on both ends make it stop soon.
+    for server in system.gateway._http._server.servers:
+        for listener in server.sockets:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    monkeypatch.setattr("gateway.openai_types.CompletionWriter.chunk", lambda *arguments: b"data: " + b"x" * 65536)
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(slow, ("127.0.0.1", system.gateway.http_port))
+        await loop.sock_sendall(slow, head % len(body) + body)
+        await system.until(lambda: len(decode.cancelled) == 1)
+
+
+async def test_silent_worker_is_given_up(make_system, worker_type, pair, answer, monkeypatch):
+    monkeypatch.setattr("gateway.sessions.SILENCE_LIMIT_S", 1.5)
+    system = await make_system()
+    frozen = await system.add(worker_type("decode", "decode-0", hold))
+    request = asyncio.create_task(system.complete(max_tokens=100, return_token_ids=True))
+    await system.until(lambda: len(frozen.attempts) == 1)
+    healthy = await system.add(worker_type("decode", "decode-1", pair.decode))
+    for session in frozen.sessions.sessions:
+        session.wake = asyncio.Event()
+        session.wake.set = lambda: None
+    monkeypatch.setattr(frozen.sessions, "_wait", lambda session: asyncio.sleep(3600))
+    body = (await request).json()
+    assert body["choices"][0]["token_ids"] == [40, *answer[1:]]
+    assert list(healthy.attempts[0].spec.emitted_token_ids) == [40]
+
+
+async def test_restarted_worker_gets_a_new_session(make_system, worker_type, pair):
+    system = await make_system()
+    first = await system.add(worker_type("decode", "decode-0", pair.decode))
+    assert (await system.complete()).status_code == 200
+    await first.die()
+    system.workers["first"] = first
+    second = await system.add(worker_type("decode", "decode-0", pair.decode))
+    assert (await system.complete()).status_code == 200
+    assert len(second.attempts) == 1
+    members = system.gateway.topology.members()
+    assert [member.record.incarnation for member in members] == [second.incarnation]
+
+
+async def test_worker_whose_stream_broke_is_reached_again(make_system, worker_type, pair):
+    system = await make_system()
+    worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+    worker.sessions.close()
+    await system.until(lambda: system.gateway.topology.num_ready("decode") == 0)
+    assert system.gateway.topology.members()[0].state == "lost"
+    await system.until(lambda: system.gateway.topology.num_ready("decode") == 1)
+    assert (await system.complete()).status_code == 200
+
+
+async def test_draining_worker_gets_no_new_request(make_system, worker_type, pair):
+    system = await make_system()
+    leaving = await system.add(worker_type("decode", "decode-0", pair.decode))
+    leaving.load.state = cluster_pb2.WORKER_STATE_DRAINING
+    leaving.sessions.load_changed()
+    await system.until(lambda: system.gateway.topology.members()[0].state == "draining")
+    await system.add(worker_type("decode", "decode-1", pair.decode))
+    for _ in range(3):
+        assert (await system.complete()).status_code == 200
+    assert not leaving.attempts
+
+
+async def test_same_running_id_is_refused_and_free_again_afterwards(make_system, worker_type, pair):
+    system = await make_system()
+    decode = await system.add(worker_type("decode", "decode-0", hold))
+    headers = {"x-request-id": "twice"}
+    first = asyncio.create_task(system.http.post("/v1/completions", json={"prompt": "x"}, headers=headers))
+    await system.until(lambda: bool(decode.attempts))
+    second = await system.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert second.status_code == 409
+    assert second.json()["error"]["type"] == "invalid_request_error"
+    first.cancel()
+    await system.until(lambda: bool(decode.cancelled))
+    decode.script = pair.decode
+    assert (await system.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 200
+
+
+async def test_requests_go_on_while_redis_is_away_and_after_it_forgot(model_folder, worker_type, pair):
+    from gateway.config import GatewayConfig
+    from gateway.gateway import Gateway
+
+    with EmbeddedRedis(port=_free_port()) as redis:
+        config = GatewayConfig(
+            model=model_folder, redis=redis.url, cluster="away", http_port=0, grpc_port=0, drain_s=0.1
+        )
+        gateway = Gateway(config)
+        await gateway.start()
+        worker = worker_type("decode", "decode-0", pair.decode)
+        await worker.start(redis.url, "away")
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=10) as http:
+            async with asyncio.timeout(10):
+                while (await http.get("/ready")).status_code != 200:  # noqa: ASYNC110 - across sockets
+                    await asyncio.sleep(0.02)
+            redis.kill()
+            for _ in range(3):
+                response = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 100})
+                assert response.json()["choices"][0]["text"] == ANSWER_TEXT
+                await asyncio.sleep(0.4)
+            redis.start()
+            for _ in range(6):
+                assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+                assert (await http.get("/ready")).status_code == 200
+                await asyncio.sleep(0.2)
+        await worker.stop()
+        await gateway.stop()
+
+
+async def test_stopping_gateway_lets_answers_end(make_system, worker_type, pair):
+    system = await make_system(drain_s=5.0)
+    release = asyncio.Event()
+
+    async def waits(attempt):
+        await release.wait()
+        await pair.decode(attempt)
+
+    decode = await system.add(worker_type("decode", "decode-0", waits))
+    request = asyncio.create_task(system.complete(max_tokens=100))
+    await system.until(lambda: bool(decode.attempts))
+    stopping = asyncio.create_task(system.gateway.stop())
+    await asyncio.sleep(0.1)
+    assert not system.gateway.is_ready()
+    release.set()
+    assert (await request).json()["choices"][0]["text"] == ANSWER_TEXT
+    await stopping
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
