@@ -2,8 +2,8 @@
 
 Three questions, each a ratio of two things that were measured in turn on the same machine:
 
-- Decode: tokens/s of 16 streams through gateway and decode worker, over the bare engine loop on the same batch. The limit
-  is 1: the engine cannot be faster than itself.
+- Decode: tokens/s of 16 streams through gateway and decode worker, over the bare engine loop on the same batch. The
+  limit is 1: the engine cannot be faster than itself.
 - First token: TTFT of 1P1D over one process that does both (a decode worker alone). The limit is the same prefill.
 - Streams: TTFT and ITL of 64 concurrent streams on 2P2D.
 """

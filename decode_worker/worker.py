@@ -406,7 +406,7 @@ class Servicer(worker_pb2_grpc.DecodeWorkerServicer):
         self._sessions = sessions
 
     async def Session(
-        self, request_iterator: AsyncIterator[worker_pb2.DecodeCommand], context: object
+        self, request_iterator: AsyncIterator[worker_pb2.DecodeCommands], context: object
     ) -> AsyncIterator[worker_pb2.StepEvents]:
         """One gateway's stream."""
         async for events in self._sessions.serve(request_iterator):

@@ -24,6 +24,8 @@ CONNECT_TIMEOUT_S = 3.0
 SILENCE_LIMIT_S = 3.0
 """Workers speak at least once a second; one that was silent for this long counts as dead."""
 MAX_OUTGOING_COMMANDS = 16_384
+MAX_COMMANDS_BYTES = 2**20
+"""Commands that wait together go down in one message, until it is this large."""
 
 logger = logging.getLogger(__name__)
 
@@ -223,12 +225,15 @@ class WorkerSession:
     def _command(self, **command: Any) -> Any:
         raise NotImplementedError
 
+    def _commands(self, commands: list[Any]) -> Any:
+        raise NotImplementedError
+
     async def _serve(self, channel: grpc.aio.Channel) -> None:
         self._call = call = self._open_stream(channel)
         writer: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await call.write(self._command(hello=self._hello))
+                await call.write(self._commands([self._command(hello=self._hello)]))
                 first = await call.read()
             self._take(first)
             self._come_up()
@@ -284,11 +289,19 @@ class WorkerSession:
         try:
             while True:
                 while self._outgoing:
-                    await call.write(self._outgoing.popleft())
+                    await call.write(self._next_message())
                 self._wake_writer = loop.create_future()
                 await self._wake_writer
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()
+
+    def _next_message(self) -> Any:
+        commands = [self._outgoing.popleft()]
+        size_bytes = commands[0].ByteSize()
+        while self._outgoing and size_bytes < MAX_COMMANDS_BYTES:
+            commands.append(self._outgoing.popleft())
+            size_bytes += commands[-1].ByteSize()
+        return self._commands(commands)
 
     def _break(self, error: TandemError) -> None:
         was_up, self.is_up = self.is_up, False
@@ -314,6 +327,9 @@ class DecodeSession(WorkerSession):
     def _command(self, **command: Any) -> worker_pb2.DecodeCommand:
         return worker_pb2.DecodeCommand(**command)
 
+    def _commands(self, commands: list[worker_pb2.DecodeCommand]) -> worker_pb2.DecodeCommands:
+        return worker_pb2.DecodeCommands(commands=commands)
+
 
 class PrefillSession(WorkerSession):
     """The stream to a prefill worker."""
@@ -330,6 +346,9 @@ class PrefillSession(WorkerSession):
 
     def _command(self, **command: Any) -> worker_pb2.PrefillCommand:
         return worker_pb2.PrefillCommand(**command)
+
+    def _commands(self, commands: list[worker_pb2.PrefillCommand]) -> worker_pb2.PrefillCommands:
+        return worker_pb2.PrefillCommands(commands=commands)
 
 
 def _attempt_id(key: AttemptKey) -> worker_pb2.AttemptId:

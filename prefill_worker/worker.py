@@ -389,7 +389,7 @@ class Servicer(worker_pb2_grpc.PrefillWorkerServicer):
         self._sessions = sessions
 
     async def Session(
-        self, request_iterator: AsyncIterator[worker_pb2.PrefillCommand], context: object
+        self, request_iterator: AsyncIterator[worker_pb2.PrefillCommands], context: object
     ) -> AsyncIterator[worker_pb2.StepEvents]:
         """One gateway's stream."""
         async for events in self._sessions.serve(request_iterator):

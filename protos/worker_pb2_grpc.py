@@ -37,7 +37,7 @@ class PrefillWorkerStub(object):
         """
         self.Session = channel.stream_stream(
                 '/tandem.v1.PrefillWorker/Session',
-                request_serializer=protos_dot_worker__pb2.PrefillCommand.SerializeToString,
+                request_serializer=protos_dot_worker__pb2.PrefillCommands.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.StepEvents.FromString,
                 _registered_method=True)
 
@@ -58,7 +58,7 @@ def add_PrefillWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
-                    request_deserializer=protos_dot_worker__pb2.PrefillCommand.FromString,
+                    request_deserializer=protos_dot_worker__pb2.PrefillCommands.FromString,
                     response_serializer=protos_dot_worker__pb2.StepEvents.SerializeToString,
             ),
     }
@@ -88,7 +88,7 @@ class PrefillWorker(object):
             request_iterator,
             target,
             '/tandem.v1.PrefillWorker/Session',
-            protos_dot_worker__pb2.PrefillCommand.SerializeToString,
+            protos_dot_worker__pb2.PrefillCommands.SerializeToString,
             protos_dot_worker__pb2.StepEvents.FromString,
             options,
             channel_credentials,
@@ -113,7 +113,7 @@ class DecodeWorkerStub(object):
         """
         self.Session = channel.stream_stream(
                 '/tandem.v1.DecodeWorker/Session',
-                request_serializer=protos_dot_worker__pb2.DecodeCommand.SerializeToString,
+                request_serializer=protos_dot_worker__pb2.DecodeCommands.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.StepEvents.FromString,
                 _registered_method=True)
 
@@ -134,7 +134,7 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
-                    request_deserializer=protos_dot_worker__pb2.DecodeCommand.FromString,
+                    request_deserializer=protos_dot_worker__pb2.DecodeCommands.FromString,
                     response_serializer=protos_dot_worker__pb2.StepEvents.SerializeToString,
             ),
     }
@@ -164,7 +164,7 @@ class DecodeWorker(object):
             request_iterator,
             target,
             '/tandem.v1.DecodeWorker/Session',
-            protos_dot_worker__pb2.DecodeCommand.SerializeToString,
+            protos_dot_worker__pb2.DecodeCommands.SerializeToString,
             protos_dot_worker__pb2.StepEvents.FromString,
             options,
             channel_credentials,

@@ -83,6 +83,7 @@ class Emission(NamedTuple):
     payload: Payload
 
 
+Commands: TypeAlias = worker_pb2.PrefillCommands | worker_pb2.DecodeCommands
 CommandHandler: TypeAlias = Callable[[Session, Any], Awaitable[None]]
 
 
@@ -119,14 +120,15 @@ class SessionServer:
         """The open sessions."""
         return tuple(self._sessions.values())
 
-    async def serve(self, commands: AsyncIterator[Any]) -> AsyncIterator[worker_pb2.StepEvents]:
+    async def serve(self, commands: AsyncIterator[Commands]) -> AsyncIterator[worker_pb2.StepEvents]:
         """The body of `Session`: `async for events in sessions.serve(request_iterator): yield events`.
 
         Raises StaleIncarnation if hello means another incarnation, InvalidRequest for a command out of order,
         Overloaded if the gateway does not read, WorkerUnavailable if `close` ended it.
         """
-        session = await self._open(commands)
-        reader = asyncio.create_task(self._read(session, commands), name=f"session-{session.session_id}")
+        one_by_one = _one_by_one(commands)
+        session = await self._open(one_by_one)
+        reader = asyncio.create_task(self._read(session, one_by_one), name=f"session-{session.session_id}")
         try:
             while not session.is_closed:
                 session.wake.clear()
@@ -251,6 +253,12 @@ class SessionServer:
         if self._sessions.get(session.gateway_incarnation) is session:
             del self._sessions[session.gateway_incarnation]
         self._on_session_closed(session)
+
+
+async def _one_by_one(messages: AsyncIterator[Commands]) -> AsyncIterator[Any]:
+    async for message in messages:
+        for command in message.commands:
+            yield command
 
 
 def refused(error: BaseException) -> worker_pb2.Refused:

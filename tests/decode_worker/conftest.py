@@ -85,9 +85,9 @@ class Gateway:
                 self.messages.append(message)
                 self._arrived.notify_all()
 
-    async def _sent(self) -> AsyncIterator[worker_pb2.DecodeCommand]:
+    async def _sent(self) -> AsyncIterator[worker_pb2.DecodeCommands]:
         while (command := await self._commands.get()) is not None:
-            yield command
+            yield worker_pb2.DecodeCommands(commands=[command])
 
     def admit(self, request_id: str, prompt: list[int], *, attempt: int = 1, **fields: Any) -> None:
         is_local = fields.pop("local", False)

@@ -221,6 +221,7 @@ class WorkerSession:
         self._channel = make_channel(address)
         stub: Any = getattr(worker_pb2_grpc, f"{role.capitalize()}WorkerStub")(self._channel)
         self._command_class: Any = getattr(worker_pb2, f"{role.capitalize()}Command")
+        self._commands_class: Any = getattr(worker_pb2, f"{role.capitalize()}Commands")
         self._call = stub.Session()
         self.load: worker_pb2.WorkerLoad | None = None
         self.num_messages = 0
@@ -231,7 +232,7 @@ class WorkerSession:
     async def send(self, **command: Any) -> None:
         # gRPC takes one write of a stream at a time.
         async with self._writing:
-            await self._call.write(self._command_class(**command))
+            await self._call.write(self._commands_class(commands=[self._command_class(**command)]))
 
     async def _read(self) -> None:
         try:

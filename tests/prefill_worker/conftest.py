@@ -132,9 +132,9 @@ class Gateway:
                 self.loads.append(message.load)
                 self._arrived.notify_all()
 
-    async def _sent(self) -> AsyncIterator[worker_pb2.PrefillCommand]:
+    async def _sent(self) -> AsyncIterator[worker_pb2.PrefillCommands]:
         while (command := await self._commands.get()) is not None:
-            yield command
+            yield worker_pb2.PrefillCommands(commands=[command])
 
     def prefill(self, request_id: str, prompt: list[int], *, attempt: int = 1, **fields: Any) -> None:
         sampling = inference_pb2.SamplingParams(max_tokens=fields.pop("max_tokens", 8), temperature=0.0, seed=1)

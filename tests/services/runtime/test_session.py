@@ -79,6 +79,10 @@ async def served() -> AsyncIterator[tuple[Worker, Any]]:
         yield pair
 
 
+def batch(*commands: worker_pb2.DecodeCommand) -> worker_pb2.DecodeCommands:
+    return worker_pb2.DecodeCommands(commands=commands)
+
+
 def hello(worker_incarnation: str = INCARNATION, gateway: str = GATEWAY) -> worker_pb2.DecodeCommand:
     opening = worker_pb2.SessionHello(gateway_incarnation=gateway, worker_incarnation=worker_incarnation)
     return worker_pb2.DecodeCommand(hello=opening)
@@ -91,7 +95,7 @@ def admit(request_id: str, attempt: int = 1) -> worker_pb2.DecodeCommand:
 
 async def opened(stub: Any, **names: str) -> Any:
     call = stub.Session()
-    await call.write(hello(**names))
+    await call.write(batch(hello(**names)))
     first = await call.read()
     assert first.worker_incarnation == INCARNATION
     return call
@@ -122,7 +126,7 @@ async def events_of(call: Any, count: int) -> list[worker_pb2.WorkerEvent]:
 
 async def test_hello_is_answered_at_once_with_the_load(served: tuple[Worker, Any]) -> None:
     call = served[1].Session()
-    await call.write(hello(worker_incarnation=""))
+    await call.write(batch(hello(worker_incarnation="")))
     async with asyncio.timeout(2):
         first = await call.read()
     assert (first.worker_incarnation, len(first.events), first.load.running) == (INCARNATION, 0, 1)
@@ -130,7 +134,7 @@ async def test_hello_is_answered_at_once_with_the_load(served: tuple[Worker, Any
 
 async def test_another_incarnation_is_fenced_off(served: tuple[Worker, Any]) -> None:
     call = served[1].Session()
-    await call.write(hello(worker_incarnation="c" * 32))
+    await call.write(batch(hello(worker_incarnation="c" * 32)))
     assert type(await status_of(call)) is errors.StaleIncarnation
     assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert served[0].closed == []
@@ -154,12 +158,24 @@ async def test_commands_out_of_order_end_the_session(
     call = served[1].Session()
     for command in commands:
         with contextlib.suppress(asyncio.InvalidStateError):
-            await call.write(command)
+            await call.write(batch(command))
     with contextlib.suppress(asyncio.InvalidStateError):
         await call.done_writing()
     error = await status_of(call)
     assert isinstance(error, errors.InvalidRequest)
     assert error.field == field
+
+
+async def test_commands_of_one_message_are_done_in_order(served: tuple[Worker, Any]) -> None:
+    call = served[1].Session()
+    await call.write(batch(hello(), *(admit(f"r{index}") for index in range(5))))
+    worker = served[0]
+    async with asyncio.timeout(5):
+        while len(worker.commands) < 5:
+            worker.arrived.clear()
+            await worker.arrived.wait()
+    assert [request_id for _, request_id in worker.commands] == [f"r{index}" for index in range(5)]
+    call.cancel()
 
 
 async def test_a_hello_that_does_not_come_ends_the_stream() -> None:
@@ -172,7 +188,7 @@ async def test_garbage_ends_the_session_and_frees_its_attempts(served: tuple[Wor
     assert worker.channel is not None
     call: Any = worker.channel.stream_stream("/tandem.v1.DecodeWorker/Session")()
     for command in (hello(), admit("r1")):
-        await call.write(command.SerializeToString())
+        await call.write(batch(command).SerializeToString())
     await soon(worker.arrived)
     await call.write(b"\xff\xff\xff")
     assert type(await status_of(call)) is errors.InvalidRequest
@@ -183,8 +199,10 @@ async def test_commands_arrive_in_order_and_events_come_back(served: tuple[Worke
     worker, stub = served
     call = await opened(stub)
     for index in range(20):
-        await call.write(admit(f"r{index}"))
-    await call.write(worker_pb2.DecodeCommand(cancel=worker_pb2.Cancel(id=worker_pb2.AttemptId(request_id="r3"))))
+        await call.write(batch(admit(f"r{index}")))
+    await call.write(
+        batch(worker_pb2.DecodeCommand(cancel=worker_pb2.Cancel(id=worker_pb2.AttemptId(request_id="r3"))))
+    )
     async with asyncio.timeout(5):
         while len(worker.commands) < 21:
             await soon(worker.arrived)
@@ -285,14 +303,14 @@ async def test_a_failing_command_is_refused_and_the_session_goes_on(served: tupl
         (RuntimeError("secret"), worker_pb2.ERROR_CODE_INTERNAL, "internal error", 0),
     ):
         worker.failure = failure
-        await call.write(admit("r1", attempt=3))
+        await call.write(batch(admit("r1", attempt=3)))
         (event,) = await events_of(call, 1)
         assert (event.id.request_id, event.id.attempt) == ("r1", 3)
         assert (event.refused.code, event.refused.message) == (code, message)
         assert event.refused.retry_after_ms == retry_after_ms
-    await call.write(worker_pb2.DecodeCommand(cancel=worker_pb2.Cancel()))
+    await call.write(batch(worker_pb2.DecodeCommand(cancel=worker_pb2.Cancel())))
     worker.failure = errors.InvalidRequest("still there")
-    await call.write(admit("r2"))
+    await call.write(batch(admit("r2")))
     (event,) = await events_of(call, 1)
     assert (event.id.request_id, event.refused.message) == ("r2", "still there")
 
@@ -322,7 +340,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off_with_bounded_memory() -> 
     async with serving(session.SessionLimits(max_pending_events=500)) as (worker, stub):
         call = await opened(stub)
         (source,) = worker.sessions.sessions
-        await call.write(admit("r"))
+        await call.write(batch(admit("r")))
         await soon(worker.arrived)
         most_pending = 0
         while not worker.closed:
@@ -351,7 +369,7 @@ async def test_sessions_are_limited() -> None:
     async with serving(session.SessionLimits(max_sessions=1)) as (_, stub):
         await opened(stub)
         call = stub.Session()
-        await call.write(hello(gateway="d" * 32))
+        await call.write(batch(hello(gateway="d" * 32)))
         assert type(await status_of(call)) is errors.Overloaded
 
 
