@@ -53,6 +53,7 @@ class Generation(msgspec.Struct, frozen=True):
     span: Span
     totals: "Totals"
     arrived_s: float
+    arrived_unix_ns: int
 
 
 @dataclass(slots=True)

@@ -150,7 +150,7 @@ class Requests:
 
     async def accept(self, call: Call) -> AcceptedCall:
         """Validates and tokenizes. Raises InvalidRequest, NotFound, AlreadyExists or DeadlineExceeded."""
-        arrived_s = self._clock.monotonic()
+        arrived_s, arrived_unix_ns = self._clock.monotonic(), self._clock.unix_ns()
         limits = self.limits()
         deadline = Deadline.after(self._policies.max_request_s, clock=self._clock)
         if call.deadline is not None:
@@ -160,7 +160,7 @@ class Requests:
         prompts = await self._token_ids_of(call, limits)
         samplings = self._complete_samplings(call, prompts, limits)
         request_id = self._take_id(call.request_id)
-        span = self._start_span(call, request_id)
+        span = self._start_span(call, request_id, arrived_unix_ns)
         totals = Totals()
         self._num_calls += 1
         worker_id = f"{request_id}.{self._id_suffix}{self._num_calls:x}"
@@ -176,6 +176,7 @@ class Requests:
                 span=span,
                 totals=totals,
                 arrived_s=arrived_s,
+                arrived_unix_ns=arrived_unix_ns,
             )
             for choice, sampling in enumerate(samplings)
         ]
@@ -235,7 +236,7 @@ class Requests:
 
         Raises WorkerUnavailable where every one of them turned out to be unreachable.
         """
-        route_started_ns = telemetry.unix_ns()
+        route_started_ns = self._clock.unix_ns()
         candidates = self._decode_candidates(request)
         is_full = not candidates
         failure: TandemError = WorkerUnavailable("no decode worker took the request")
@@ -386,9 +387,9 @@ class Requests:
             min_tokens=sampling.min_tokens,
         )
 
-    def _start_span(self, call: Call, request_id: str) -> Span:
+    def _start_span(self, call: Call, request_id: str, arrived_unix_ns: int) -> Span:
         parent = telemetry.extract(call.traceparent) if call.traceparent else None
-        span = telemetry.start_span("request", parent)
+        span = telemetry.start_span("request", parent, start_unix_ns=arrived_unix_ns)
         if span.is_recording():
             span.set_attributes(
                 {
@@ -413,10 +414,8 @@ class Requests:
         span = request.generation.span
         if not span.is_recording():
             return
-        now_ns = telemetry.unix_ns()
         if request.num_failures == 0:
-            waited_ns = round((self._clock.monotonic() - request.generation.arrived_s) * 1e9)
-            telemetry.record_span("queue", now_ns - waited_ns, max(started_ns, now_ns - waited_ns), parent=span)
+            telemetry.record_span("queue", request.generation.arrived_unix_ns, started_ns, parent=span)
         attributes: dict[str, str | int | bool] = {
             "tandem.attempt": request.attempt_number,
             "tandem.decode_worker": attempt.decode.peer.worker_id,
@@ -424,7 +423,7 @@ class Requests:
             "tandem.is_remote_prefill": decision.is_remote,
             "tandem.reason": decision.reason,
         }
-        telemetry.record_span("route", started_ns, now_ns, parent=span, attributes=attributes)
+        telemetry.record_span("route", started_ns, self._clock.unix_ns(), parent=span, attributes=attributes)
 
     def _observe(self, request: RunningRequest, attempt: Attempt, delta: Delta) -> None:
         """Books what a delta says about progress."""
