@@ -1,0 +1,142 @@
+"""Pages of a pool as bytes: reading them for a frame, and writing a frame's pages into reserved ones.
+
+The only code of the handoff that touches page memory. Page size may differ on the two sides; all else is equal.
+Copies run without the interpreter's lock, on whatever thread calls; nothing here decides whether a copy is allowed.
+Pages on a GPU take the way over host memory.
+
+Shape legend: N pages, H KV heads, L layers, S slots (tokens) of a page, B bytes of one head's K or V of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kv_transfer.protocol.messages import WireLayout
+from kv_transfer.transports.base import Bytes
+from services.engine.pages import PageLayout, PagePool
+from services.runtime.errors import InvariantViolated
+
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The reserved pages of a transfer at the receiver, and which tokens of them may be written.
+
+    Tokens before `num_cached_tokens` are a shared prefix that must stay as it is.
+    """
+
+    page_ids: tuple[int, ...]
+    num_cached_tokens: int
+    num_tokens: int
+
+
+class PageReader:
+    """Serves pages of a pool as flat pieces of host memory: in place, or from a copy if they are on a GPU."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pages = _memory_of(pool)
+
+    def pieces(self, page_ids: Sequence[int]) -> list[Bytes]:
+        """Return the memory of these pages in order, neighbours joined."""
+        if isinstance(self._pages, torch.Tensor):
+            rows = torch.tensor(page_ids, device=self._pages.device)
+            copy: Bytes = self._pages.index_select(0, rows).cpu().numpy().reshape(-1)
+            return [copy]
+        return [self._pages[first : first + count].reshape(-1) for first, count in _runs(page_ids)]
+
+
+class PageWriter:
+    """Copies frames of a sender's pages into pages of a pool."""
+
+    def __init__(self, pool: PagePool, sender: WireLayout) -> None:
+        # Arrays of host memory or tensors on a GPU: slicing and assigning them is written in the same way.
+        self._pages: Any = _memory_of(pool)
+        self._device = pool.data.device
+        self._own_size = pool.layout.page_size
+        self._sender_size = sender.page_size
+        heads, layers = pool.layout.num_kv_heads, pool.layout.num_layers
+        vector_bytes = pool.layout.head_dim * pool.layout.dtype.itemsize
+        self._own_view = self._pages.reshape(-1, heads, layers, 2, self._own_size, vector_bytes)
+        self._sender_shape = (heads, layers, 2, self._sender_size, vector_bytes)
+
+    def check(self, destination: Destination) -> None:
+        """Raise InvariantViolated unless these are different pages of the pool that hold all the tokens."""
+        page_ids = destination.page_ids
+        is_in_pool = all(0 <= page_id < self._pages.shape[0] for page_id in page_ids)
+        if not is_in_pool or len(set(page_ids)) != len(page_ids):
+            raise InvariantViolated("a reservation names a page twice or a page outside the pool")
+        if destination.num_cached_tokens % self._own_size:
+            raise InvariantViolated("a cached prefix must end on a page border")
+
+    def write(self, data: Bytes, first_page: int, destination: Destination) -> None:
+        """Copy whole pages of the sender, the first of which is `first_page` of its page table.
+
+        When it returns, the copy has ended, on a GPU too.
+        """
+        is_on_gpu = isinstance(self._pages, torch.Tensor)
+        source = torch.from_numpy(data).to(self._device) if is_on_gpu else data
+        if self._own_size == self._sender_size:
+            self._write_pages(source, first_page, destination)
+        else:
+            self._write_tokens(source, first_page, destination)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _write_pages(self, data: Any, first_page: int, destination: Destination) -> None:
+        page_bytes = self._pages.shape[1]
+        end_page = first_page + len(data) // page_bytes
+        start_page = max(first_page, destination.num_cached_tokens // self._own_size)
+        offset = (start_page - first_page) * page_bytes
+        for first, count in _runs(destination.page_ids[start_page:end_page]):
+            num_bytes = count * page_bytes
+            self._pages[first : first + count].reshape(-1)[:] = data[offset : offset + num_bytes]
+            offset += num_bytes
+
+    def _write_tokens(self, data: Any, first_page: int, destination: Destination) -> None:
+        source = data.reshape(-1, *self._sender_shape)
+        for index in range(source.shape[0]):
+            page_start = (first_page + index) * self._sender_size
+            token = max(page_start, destination.num_cached_tokens)
+            end = min(page_start + self._sender_size, destination.num_tokens)
+            while token < end:
+                own_page, own_slot = divmod(token, self._own_size)
+                count = min(end - token, self._own_size - own_slot)
+                target = self._own_view[destination.page_ids[own_page]]
+                from_slot = token - page_start
+                target[:, :, :, own_slot : own_slot + count] = source[index, :, :, :, from_slot : from_slot + count]
+                token += count
+
+
+def wire_layout(layout: PageLayout, *, fingerprint: str, exact: bool) -> WireLayout:
+    """Return the words in which a pool's layout travels. Raises KeyError for a dtype that does not."""
+    return WireLayout(
+        fingerprint=fingerprint,
+        page_size=layout.page_size,
+        dtype=_DTYPE_NAMES[layout.dtype],
+        num_kv_heads=layout.num_kv_heads,
+        num_layers=layout.num_layers,
+        head_dim=layout.head_dim,
+        exact=exact,
+    )
+
+
+def _memory_of(pool: PagePool) -> Bytes | torch.Tensor:
+    """Return all pages [N, page_bytes]: an array over host memory, or the tensor of another device."""
+    if pool.data.device.type != "cpu":
+        return pool.bytes
+    pages: Bytes = pool.bytes.numpy()
+    return pages
+
+
+def _runs(page_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first page id, count) of neighbours in ascending order."""
+    start = 0
+    for index in range(1, len(page_ids) + 1):
+        if index == len(page_ids) or page_ids[index] != page_ids[index - 1] + 1:
+            yield page_ids[start], index - start
+            start = index

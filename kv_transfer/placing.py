@@ -1,0 +1,153 @@
+"""The thread that takes the frames of one Link from its channel: verify in the ring, then copy into reserved pages.
+
+Which frame may go where is decided by the `PlacementTable`; this file holds its lock and does the copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import xxhash
+
+from kv_transfer.page_bytes import Destination, PageWriter
+from kv_transfer.protocol.actions import Place
+from kv_transfer.protocol.counters import Reason
+from kv_transfer.protocol.messages import TransferId
+from kv_transfer.protocol.placement import Drop, PlacementEvent, PlacementTable, Verdict, Wait, Write
+from kv_transfer.transports.base import ChannelBroken, Frame, ReceiveChannel
+from services.runtime.errors import TandemError
+
+_IDLE_POLL_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+class FramePlacer:
+    """Owns the receiving channel. The callbacks run on its thread; the other methods belong to the event loop's.
+
+    `on_events(events)` answers for chunks, `on_dropped(reason)` tells of a frame that was not wanted,
+    `on_ended(error)` comes last, when the channel is closed and nothing is copied any more.
+    """
+
+    def __init__(
+        self,
+        channel: ReceiveChannel,
+        writer: PageWriter,
+        table: PlacementTable,
+        *,
+        stall_s: float,
+        on_events: Callable[[list[PlacementEvent]], None],
+        on_dropped: Callable[[Reason], None],
+        on_ended: Callable[[TandemError], None],
+    ) -> None:
+        self._channel = channel
+        self._writer = writer
+        self._table = table
+        self._stall_s = stall_s
+        self._on_events = on_events
+        self._on_dropped = on_dropped
+        self._on_ended = on_ended
+        self._changed = threading.Condition()
+        self._destinations: dict[TransferId, Destination] = {}
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="tandem-place", daemon=True)
+
+    def start(self) -> None:
+        """Begin to take frames."""
+        self._thread.start()
+
+    @property
+    def num_frames_seen(self) -> int:
+        """Frames that were claimed by a chunk, ever."""
+        return self._table.num_frames_seen
+
+    def open(self, transfer_id: TransferId, destination: Destination) -> None:
+        """Say which pages a transfer's chunks go to, before the first of them is added."""
+        with self._changed:
+            self._destinations[transfer_id] = destination
+
+    def forget(self, transfer_id: TransferId) -> None:
+        """Nothing is placed for the transfer any more."""
+        with self._changed:
+            self._destinations.pop(transfer_id, None)
+
+    def add(self, place: Place) -> list[PlacementEvent]:
+        """See PlacementTable.add."""
+        with self._changed:
+            events = self._table.add(place)
+            self._changed.notify()
+        return events
+
+    def revoke(self, transfer_id: TransferId) -> list[PlacementEvent]:
+        """See PlacementTable.revoke."""
+        with self._changed:
+            return self._table.revoke(transfer_id)
+
+    def stop(self) -> None:
+        """Break the channel off. Idempotent, does not block."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+        self._channel.shutdown()
+
+    def _run(self) -> None:
+        error: TandemError = ChannelBroken("the channel was closed")
+        try:
+            while not self._is_stopped:
+                frame = self._channel.poll(timeout_s=_IDLE_POLL_S)
+                if frame is not None:
+                    self._take(frame)
+        except ChannelBroken as broken:
+            error = broken
+        except Exception:  # noqa: BLE001 - the thread's root: its end must be told, or pages stay reserved for ever
+            _log.exception("placing a frame failed")
+            error = ChannelBroken("placing a frame failed")
+        finally:
+            self._channel.shutdown()
+            self._channel.close()
+            with self._changed:
+                events = self._table.close()
+            self._on_events(events)
+            self._on_ended(error)
+
+    def _take(self, frame: Frame) -> None:
+        verdict = self._verdict_on(frame)
+        match verdict:
+            case Write():
+                self._write(frame, verdict)
+            case Drop(reason=Reason() as reason):
+                self._on_dropped(reason)
+            case _:
+                pass
+        self._channel.release(frame.slot)
+
+    def _verdict_on(self, frame: Frame) -> Verdict:
+        """Wait until a header claims the frame. The header left first, so this wait is short or the sender is wrong."""
+        with self._changed:
+            verdict, events = self._table.begin(frame.seq, frame.data.size)
+            while isinstance(verdict, Wait):
+                self._tell(events)
+                if not self._changed.wait(self._stall_s):
+                    raise ChannelBroken("a frame came that no chunk announced")
+                if self._is_stopped:
+                    raise ChannelBroken("the channel was closed")
+                verdict, events = self._table.begin(frame.seq, frame.data.size)
+        self._tell(events)
+        return verdict
+
+    def _write(self, frame: Frame, write: Write) -> None:
+        verified: bytes | None = None
+        try:
+            digest = xxhash.xxh3_128_digest(frame.data.data)
+            if digest == frame.digest:
+                self._writer.write(frame.data, write.first_page, self._destinations[write.id])
+                verified = digest
+        finally:
+            with self._changed:
+                events = self._table.finish(frame.seq, verified)
+            self._tell(events)
+
+    def _tell(self, events: list[PlacementEvent]) -> None:
+        if events:
+            self._on_events(events)

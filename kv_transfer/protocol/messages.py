@@ -1,0 +1,173 @@
+"""What the two sides of a handoff say to each other on the Link, as plain data.
+
+Knows nothing of protobuf, sockets or tensors; `kv_transfer.link` translates. docs/protocol.md tells the whole story.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import xxhash
+
+PROTOCOL_VERSION = 1
+DIGEST_BYTES = 16
+TOKEN_BYTES = 32
+# A page larger than this is a broken or hostile layout, refused before any memory is taken.
+MAX_PAGE_BYTES = 256 * 2**20
+MAX_REQUEST_ID_CHARS = 256
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TransferId:
+    """One try of a transfer. Attempts count from 1."""
+
+    request_id: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}#{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class WireLayout:
+    """Shape of one side's pages, in words that travel. `dtype` is a key of DTYPE_BYTES."""
+
+    fingerprint: str
+    page_size: int
+    dtype: str
+    num_kv_heads: int
+    num_layers: int
+    head_dim: int
+    exact: bool
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.num_kv_heads * self.num_layers * 2 * self.page_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The sender introduces itself. `transports` are those it can send on, best first."""
+
+    worker_id: str
+    incarnation: str
+    peer_incarnation: str
+    layout: WireLayout
+    transports: tuple[str, ...]
+    host_id: str
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class HelloAck:
+    """The receiver accepts the pair and says how the channel is opened."""
+
+    worker_id: str
+    incarnation: str
+    layout: WireLayout
+    transport: str
+    channel_address: str
+    channel_id: str
+    channel_token: bytes
+    ring_slots: int
+    ring_slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Asks for the pages of `num_tokens` tokens. `deadline_ms` is the time the request has left."""
+
+    id: TransferId
+    num_tokens: int
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Pages are set aside. The first `num_cached_tokens` tokens are there already and are not sent."""
+
+    id: TransferId
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHeader:
+    """Announces pages that follow on the channel in frames `channel_seq`, `channel_seq + 1`, …
+
+    Pages are counted in the sender's page table. How many pages a frame holds follows from the ring slot's size.
+    """
+
+    id: TransferId
+    chunk_index: int
+    channel_seq: int
+    first_page: int
+    num_pages: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """All was sent: the manifest, and what decoding needs to go on."""
+
+    id: TransferId
+    num_chunks: int
+    num_pages: int
+    num_bytes: int
+    num_tokens: int
+    digest: bytes
+    first_token_id: int
+    sampling_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Everything was verified and is the receiver's."""
+
+    id: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The transfer is over without a commit. `code` names an error class. Without an id it refuses the whole Link."""
+
+    id: TransferId | None
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAck:
+    """The abort was seen, and nothing is held for the transfer any more."""
+
+    id: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Alive."""
+
+
+Message: TypeAlias = (
+    Hello | HelloAck | Reserve | Granted | ChunkHeader | Seal | Committed | Abort | AbortAck | Heartbeat
+)
+
+
+def pages_per_frame(page_bytes: int, slot_bytes: int) -> int:
+    """Return how many whole pages of the sender travel in one frame; both sides must agree on it."""
+    return max(1, slot_bytes // page_bytes)
+
+
+def chain_digest(digests: Iterable[bytes]) -> bytes:
+    """Return the digest over digests in order: frames make a chunk's, chunks make the seal's."""
+    state = xxhash.xxh3_128()
+    for digest in digests:
+        state.update(digest)
+    return state.digest()

@@ -1,0 +1,510 @@
+"""The receiving worker's side: `LinkReceiver` serves Links and puts what arrives into pages that the worker gives it.
+
+Carries out what `protocol.receiver` decides. Belongs to one event loop; page memory is written by each Link's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+
+from kv_transfer.link import (
+    LinkIdentity,
+    MalformedMessage,
+    Outbox,
+    channel_key,
+    from_wire,
+    tick_until_cancelled,
+    to_wire,
+)
+from kv_transfer.page_bytes import Destination, PageWriter, wire_layout
+from kv_transfer.placing import FramePlacer
+from kv_transfer.protocol.actions import (
+    Action,
+    CommitPages,
+    FailLink,
+    Place,
+    ReleasePages,
+    ReportEnded,
+    ReservePages,
+    Revoke,
+    Send,
+    Supersede,
+)
+from kv_transfer.protocol.counters import Counters, Reason
+from kv_transfer.protocol.failures import code_of
+from kv_transfer.protocol.fence import Fence
+from kv_transfer.protocol.messages import (
+    PROTOCOL_VERSION,
+    TOKEN_BYTES,
+    Abort,
+    Hello,
+    HelloAck,
+    Message,
+    TransferId,
+)
+from kv_transfer.protocol.placement import PlacementEvent, PlacementTable
+from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, link_fault
+from kv_transfer.protocol.timing import Timeouts
+from kv_transfer.transports.base import Listener, ReceiveChannel, RingSpec
+from kv_transfer.transports.handshake import CHANNEL_ID_BYTES
+from kv_transfer.transports.registry import choose, resolve, transport_named
+from protos import link_pb2, link_pb2_grpc
+from services.engine.pages import PagePool
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.errors import (
+    InvariantViolated,
+    LayoutMismatch,
+    Overloaded,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
+
+MAX_LINKS = 256
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Pages that a worker set aside, in the order of the prompt.
+
+    The first `num_cached_tokens` tokens, a multiple of the page size, are there already and are never written to.
+    """
+
+    page_ids: Sequence[int]
+    num_cached_tokens: int
+
+
+class ReceiveTarget(Protocol):
+    """What the receiving worker does for a transfer. All three are called on the event loop."""
+
+    async def reserve(self, transfer_id: TransferId, num_tokens: int) -> Reserved:
+        """Set pages aside. Raises the refusal that the sender is told."""
+        ...
+
+    async def commit(self, transfer_id: TransferId, *, first_token_id: int, sampling_position: int) -> None:
+        """Take the verified pages over. If it raises, it has not, and `release` follows."""
+        ...
+
+    async def release(self, transfer_id: TransferId, error: TandemError) -> None:
+        """Take unused pages back: the transfer failed, and nothing writes to them any more. Never after a commit."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RingConfig:
+    """Size of the receiving ring of each Link. A slot grows to one page of the sender where that is larger.
+
+    Slots that stay in a processor's cache between the two copies cost half the memory traffic.
+    """
+
+    slot_bytes: int = 2**20
+    ring_bytes: int = 8 * 2**20
+
+    def spec_for(self, page_bytes: int) -> RingSpec:
+        """Return the ring for pages of this size."""
+        slot_bytes = max(self.slot_bytes, page_bytes)
+        return RingSpec(min(64, max(4, self.ring_bytes // slot_bytes)), slot_bytes)
+
+
+class LinkReceiver(link_pb2_grpc.LinkServicer):
+    """Serves `tandem.v1.Link`; add it to the worker's gRPC server.
+
+    Channels that need an address are opened on `host` and `port` (0 picks one); `advertise_host` is what senders are
+    told where that differs. `abort` and `close` belong to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: LinkIdentity,
+        pool: PagePool,
+        target: ReceiveTarget,
+        transports: Sequence[str] = ("auto",),
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise_host: str | None = None,
+        ring: RingConfig | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        timeouts: Timeouts | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self.counters = counters or Counters()
+        self._identity = identity
+        self._pool = pool
+        self._target = target
+        self._transports = resolve(transports)
+        self._host, self._port, self._advertise_host = host, port, advertise_host
+        self._ring = ring or RingConfig()
+        self._clock = clock
+        self._timeouts = timeouts or Timeouts()
+        self._layout = wire_layout(pool.layout, fingerprint=identity.layout_fingerprint, exact=identity.exact)
+        self._fence = Fence()
+        self._listeners: dict[str, Listener] = {}
+        self._links: set[_ReceiveLink] = set()
+        self._is_closed = False
+
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that are not over."""
+        return sum(link.num_transfers for link in self._links)
+
+    def abort(self, transfer_id: TransferId, error: TandemError) -> None:
+        """Give a transfer up, if it runs; `release` follows when nothing writes to its pages. Idempotent.
+
+        Whatever comes later for this attempt is kept out. A transfer that is being committed is not stopped.
+        """
+        self._fence.close(transfer_id)
+        for link in tuple(self._links):
+            link.abort(transfer_id, error)
+
+    async def close(self) -> None:
+        """End all Links, give all pages back, stop listening.
+
+        Return when nothing is left, or the worker did not answer in time.
+        """
+        self._is_closed = True
+        for link in tuple(self._links):
+            link.fail(WorkerUnavailable("the receiving worker is shutting down"))
+        try:
+            async with asyncio.timeout(self._timeouts.commit_s):
+                for link in tuple(self._links):
+                    await link.ended.wait()
+        except TimeoutError:
+            _log.error("%d Links did not end: the worker does not answer for their pages", len(self._links))
+        for listener in self._listeners.values():
+            await asyncio.to_thread(listener.close)
+        self._listeners.clear()
+
+    async def Connect(
+        self,
+        request_iterator: AsyncIterator[link_pb2.LinkMessage],
+        context: grpc.aio.ServicerContext[link_pb2.LinkMessage, link_pb2.LinkMessage],
+    ) -> AsyncIterator[link_pb2.LinkMessage]:
+        """One Link, from its hello to its end."""
+        requests = aiter(request_iterator)
+        hello = await self._receive_hello(requests)
+        refusal = self._refusal_of(hello)
+        if refusal is not None:
+            _log.warning("Link of %s refused: %s", hello.worker_id, refusal)
+            yield to_wire(Abort(None, code_of(refusal), refusal.message))
+            return
+        terms, ack = self._terms_for(hello)
+        listener = self._listeners[ack.transport]
+        opening = listener.expect(channel_key(hello, ack), RingSpec(ack.ring_slots, ack.ring_slot_bytes))
+        try:
+            yield to_wire(ack)
+            channel = await self._await_channel(opening)
+        except BaseException:
+            _withdraw(opening)
+            raise
+        link = self._begin(hello, ack.transport, terms, channel)
+        try:
+            link.start(requests)
+            async for wire in link.outbox:
+                yield wire
+        finally:
+            link.fail(WorkerUnavailable("the sender ended the Link"))
+
+    async def _await_channel(self, opening: Future[ReceiveChannel]) -> ReceiveChannel:
+        try:
+            async with asyncio.timeout(self._timeouts.connect_s):
+                return await asyncio.wrap_future(opening)
+        except TimeoutError:
+            raise WorkerUnavailable("the sender did not open its channel in time") from None
+
+    async def _receive_hello(self, requests: AsyncIterator[link_pb2.LinkMessage]) -> Hello:
+        try:
+            async with asyncio.timeout(self._timeouts.connect_s):
+                hello = from_wire(await anext(requests))
+        except (TimeoutError, StopAsyncIteration):
+            raise WorkerUnavailable("the sender did not introduce itself in time") from None
+        except MalformedMessage:
+            self.counters.count(Reason.PROTOCOL_VIOLATION)
+            raise
+        if not isinstance(hello, Hello):
+            self.counters.count(Reason.PROTOCOL_VIOLATION)
+            raise MalformedMessage("a Link begins with a hello")
+        return hello
+
+    def _refusal_of(self, hello: Hello) -> TandemError | None:
+        if self._is_closed:
+            return WorkerUnavailable("the receiving worker is shutting down")
+        if len(self._links) >= MAX_LINKS:
+            return Overloaded("the receiving worker has as many Links as it takes")
+        fault = link_fault(
+            hello, layout=self._layout, incarnation=self._identity.incarnation, protocol_version=PROTOCOL_VERSION
+        )
+        if fault is not None:
+            self.counters.count(fault)
+        if fault is Reason.STALE_INCARNATION:
+            return WorkerUnavailable("the receiver is not the incarnation that was meant")
+        if fault is not None:
+            return LayoutMismatch("the sender's pages do not fit the receiver's")
+        if self._choose(hello) is None:
+            return WorkerUnavailable("sender and receiver have no transport in common")
+        return None
+
+    def _choose(self, hello: Hello) -> str | None:
+        is_same_host = hello.host_id == self._identity.host_id
+        return choose(hello.transports, self._transports, is_same_host=is_same_host)
+
+    def _terms_for(self, hello: Hello) -> tuple[LinkTerms, HelloAck]:
+        transport = self._choose(hello)
+        if transport is None:
+            raise InvariantViolated("a Link without a common transport was not refused")
+        listener = self._listeners.get(transport)
+        if listener is None:
+            listener = self._listeners[transport] = transport_named(transport).listen(self._host, self._port)
+        ring = self._ring.spec_for(hello.layout.page_bytes)
+        ack = HelloAck(
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            layout=self._layout,
+            transport=transport,
+            channel_address=self._advertised(listener.address),
+            channel_id=secrets.token_hex(CHANNEL_ID_BYTES),
+            channel_token=secrets.token_bytes(TOKEN_BYTES),
+            ring_slots=ring.num_slots,
+            ring_slot_bytes=ring.slot_bytes,
+        )
+        return LinkTerms(sender=hello.layout, receiver=self._layout, slot_bytes=ring.slot_bytes), ack
+
+    def _advertised(self, address: str) -> str:
+        host, separator, port = address.rpartition(":")
+        if self._advertise_host is None or not separator or not host:
+            return address
+        host = f"[{self._advertise_host}]" if ":" in self._advertise_host else self._advertise_host
+        return f"{host}:{port}"
+
+    def _begin(self, hello: Hello, transport: str, terms: LinkTerms, channel: ReceiveChannel) -> _ReceiveLink:
+        machine = ReceiverLink(
+            terms=terms,
+            fence=self._fence,
+            timeouts=self._timeouts,
+            counters=self.counters,
+            now=self._clock.monotonic(),
+        )
+        link = _ReceiveLink(
+            machine,
+            channel,
+            self._target,
+            _Surroundings(
+                peer=hello.worker_id,
+                writer=PageWriter(self._pool, hello.layout),
+                table=PlacementTable(frame_pages=terms.frame_pages, page_bytes=terms.sender.page_bytes),
+                timeouts=self._timeouts,
+                counters=self.counters,
+                clock=self._clock,
+                abort_anywhere=self.abort,
+                on_ended=self._links.discard,
+            ),
+        )
+        self._links.add(link)
+        _log.info("handoff channel %s from %s", transport, hello.worker_id)
+        return link
+
+
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """What a Link at the receiver works with."""
+
+    peer: str
+    writer: PageWriter
+    table: PlacementTable
+    timeouts: Timeouts
+    counters: Counters
+    clock: Clock
+    abort_anywhere: Callable[[TransferId, TandemError], None]
+    on_ended: Callable[[_ReceiveLink], None]
+
+
+class _ReceiveLink:
+    """One Link: carries out the machine's actions and tells it what happens."""
+
+    def __init__(
+        self, machine: ReceiverLink, channel: ReceiveChannel, target: ReceiveTarget, around: _Surroundings
+    ) -> None:
+        self.outbox = Outbox()
+        self.ended = asyncio.Event()
+        self._machine = machine
+        self._target = target
+        self._around = around
+        self._now = around.clock.monotonic
+        self._loop = asyncio.get_running_loop()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._works: set[asyncio.Task[None]] = set()
+        self._is_placer_ended = False
+        self._placer = FramePlacer(
+            channel,
+            around.writer,
+            around.table,
+            stall_s=around.timeouts.stall_s,
+            on_events=lambda events: self._from_thread(self._on_events, events),
+            on_dropped=lambda reason: self._from_thread(around.counters.count, reason),
+            on_ended=lambda error: self._from_thread(self._on_placer_ended, error),
+        )
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._machine.transfers)
+
+    def start(self, requests: AsyncIterator[link_pb2.LinkMessage]) -> None:
+        self._placer.start()
+        for run in (self._read(requests), tick_until_cancelled(self._tick)):
+            task = asyncio.create_task(run)
+            task.add_done_callback(self._on_task_ended)
+            self._tasks.append(task)
+
+    def abort(self, transfer_id: TransferId, error: TandemError) -> None:
+        self._perform(self._machine.abort(transfer_id, error))
+
+    def fail(self, error: TandemError) -> None:
+        """End the Link for good. Idempotent. What it holds is given back in the background."""
+        if self._machine.lost is not None:
+            return
+        level = logging.WARNING if self._machine.transfers else logging.INFO
+        _log.log(level, "Link of %s is lost: %s", self._around.peer, error)
+        self._perform(self._machine.link_lost(error))
+        self._placer.stop()
+        for task in self._tasks:
+            task.cancel()
+        self.outbox.close()
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._send_message(action.message)
+                case ReservePages():
+                    self._begin_work(self._reserve(action))
+                case Place():
+                    self._on_events(self._placer.add(action))
+                case Revoke():
+                    self._on_events(self._placer.revoke(action.id))
+                case CommitPages():
+                    self._begin_work(self._commit(action))
+                case ReleasePages():
+                    self._begin_work(self._release(action))
+                case Supersede():
+                    self._around.abort_anywhere(action.id, TransferFailed("a newer attempt took its place"))
+                case ReportEnded():
+                    self._placer.forget(action.id)
+                case FailLink():
+                    self.fail(action.error)
+                case _:
+                    raise AssertionError(f"{action} is none of the receiver's")
+
+    def _send_message(self, message: Message) -> None:
+        try:
+            self.outbox.put(message)
+        except WorkerUnavailable as error:
+            self._loop.call_soon(self.fail, error)
+
+    async def _read(self, requests: AsyncIterator[link_pb2.LinkMessage]) -> None:
+        async for wire in requests:
+            self._perform(self._machine.on_message(from_wire(wire), self._now()))
+
+    def _tick(self) -> None:
+        self._perform(self._machine.tick(self._now(), self._placer.num_frames_seen))
+
+    def _on_events(self, events: Sequence[PlacementEvent]) -> None:
+        for event in events:
+            self._perform(self._machine.placement(event))
+
+    def _begin_work(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._works.add(task)
+        task.add_done_callback(self._on_work_ended)
+
+    async def _reserve(self, action: ReservePages) -> None:
+        try:
+            reserved = await self._target.reserve(action.id, action.num_tokens)
+        except Exception as error:  # noqa: BLE001 - the boundary to the worker: every Reserve gets an answer
+            self._perform(self._machine.reserve_failed(action.id, _told(error, "reserve")))
+            return
+        page_ids = tuple(reserved.page_ids)
+        destination = Destination(page_ids, reserved.num_cached_tokens, action.num_tokens)
+        try:
+            self._around.writer.check(destination)
+        except InvariantViolated:
+            # The pages go back to who named them; none of them is ever written to.
+            _log.exception("transfer %s got unusable pages", action.id)
+            self._perform(self._machine.reserved(action.id, 0, 0))
+            return
+        self._placer.open(action.id, destination)
+        self._perform(self._machine.reserved(action.id, len(page_ids), reserved.num_cached_tokens))
+
+    async def _commit(self, action: CommitPages) -> None:
+        try:
+            await self._target.commit(
+                action.id, first_token_id=action.first_token_id, sampling_position=action.sampling_position
+            )
+        except Exception as error:  # noqa: BLE001 - the boundary to the worker: every Seal gets an answer
+            self._perform(self._machine.commit_failed(action.id, _told(error, "commit")))
+        else:
+            self._perform(self._machine.committed(action.id))
+
+    async def _release(self, action: ReleasePages) -> None:
+        try:
+            await self._target.release(action.id, action.error)
+        except Exception:  # noqa: BLE001 - the boundary to the worker: the Link must be able to end
+            _log.exception("pages of transfer %s could not be released", action.id)
+        self._perform(self._machine.released(action.id))
+
+    def _on_work_ended(self, task: asyncio.Task[None]) -> None:
+        self._works.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical("the Link of %s contradicts itself", self._around.peer, exc_info=error)
+            self.fail(WorkerUnavailable("the Link broke"))
+        self._end_when_idle()
+
+    def _on_task_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, MalformedMessage):
+            self._around.counters.count(Reason.PROTOCOL_VIOLATION)
+        if error is not None and not isinstance(error, TandemError):
+            _log.error("a task of the Link failed", exc_info=error)
+            error = WorkerUnavailable("the Link broke")
+        self.fail(error or WorkerUnavailable("the sender ended the Link"))
+
+    def _from_thread(self, call: Callable[..., object], *args: object) -> None:
+        # The loop may be gone at the very end of the process; then nobody is left to be told.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, *args)
+
+    def _on_placer_ended(self, error: TandemError) -> None:
+        if self._machine.lost is None:
+            self._around.counters.count(Reason.CHANNEL_BROKEN)
+        self.fail(error)
+        self._is_placer_ended = True
+        self._end_when_idle()
+
+    def _end_when_idle(self) -> None:
+        if self._is_placer_ended and not self._works:
+            self._around.on_ended(self)
+            self.ended.set()
+
+
+def _withdraw(opening: Future[ReceiveChannel]) -> None:
+    """Nobody will use the channel: expect it no more, or close what has come."""
+    if not opening.cancel() and opening.exception() is None:
+        opening.result().shutdown()
+        opening.result().close()
+
+
+def _told(error: Exception, doing: str) -> TandemError:
+    """Return what the sender is told of the worker's failure; texts of unknown errors stay here."""
+    if isinstance(error, TandemError) and not isinstance(error, InvariantViolated):
+        return error
+    _log.error("the worker failed to %s", doing, exc_info=error)
+    return TransferFailed(f"the receiving worker failed to {doing}")

@@ -1,0 +1,531 @@
+"""The sending worker's side: `SendLinks` keeps one Link per receiver, `SendTransfer` is one handoff on it.
+
+Carries out what `protocol.sender` decides. Belongs to one event loop; page memory is read by the Link's own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from kv_transfer.link import (
+    LinkIdentity,
+    MalformedMessage,
+    Outbox,
+    channel_key,
+    from_wire,
+    tick_until_cancelled,
+    to_wire,
+)
+from kv_transfer.page_bytes import PageReader, wire_layout
+from kv_transfer.posting import ChunkPoster
+from kv_transfer.protocol.actions import (
+    Action,
+    FailLink,
+    PostChunk,
+    ReportCommitted,
+    ReportFailed,
+    ReportGranted,
+    ReportReleased,
+    Send,
+    SkipChunks,
+)
+from kv_transfer.protocol.counters import Counters, Reason
+from kv_transfer.protocol.failures import again, error_from
+from kv_transfer.protocol.messages import Abort, Hello, HelloAck, Message, TransferId, WireLayout, pages_per_frame
+from kv_transfer.protocol.receiver import layouts_fit
+from kv_transfer.protocol.sender import SenderLink
+from kv_transfer.protocol.timing import Timeouts
+from kv_transfer.transports.base import ChannelBroken, RingSpec, SendChannel
+from kv_transfer.transports.registry import resolve, transport_named
+from protos import link_pb2, link_pb2_grpc
+from services.engine.pages import PagePool
+from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
+from services.runtime.errors import (
+    DeadlineExceeded,
+    LayoutMismatch,
+    Overloaded,
+    RequestCancelled,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
+from services.runtime.rpc import error_from_rpc, make_channel
+
+_Call = grpc.aio.StreamStreamCall[link_pb2.LinkMessage, link_pb2.LinkMessage]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffStats:
+    """What a handoff moved, and the time from the seal to the commit, which computing did not hide."""
+
+    num_pages: int
+    num_bytes: int
+    exposed_s: float
+    transport: str
+
+
+class SendTransfer:
+    """One handoff, from its granted reservation to its end.
+
+    Pages that were sent must stay allocated and unchanged until `released`.
+    """
+
+    def __init__(self, link: _SendLink, transfer_id: TransferId) -> None:
+        loop = asyncio.get_running_loop()
+        self.id = transfer_id
+        self.num_cached_tokens = 0
+        self.transport = link.transport
+        self.released = asyncio.Event()
+        """Set when nothing reads the pages any more, whatever became of the transfer."""
+        self._link = link
+        self._granted: asyncio.Future[int | TandemError] = loop.create_future()
+        self._outcome: asyncio.Future[ReportCommitted | TandemError] = loop.create_future()
+
+    @property
+    def error(self) -> TandemError | None:
+        """Why the transfer failed, or None while it has not."""
+        if not self._outcome.done():
+            return None
+        outcome = self._outcome.result()
+        return outcome if isinstance(outcome, TandemError) else None
+
+    def send(self, first_page: int, page_ids: Sequence[int]) -> None:
+        """Queue pages: `page_ids[0]` is page `first_page` of the sender's page table. Returns at once.
+
+        Pages go in order and without gaps. Those that the receiver has cached are left out. Raises what ended the
+        transfer if it has ended, and ValueError for pages out of order or beyond the prompt.
+        """
+        self._raise_if_ended()
+        self._link.send(self.id, first_page, page_ids)
+
+    async def seal(self, *, num_tokens: int, first_token_id: int, sampling_position: int) -> HandoffStats:
+        """Say that all was sent and wait until the receiver owns it.
+
+        Raises what ended the transfer: TransferFailed, WorkerUnavailable, DeadlineExceeded, or the receiver's refusal.
+        When it returns or raises (other than by cancellation), nothing reads the pages any more.
+        """
+        self._raise_if_ended()
+        started = self._link.now()
+        self._link.seal(self.id, num_tokens, first_token_id, sampling_position)
+        try:
+            outcome = await asyncio.shield(self._outcome)
+            await self.released.wait()
+        except asyncio.CancelledError:
+            self._link.abort(self.id, RequestCancelled("the handoff was cancelled"))
+            raise
+        if isinstance(outcome, TandemError):
+            raise again(outcome)
+        return HandoffStats(outcome.num_pages, outcome.num_bytes, self._link.now() - started, self.transport)
+
+    async def abort(self, error: TandemError) -> None:
+        """Give the transfer up, if it has not ended; return when nothing reads its pages any more. Idempotent."""
+        self._link.abort(self.id, error)
+        await self.released.wait()
+
+    def _raise_if_ended(self) -> None:
+        if self.error is not None:
+            raise again(self.error)
+        if self._outcome.done():
+            raise TransferFailed("the transfer was committed already")
+
+    # What follows is called by the Link.
+
+    async def _wait_granted(self) -> None:
+        outcome = await asyncio.shield(self._granted)
+        if isinstance(outcome, TandemError):
+            raise again(outcome)
+        self.num_cached_tokens = outcome
+
+    def _on_granted(self, num_cached_tokens: int) -> None:
+        if not self._granted.done():
+            self._granted.set_result(num_cached_tokens)
+
+    def _on_ended(self, outcome: ReportCommitted | TandemError) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(outcome)
+        if not self._granted.done() and isinstance(outcome, TandemError):
+            self._granted.set_result(outcome)
+
+
+class SendLinks:
+    """The Links of a worker that sends, made on first use and again after they broke.
+
+    `transports` are the channels to offer, best first; `auto` stands for shared memory, then TCP.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: LinkIdentity,
+        pool: PagePool,
+        transports: Sequence[str] = ("auto",),
+        clock: Clock = SYSTEM_CLOCK,
+        timeouts: Timeouts | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self.counters = counters or Counters()
+        self._identity = identity
+        self._layout = wire_layout(pool.layout, fingerprint=identity.layout_fingerprint, exact=identity.exact)
+        self._reader = PageReader(pool)
+        self._transports = resolve(transports)
+        self._clock = clock
+        self._timeouts = timeouts or Timeouts()
+        self._links: dict[tuple[str, str], asyncio.Task[_SendLink]] = {}
+        self._closing: set[asyncio.Event] = set()
+        self._is_closed = False
+
+    async def reserve(
+        self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
+    ) -> SendTransfer:
+        """Have pages set aside for `num_tokens` tokens at the receiver that listens on `address`.
+
+        Raises NoFreePages or the receiver's other refusal, WorkerUnavailable if it cannot be reached or is not that
+        incarnation, LayoutMismatch, TransferFailed, DeadlineExceeded.
+        """
+        deadline.check()
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                link = await self._link_to(address, peer_incarnation)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed while the Link was made") from None
+        return await link.reserve(transfer_id, num_tokens, deadline)
+
+    async def close(self) -> None:
+        """Fail what runs, end all Links, return when no thread of theirs is left."""
+        self._is_closed = True
+        for task in list(self._links.values()):
+            if not task.done():
+                task.cancel()
+            elif not task.cancelled() and task.exception() is None:
+                task.result().fail(WorkerUnavailable("the sending worker is shutting down"))
+        await asyncio.gather(*self._links.values(), return_exceptions=True)
+        for ended in list(self._closing):
+            await ended.wait()
+
+    async def _link_to(self, address: str, peer_incarnation: str) -> _SendLink:
+        if self._is_closed:
+            raise WorkerUnavailable("the sending worker is shutting down")
+        key = (address, peer_incarnation)
+        task = self._links.get(key)
+        if task is None:
+            task = asyncio.create_task(self._dial(key))
+            self._links[key] = task
+            task.add_done_callback(lambda done: self._on_dialled(key, done))
+        # Shielded: others may wait for the same Link, and a Link half made is worth finishing.
+        return await asyncio.shield(task)
+
+    def _on_dialled(self, key: tuple[str, str], task: asyncio.Task[_SendLink]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._forget(key, task)
+
+    def _forget(self, key: tuple[str, str], task: asyncio.Task[_SendLink] | None) -> None:
+        if task is not None and self._links.get(key) is task:
+            del self._links[key]
+
+    async def _dial(self, key: tuple[str, str]) -> _SendLink:
+        offered = self._transports
+        try:
+            async with asyncio.timeout(self._timeouts.connect_s):
+                while True:
+                    try:
+                        return await self._dial_with(key, offered)
+                    except _ChannelNotOpened as failure:
+                        offered = tuple(name for name in offered if name != failure.transport)
+                        if not offered:
+                            raise TransferFailed(failure.message) from failure
+                        _log.warning("channel %s to %s: %s; trying %s", failure.transport, key[0], failure, offered)
+        except TimeoutError:
+            raise WorkerUnavailable("the receiver did not make a Link in time") from None
+        except grpc.aio.AioRpcError as error:
+            raise _link_error(error) from error
+
+    async def _dial_with(self, key: tuple[str, str], offered: tuple[str, ...]) -> _SendLink:
+        address, peer_incarnation = key
+        hello = Hello(
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            peer_incarnation=peer_incarnation,
+            layout=self._layout,
+            transports=offered,
+            host_id=self._identity.host_id,
+        )
+        rpc_channel = make_channel(address)
+        call: _Call | None = None
+        try:
+            call = link_pb2_grpc.LinkStub(rpc_channel).Connect()
+            ack = await _greet(call, hello)
+            self._check(hello, ack)
+            channel = await _open_channel(hello, ack, self._timeouts.connect_s)
+        except BaseException:
+            if call is not None:
+                call.cancel()
+            await rpc_channel.close()
+            raise
+        _log.info("handoff channel %s to %s at %s", ack.transport, ack.worker_id, address)
+        return self._adopt(key, _Opened(rpc_channel, call, channel, hello, ack))
+
+    def _check(self, hello: Hello, ack: HelloAck) -> None:
+        if ack.incarnation != hello.peer_incarnation:
+            self.counters.count(Reason.STALE_INCARNATION)
+            raise WorkerUnavailable("the receiver is not the incarnation that was meant")
+        if not layouts_fit(ack.layout, hello.layout) or ack.ring_slot_bytes < hello.layout.page_bytes:
+            self.counters.count(Reason.LAYOUT_MISMATCH)
+            raise LayoutMismatch("the receiver's pages do not fit ours")
+        if ack.transport not in hello.transports:
+            raise MalformedMessage("the receiver chose a transport that was not offered")
+
+    def _adopt(self, key: tuple[str, str], opened: _Opened) -> _SendLink:
+        task = self._links.get(key)
+        ended = asyncio.Event()
+        self._closing.add(ended)
+
+        def on_ended() -> None:
+            self._closing.discard(ended)
+            ended.set()
+
+        return _SendLink(
+            opened,
+            self._reader,
+            layout=self._layout,
+            timeouts=self._timeouts,
+            counters=self.counters,
+            clock=self._clock,
+            on_lost=lambda: self._forget(key, task),
+            on_ended=on_ended,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The parts of a Link that is about to begin."""
+
+    rpc_channel: grpc.aio.Channel
+    call: _Call
+    channel: SendChannel
+    hello: Hello
+    ack: HelloAck
+
+
+class _ChannelNotOpened(TransferFailed):
+    """The receiver answered, but the channel could not be opened."""
+
+    def __init__(self, transport: str, message: str) -> None:
+        super().__init__(message)
+        self.transport = transport
+
+
+class _SendLink:
+    """One Link: carries out the machine's actions and tells it what happens."""
+
+    def __init__(
+        self,
+        opened: _Opened,
+        reader: PageReader,
+        *,
+        layout: WireLayout,
+        timeouts: Timeouts,
+        counters: Counters,
+        clock: Clock,
+        on_lost: Callable[[], None],
+        on_ended: Callable[[], None],
+    ) -> None:
+        self.transport = opened.ack.transport
+        self.now = clock.monotonic
+        self._opened = opened
+        self._counters = counters
+        self._on_lost = on_lost
+        self._on_ended = on_ended
+        self._loop = asyncio.get_running_loop()
+        frame_pages = pages_per_frame(layout.page_bytes, opened.ack.ring_slot_bytes)
+        self._machine = SenderLink(
+            layout=layout, frame_pages=frame_pages, timeouts=timeouts, counters=counters, now=self.now()
+        )
+        self._handles: dict[TransferId, SendTransfer] = {}
+        self._outbox = Outbox()
+        self._poster = ChunkPoster(
+            opened.channel,
+            reader,
+            frame_pages=frame_pages,
+            stall_s=timeouts.stall_s,
+            on_posted=lambda chunk, digest: self._from_thread(self._on_posted, chunk, digest),
+            on_skipped=lambda chunk: self._from_thread(self._on_skipped, chunk),
+            on_broken=lambda error: self._from_thread(self._on_broken, error),
+            on_ended=lambda: self._from_thread(self._on_poster_ended),
+        )
+        runs = (self._read(), self._write(), tick_until_cancelled(self._tick))
+        self._tasks = [asyncio.create_task(run) for run in runs]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_ended)
+        self._closing: asyncio.Task[None] | None = None
+
+    async def reserve(self, transfer_id: TransferId, num_tokens: int, deadline: Deadline) -> SendTransfer:
+        """Begin a transfer and wait for its pages."""
+        at = self.now() + deadline.remaining_s()
+        actions = self._machine.reserve(transfer_id, num_tokens, deadline=at, now=self.now())
+        handle = SendTransfer(self, transfer_id)
+        self._handles[transfer_id] = handle
+        self._perform(actions)
+        try:
+            await handle._wait_granted()
+        except asyncio.CancelledError:
+            self.abort(transfer_id, RequestCancelled("the handoff was cancelled"))
+            raise
+        return handle
+
+    def send(self, transfer_id: TransferId, first_page: int, page_ids: Sequence[int]) -> None:
+        self._perform(self._machine.send(transfer_id, first_page, page_ids))
+
+    def seal(self, transfer_id: TransferId, num_tokens: int, first_token_id: int, sampling_position: int) -> None:
+        actions = self._machine.seal(
+            transfer_id,
+            num_tokens=num_tokens,
+            first_token_id=first_token_id,
+            sampling_position=sampling_position,
+            now=self.now(),
+        )
+        self._perform(actions)
+
+    def abort(self, transfer_id: TransferId, error: TandemError) -> None:
+        self._perform(self._machine.abort(transfer_id, error, self.now()))
+
+    def fail(self, error: TandemError) -> None:
+        """End the Link for good. Idempotent."""
+        if self._machine.lost is not None:
+            return
+        level = logging.WARNING if self._machine.transfers else logging.INFO
+        _log.log(level, "Link to %s is lost: %s", self._opened.ack.worker_id, error)
+        self._counters.count(Reason.LINK_LOST)
+        actions = self._machine.link_lost(error)
+        self._on_lost()
+        self._perform(actions)
+        self._poster.stop()
+        for task in self._tasks:
+            task.cancel()
+        self._outbox.close()
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._send_message(action.message)
+                case PostChunk():
+                    self._poster.submit(action)
+                case SkipChunks():
+                    self._poster.skip(action.id)
+                case ReportGranted():
+                    self._handles[action.id]._on_granted(action.num_cached_tokens)
+                case ReportCommitted():
+                    self._handles[action.id]._on_ended(action)
+                case ReportFailed():
+                    self._handles[action.id]._on_ended(action.error)
+                case ReportReleased():
+                    self._poster.forget(action.id)
+                    self._handles.pop(action.id).released.set()
+                case FailLink():
+                    self.fail(action.error)
+                case _:
+                    raise AssertionError(f"{action} is none of the sender's")
+
+    def _send_message(self, message: Message) -> None:
+        try:
+            self._outbox.put(message)
+        except WorkerUnavailable as error:
+            self._loop.call_soon(self.fail, error)
+
+    def _tick(self) -> None:
+        self._perform(self._machine.tick(self.now()))
+
+    async def _read(self) -> None:
+        while True:
+            wire = await self._opened.call.read()
+            if not isinstance(wire, link_pb2.LinkMessage):
+                raise WorkerUnavailable("the receiver ended the Link")
+            self._perform(self._machine.on_message(from_wire(wire), self.now()))
+
+    async def _write(self) -> None:
+        async for wire in self._outbox:
+            await self._opened.call.write(wire)
+
+    def _on_task_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, grpc.aio.AioRpcError):
+            error = _link_error(error)
+        if error is not None and not isinstance(error, TandemError):
+            if not isinstance(error, asyncio.InvalidStateError):  # a write to a call that has just ended
+                _log.error("a task of the Link failed", exc_info=error)
+            error = WorkerUnavailable("the Link broke")
+        self.fail(error or WorkerUnavailable("the Link was ended"))
+
+    def _from_thread(self, call: Callable[..., None], *args: object) -> None:
+        # The loop may be gone at the very end of the process; then nobody is left to be told.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, *args)
+
+    def _on_posted(self, chunk: PostChunk, digest: bytes) -> None:
+        self._perform(self._machine.chunk_posted(chunk.id, chunk.chunk_index, digest, self.now()))
+
+    def _on_skipped(self, chunk: PostChunk) -> None:
+        self._perform(self._machine.chunk_skipped(chunk.id))
+
+    def _on_broken(self, error: TandemError) -> None:
+        self._counters.count(Reason.CHANNEL_BROKEN)
+        self.fail(error)
+
+    def _on_poster_ended(self) -> None:
+        self._closing = self._loop.create_task(self._close_call())
+
+    async def _close_call(self) -> None:
+        self._opened.call.cancel()
+        await self._opened.rpc_channel.close()
+        self._on_ended()
+
+
+async def _greet(call: _Call, hello: Hello) -> HelloAck:
+    """Introduce ourselves and return the answer. Raises the receiver's refusal."""
+    await call.write(to_wire(hello))
+    wire = await call.read()
+    if not isinstance(wire, link_pb2.LinkMessage):
+        raise WorkerUnavailable("the receiver ended the Link at once")
+    match from_wire(wire):
+        case HelloAck() as ack:
+            return ack
+        case Abort(id=None, code=code, message=message):
+            raise error_from(code, message)
+        case _:
+            raise MalformedMessage("the receiver did not introduce itself")
+
+
+async def _open_channel(hello: Hello, ack: HelloAck, timeout_s: float) -> SendChannel:
+    key, ring = channel_key(hello, ack), RingSpec(ack.ring_slots, ack.ring_slot_bytes)
+    transport = transport_named(ack.transport)
+    opening = asyncio.get_running_loop().run_in_executor(
+        None, lambda: transport.open(ack.channel_address, key, ring, timeout_s=timeout_s)
+    )
+    try:
+        return await asyncio.shield(opening)
+    except ChannelBroken as error:
+        raise _ChannelNotOpened(ack.transport, error.message) from error
+    except asyncio.CancelledError:
+        # The thread goes on: what it opens must not stay open.
+        opening.add_done_callback(_discard_channel)
+        raise
+
+
+def _link_error(error: grpc.aio.AioRpcError) -> TandemError:
+    """Return what the end of the stream means: the receiver's own reason, or that it cannot be reached."""
+    meant = error_from_rpc(error)
+    is_reason = isinstance(meant, WorkerUnavailable | TransferFailed | LayoutMismatch | Overloaded)
+    return meant if is_reason else WorkerUnavailable("the Link to the receiver broke")
+
+
+def _discard_channel(opening: asyncio.Future[SendChannel]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().shutdown()
+        opening.result().close()

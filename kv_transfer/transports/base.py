@@ -1,0 +1,158 @@
+"""What a payload path is: a ring of slots at the receiver, filled from the other side one frame at a time.
+
+A channel is one ordered queue between two workers. Frames arrive whole, in order and once, or the channel is broken;
+a broken channel is closed and never used again. It knows neither transfers nor pages: buffers go in, frames come out.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from services.runtime.errors import TransferFailed
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+"""A flat, contiguous piece of memory."""
+
+MAX_RING_BYTES = 2**30
+
+
+class ChannelBroken(TransferFailed):
+    """The channel failed and must be dropped: its peer is gone, stalled, or not to be trusted."""
+
+
+class ChannelTimeout(ChannelBroken):
+    """The other side did not move in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingSpec:
+    """Size of the receiving ring: how many slots may be in flight, and the bytes of one."""
+
+    num_slots: int
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.num_slots < 1 or self.slot_bytes < 1 or self.num_slots * self.slot_bytes > MAX_RING_BYTES:
+            raise ChannelBroken(f"a ring of {self.num_slots} slots of {self.slot_bytes} bytes is out of bounds")
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelKey:
+    """The right to open one channel once.
+
+    `channel_id` names it, 16 bytes; `token` is proven by HMAC and never sent; `binding` is what else both sides must
+    agree on (incarnations, layout, protocol version), so that a token cannot serve another pair.
+    """
+
+    channel_id: bytes
+    token: bytes
+    binding: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame that waits in a ring slot. `data` is the slot's memory: valid until the slot is released.
+
+    `digest` is what the sender claims; nothing was verified.
+    """
+
+    seq: int
+    digest: bytes
+    slot: int
+    data: Bytes
+
+
+class SendChannel(ABC):
+    """The sending end. One thread posts; `shutdown` may come from any thread."""
+
+    @abstractmethod
+    def post(self, seq: int, digest: bytes, buffers: Sequence[Bytes], *, timeout_s: float) -> None:
+        """Send the buffers as one frame; when it returns, they are not read any more.
+
+        Together they must fit into one slot. Raises ChannelTimeout if nothing moved for `timeout_s`, ChannelBroken
+        if the peer is gone; after either the channel is of no more use.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End it for both sides and wake whoever waits in it. Idempotent, does not block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds. Only after `shutdown`, when no thread uses it any more. Idempotent."""
+
+
+class ReceiveChannel(ABC):
+    """The receiving end. One thread polls; `release` and `shutdown` may come from any thread."""
+
+    @abstractmethod
+    def poll(self, *, timeout_s: float) -> Frame | None:
+        """Return the next frame, or None if none came within `timeout_s`. Raises ChannelBroken.
+
+        A frame that has begun to arrive may take longer, as long as it moves.
+        """
+
+    @abstractmethod
+    def release(self, slot: int) -> None:
+        """Let the slot be filled again. Its memory must not be read any more. Never raises on a broken channel."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End it for both sides and wake whoever waits in it. Idempotent, does not block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds. Only after `shutdown`, when no thread uses it any more. Idempotent."""
+
+
+class Listener(ABC):
+    """Where a receiver's channels of one kind are opened."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where a sender opens the channel."""
+
+    @abstractmethod
+    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[ReceiveChannel]:
+        """Let the holder of this key open one channel; cancel the future to withdraw it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Accept no more. Channels that are open stay open."""
+
+
+class Transport(ABC):
+    """One kind of channel."""
+
+    name: str
+
+    @abstractmethod
+    def listen(self, host: str, port: int) -> Listener:
+        """Start a listener. Raises OSError. Kinds without an address of their own ignore host and port."""
+
+    @abstractmethod
+    def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> SendChannel:
+        """Open a channel within `timeout_s`. Raises ChannelBroken. Blocks: not for an event loop's thread."""
+
+
+class Countdown:
+    """Time that is left of a limit given in seconds."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._end = time.monotonic() + limit_s
+
+    def remaining_s(self) -> float:
+        """Return what is left. Raises ChannelTimeout when nothing is."""
+        remaining_s = self._end - time.monotonic()
+        if remaining_s <= 0:
+            raise ChannelTimeout("the other side of the channel did not move in time")
+        return remaining_s

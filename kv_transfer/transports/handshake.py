@@ -1,0 +1,247 @@
+"""How both ends of a socket prove that they hold the channel's single-use token, without sending it.
+
+    sender   → MAGIC, channel id, nonce
+    receiver → nonce, HMAC(token, "receiver" …)
+    sender   → HMAC(token, "sender" …)
+    receiver → READY (with a file descriptor, where the transport passes one)
+
+All messages have fixed sizes. The receiver's side is an `Acceptor`: one thread that serves any number of strangers
+without waiting for any of them, and forgets those who do not finish in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+
+from kv_transfer.transports.base import (
+    ChannelBroken,
+    ChannelKey,
+    Countdown,
+    ReceiveChannel,
+    RingSpec,
+)
+
+MAGIC = b"TANDEMk1"
+READY = b"\x01"
+CHANNEL_ID_BYTES = 16
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+HANDSHAKE_TIMEOUT_S = 2.0
+MAX_STRANGERS = 128
+
+_HELLO_BYTES = len(MAGIC) + CHANNEL_ID_BYTES + NONCE_BYTES
+_log = logging.getLogger(__name__)
+
+
+def prove_to_receiver(sock: socket.socket, key: ChannelKey, countdown: Countdown) -> None:
+    """Run the sender's side up to, not including, READY. Raises ChannelBroken."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    sock.settimeout(countdown.remaining_s())
+    sock.sendall(MAGIC + key.channel_id + nonce)
+    answer = receive_exactly(sock, NONCE_BYTES + PROOF_BYTES, countdown)
+    peer_nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(key, b"receiver", nonce, peer_nonce)):
+        raise ChannelBroken("the receiver did not prove that it holds the channel's token")
+    sock.sendall(_proof(key, b"sender", nonce, peer_nonce))
+
+
+def receive_exactly(sock: socket.socket, num_bytes: int, countdown: Countdown) -> bytes:
+    """Receive that many bytes. Raises ChannelBroken at the end of the stream or of the time."""
+    data = b""
+    while len(data) < num_bytes:
+        sock.settimeout(countdown.remaining_s())
+        piece = sock.recv(num_bytes - len(data))
+        if not piece:
+            raise ChannelBroken("the peer closed the channel during the handshake")
+        data += piece
+    return data
+
+
+@dataclass(slots=True)
+class _Expected:
+    key: ChannelKey
+    ring: RingSpec
+    channel: Future[ReceiveChannel]
+
+
+@dataclass(slots=True)
+class _Stranger:
+    sock: socket.socket
+    deadline: float
+    received: bytes = b""
+    expected: _Expected | None = None
+    nonce: bytes = b""
+    own_nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+
+
+class Acceptor:
+    """Accepts on a listening socket and hands a proven connection to `finish`, which makes a channel of it.
+
+    `finish(sock, ring)` also sends READY; it may raise OSError or ChannelBroken. It owns the socket from then on.
+    """
+
+    def __init__(
+        self, listener: socket.socket, finish: Callable[[socket.socket, RingSpec], ReceiveChannel], *, name: str
+    ) -> None:
+        self._listener = listener
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._expected: dict[bytes, _Expected] = {}
+        self._strangers: dict[int, _Stranger] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._is_closed = False
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=f"tandem-accept-{name}", daemon=True)
+        self._thread.start()
+
+    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[ReceiveChannel]:
+        """Let this key be used once."""
+        channel: Future[ReceiveChannel] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise ChannelBroken("the listener is closed")
+            self._expected[key.channel_id] = _Expected(key, ring, channel)
+        channel.add_done_callback(lambda _: self._forget(key.channel_id))
+        return channel
+
+    def close(self) -> None:
+        """Stop accepting, end the thread, drop strangers and withdraw all keys."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            withdrawn = list(self._expected.values())
+        for expected in withdrawn:
+            expected.channel.cancel()
+        self._wake_writer.send(b"\0")
+        self._thread.join()
+
+    def _forget(self, channel_id: bytes) -> None:
+        with self._lock:
+            self._expected.pop(channel_id, None)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                for event, _ in self._selector.select(self._next_timeout_s()):
+                    if event.fileobj is self._listener:
+                        self._accept()
+                    elif event.fileobj is not self._wake_reader:
+                        self._advance(self._strangers[event.fd])
+                self._drop_late()
+        finally:
+            for stranger in list(self._strangers.values()):
+                self._drop(stranger)
+            self._selector.close()
+            for sock in (self._listener, self._wake_reader, self._wake_writer):
+                sock.close()
+
+    def _next_timeout_s(self) -> float | None:
+        if not self._strangers:
+            return None
+        return max(0.0, min(stranger.deadline for stranger in self._strangers.values()) - time.monotonic())
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # Out of descriptors: the backlog stays readable, so give others a moment to close some.
+            _log.warning("cannot accept a channel: %s", error)
+            time.sleep(0.05)
+            return
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._drop(min(self._strangers.values(), key=lambda stranger: stranger.deadline))
+        sock.setblocking(False)
+        stranger = _Stranger(sock, time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        self._strangers[sock.fileno()] = stranger
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _advance(self, stranger: _Stranger) -> None:
+        try:
+            wanted = _HELLO_BYTES if stranger.expected is None else PROOF_BYTES
+            piece = stranger.sock.recv(wanted - len(stranger.received))
+            stranger.received += piece
+            if not piece:
+                self._drop(stranger)
+            elif len(stranger.received) == wanted:
+                message, stranger.received = stranger.received, b""
+                if stranger.expected is None:
+                    self._on_hello(stranger, message)
+                else:
+                    self._on_proof(stranger, stranger.expected, message)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(stranger)
+
+    def _on_hello(self, stranger: _Stranger, message: bytes) -> None:
+        channel_id = message[len(MAGIC) : len(MAGIC) + CHANNEL_ID_BYTES]
+        with self._lock:
+            # Taken out at the first try, so a key serves once whether the proof holds or not.
+            expected = self._expected.pop(channel_id, None)
+        if not message.startswith(MAGIC) or expected is None:
+            self._drop(stranger)
+            return
+        stranger.expected = expected
+        stranger.nonce = message[-NONCE_BYTES:]
+        proof = _proof(expected.key, b"receiver", stranger.nonce, stranger.own_nonce)
+        stranger.sock.send(stranger.own_nonce + proof)
+
+    def _on_proof(self, stranger: _Stranger, expected: _Expected, proof: bytes) -> None:
+        if not hmac.compare_digest(proof, _proof(expected.key, b"sender", stranger.nonce, stranger.own_nonce)):
+            self._drop(stranger)
+            return
+        self._release_stranger(stranger)
+        try:
+            channel = self._finish(stranger.sock, expected.ring)
+        except (OSError, ChannelBroken) as error:
+            stranger.sock.close()
+            _fail(expected.channel, ChannelBroken(f"the channel could not be set up: {error}"))
+            return
+        try:
+            expected.channel.set_result(channel)
+        except InvalidStateError:
+            channel.shutdown()
+            channel.close()
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        for stranger in [each for each in self._strangers.values() if each.deadline <= now]:
+            self._drop(stranger)
+
+    def _drop(self, stranger: _Stranger) -> None:
+        self._release_stranger(stranger)
+        stranger.sock.close()
+        if stranger.expected is not None:
+            _fail(
+                stranger.expected.channel, ChannelBroken("the sender did not prove that it holds the channel's token")
+            )
+
+    def _release_stranger(self, stranger: _Stranger) -> None:
+        self._selector.unregister(stranger.sock)
+        del self._strangers[stranger.sock.fileno()]
+
+
+def _proof(key: ChannelKey, role: bytes, sender_nonce: bytes, receiver_nonce: bytes) -> bytes:
+    text = b"|".join((b"tandem channel", role, key.channel_id, sender_nonce, receiver_nonce, key.binding))
+    return hmac.digest(key.token, text, "sha256")
+
+
+def _fail(channel: Future[ReceiveChannel], error: ChannelBroken) -> None:
+    with contextlib.suppress(InvalidStateError):
+        channel.set_exception(error)

@@ -1,0 +1,259 @@
+"""Channel between two machines over one TCP connection: a small header, then the payload straight into a ring slot.
+
+The sender's pages go to the socket without a copy in between; the connection's own flow control is the back-pressure.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TypeAlias
+
+import numpy as np
+
+from kv_transfer.transports.base import (
+    Bytes,
+    ChannelBroken,
+    ChannelKey,
+    ChannelTimeout,
+    Countdown,
+    Frame,
+    Listener,
+    ReceiveChannel,
+    RingSpec,
+    SendChannel,
+    Transport,
+)
+from kv_transfer.transports.handshake import READY, Acceptor, prove_to_receiver, receive_exactly
+
+_HEADER = struct.Struct("<QQ16s")  # seq, bytes, digest
+_MAX_BUFFERS = 512  # of one sendmsg; the system's limit is 1024
+_BACKLOG = 64
+# Once the receiver has begun to take a frame in, a sender that stops in the middle is given this long.
+_STALL_S = 5.0
+_POLL_S = 0.25
+_Address: TypeAlias = tuple[str, int]
+
+
+class TcpTransport(Transport):
+    """Plain TCP."""
+
+    name = "tcp"
+
+    def listen(self, host: str, port: int) -> Listener:
+        """Listen on exactly this address. Port 0 takes a free one."""
+        return _TcpListener(host, port)
+
+    def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> SendChannel:
+        """Open a channel to `host:port`."""
+        countdown = Countdown(timeout_s)
+        try:
+            sock = socket.create_connection(split_address(address), timeout=countdown.remaining_s())
+        except OSError as error:
+            raise ChannelBroken(f"no connection to {address}: {error}") from error
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prove_to_receiver(sock, key, countdown)
+            if receive_exactly(sock, len(READY), countdown) != READY:
+                raise ChannelBroken("the receiver did not get ready")
+            return TcpSendChannel(sock, ring)
+        except OSError as error:
+            sock.close()
+            raise ChannelBroken(f"the channel to {address} broke during the handshake: {error}") from error
+        except ChannelBroken:
+            sock.close()
+            raise
+
+
+class TcpSendChannel(SendChannel):
+    """Writes header and buffers to the connection in as few system calls as there are."""
+
+    def __init__(self, sock: socket.socket, ring: RingSpec) -> None:
+        self._socket = sock
+        self._ring = ring
+        _set_timeout(sock, socket.SO_SNDTIMEO, _POLL_S)
+
+    def post(self, seq: int, digest: bytes, buffers: Sequence[Bytes], *, timeout_s: float) -> None:
+        """See SendChannel."""
+        num_bytes = sum(buffer.size for buffer in buffers)
+        if num_bytes > self._ring.slot_bytes:
+            raise ValueError("the buffers of a frame do not fit into one slot")
+        pieces = [memoryview(_HEADER.pack(seq, num_bytes, digest)), *(buffer.data for buffer in buffers)]
+        last_progress = time.monotonic()
+        while pieces:
+            num_sent = self._send(pieces[:_MAX_BUFFERS])
+            now = time.monotonic()
+            if num_sent:
+                last_progress = now
+                pieces = _rest_of(pieces, num_sent)
+            elif now - last_progress > timeout_s:
+                raise ChannelTimeout("the receiver took no bytes in time")
+
+    def shutdown(self) -> None:
+        """See SendChannel."""
+        _shutdown(self._socket)
+
+    def close(self) -> None:
+        """See SendChannel."""
+        self._socket.close()
+
+    def _send(self, pieces: list[memoryview]) -> int:
+        try:
+            return self._socket.sendmsg(pieces, [], socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ChannelBroken(f"the connection broke: {error}") from error
+
+
+class TcpReceiveChannel(ReceiveChannel):
+    """Receives each frame into a free slot of a ring of its own."""
+
+    def __init__(self, sock: socket.socket, ring: RingSpec) -> None:
+        self._socket = sock
+        self._ring = ring
+        self._slots: Bytes | None = np.zeros(ring.num_slots * ring.slot_bytes, dtype=np.uint8)
+        self._has_free = threading.Condition()
+        self._free = list(range(ring.num_slots))
+        self._is_shut = False
+        self._header = memoryview(bytearray(_HEADER.size))
+        _set_timeout(sock, socket.SO_RCVTIMEO, _POLL_S)
+
+    def poll(self, *, timeout_s: float) -> Frame | None:
+        """See ReceiveChannel."""
+        end = time.monotonic() + timeout_s
+        slots, slot = self._slots, self._take_slot(timeout_s)
+        if slots is None:
+            raise ChannelBroken("the channel is closed")
+        if slot is None:
+            return None
+        if not self._receive_header(end):
+            self.release(slot)
+            return None
+        seq, num_bytes, digest = _HEADER.unpack(self._header)
+        if num_bytes > self._ring.slot_bytes:
+            raise ChannelBroken(f"the sender announced a frame of {num_bytes} bytes, more than a slot holds")
+        start = slot * self._ring.slot_bytes
+        data = slots[start : start + num_bytes]
+        self._receive_all(data.data)
+        return Frame(seq, digest, slot, data)
+
+    def release(self, slot: int) -> None:
+        """See ReceiveChannel."""
+        with self._has_free:
+            if slot in self._free:
+                raise ValueError(f"ring slot {slot} was released twice")
+            self._free.append(slot)
+            self._has_free.notify()
+
+    def shutdown(self) -> None:
+        """See ReceiveChannel."""
+        with self._has_free:
+            self._is_shut = True
+            self._has_free.notify_all()
+        _shutdown(self._socket)
+
+    def close(self) -> None:
+        """See ReceiveChannel."""
+        self._slots = None
+        self._socket.close()
+
+    def _take_slot(self, timeout_s: float) -> int | None:
+        with self._has_free:
+            self._has_free.wait_for(lambda: self._free or self._is_shut, timeout_s)
+            if self._is_shut:
+                raise ChannelBroken("the channel was shut down")
+            return self._free.pop() if self._free else None
+
+    def _receive_header(self, end: float) -> bool:
+        """Wait for a header until `end`; one that has begun is finished."""
+        while True:
+            num_received = self._receive_some(self._header)
+            if num_received:
+                self._receive_all(self._header[num_received:])
+                return True
+            if time.monotonic() >= end:
+                return False
+
+    def _receive_all(self, target: memoryview) -> None:
+        last_progress = time.monotonic()
+        while target.nbytes:
+            num_received = self._receive_some(target)
+            target = target[num_received:]
+            if num_received:
+                last_progress = time.monotonic()
+            elif time.monotonic() - last_progress > _STALL_S:
+                raise ChannelTimeout("the sender stopped in the middle of a frame")
+
+    def _receive_some(self, target: memoryview) -> int:
+        """Return how many bytes came, 0 if none came for a while."""
+        try:
+            num_received = self._socket.recv_into(target, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ChannelBroken(f"the connection broke: {error}") from error
+        if num_received == 0:
+            raise ChannelBroken("the sender closed the channel")
+        return num_received
+
+
+class _TcpListener(Listener):
+    def __init__(self, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self._address: _Address = sock.getsockname()[:2]
+        self._acceptor = Acceptor(sock, _make_ready, name=f"tcp-{self._address[1]}")
+
+    @property
+    def address(self) -> str:
+        host, port = self._address
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[ReceiveChannel]:
+        return self._acceptor.expect(key, ring)
+
+    def close(self) -> None:
+        self._acceptor.close()
+
+
+def split_address(address: str) -> _Address:
+    """Return host and port of `host:port` or `[v6]:port`. Raises ChannelBroken."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ChannelBroken(f"{address!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def _make_ready(sock: socket.socket, ring: RingSpec) -> ReceiveChannel:
+    sock.setblocking(True)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    channel = TcpReceiveChannel(sock, ring)
+    sock.sendall(READY)
+    return channel
+
+
+def _set_timeout(sock: socket.socket, option: int, timeout_s: float) -> None:
+    # The kernel keeps the time: a Python timeout would make the socket non-blocking and cost a poll per call.
+    sock.setblocking(True)
+    seconds = int(timeout_s)
+    sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6)))
+
+
+def _rest_of(pieces: list[memoryview], num_sent: int) -> list[memoryview]:
+    for index, piece in enumerate(pieces):
+        if num_sent < piece.nbytes:
+            return [piece[num_sent:], *pieces[index + 1 :]]
+        num_sent -= piece.nbytes
+    return []
+
+
+def _shutdown(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # not connected any more, or closed: that is what was wanted

@@ -1,0 +1,222 @@
+"""Handoffs between two real processes: both ways of failing for good, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kv_transfer.link import LinkIdentity
+from kv_transfer.protocol.counters import Reason
+from kv_transfer.protocol.messages import TransferId
+from kv_transfer.receiving import LinkReceiver, RingConfig
+from kv_transfer.sending import SendLinks
+from services.engine.pages import PagePool
+from services.runtime.clock import Deadline
+from services.runtime.errors import TransferFailed, WorkerUnavailable
+from tests.kv_transfer import peer_process
+from tests.kv_transfer.conftest import Target, eventually, identity, make_pool, serving, tokens_of
+
+NAMES = ("shm", "tcp")
+FINGERPRINT = "f" * 32
+
+
+class Peer:
+    """A worker in a process of its own."""
+
+    def __init__(self, process: ForkServerProcess, pipe: Connection) -> None:
+        self._process = process
+        self._pipe = pipe
+
+    async def told(self, event: str) -> dict[str, Any]:
+        """Return the next thing of this kind that it tells, skipping others."""
+        return await asyncio.to_thread(self._told, event)
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def _told(self, event: str) -> dict[str, Any]:
+        while self._pipe.poll(60):
+            values: dict[str, Any] = self._pipe.recv()
+            if values["event"] == event:
+                return values
+        raise AssertionError(f"the peer process did not tell {event}")
+
+
+@asynccontextmanager
+async def peer(**settings: str | int) -> AsyncIterator[Peer]:
+    # A fork of a process that has imported everything: starting a worker takes no time worth mentioning.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.kv_transfer.peer_process"])
+    own, other = context.Pipe()
+    process = context.Process(target=peer_process.main, args=(other, settings))
+    await asyncio.to_thread(process.start)
+    other.close()
+    try:
+        yield Peer(process, own)
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.join, 10)
+        process.close()
+        own.close()
+
+
+async def reserve(links: SendLinks, ready: dict[str, Any], name: str, num_tokens: int):  # type: ignore[no-untyped-def]
+    return await links.reserve(
+        ready["address"],
+        ready["incarnation"],
+        TransferId(name, 1),
+        num_tokens=num_tokens,
+        deadline=Deadline.after(30),
+    )
+
+
+def make_links(pool: PagePool, transport: str) -> SendLinks:
+    # The host's real name, as the other process finds it too.
+    return SendLinks(
+        identity=LinkIdentity("prefill-0", "0" * 32, FINGERPRINT, True), pool=pool, transports=(transport,)
+    )
+
+
+@pytest.mark.parametrize(("transport", "page_size", "own_page_size"), [("shm", 16, 64), ("tcp", 64, 16)])
+async def test_pages_arrive_in_another_process(transport: str, page_size: int, own_page_size: int) -> None:
+    pool = make_pool(page_size=page_size, seed=1)
+    links = make_links(pool, transport)
+    async with peer(role="receiver", transport=transport, page_size=own_page_size) as receiver:
+        ready = await receiver.told("ready")
+        for number, num_tokens in enumerate((1, 64, 500)):
+            table = list(range(pool.layout.num_pages_for(num_tokens)))[::-1]
+            transfer = await reserve(links, ready, f"request-{number}", num_tokens)
+            transfer.send(0, table)
+            stats = await transfer.seal(num_tokens=num_tokens, first_token_id=7, sampling_position=num_tokens + 1)
+            committed = await receiver.told("committed")
+            sent = tokens_of(pool, table, num_tokens).contiguous().view(torch.uint8).numpy().tobytes()
+            assert committed["digest"] == hashlib.sha256(sent).hexdigest()
+            assert committed["first_token_id"] == 7
+            assert stats.transport == transport
+        await links.close()
+
+
+@pytest.mark.parametrize("transport", NAMES)
+async def test_the_death_of_the_receiver_is_felt_at_once_and_its_next_life_is_another(transport: str) -> None:
+    pool = make_pool(seed=1)
+    links = make_links(pool, transport)
+    async with peer(role="receiver", transport=transport, page_size=16) as first:
+        ready = await first.told("ready")
+        transfer = await reserve(links, ready, "a", 1000)
+        transfer.send(0, list(range(20)))
+        await first.told("reserved")
+        first.kill()
+        killed = time.monotonic()
+        await eventually(lambda: transfer.error is not None)
+        await transfer.released.wait()
+        assert time.monotonic() - killed < 2
+    with pytest.raises((WorkerUnavailable, TransferFailed)):
+        await transfer.seal(num_tokens=1000, first_token_id=7, sampling_position=1001)
+    with pytest.raises(WorkerUnavailable):
+        await reserve(links, ready, "b", 16)
+    async with peer(role="receiver", transport=transport, page_size=16) as second:
+        ready = await second.told("ready")
+        transfer = await reserve(links, ready, "c", 16)
+        transfer.send(0, [5])
+        await transfer.seal(num_tokens=16, first_token_id=7, sampling_position=17)
+        await links.close()
+
+
+@pytest.mark.parametrize("transport", NAMES)
+async def test_the_death_of_the_sender_frees_the_receivers_pages(transport: str) -> None:
+    target = Target(make_pool(seed=2))
+    own = identity("decode-0")
+    receiver = LinkReceiver(
+        identity=LinkIdentity("decode-0", own.incarnation, FINGERPRINT, True),
+        pool=target.pool,
+        target=target,
+        transports=(transport,),
+        ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000),
+    )
+    before = _traces()
+    async with serving(receiver) as address:
+        settings = {"address": address, "incarnation": own.incarnation}
+        async with peer(role="sender", transport=transport, page_size=16, **settings) as sender:
+            await sender.told("ready")
+            await eventually(lambda: bool(target.held), within_s=30)
+            await asyncio.sleep(0.05)
+            sender.kill()
+            killed = time.monotonic()
+            await eventually(lambda: not target.held and receiver.num_transfers == 0)
+            assert time.monotonic() - killed < 1
+        for page_ids in target.committed.values():
+            target.allocator.release(page_ids)
+        assert target.allocator.counts().free == target.pool.num_pages
+        await eventually(lambda: not receiver._links)
+    assert _traces() == before
+
+
+@pytest.mark.parametrize(("transport", "frozen"), [("shm", "sender"), ("tcp", "receiver")])
+async def test_a_frozen_peer_is_dead_after_three_seconds(transport: str, frozen: str) -> None:
+    if frozen == "receiver":
+        links = make_links(make_pool(seed=1), transport)
+        async with peer(role="receiver", transport=transport, page_size=16) as receiver_process:
+            ready = await receiver_process.told("ready")
+            transfer = await reserve(links, ready, "a", 1000)
+            transfer.send(0, [1, 2])
+            receiver_process.kill(signal.SIGSTOP)
+            stopped = time.monotonic()
+            await eventually(lambda: transfer.error is not None)
+            assert time.monotonic() - stopped < 4.5
+            await transfer.released.wait()
+            await links.close()
+        return
+    target = Target(make_pool(seed=2))
+    own = LinkIdentity("decode-0", "1" * 32, FINGERPRINT, True)
+    receiver = LinkReceiver(identity=own, pool=target.pool, target=target, transports=(transport,))
+    async with serving(receiver) as address:
+        settings = {"address": address, "incarnation": own.incarnation}
+        async with peer(role="sender", transport=transport, page_size=16, **settings) as sender:
+            await eventually(lambda: bool(target.held), within_s=30)
+            sender.kill(signal.SIGSTOP)
+            stopped = time.monotonic()
+            await eventually(lambda: not receiver.num_transfers)
+            assert time.monotonic() - stopped < 4.5
+            lost = receiver.counters[Reason.PEER_SILENT] + receiver.counters[Reason.LINK_LOST]
+            assert lost >= 1
+            # Woken up again it finds its Link gone, and nothing of the old one reaches the pages.
+            frozen_pages = target.pool.data.clone()
+            held = {page for page_ids in target.committed.values() for page in page_ids}
+            sender.kill(signal.SIGCONT)
+            await asyncio.sleep(0.3)
+            free = [page for page in range(64) if page not in held and target.allocator.state(page) == "free"]
+            assert torch.equal(target.pool.data[free], frozen_pages[free])
+
+
+async def test_a_short_pause_of_the_peer_is_no_death() -> None:
+    links = make_links(make_pool(seed=1), "shm")
+    async with peer(role="receiver", transport="shm", page_size=16) as receiver_process:
+        ready = await receiver_process.told("ready")
+        transfer = await reserve(links, ready, "a", 64)
+        transfer.send(0, [1, 2])
+        receiver_process.kill(signal.SIGSTOP)
+        await asyncio.sleep(1.5)
+        receiver_process.kill(signal.SIGCONT)
+        transfer.send(2, [3, 4])
+        await transfer.seal(num_tokens=64, first_token_id=7, sampling_position=65)
+        await links.close()
+
+
+def _traces() -> set[str]:
+    """Whatever of a channel could outlive its processes: files in shared memory and names of sockets."""
+    sockets = Path("/proc/net/unix").read_text().split()
+    return {*os.listdir("/dev/shm"), *(name for name in sockets if name.startswith("@tandem-"))}

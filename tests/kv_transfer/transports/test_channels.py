@@ -1,0 +1,511 @@
+"""The contract of a channel, for every transport: order, sizes, back-pressure, deadlines, ends, strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kv_transfer.transports import handshake
+from kv_transfer.transports.base import (
+    ChannelBroken,
+    ChannelKey,
+    ChannelTimeout,
+    Frame,
+    Listener,
+    ReceiveChannel,
+    RingSpec,
+    SendChannel,
+    Transport,
+)
+from kv_transfer.transports.registry import choose, local_host_id, resolve, transport_named
+from kv_transfer.transports.shm import ShmSendChannel
+from kv_transfer.transports.tcp import TcpSendChannel, split_address
+from services.runtime.errors import ConfigError
+
+SLOT = 1000
+RING = RingSpec(num_slots=3, slot_bytes=SLOT)
+TIMEOUT_S = 5.0
+NAMES = ("loopback", "shm", "tcp")
+SOCKET_NAMES = ("shm", "tcp")
+
+
+@dataclass
+class Ends:
+    transport: Transport
+    listener: Listener
+    sender: SendChannel
+    receiver: ReceiveChannel
+
+    def post(self, seq: int, *sizes: int, timeout_s: float = TIMEOUT_S) -> bytes:
+        """Post a frame of random buffers of these sizes; return what it holds."""
+        buffers = [np.frombuffer(secrets.token_bytes(size), dtype=np.uint8) for size in sizes]
+        self.sender.post(seq, seq.to_bytes(16, "big"), buffers, timeout_s=timeout_s)
+        return b"".join(bytes(buffer) for buffer in buffers)
+
+    def poll(self) -> Frame:
+        frame = self.receiver.poll(timeout_s=TIMEOUT_S)
+        assert frame is not None
+        return frame
+
+
+def make_key(binding: bytes = b"pair") -> ChannelKey:
+    return ChannelKey(secrets.token_bytes(16), secrets.token_bytes(32), binding)
+
+
+def connect(transport: Transport, listener: Listener, ring: RingSpec = RING) -> Ends:
+    key = make_key()
+    opening = listener.expect(key, ring)
+    sender = transport.open(listener.address, key, ring, timeout_s=TIMEOUT_S)
+    return Ends(transport, listener, sender, opening.result(TIMEOUT_S))
+
+
+@pytest.fixture(params=NAMES)
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    transport = transport_named(request.param)
+    listener = transport.listen("127.0.0.1", 0)
+    both = connect(transport, listener)
+    yield both
+    for end in (both.sender, both.receiver):
+        end.shutdown()
+        end.close()
+    listener.close()
+
+
+@pytest.fixture(params=SOCKET_NAMES)
+def listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
+    listener = transport_named(request.param).listen("127.0.0.1", 0)
+    listener.name = request.param  # type: ignore[attr-defined]
+    yield listener
+    listener.close()
+
+
+def stranger(listener: Listener) -> socket.socket:
+    if listener.name == "tcp":  # type: ignore[attr-defined]
+        return socket.create_connection(split_address(listener.address), timeout=TIMEOUT_S)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(b"\0" + listener.address.encode())
+    sock.settimeout(TIMEOUT_S)
+    return sock
+
+
+# --- what a channel carries ---
+
+
+@pytest.mark.parametrize("sizes", [(1,), (SLOT - 1,), (SLOT,), (400, 600), (1, 0, 998, 1), (0,)])
+def test_a_frame_arrives_as_it_was_posted(ends: Ends, sizes: tuple[int, ...]) -> None:
+    content = ends.post(3, *sizes)
+    frame = ends.poll()
+    assert bytes(frame.data) == content
+    assert (frame.seq, frame.digest) == (3, (3).to_bytes(16, "big"))
+
+
+def test_a_frame_larger_than_a_slot_is_the_callers_mistake(ends: Ends) -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        ends.post(0, SLOT, 1)
+
+
+def test_frames_arrive_in_order_through_a_ring_much_smaller_than_them_all(ends: Ends) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        posting = pool.submit(lambda: [ends.post(seq, 1 + seq * 37 % SLOT) for seq in range(200)])
+        received = []
+        for seq in range(200):
+            frame = ends.poll()
+            assert frame.seq == seq
+            received.append(bytes(frame.data))
+            ends.receiver.release(frame.slot)
+    assert received == posting.result()
+
+
+def test_many_buffers_make_one_frame(ends: Ends) -> None:
+    content = ends.post(0, *([1] * SLOT))
+    assert bytes(ends.poll().data) == content
+
+
+def test_slots_may_be_released_in_any_order(ends: Ends) -> None:
+    for round_ in range(5):
+        contents = [ends.post(round_ * 3 + index, 100) for index in range(3)]
+        frames = [ends.poll() for _ in range(3)]
+        assert [bytes(frame.data) for frame in frames] == contents
+        for frame in reversed(frames):
+            ends.receiver.release(frame.slot)
+
+
+def test_a_held_slot_keeps_its_content_while_others_are_filled(ends: Ends) -> None:
+    kept_content = ends.post(0, 500)
+    kept = ends.poll()
+    for seq in range(1, 20):
+        ends.post(seq, 500)
+        ends.receiver.release(ends.poll().slot)
+    assert bytes(kept.data) == kept_content
+
+
+def test_an_idle_channel_polls_nothing_within_its_time(ends: Ends) -> None:
+    started = time.monotonic()
+    assert ends.receiver.poll(timeout_s=0.1) is None
+    assert 0.05 < time.monotonic() - started < 2.0
+    content = ends.post(0, 10)
+    assert bytes(ends.poll().data) == content
+
+
+# --- back-pressure and deadlines ---
+
+
+def test_a_receiver_that_releases_nothing_stops_the_sender_at_its_deadline(ends: Ends) -> None:
+    # TCP buffers in the kernel, so only much more than that is sure to meet the limit.
+    big = RingSpec(3, 2**20)
+    big_ends = connect(ends.transport, ends.listener, big)
+    buffer = np.zeros(2**20, dtype=np.uint8)
+    started = time.monotonic()
+
+    def post_on() -> None:
+        for seq in range(60):
+            big_ends.sender.post(seq, bytes(16), [buffer], timeout_s=0.3)
+
+    with pytest.raises(ChannelTimeout):
+        post_on()
+    assert time.monotonic() - started < TIMEOUT_S
+    for end in (big_ends.sender, big_ends.receiver):
+        end.shutdown()
+        end.close()
+
+
+def test_a_sender_waits_for_a_slot_and_goes_on(ends: Ends) -> None:
+    frames = []
+    for seq in range(3):
+        ends.post(seq, SLOT)
+        frames.append(ends.poll())
+    with ThreadPoolExecutor(1) as pool:
+        posting = pool.submit(lambda: ends.post(3, SLOT))
+        time.sleep(0.05)
+        ends.receiver.release(frames[0].slot)
+        assert bytes(ends.poll().data) == posting.result(TIMEOUT_S)
+
+
+# --- ends ---
+
+
+def test_the_receiver_feels_the_senders_end(ends: Ends) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        polling = pool.submit(lambda: ends.receiver.poll(timeout_s=30))
+        time.sleep(0.05)
+        ends.sender.shutdown()
+        with pytest.raises(ChannelBroken):
+            polling.result(TIMEOUT_S)
+
+
+def test_the_sender_feels_the_receivers_end_while_it_waits(ends: Ends) -> None:
+    ends.receiver.shutdown()
+
+    def post_until_broken() -> None:
+        for seq in range(10_000):
+            ends.post(seq, SLOT, timeout_s=30)
+
+    with pytest.raises(ChannelBroken):
+        post_until_broken()
+
+
+def test_ones_own_shutdown_wakes_a_poll(ends: Ends) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        polling = pool.submit(lambda: ends.receiver.poll(timeout_s=30))
+        time.sleep(0.05)
+        ends.receiver.shutdown()
+        with pytest.raises(ChannelBroken):
+            polling.result(TIMEOUT_S)
+
+
+def test_ones_own_shutdown_wakes_a_post(ends: Ends) -> None:
+    def post_for_ever() -> None:
+        for seq in range(1_000_000):
+            ends.post(seq, SLOT, timeout_s=30)
+
+    with ThreadPoolExecutor(1) as pool:
+        posting = pool.submit(post_for_ever)
+        time.sleep(0.1)
+        ends.sender.shutdown()
+        with pytest.raises(ChannelBroken):
+            posting.result(TIMEOUT_S)
+
+
+def test_release_after_the_end_is_harmless(ends: Ends) -> None:
+    ends.post(0, 10)
+    frame = ends.poll()
+    ends.sender.shutdown()
+    ends.sender.close()
+    ends.receiver.shutdown()
+    ends.receiver.release(frame.slot)
+
+
+def test_shutdown_and_close_may_be_repeated(ends: Ends) -> None:
+    for _ in range(2):
+        for end in (ends.sender, ends.receiver):
+            end.shutdown()
+            end.close()
+
+
+# --- who may open ---
+
+
+def test_a_key_opens_one_channel_only(ends: Ends) -> None:
+    key = make_key()
+    opening = ends.listener.expect(key, RING)
+    first = ends.transport.open(ends.listener.address, key, RING, timeout_s=TIMEOUT_S)
+    with pytest.raises(ChannelBroken):
+        ends.transport.open(ends.listener.address, key, RING, timeout_s=TIMEOUT_S)
+    for end in (first, opening.result(TIMEOUT_S)):
+        end.shutdown()
+        end.close()
+
+
+@pytest.mark.parametrize("wrong", ["token", "binding", "channel_id"])
+def test_a_wrong_key_opens_nothing(ends: Ends, wrong: str) -> None:
+    key = make_key()
+    opening = ends.listener.expect(key, RING)
+    parts = {"channel_id": key.channel_id, "token": key.token, "binding": key.binding}
+    parts[wrong] = secrets.token_bytes(len(parts[wrong]))
+    with pytest.raises(ChannelBroken):
+        ends.transport.open(ends.listener.address, ChannelKey(**parts), RING, timeout_s=TIMEOUT_S)
+    if wrong == "channel_id":
+        assert not opening.done()
+        opening.cancel()
+    else:
+        # The receiver fails its waiting side too, at once where the proof is the receiver's own to check.
+        with contextlib.suppress(ChannelBroken, TimeoutError):
+            pytest.fail(f"opened: {opening.result(TIMEOUT_S)}")
+
+
+def test_a_withdrawn_key_opens_nothing(ends: Ends) -> None:
+    key = make_key()
+    opening = ends.listener.expect(key, RING)
+    assert opening.cancel()
+    with pytest.raises(ChannelBroken):
+        ends.transport.open(ends.listener.address, key, RING, timeout_s=TIMEOUT_S)
+    with pytest.raises(CancelledError):
+        opening.result(0)
+
+
+def test_a_closed_listener_opens_nothing(ends: Ends) -> None:
+    listener = ends.transport.listen("127.0.0.1", 0)
+    key = make_key()
+    opening = listener.expect(key, RING)
+    listener.close()
+    assert opening.cancelled()
+    with pytest.raises(ChannelBroken):
+        ends.transport.open(listener.address, key, RING, timeout_s=TIMEOUT_S)
+
+
+def test_a_sender_gives_up_on_a_receiver_that_never_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(ChannelBroken):
+            transport_named("tcp").open(address, make_key(), RING, timeout_s=0.3)
+        assert time.monotonic() - started < 3.0
+
+
+def test_a_receiver_must_prove_itself_to_the_sender() -> None:
+    key = make_key()
+    with socket.create_server(("127.0.0.1", 0)) as rogue:
+
+        def answer() -> bytes:
+            sock, _ = rogue.accept()
+            with sock:
+                sock.recv(1000)
+                sock.sendall(secrets.token_bytes(64))
+                return sock.recv(1000)
+
+        with ThreadPoolExecutor(1) as pool:
+            answering = pool.submit(answer)
+            with pytest.raises(ChannelBroken, match="prove"):
+                transport_named("tcp").open(f"127.0.0.1:{rogue.getsockname()[1]}", key, RING, timeout_s=TIMEOUT_S)
+            assert answering.result(TIMEOUT_S) == b"", "the sender proved itself to a rogue"
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\0", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4, handshake.MAGIC + bytes(48), b"\xff" * 4096]
+)
+def test_garbage_from_strangers_disturbs_nobody(listener: Listener, garbage: bytes) -> None:
+    for _ in range(5):
+        with stranger(listener) as sock:
+            if garbage:
+                sock.send(garbage)
+            with contextlib.suppress(OSError):  # it may have been thrown out already
+                sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(100) == b""
+    ends = connect(transport_named(listener.name), listener)  # type: ignore[attr-defined]
+    content = ends.post(0, 10)
+    assert bytes(ends.poll().data) == content
+    for end in (ends.sender, ends.receiver):
+        end.shutdown()
+        end.close()
+
+
+def test_idle_strangers_are_bounded_and_disturb_nobody(listener: Listener) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(handshake.MAX_STRANGERS + 20):
+            stack.enter_context(stranger(listener))
+        ends = connect(transport_named(listener.name), listener)  # type: ignore[attr-defined]
+        content = ends.post(0, 10)
+        assert bytes(ends.poll().data) == content
+        for end in (ends.sender, ends.receiver):
+            end.shutdown()
+            end.close()
+
+
+def test_a_stranger_that_does_not_finish_is_dropped(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.2)
+    key = make_key()
+    opening = listener.expect(key, RING)
+    with stranger(listener) as sock:
+        sock.send(handshake.MAGIC + key.channel_id + bytes(32))
+        assert len(sock.recv(1000)) == 64
+        with pytest.raises(ChannelBroken):
+            opening.result(TIMEOUT_S)
+        assert sock.recv(100) == b""
+
+
+# --- a peer that breaks the rules after it was let in ---
+
+
+def _raw_post(ends: Ends, slot: int, num_bytes: int) -> None:
+    assert isinstance(ends.sender, ShmSendChannel | TcpSendChannel)
+    sock = ends.sender._socket
+    if isinstance(ends.sender, TcpSendChannel):
+        sock.send(struct.pack("<QQ16s", 0, num_bytes, bytes(16)))
+    else:
+        sock.send(struct.pack("<QIQ16s", 0, slot, num_bytes, bytes(16)))
+
+
+@pytest.mark.parametrize("name", SOCKET_NAMES)
+@pytest.mark.parametrize(("slot", "num_bytes"), [(0, SLOT + 1), (0, 2**63), (0, 2**64 - 1)])
+def test_a_frame_larger_than_a_slot_breaks_the_channel(name: str, slot: int, num_bytes: int) -> None:
+    _check_broken_by(name, lambda ends: _raw_post(ends, slot, num_bytes))
+
+
+@pytest.mark.parametrize("slot", [3, 2**32 - 1])
+def test_a_slot_outside_the_ring_breaks_the_channel(slot: int) -> None:
+    _check_broken_by("shm", lambda ends: _raw_post(ends, slot, 10))
+
+
+def test_a_slot_that_is_in_use_breaks_the_channel() -> None:
+    def post_twice(ends: Ends) -> None:
+        _raw_post(ends, 1, 10)
+        assert ends.poll().slot == 1
+        _raw_post(ends, 1, 10)
+
+    _check_broken_by("shm", post_twice)
+
+
+@pytest.mark.parametrize("name", SOCKET_NAMES)
+def test_a_torn_message_breaks_the_channel(name: str) -> None:
+    def tear(ends: Ends) -> None:
+        assert isinstance(ends.sender, ShmSendChannel | TcpSendChannel)
+        ends.sender._socket.send(b"abc")
+        ends.sender.shutdown()
+
+    _check_broken_by(name, tear)
+
+
+def _check_broken_by(name: str, misbehave: Callable[[Ends], None]) -> None:
+    transport = transport_named(name)
+    listener = transport.listen("127.0.0.1", 0)
+    ends = connect(transport, listener)
+    misbehave(ends)
+    with pytest.raises(ChannelBroken):
+        ends.receiver.poll(timeout_s=TIMEOUT_S)
+    for end in (ends.sender, ends.receiver):
+        end.shutdown()
+        end.close()
+    listener.close()
+
+
+def test_a_release_of_a_slot_that_was_not_posted_breaks_the_channel() -> None:
+    transport = transport_named("shm")
+    listener = transport.listen("127.0.0.1", 0)
+    ends = connect(transport, listener)
+    ends.receiver._socket.send(struct.pack("<I", 77))  # type: ignore[attr-defined]
+
+    def post_on() -> None:
+        for seq in range(4):
+            ends.post(seq, 10)
+
+    with pytest.raises(ChannelBroken):
+        post_on()
+    for end in (ends.sender, ends.receiver):
+        end.shutdown()
+        end.close()
+    listener.close()
+
+
+# --- nothing is left behind, and nothing is taken that was not asked for ---
+
+
+def test_tcp_listens_on_the_configured_address_only() -> None:
+    listener = transport_named("tcp").listen("127.0.0.1", 0)
+    host, port = split_address(listener.address)
+    assert host == "127.0.0.1"
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", port), timeout=1).close()
+    listener.close()
+
+
+def test_threads_and_descriptors_go_with_the_channel(ends: Ends) -> None:
+    def count() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for _ in range(20):
+        listener = ends.transport.listen("127.0.0.1", 0)
+        both = connect(ends.transport, listener)
+        both.post(0, 10)
+        both.poll()
+        for end in (both.sender, both.receiver):
+            end.shutdown()
+            end.close()
+        listener.close()
+    assert count() == before
+
+
+def test_a_ring_out_of_bounds_is_refused_before_memory_is_taken() -> None:
+    for num_slots, slot_bytes in [(0, 1), (1, 0), (2**20, 2**20), (-1, 5)]:
+        with pytest.raises(ChannelBroken):
+            RingSpec(num_slots, slot_bytes)
+
+
+# --- which transport ---
+
+
+def test_auto_prefers_shared_memory_and_falls_back_to_tcp() -> None:
+    assert resolve(["auto"]) == ("shm", "tcp")
+    assert resolve(["tcp", "auto"]) == ("tcp", "shm")
+    with pytest.raises(ConfigError, match="carrier-pigeon"):
+        resolve(["carrier-pigeon"])
+
+
+def test_shared_memory_is_chosen_on_one_host_only() -> None:
+    assert choose(("shm", "tcp"), ("shm", "tcp"), is_same_host=True) == "shm"
+    assert choose(("shm", "tcp"), ("shm", "tcp"), is_same_host=False) == "tcp"
+    assert choose(("shm", "tcp"), ("tcp",), is_same_host=True) == "tcp"
+    assert choose(("tcp",), ("shm",), is_same_host=True) is None
+
+
+def test_the_host_id_is_the_same_for_all_processes_of_a_host() -> None:
+    assert local_host_id() == local_host_id()
+    assert len(local_host_id()) == 32
+
+
+@pytest.mark.parametrize("address", ["", "nohost", "host:", ":1", "host:x", "host:0", "host:99999"])
+def test_a_malformed_address_is_refused(address: str) -> None:
+    with pytest.raises(ChannelBroken):
+        split_address(address)
