@@ -54,7 +54,7 @@ class LinkMessage(_message.Message):
 
     @_builtins.property
     def chunk(self) -> Global___ChunkHeader:
-        """Sender: payload with this sequence number is on the channel."""
+        """Sender: these pages come next on the channel."""
 
     @_builtins.property
     def seal(self) -> Global___Seal:
@@ -340,7 +340,9 @@ Global___Granted: _TypeAlias = Granted  # noqa: Y015
 
 @_typing.final
 class ChunkHeader(_message.Message):
-    """Describes one piece of payload, at most one ring slot."""
+    """Announces the pages of one chunk. They travel on the channel as frames of whole pages, as many as fit into a ring slot,
+    each with its own checksum; the header leaves before the pages are read.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -350,19 +352,16 @@ class ChunkHeader(_message.Message):
     FIRST_PAGE_FIELD_NUMBER: _builtins.int
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
     chunk_index: _builtins.int
-    """Position among the transfer's pieces, from 0."""
+    """Position among the transfer's chunks, from 0."""
     channel_seq: _builtins.int
-    """Position among all pieces on the channel, from 0; matches the payload to this header."""
+    """Number of the chunk's first frame among all frames on the channel, from 0."""
     first_page: _builtins.int
-    """First page of the sender's page table that is in the piece."""
+    """First page of the sender's page table that is in the chunk."""
     num_pages: _builtins.int
-    """Whole pages in the piece."""
+    """Pages in the chunk."""
     num_bytes: _builtins.int
-    """Bytes of the piece."""
-    digest: _builtins.bytes
-    """xxh3-128 of the piece, 16 bytes."""
+    """Bytes of the chunk."""
     @_builtins.property
     def id(self) -> Global___TransferId:
         """Which transfer."""
@@ -376,11 +375,10 @@ class ChunkHeader(_message.Message):
         first_page: _builtins.int = ...,
         num_pages: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
-        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_seq", b"channel_seq", "chunk_index", b"chunk_index", "digest", b"digest", "first_page", b"first_page", "id", b"id", "num_bytes", b"num_bytes", "num_pages", b"num_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_seq", b"channel_seq", "chunk_index", b"chunk_index", "first_page", b"first_page", "id", b"id", "num_bytes", b"num_bytes", "num_pages", b"num_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,7 +399,7 @@ class Seal(_message.Message):
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     SAMPLING_POSITION_FIELD_NUMBER: _builtins.int
     num_chunks: _builtins.int
-    """Pieces sent."""
+    """Chunks sent."""
     num_pages: _builtins.int
     """Pages sent."""
     num_bytes: _builtins.int
@@ -409,7 +407,7 @@ class Seal(_message.Message):
     num_tokens: _builtins.int
     """Prompt tokens that the pages hold, cached ones included."""
     digest: _builtins.bytes
-    """xxh3-128 over the pieces' digests in order, 16 bytes."""
+    """xxh3-128 over the chunks' digests in order, each of them over its frames' digests in order; 16 bytes."""
     first_token_id: _builtins.int
     """The token that was sampled from the prompt."""
     sampling_position: _builtins.int
@@ -477,7 +475,7 @@ class Abort(_message.Message):
     """For a log."""
     @_builtins.property
     def id(self) -> Global___TransferId:
-        """Which transfer."""
+        """Which transfer. Absent: the whole Link is refused or given up."""
 
     def __init__(
         self,
