@@ -10,11 +10,15 @@ Three questions, each a ratio of two things that were measured in turn on the sa
 
 import argparse
 import asyncio
+import functools
 import json
+import re
 import statistics
 import time
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from benchmarks.cluster import Answer, Cluster, collect, request, running_cluster
 from demo import DEMO_MODEL
@@ -24,9 +28,11 @@ from services.engine.step import SampledToken, StepItem, StepPlan
 
 BATCH = 16
 PROMPT_TOKENS = 64
-NEW_TOKENS = 192
+NEW_TOKENS = 512
 TTFT_PROMPT_TOKENS = (64, 256, 768)
 NUM_STREAMS = 64
+
+_TOKEN_IDS = re.compile(rb'"token_ids":\[([\d,]+)\]')
 
 
 def main() -> None:
@@ -51,7 +57,7 @@ def measure_decode(model: Path, rounds: int) -> dict[str, float]:
     with running_cluster("--threads", "1", model=model) as cluster:
         for n in range(rounds + 1):
             bare.append(bare_decode_rate(parts))
-            system.append(asyncio.run(system_decode_rate(cluster)))
+            system.append(uvloop.run(system_decode_rate(cluster)))
             if n == 0:  # the first pair only warms up
                 bare.clear()
                 system.clear()
@@ -94,28 +100,55 @@ def step(parts: EngineParts, sequences: list[Sequence]) -> None:
 
 
 async def system_decode_rate(cluster: Cluster) -> float:
-    """Tokens/s of 16 gRPC streams, between the moment when all decode and the moment when the first one ends."""
-    async with cluster.inference() as stub:
-        answers = await asyncio.gather(
-            *(
-                collect(stub, request(prompt(n), temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True))
-                for n in range(BATCH)
-            )
-        )
-    begin_s = max(absolute(answer)[0] for answer in answers)
-    end_s = min(absolute(answer)[-1] for answer in answers)
-    num_tokens = sum(
-        count
-        for answer in answers
-        for time_s, count in answer.arrivals_s
-        if begin_s < answer.sent_at_s + time_s <= end_s
-    )
+    """Tokens/s of 16 HTTP streams, between the moment when all decode and the moment when the first one ends."""
+    streams = [_Stream(prompt(n)) for n in range(BATCH)]
+    host, port = cluster.http.removeprefix("http://").split(":")
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(120):
+        for stream in streams:
+            await loop.create_connection(functools.partial(_itself, stream), host, int(port))
+        await asyncio.gather(*(stream.ended for stream in streams))
+    begin_s = max(stream.arrivals_s[0][0] for stream in streams)
+    end_s = min(stream.arrivals_s[-1][0] for stream in streams)
+    num_tokens = sum(count for stream in streams for time_s, count in stream.arrivals_s if begin_s < time_s <= end_s)
     return num_tokens / (end_s - begin_s)
 
 
-def absolute(answer: Answer) -> list[float]:
-    """time.monotonic() at the arrival of each message with tokens."""
-    return [answer.sent_at_s + time_s for time_s, _ in answer.arrivals_s]
+def _itself(stream: "_Stream") -> "_Stream":
+    return stream
+
+
+class _Stream(asyncio.Protocol):
+    """A client that does nothing but count: it shares the machine with what it measures."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.arrivals_s: list[tuple[float, int]] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        body = {"prompt": token_ids, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+        payload = json.dumps(body | {"stream": True, "return_token_ids": True}).encode()
+        head = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+        lines = "\r\n".join((*head, f"Content-Length: {len(payload)}", "", ""))
+        self._request = lines.encode() + payload
+        self._unread = b""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        lines = (self._unread + data).split(b"\n")
+        self._unread = lines.pop()
+        for line in lines:
+            found = _TOKEN_IDS.search(line)
+            if found:
+                self.arrivals_s.append((time.monotonic(), found.group(1).count(b",") + 1))
+            elif line.startswith(b"data: [DONE]"):
+                self._transport.close()
+                self.ended.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(ConnectionError("the stream broke off before its end"))
 
 
 def measure_first_token(model: Path, rounds: int) -> dict[str, dict[str, float]]:

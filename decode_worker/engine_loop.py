@@ -6,7 +6,7 @@ promises are the event loop's business; this file knows none of them.
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from decode_worker.scheduler import BatchScheduler, Progress, Work
 from services.engine.pages import PageAllocator, PageCounts, PageLease, num_pages_for
@@ -18,8 +18,12 @@ from services.runtime.clock import Clock
 class Runner(Protocol):
     """What the loop needs of services.engine.runner.ModelRunner."""
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Computes one step."""
+    def prepare(self, plan: StepPlan) -> Any:
+        """Does what needs the interpreter before a step can be computed."""
+        ...
+
+    def compute(self, step: Any) -> StepResult:
+        """Computes a prepared step, most of the time without the interpreter's lock."""
         ...
 
 
@@ -55,7 +59,8 @@ class DecodeLoop:
     """The pages that are set aside and the sequences that are computed.
 
     A key owns its pages from `reserve` or `start` until it ends in a step or `free` is called. `on_report` is called on
-    the engine thread and must not block.
+    the engine thread and must not block. What a step did is reported when the next one has been prepared: the event
+    loop, which shares the interpreter's lock, then works while the model computes, and the engine does not wait for it.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class DecodeLoop:
         self._leases: dict[Hashable, PageLease] = {}
         self._sequences: dict[Hashable, Sequence] = {}
         self._reported_pages: PageCounts | None = None
+        self._unsent: StepReport | None = None
         self._is_checked = False
 
     def reserve(self, key: Hashable, *, num_tokens: int, max_num_tokens: int) -> list[int]:
@@ -110,16 +116,22 @@ class DecodeLoop:
             lease.close()
 
     def step(self) -> bool:
-        """Schedule, run, apply, report. Returns whether there is more to compute."""
+        """Schedule, prepare, report the last step, compute, apply. Returns whether there is more to compute."""
         step = self._scheduler.next_step()
         if not step:
+            self._send()
             self._rest()
             return False
         start_unix_ns = self._clock.unix_ns()
-        result = self._runner.run(StepPlan([self._item(work) for work in step]))
+        prepared = self._runner.prepare(StepPlan([self._item(work) for work in step]))
+        self._send()
+        result = self._runner.compute(prepared)
         advances = tuple(map(self._apply, step, result.outcomes))
-        self._report(start_unix_ns, advances)
-        return self._scheduler.num_running + self._scheduler.num_waiting > 0
+        self._unsent = self._report(start_unix_ns, advances)
+        has_more = self._scheduler.num_running + self._scheduler.num_waiting > 0
+        if not has_more:
+            self._send()
+        return has_more
 
     def _lease(self, key: Hashable, max_num_tokens: int) -> PageLease:
         assert key not in self._leases, "a key reserves or starts once"
@@ -154,18 +166,21 @@ class DecodeLoop:
             self._allocator.check_integrity()
             self._is_checked = True
         if self._allocator.counts() != self._reported_pages:
-            self._report(self._clock.unix_ns(), ())
+            self._on_report(self._report(self._clock.unix_ns(), ()))
 
-    def _report(self, start_unix_ns: int, advances: tuple[Advance, ...]) -> None:
+    def _send(self) -> None:
+        unsent, self._unsent = self._unsent, None
+        if unsent is not None:
+            self._on_report(unsent)
+
+    def _report(self, start_unix_ns: int, advances: tuple[Advance, ...]) -> StepReport:
         self._reported_pages = self._allocator.counts()
-        self._on_report(
-            StepReport(
-                start_unix_ns,
-                self._clock.unix_ns(),
-                advances,
-                self._reported_pages,
-                self._scheduler.num_running,
-                self._scheduler.num_waiting,
-                self._scheduler.waiting_tokens,
-            )
+        return StepReport(
+            start_unix_ns,
+            self._clock.unix_ns(),
+            advances,
+            self._reported_pages,
+            self._scheduler.num_running,
+            self._scheduler.num_waiting,
+            self._scheduler.waiting_tokens,
         )

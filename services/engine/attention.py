@@ -30,6 +30,13 @@ class AttentionBatch:
     page_tables: torch.Tensor
     slot_mapping: torch.Tensor
 
+    @property
+    def longest_context(self) -> int:
+        """Most tokens of a sequence with the ones of this step."""
+        lens = self.context_lens
+        # numpy keeps the interpreter's lock for so little; torch would give it away right before the model is called.
+        return int(lens.numpy().max() if lens.device.type == "cpu" else lens.max())
+
 
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, pool_data: torch.Tensor, *, layer: int, slot_mapping: torch.Tensor

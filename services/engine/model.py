@@ -70,7 +70,7 @@ class Model:
 
         Raises InvariantViolated where the step contradicts itself, the pool or the model.
         """
-        longest = int(batch.context_lens.max())
+        longest = batch.longest_context
         if longest > self.config.context_length_tokens:
             raise InvariantViolated(f"a step reaches {longest} tokens, beyond the model's context")
         rope = self._rope.ensure(longest)

@@ -29,17 +29,29 @@ class ModelRunner:
         self._device = pool.data.device
         self._buffers: dict[str, np.ndarray] = {}
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV into the pool and sample where that is due.
 
         Raises:
             InvariantViolated: the plan contradicts its sequences (too many tokens, too few pages, unknown token ids).
         """
-        if not plan.items:
-            return StepResult([])
+        return self.compute(self.prepare(plan))
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> PreparedStep:
+        """Do the part of `run` that needs the interpreter. The step must be computed before the next is prepared.
+
+        Raises InvariantViolated as `run` does.
+        """
         _check_plan(plan, self._pool.layout.page_size)
-        packed = self._pack(plan)
+        return PreparedStep(plan, self._pack(plan) if plan.items else None)
+
+    @torch.inference_mode()
+    def compute(self, step: PreparedStep) -> StepResult:
+        """Do the rest of `run`, most of it without the interpreter's lock."""
+        plan, packed = step.plan, step.packed
+        if packed is None:
+            return StepResult([])
         logits = self._model.forward(
             packed.token_ids, packed.positions, packed.batch, self._pool.data, packed.logits_indices
         )
@@ -108,6 +120,14 @@ class ModelRunner:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step that is ready to be computed; `packed` is None where the plan is empty."""
+
+    plan: StepPlan
+    packed: _Packed | None
 
 
 @dataclass(frozen=True, slots=True)

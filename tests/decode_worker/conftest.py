@@ -32,7 +32,10 @@ class GatedRunner:
         self.error: BaseException | None = None
         self.broken: set[str] = set()
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def prepare(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def compute(self, plan: StepPlan) -> StepResult:
         assert self.gate.wait(20)
         if self.error is not None:
             raise self.error

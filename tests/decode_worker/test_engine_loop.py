@@ -29,7 +29,10 @@ class FakeRunner:
         self.broken: set[Hashable] = set()
         self.batches: list[int] = []
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def prepare(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def compute(self, plan: StepPlan) -> StepResult:
         self.batches.append(len(plan.items))
         outcomes: list[SampledToken | NonFiniteLogits | None] = []
         seen: set[int] = set()
@@ -133,15 +136,15 @@ def test_a_resumed_sequence_replays_and_goes_on_where_it_was(is_local: bool) -> 
 def test_a_stop_token_ends_it_and_is_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     bench.local("a", [1], max_tokens=9)
-    original = bench.runner.run
+    original = bench.runner.compute
 
-    def run(plan: StepPlan) -> StepResult:
+    def compute(plan: StepPlan) -> StepResult:
         result = original(plan)
         if plan.items[0].sequence.num_generated_tokens == 2:
             return StepResult([SampledToken(STOP)])
         return result
 
-    monkeypatch.setattr(bench.runner, "run", run)
+    monkeypatch.setattr(bench.runner, "compute", compute)
     bench.run()
     last = bench.advances("a")[-1]
     assert (last.token_index, last.outcome, last.finish_reason) == (2, SampledToken(STOP), "stop")
