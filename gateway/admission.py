@@ -7,7 +7,7 @@ import asyncio
 from collections import OrderedDict
 from types import TracebackType
 
-from services.runtime.errors import Overloaded
+from services.runtime.errors import Overloaded, TandemError
 
 MIN_RETRY_S = 0.01
 """The first in the queue asks workers again at most this often."""
@@ -23,6 +23,8 @@ class AdmissionQueue:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._waiting: OrderedDict[WaitingPlace, None] = OrderedDict()
+        self.closed_by: TandemError | None = None
+        """Raised by every wait from now on."""
 
     @property
     def num_waiting(self) -> int:
@@ -46,6 +48,12 @@ class AdmissionQueue:
         """Says that a worker may have room now."""
         if self._waiting:
             next(iter(self._waiting)).wake()
+
+    def close(self, error: TandemError) -> None:
+        """Ends every wait with `error`."""
+        self.closed_by = error
+        for place in self._waiting:
+            place.wake()
 
     def leave(self, place: "WaitingPlace") -> None:
         """Gives up a place; the next one may be first now."""
@@ -75,7 +83,10 @@ class WaitingPlace:
         self._woken.set()
 
     async def wait_for_turn(self, timeout_s: float) -> bool:
-        """Waits until this place is first and a try may succeed. False: `timeout_s` passed before."""
+        """Waits until this place is first and a try may succeed. False: `timeout_s` passed before.
+
+        Raises what the queue was closed with.
+        """
         loop = asyncio.get_running_loop()
         give_up_at_s = loop.time() + timeout_s
         while True:
@@ -83,6 +94,8 @@ class WaitingPlace:
             if wait_s <= 0:
                 return False
             was_woken = await self._sleep(wait_s)
+            if self._queue.closed_by is not None:
+                raise self._queue.closed_by
             if self._queue.is_first(self) and (was_woken or loop.time() < give_up_at_s):
                 return True
 

@@ -21,7 +21,13 @@ from services.cluster.placement import PlacementStore, PlacementWriter
 from services.cluster.registry import Membership, new_incarnation, watch_workers
 from services.cluster.store import Store
 from services.runtime import rpc
+from services.runtime.errors import Overloaded
 from services.scheduling.routing import POLICIES
+
+LEAVING_RETRY_S = 1.0
+"""What a client is told whose request outlasted the drain."""
+ANSWER_S = 1.0
+"""Time to send that."""
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +90,12 @@ class Gateway:
         logger.info("listening", extra={"http_port": self.http_port, "grpc_port": self.grpc_port})
 
     async def stop(self) -> None:
-        """Waits for running requests, at most `drain_s`, then ends everything."""
+        """Waits for running requests, at most `drain_s`, then ends everything; who still waits gets an error."""
         self._is_leaving = True
         await self._grpc.set_serving(False)
-        await self.requests.wait_until_idle(timeout_s=self._config.drain_s)
+        if not await self.requests.wait_until_idle(timeout_s=self._config.drain_s):
+            self.requests.end_all(Overloaded("the gateway is leaving", retry_after_s=LEAVING_RETRY_S))
+            await self.requests.wait_until_idle(timeout_s=ANSWER_S)
         await asyncio.gather(self._grpc.stop(1.0), self._http.stop(1.0))
         if self._watch is not None:
             self._watch.cancel()

@@ -124,6 +124,7 @@ class Requests:
         self._num_calls = 0
         self._num_decisions = 0
         self._active_ids: set[str] = set()
+        self._open: set[RunningRequest] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -147,6 +148,12 @@ class Requests:
         except TimeoutError:
             return False
         return True
+
+    def end_all(self, error: TandemError) -> None:
+        """Answers everything that runs or waits with `error`."""
+        self._queue.close(error)
+        for request in self._open:
+            request.fail(error)
 
     async def accept(self, call: Call) -> AcceptedCall:
         """Validates and tokenizes. Raises InvalidRequest, NotFound, AlreadyExists or DeadlineExceeded."""
@@ -190,6 +197,7 @@ class Requests:
         request = RunningRequest(generation, self._new_text(generation), self._clock)
         timer = asyncio.get_running_loop().call_later(generation.deadline.remaining_s(), request.expire)
         error: BaseException | None = None
+        self._open.add(request)
         try:
             self._check_any_worker()
             while not request.is_finished:
@@ -211,6 +219,7 @@ class Requests:
             raise
         finally:
             timer.cancel()
+            self._open.discard(request)
             self._note_end(request, error)
 
     async def _place(self, request: RunningRequest) -> Attempt:

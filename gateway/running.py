@@ -12,7 +12,7 @@ from gateway.sessions import AttemptKey, SequenceOrder
 from services.cluster.placement import State
 from services.runtime import telemetry
 from services.runtime.clock import Clock
-from services.runtime.errors import DeadlineExceeded
+from services.runtime.errors import DeadlineExceeded, TandemError
 
 
 class RunningRequest:
@@ -55,7 +55,11 @@ class RunningRequest:
 
     def expire(self) -> None:
         """The deadline has passed: whatever the request waits for fails now."""
-        self.mailbox.fail(DeadlineExceeded("the request's deadline passed"))
+        self.fail(DeadlineExceeded("the request's deadline passed"))
+
+    def fail(self, error: TandemError) -> None:
+        """Whatever the request waits for from its workers fails now."""
+        self.mailbox.fail(error)
 
     def next_order(self, eos_token_ids: Sequence[int]) -> SequenceOrder:
         """What the next attempt's workers must know: prompt and everything the client has."""

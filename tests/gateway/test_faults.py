@@ -635,6 +635,31 @@ async def test_stopping_gateway_lets_answers_end(make_system, worker_type, pair)
     await stopping
 
 
+@pytest.mark.parametrize("script", [never_answer, take_and_be_silent, refuse_full], ids=["asked", "admitted", "queued"])
+async def test_what_outlasts_the_drain_is_told_so(make_system, worker_type, script):
+    system = await make_system(drain_s=0.2)
+    decode = await system.add(worker_type("decode", "decode-0", script))
+    request = asyncio.create_task(system.complete(max_tokens=100))
+    await system.until(lambda: bool(decode.attempts))
+    await system.gateway.stop()
+    response = await request
+    assert response.status_code == 503
+    assert "leaving" in response.json()["error"]["message"]
+    assert response.headers["retry-after"]
+
+
+async def test_a_stream_that_outlasts_the_drain_ends_with_an_error(make_system, worker_type, read_sse):
+    system = await make_system(drain_s=0.2)
+    await system.add(worker_type("decode", "decode-0", hold))
+    request = asyncio.create_task(system.complete(stream=True))
+    await system.until(lambda: system.gateway.requests.num_running == 1)
+    await asyncio.sleep(0.05)
+    await system.gateway.stop()
+    events = read_sse((await request).text)
+    assert events[-1]["error"]["code"] == "server_overloaded"
+    assert "[DONE]" not in events
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
