@@ -353,6 +353,8 @@ class DecodeWorker:
         if report.advances:
             self._metrics.tokens.inc(sum(advance.num_tokens for advance in report.advances))
             self._metrics.step_s.observe((report.end_unix_ns - report.start_unix_ns) / 1e9)
+        else:
+            self.sessions.load_changed()  # pages came free: an idle worker is seen as idle at once
 
     def _on_advance(self, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
         if advance.start < len(attempt.spec.prompt_token_ids):

@@ -369,6 +369,8 @@ class PrefillWorker:
             self._metrics.tokens.inc(sum(chunk.num_tokens for chunk in report.chunks))
             self._metrics.step_s.observe((report.end_unix_ns - report.start_unix_ns) / 1e9)
             self._give_turns()
+        else:
+            self.sessions.load_changed()  # pages came free: an idle worker is seen as idle at once
 
     def _on_engine_failed(self, error: BaseException) -> None:
         """Nothing computed here can be trusted any more: answer everything, then let the process end."""

@@ -31,11 +31,16 @@ class GatedRunner:
         self.gate.set()
         self.error: BaseException | None = None
         self.broken: set[str] = set()
+        self.num_steps = 0
+        self.pause_at_step = 0
 
     def prepare(self, plan: StepPlan) -> StepPlan:
         return plan
 
     def compute(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        if self.num_steps == self.pause_at_step:
+            self.gate.clear()
         assert self.gate.wait(20)
         if self.error is not None:
             raise self.error

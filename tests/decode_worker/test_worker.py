@@ -22,6 +22,20 @@ def answer(prompt: list[int], num_tokens: int) -> dict[int, int]:
     return dict(enumerate(tokens[len(prompt) :]))
 
 
+async def test_gateways_hear_at_once_that_pages_came_free(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    bench.runner.pause_at_step = 3
+    gateway.admit("r", [1, 2, 3], max_tokens=9, local=True)
+    await gateway.event("r", "tokens")
+    assert gateway.messages[-1].load.pages.used > 0
+    gateway.cancel("r")
+    bench.runner.gate.set()
+    await bench.until_free()
+    async with asyncio.timeout(0.5):  # the regular beat is a second
+        await bench.until(lambda: gateway.messages[-1].load.pages.used == 0 and not gateway.messages[-1].load.running)
+
+
 async def test_a_handed_over_request_is_decoded_from_index_one(make_bench: Make) -> None:
     bench = make_bench()
     gateway = bench.gateway()

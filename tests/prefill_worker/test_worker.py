@@ -36,6 +36,15 @@ async def test_the_first_token_goes_out_before_the_pages_are_committed(make_benc
     assert bench.links.asked[0][:2] == ("decode:1", "d" * 32)
 
 
+async def test_gateways_hear_at_once_that_pages_came_free(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1, 2, 3])
+    await gateway.event("r", "handed_off")
+    async with asyncio.timeout(0.5):  # the regular beat is a second
+        await bench.until(lambda: gateway.loads[-1].pages.used == 0 and gateway.loads[-1].running == 0)
+
+
 async def test_complete_pages_are_sent_chunk_by_chunk(make_bench: Make) -> None:
     bench = make_bench(chunk_tokens=10)
     gateway = bench.gateway()
