@@ -82,7 +82,7 @@ def check_greedy(
     assert [choice["token_ids"] for choice in over_http["choices"]] == expected
 
 
-@pytest.mark.parametrize(("dtype", "chunk_tokens"), [("float32", 64), ("bfloat16", 64), ("bfloat16", 512)])
+@pytest.mark.parametrize(("dtype", "chunk_tokens"), list(itertools.product(("float32", "bfloat16"), (64, 512))))
 def test_alone_or_in_a_batch_in_one_process_or_two(
     dtype: str, chunk_tokens: int, checkpoint: Any, random_ids: Any
 ) -> None:
