@@ -13,9 +13,7 @@ from services.scheduling.routing import POLICIES
 class GatewayConfig:
     """Serves the gRPC API and the OpenAI-compatible HTTP API of one model."""
 
-    model: Path = option(  # noqa: RUF009 - `option` makes a field
-        path(), help="Model folder: config.json, tokenizer.json and chat template are read."
-    )
+    model: Path = option(path(), help="Model folder: config.json, tokenizer.json and chat template are read.")
     model_name: str | None = option(
         text(pattern=r"\S{1,256}", rule="1 to 256 characters without spaces"),
         default=None,

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -169,7 +170,7 @@ class Head(msgspec.Struct, frozen=True):
     has_token_ids: bool = False
 
 
-class Writer:
+class Writer(ABC):
     """Writes one call's answers in the words of one API. What all chunks of a stream share is encoded once."""
 
     object_name = ""
@@ -220,14 +221,14 @@ class Writer:
     def _token_ids_member(self, token_ids: Sequence[int]) -> bytes:
         return b',"token_ids":' + _encode(token_ids) if self._has_token_ids else b""
 
-    def _whole_choice(self, answer: Whole) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _whole_choice(self, answer: Whole) -> dict[str, Any]: ...
 
-    def _text_choice(self, index: int, delta: Delta) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def _text_choice(self, index: int, delta: Delta) -> bytes: ...
 
-    def _last_choice(self, index: int, finish_reason: str) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def _last_choice(self, index: int, finish_reason: str) -> bytes: ...
 
 
 class ChatWriter(Writer):

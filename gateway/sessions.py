@@ -7,6 +7,7 @@ gets plain events for exactly that attempt, and closes it; an event without a ro
 import asyncio
 import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -143,7 +144,7 @@ class Peer(msgspec.Struct, frozen=True):
     address: str
 
 
-class WorkerSession:
+class WorkerSession(ABC):
     """A stream to one worker process; it breaks once and is then thrown away.
 
     `on_change` is called when it comes up, when it breaks and after each report of load.
@@ -219,14 +220,14 @@ class WorkerSession:
         """Counts from now: it was this process that did not listen."""
         self._heard_at_s = now_s
 
-    def _open_stream(self, channel: grpc.aio.Channel) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _open_stream(self, channel: grpc.aio.Channel) -> Any: ...
 
-    def _command(self, **command: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _command(self, **command: Any) -> Any: ...
 
-    def _commands(self, commands: list[Any]) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _commands(self, commands: list[Any]) -> Any: ...
 
     async def _serve(self, channel: grpc.aio.Channel) -> None:
         self._call = call = self._open_stream(channel)

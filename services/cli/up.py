@@ -66,11 +66,11 @@ def run(settings: UpSettings) -> int:
 
     Raises ModelError, ConfigError, PortTaken or StoreUnavailable where the cluster cannot be started.
     """
-    with _early_signals():
-        return _run(settings)
+    with _early_signals() as early_signals:
+        return _run(settings, early_signals)
 
 
-def _run(settings: UpSettings) -> int:
+def _run(settings: UpSettings, early_signals: list[int]) -> int:
     load_config(settings.model)
     read_model_files(settings.model)
     http_port = claim_port(settings.host, settings.http_port, flag="--http-port")
@@ -80,7 +80,7 @@ def _run(settings: UpSettings) -> int:
         assert redis_url is not None, "either --redis is given or the embedded one runs"
         up = Up(settings, Addresses(redis_url, http_port, grpc_port), redis, logs.path)
         logs.is_worth_keeping = True  # unless it comes to one of the two ends that explain themselves
-        code = asyncio.run(up.run())
+        code = asyncio.run(up.run(early_signals))
         logs.is_worth_keeping = code not in (0, EXIT_BAD_INPUT)
         return code
 
@@ -133,14 +133,16 @@ class Up:
         self._stop = asyncio.Event()
         self._ready_pids: dict[str, int] = {}
 
-    async def run(self) -> int:
+    async def run(self, early_signals: list[int]) -> int:
         """Starts everything, says when it is ready, waits for the end, ends everything.
 
-        Returns the exit code. Raises NotReady.
+        `early_signals` are those that asked for the end before this. Returns the exit code. Raises NotReady.
         """
         if self._redis is not None:
             self._progress.show(REDIS, f"ready (pid {self._redis.pid})", is_done=True)
         async with _signals(self._on_signal), self._side_tasks():
+            if early_signals:
+                return 0
             self._supervisor.start(self._all_specs)
             try:
                 if await self._until_over(self._until_ready()):
@@ -379,15 +381,19 @@ def _redis(settings: UpSettings) -> Iterator[EmbeddedRedis | None]:
 
 
 @contextmanager
-def _early_signals() -> Iterator[None]:
-    """Lets a signal that comes before the event loop runs unwind the stack, so that Redis and the files go too."""
+def _early_signals() -> Iterator[list[int]]:
+    """Collects signals that come before the event loop runs.
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(0)
+    They do not interrupt: between making a file or a process and taking charge of it, nobody would remove it.
+    """
+    came: list[int] = []
 
-    previous = {number: signal.signal(number, leave) for number in END_SIGNALS}
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    previous = {number: signal.signal(number, note) for number in END_SIGNALS}
     try:
-        yield
+        yield came
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

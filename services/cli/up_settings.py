@@ -16,7 +16,7 @@ DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 class UpSettings:
     """Starts Redis, a gateway, prefill workers and decode workers on this machine, and keeps them running."""
 
-    model: Path = option(  # noqa: RUF009 - `option` makes a field
+    model: Path = option(
         path(), default=DEMO_MODEL, help="Folder of a Hugging Face checkpoint; the demo model if not given."
     )
     model_name: str | None = option(
@@ -57,10 +57,8 @@ class UpSettings:
         integer(0, 2**63 - 1), default=None, help="Makes answers without a seed of their own repeatable."
     )
     otlp: str | None = option(url("http", "https"), default=None, help="OTLP gRPC collector of traces.")
-    pid_file: Path | None = option(  # noqa: RUF009
-        path(), default=None, help="File that holds the process id while it runs."
-    )
-    log_dir: Path | None = option(  # noqa: RUF009
+    pid_file: Path | None = option(path(), default=None, help="File that holds the process id while it runs.")
+    log_dir: Path | None = option(
         path(), default=None, help="Folder of the log files; a temporary one, removed at a clean end, if not given."
     )
     log_level: str = option(choice(*LEVELS), default="info", help="Least level that is logged.")

@@ -20,7 +20,7 @@ class WorkerConfig:
         text(pattern=r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", rule="1 to 63 of a-z, 0-9 and inner hyphens"),
         help="Stable name of this worker, unique in the cluster, such as decode-0.",
     )
-    model: Path = option(path(), help="Folder of a Hugging Face checkpoint.")  # noqa: RUF009 - `option` makes a field
+    model: Path = option(path(), help="Folder of a Hugging Face checkpoint.")
     model_name: str | None = option(
         text(), default=None, help="What the model is called in the cluster. Not given: the folder's name."
     )

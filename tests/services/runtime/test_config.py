@@ -33,9 +33,7 @@ class Settings:
     kv_memory: int = option(size_bytes(), default=2**30, help="Size of the pool.")
     ratio: float = option(number(0, 1), default=0.5, help="A share.")
     transport: str = option(choice("auto", "shm", "tcp"), default="auto", help="How to send.")
-    listen: HostPort = option(  # noqa: RUF009 - `option` makes a field
-        host_port(), default=HostPort("127.0.0.1", 0), help="Where."
-    )
+    listen: HostPort = option(host_port(), default=HostPort("127.0.0.1", 0), help="Where.")
     verbose: bool = option(flag(), default=False, help="Says more.")
     redis: str | None = option(url("redis", "unix"), default=None, help="Which Redis.")
     tags: tuple[str, ...] = option(comma_separated(text()), default=(), help="Some.")
