@@ -157,6 +157,7 @@ class Worker(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    ARITHMETIC_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stable name, such as decode-0."""
     role: Global___WorkerRole.ValueType
@@ -174,11 +175,15 @@ class Worker(_message.Message):
     model: _builtins.str
     """Name of the model it serves."""
     exact: _builtins.bool
-    """Its numerics do not depend on the batch, so a resumed answer is exact."""
+    """Its numerics do not depend on the batch and are those of every other ready worker of the model, so a resumed answer is
+    exact.
+    """
     running: _builtins.int
     """Requests in its batch."""
     waiting: _builtins.int
     """Requests it has taken and not begun."""
+    arithmetic: _builtins.str
+    """Names its arithmetic; two workers with different names may compute different last bits."""
     @_builtins.property
     def pages(self) -> Global___PageCounts:
         """Its KV pages."""
@@ -198,10 +203,11 @@ class Worker(_message.Message):
         pages: Global___PageCounts | None = ...,
         running: _builtins.int = ...,
         waiting: _builtins.int = ...,
+        arithmetic: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "exact", b"exact", "host", b"host", "id", b"id", "incarnation", b"incarnation", "model", b"model", "pages", b"pages", "pid", b"pid", "role", b"role", "running", b"running", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "exact", b"exact", "host", b"host", "id", b"id", "incarnation", b"incarnation", "model", b"model", "pages", b"pages", "pid", b"pid", "role", b"role", "running", b"running", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -88,7 +88,9 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """1 to 64 characters of [A-Za-z0-9_.:-], unique among running requests. Empty: the server makes one."""
+    """1 to 64 characters of [A-Za-z0-9_.:-], unique among running requests. Empty: the server makes one, and the stream cannot
+    be resumed.
+    """
     model: _builtins.str
     """Name of a served model. Empty: the only served model; an error where there are several."""
     text: _builtins.str
@@ -125,6 +127,36 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    """Asks for the rest of an answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in the GenerateRequest, or the server's own as it was in a response."""
+    next_index: _builtins.int
+    """Index of the first token that the client does not have; its tokens so far count."""
+    tenant: _builtins.str
+    """As in the GenerateRequest."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        next_index: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_index", b"next_index", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):

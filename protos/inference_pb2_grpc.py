@@ -42,6 +42,11 @@ class InferenceStub(object):
                 request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/tandem.v1.Inference/Resume',
+                request_serializer=protos_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.GenerateUnary = channel.unary_unary(
                 '/tandem.v1.Inference/GenerateUnary',
                 request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
@@ -72,6 +77,14 @@ class InferenceServicer(object):
 
     def Generate(self, request, context):
         """Streams the answer of one prompt as it is generated. The last message carries `finish_reason` and `usage`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Goes on with the stream of a request that was named by its client (`request_id`, or the metadata `idempotency-key`),
+        on any gateway. NOT_FOUND: nothing is known of it, or not any more. The text continues the tokens before `next_index`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +124,11 @@ def add_InferenceServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=protos_dot_inference__pb2.ResumeRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'GenerateUnary': grpc.unary_unary_rpc_method_handler(
@@ -163,6 +181,33 @@ class Inference(object):
             target,
             '/tandem.v1.Inference/Generate',
             protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+            protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Inference/Resume',
+            protos_dot_inference__pb2.ResumeRequest.SerializeToString,
             protos_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,

@@ -41,6 +41,10 @@ class InferenceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Streams the answer of one prompt as it is generated. The last message carries `finish_reason` and `usage`."""
+    Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]
+    """Goes on with the stream of a request that was named by its client (`request_id`, or the metadata `idempotency-key`),
+    on any gateway. NOT_FOUND: nothing is known of it, or not any more. The text continues the tokens before `next_index`.
+    """
     GenerateUnary: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """The whole answer of one prompt in one message."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
@@ -60,6 +64,10 @@ class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams the answer of one prompt as it is generated. The last message carries `finish_reason` and `usage`."""
+    Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
+    """Goes on with the stream of a request that was named by its client (`request_id`, or the metadata `idempotency-key`),
+    on any gateway. NOT_FOUND: nothing is known of it, or not any more. The text continues the tokens before `next_index`.
+    """
     GenerateUnary: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """The whole answer of one prompt in one message."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
@@ -82,6 +90,16 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Streams the answer of one prompt as it is generated. The last message carries `finish_reason` and `usage`."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _inference_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
+        """Goes on with the stream of a request that was named by its client (`request_id`, or the metadata `idempotency-key`),
+        on any gateway. NOT_FOUND: nothing is known of it, or not any more. The text continues the tokens before `next_index`.
+        """
 
     @_abc_1.abstractmethod
     def GenerateUnary(

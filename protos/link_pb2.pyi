@@ -139,6 +139,7 @@ class PageLayout(_message.Message):
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
+    ARITHMETIC_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Digest over model weights, layers, heads, head_dim and protocol version; must be equal on both sides."""
     page_size: _builtins.int
@@ -153,6 +154,8 @@ class PageLayout(_message.Message):
     """Elements per head."""
     exact: _builtins.bool
     """The numerics do not depend on the batch."""
+    arithmetic: _builtins.str
+    """Names the arithmetic: equal on both sides (and both `exact`) means that both compute the same bits. May differ."""
     def __init__(
         self,
         *,
@@ -163,10 +166,11 @@ class PageLayout(_message.Message):
         num_layers: _builtins.int = ...,
         head_dim: _builtins.int = ...,
         exact: _builtins.bool = ...,
+        arithmetic: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "exact", b"exact", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arithmetic", b"arithmetic", "dtype", b"dtype", "exact", b"exact", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,7 +292,7 @@ class Reserve(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
-    """Tokens of the prompt."""
+    """Tokens whose pages will come: those of the prompt, and of all emitted tokens but the last where a decode worker sends."""
     deadline_ms: _builtins.int
     """Milliseconds left until the request's deadline."""
     @_builtins.property
@@ -409,9 +413,9 @@ class Seal(_message.Message):
     digest: _builtins.bytes
     """xxh3-128 over the chunks' digests in order, each of them over its frames' digests in order; 16 bytes."""
     first_token_id: _builtins.int
-    """The token that was sampled from the prompt."""
+    """The token that follows those of the pages: sampled already, not yet computed."""
     sampling_position: _builtins.int
-    """Position whose noise comes next; the prompt's length plus one."""
+    """Position whose noise comes next; num_tokens plus one."""
     @_builtins.property
     def id(self) -> Global___TransferId:
         """Which transfer."""
@@ -469,10 +473,13 @@ class Abort(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     code: _builtins.str
     """Name of an error class, such as TransferFailed."""
     message: _builtins.str
     """For a log."""
+    retry_after_ms: _builtins.int
+    """Milliseconds after which it may be worth asking again. Zero: unknown."""
     @_builtins.property
     def id(self) -> Global___TransferId:
         """Which transfer. Absent: the whole Link is refused or given up."""
@@ -483,10 +490,11 @@ class Abort(_message.Message):
         id: Global___TransferId | None = ...,
         code: _builtins.str = ...,
         message: _builtins.str = ...,
+        retry_after_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "id", b"id", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "id", b"id", "message", b"message", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -225,6 +225,9 @@ class DecodeCommand(_message.Message):
     ADMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    UNPAUSE_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHello:
         """Opens the session."""
@@ -241,6 +244,18 @@ class DecodeCommand(_message.Message):
     def drain(self) -> Global___DrainWorker:
         """Take nothing new, finish what is there, then exit."""
 
+    @_builtins.property
+    def pause(self) -> Global___Pause:
+        """Stop generating after the current step and keep everything."""
+
+    @_builtins.property
+    def unpause(self) -> Global___Unpause:
+        """Go on after a pause."""
+
+    @_builtins.property
+    def hand_over(self) -> Global___HandOver:
+        """Send the pages of a paused sequence to another decode worker."""
+
     def __init__(
         self,
         *,
@@ -248,12 +263,15 @@ class DecodeCommand(_message.Message):
         admit: Global___Admit | None = ...,
         cancel: Global___Cancel | None = ...,
         drain: Global___DrainWorker | None = ...,
+        pause: Global___Pause | None = ...,
+        unpause: Global___Unpause | None = ...,
+        hand_over: Global___HandOver | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "command", b"command", "drain", b"drain", "hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "command", b"command", "drain", b"drain", "hand_over", b"hand_over", "hello", b"hello", "pause", b"pause", "unpause", b"unpause"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "command", b"command", "drain", b"drain", "hello", b"hello"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "command", b"command", "drain", b"drain", "hand_over", b"hand_over", "hello", b"hello", "pause", b"pause", "unpause", b"unpause"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "admit", "cancel", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "admit", "cancel", "drain", "pause", "unpause", "hand_over"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -323,8 +341,13 @@ class Admit(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
+    FROM_DECODE_FIELD_NUMBER: _builtins.int
     local_prefill: _builtins.bool
-    """Compute the prompt here instead of waiting for pages from a prefill worker."""
+    """Compute the prompt here instead of waiting for pages."""
+    from_decode: _builtins.bool
+    """The pages come from a decode worker that was generating this answer: those of the prompt and of all emitted tokens
+    but the last. Nothing is replayed. At least one token was emitted, and `local_prefill` is not set.
+    """
     @_builtins.property
     def sequence(self) -> Global___SequenceSpec:
         """What will run there."""
@@ -334,10 +357,11 @@ class Admit(_message.Message):
         *,
         sequence: Global___SequenceSpec | None = ...,
         local_prefill: _builtins.bool = ...,
+        from_decode: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_prefill", b"local_prefill", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_decode", b"from_decode", "local_prefill", b"local_prefill", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -398,6 +422,95 @@ class Cancel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
+
+@_typing.final
+class Pause(_message.Message):
+    """Takes a sequence out of the batch after the current step. `Paused` follows its last tokens, unless the sequence ends
+    with them. Its pages stay. An attempt that is still waiting for its pages is paused as soon as it would be decoded.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def id(self) -> Global___AttemptId:
+        """Which one. Unknown: nothing happens."""
+
+    def __init__(
+        self,
+        *,
+        id: Global___AttemptId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pause: _TypeAlias = Pause  # noqa: Y015
+
+@_typing.final
+class Unpause(_message.Message):
+    """Puts a paused sequence back into the batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def id(self) -> Global___AttemptId:
+        """Which one. Unknown or not paused: nothing happens."""
+
+    def __init__(
+        self,
+        *,
+        id: Global___AttemptId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unpause: _TypeAlias = Unpause  # noqa: Y015
+
+@_typing.final
+class HandOver(_message.Message):
+    """Moves a paused sequence to another decode worker, which has admitted it with `from_decode`: the pages travel over a
+    Link between the two as in any handoff. `HandedOff` follows when the other one has committed them, and the attempt is
+    over here; after `Failed` too. Until then it can be cancelled.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NEXT_ATTEMPT_FIELD_NUMBER: _builtins.int
+    DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
+    DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    next_attempt: _builtins.int
+    """The attempt as which the other worker admitted the request; greater than the paused one's."""
+    decode_address: _builtins.str
+    """host:port of the other worker's gRPC server."""
+    decode_incarnation: _builtins.str
+    """Its incarnation."""
+    @_builtins.property
+    def id(self) -> Global___AttemptId:
+        """The paused attempt."""
+
+    def __init__(
+        self,
+        *,
+        id: Global___AttemptId | None = ...,
+        next_attempt: _builtins.int = ...,
+        decode_address: _builtins.str = ...,
+        decode_incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "decode_incarnation", b"decode_incarnation", "id", b"id", "next_attempt", b"next_attempt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOver: _TypeAlias = HandOver  # noqa: Y015
 
 @_typing.final
 class DrainWorker(_message.Message):
@@ -509,6 +622,7 @@ class WorkerEvent(_message.Message):
     DECODE_STARTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """Which try."""
@@ -531,7 +645,7 @@ class WorkerEvent(_message.Message):
 
     @_builtins.property
     def handed_off(self) -> Global___HandedOff:
-        """Prefill worker: the decode worker has committed the pages."""
+        """The next worker has committed the pages. From a decode worker: the attempt is over here."""
 
     @_builtins.property
     def decode_started(self) -> Global___DecodeStarted:
@@ -545,6 +659,10 @@ class WorkerEvent(_message.Message):
     def failed(self) -> Global___Failed:
         """The attempt failed; no event follows and nothing is held."""
 
+    @_builtins.property
+    def paused(self) -> Global___Paused:
+        """Decode worker: the sequence is out of the batch and keeps its pages."""
+
     def __init__(
         self,
         *,
@@ -557,12 +675,13 @@ class WorkerEvent(_message.Message):
         decode_started: Global___DecodeStarted | None = ...,
         finished: Global___Finished | None = ...,
         failed: Global___Failed | None = ...,
+        paused: Global___Paused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "prefill_started", b"prefill_started", "refused", b"refused", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "prefill_started", b"prefill_started", "refused", b"refused", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "refused", "prefill_started", "tokens", "handed_off", "decode_started", "finished", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "refused", "prefill_started", "tokens", "handed_off", "decode_started", "finished", "failed", "paused"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -627,20 +746,46 @@ class PrefillStarted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUE_S_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """Seconds between taking the attempt and beginning it."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens that are not computed, because an earlier attempt's pages are still here."""
     def __init__(
         self,
         *,
         queue_s: _builtins.float = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillStarted: _TypeAlias = PrefillStarted  # noqa: Y015
+
+@_typing.final
+class Paused(_message.Message):
+    """The sequence is out of the batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Tokens of the answer so far, those of earlier attempts included. All of them were sent."""
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Paused: _TypeAlias = Paused  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):
@@ -678,7 +823,7 @@ Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
 
 @_typing.final
 class HandedOff(_message.Message):
-    """The pages are the decode worker's."""
+    """The pages are the next worker's."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -33,6 +33,14 @@ async def store(redis_server: EmbeddedRedis) -> AsyncIterator[Store]:
 
 
 @pytest.fixture
+async def patient_store(redis_server: EmbeddedRedis) -> AsyncIterator[Store]:
+    """Waits longer than in production, for tests that a busy machine must not disturb."""
+    opened = Store(redis_server.url, cluster="test", timeout_s=2.0)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
 def new_record() -> Callable[..., WorkerRecord]:
     def make(**changes: Any) -> WorkerRecord:
         fields: dict[str, Any] = {

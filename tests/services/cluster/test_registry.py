@@ -81,6 +81,11 @@ def ids(membership: Membership) -> list[str]:
     return [record.id for record in membership.workers]
 
 
+@pytest.fixture
+def store(patient_store: Store) -> Store:
+    return patient_store
+
+
 async def until(holds: Callable[[], bool], *, timeout_s: float) -> None:
     async with asyncio.timeout(timeout_s):
         while not holds():  # noqa: ASYNC110 - another thread or process makes it so

@@ -211,15 +211,21 @@ async def test_a_very_long_message_still_reaches_the_caller(stub: Any, servicer:
 
 
 async def test_a_cancelled_call_ends_its_handler(stub: Any, servicer: Servicer) -> None:
+    waits = asyncio.Event()
+
     async def endless(request: Any, context: Any) -> AsyncIterator[Any]:
         yield inference_pb2.GenerateResponse()
+        waits.set()
         await asyncio.sleep(60)
 
     servicer.stream = endless
     call = stub.Generate(inference_pb2.GenerateRequest())
     await call.read()
+    # Cancelled while its first message is still being written, the handler would be closed at its yield instead.
+    async with asyncio.timeout(10):
+        await waits.wait()
     call.cancel()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         await servicer.ended.wait()
     assert servicer.end_reason == "CancelledError"
 
