@@ -164,6 +164,7 @@ class PlacementWriter:
         self._max_pending = max_pending
         self._pending: dict[str, Placement] = {}
         self._has_work = asyncio.Event()
+        self._writing = asyncio.Lock()
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
         self.num_written = 0
@@ -192,9 +193,13 @@ class PlacementWriter:
         self._has_work.set()
 
     async def flush(self) -> None:
-        """Writes all that waits now. Raises StoreUnavailable; what was not written waits on."""
-        while self._pending:
-            await self._write_batch()
+        """Writes all that waits now, and waits for what is being written.
+
+        Raises StoreUnavailable; what was not written waits on.
+        """
+        async with self._writing:
+            while self._pending:
+                await self._write_batch()
 
     async def close(self, *, timeout_s: float = 1.0) -> None:
         """Writes what waits, for at most `timeout_s`, and stops."""
