@@ -9,13 +9,13 @@ BENCHMARKS ?= system handoff gateway
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install run status chat test test-all test-gpu check format format-check lint types imports proto \
+.PHONY: help install run status chat test test-all test-faults test-mutants test-gpu check-model check format format-check lint types imports proto \
 	proto-check bench demo-model clean clean-all
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS=\"...\"]"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: ## make .venv with everything; does nothing the second time
 	@tools/install.sh
@@ -34,6 +34,15 @@ test: install ## the tests that every change must pass (ARGS: flags of pytest)
 
 test-all: install ## all tests, the slow sweeps too
 	$(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu" $(ARGS)
+
+test-faults: install ## kill, freeze, cut off, corrupt, and compare every answer (ARGS: cases and flags; --help lists them)
+	@exec $(PYTHON_IN) -m tests.faults.run $(ARGS)
+
+test-mutants: install ## take each check of the handoff's receiver out and see that a test fails (ARGS: names)
+	@exec $(PYTHON_IN) tools/mutate_receiver.py $(ARGS)
+
+check-model: install ## the handoff as a model, with its fences and without each of them; needs spin and gcc
+	@exec $(PYTHON_IN) tools/check_model.py $(ARGS)
 
 test-gpu: install ## the tests that need a CUDA device
 	$(PYTEST) -q -n 0 -m gpu $(ARGS)

@@ -36,7 +36,7 @@ from kv_transfer.sending import SendLinks
 from kv_transfer.transports.base import Bytes, ChannelKey, ReceiveChannel, RingSpec, SendChannel
 from kv_transfer.transports.registry import transport_named
 from protos import link_pb2_grpc
-from services.engine.pages import PageLayout, PagePool
+from services.engine.pages import PageAllocator, PageLayout, PagePool
 from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError
 from services.runtime.rpc import make_server
@@ -102,6 +102,9 @@ class Target:
         """See ReceiveTarget."""
 
     async def release(self, transfer_id: TransferId, error: TandemError) -> None:
+        """See ReceiveTarget."""
+
+    async def abandon(self, transfer_id: TransferId, error: TandemError) -> None:
         """See ReceiveTarget."""
 
 
@@ -171,6 +174,7 @@ class ReceivingProcess:
             receiver = LinkReceiver(
                 identity=LinkIdentity("decode", name, "benchmark", True, "here"),
                 pool=self._pool,
+                generations=PageAllocator(self._pool.num_pages),
                 target=Target(),
                 transports=(name,),
                 ring=self._settings.ring,
@@ -221,6 +225,7 @@ class Sender:
         self._links = SendLinks(
             identity=LinkIdentity("prefill", "sender", "benchmark", True, "here"),
             pool=self._pool,
+            generations=PageAllocator(self._pool.num_pages),
             transports=TRANSPORTS,
         )
 

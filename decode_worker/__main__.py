@@ -8,7 +8,9 @@ from decode_worker.config import DecodeWorkerConfig
 from decode_worker.worker import DecodeWorker, Limits, Servicer
 from kv_transfer.link import SERVICE_NAME as LINK_SERVICE_NAME
 from kv_transfer.link import LinkIdentity
+from kv_transfer.protocol.counters import Counters
 from kv_transfer.receiving import LinkReceiver
+from kv_transfer.sending import SendLinks
 from protos import link_pb2_grpc, worker_pb2_grpc
 from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
 from services.engine.engine import EngineParts, load_engine
@@ -49,6 +51,7 @@ async def _serve(
         lease.update(
             address=address,
             exact=parts.model.exact,
+            arithmetic=parts.model.arithmetic,
             layout_fingerprint=parts.fingerprint,
             max_sequence_tokens=min(
                 parts.model_config.context_length_tokens, parts.pool.num_pages * settings.page_size
@@ -56,7 +59,7 @@ async def _serve(
             **worker.load().record_fields(),
         )
     logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
-    await serve_until_drained(worker, server, lease, stop)
+    await serve_until_drained(worker, server, lease, stop, drain_timeout_s=settings.drain_timeout)
 
 
 def _lease(settings: DecodeWorkerConfig, incarnation: str, stop: asyncio.Event) -> WorkerLease | None:
@@ -76,19 +79,34 @@ def _worker(
     metrics: WorkerMetrics,
 ) -> tuple[DecodeWorker, LinkReceiver]:
     max_admitted = settings.max_admitted or 2 * settings.max_batch
+    identity = LinkIdentity(
+        settings.id, incarnation, parts.fingerprint, parts.model.exact, arithmetic=parts.model.arithmetic
+    )
+    transports = (settings.transport,)
+    counters = Counters()
     worker = DecodeWorker(
         parts=parts,
+        links=SendLinks(
+            identity=identity,
+            pool=parts.pool,
+            generations=parts.allocator,
+            transports=transports,
+            counters=counters,
+        ),
         incarnation=incarnation,
         limits=Limits(max_batch=settings.max_batch, max_admitted=max_admitted, chunk_tokens=settings.chunk_tokens),
         metrics=metrics,
+        step_timeout_s=settings.step_timeout,
     )
     receiver = LinkReceiver(
-        identity=LinkIdentity(settings.id, incarnation, parts.fingerprint, parts.model.exact),
+        identity=identity,
         pool=parts.pool,
+        generations=parts.allocator,
         target=worker,
-        transports=(settings.transport,),
+        transports=transports,
         host=settings.host,
         advertise_host=settings.advertise_host,
+        counters=counters,
     )
     worker.attach(receiver)
     return worker, receiver

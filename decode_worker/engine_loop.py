@@ -42,13 +42,30 @@ class Advance(NamedTuple):
     finish_reason: FinishReason | None
 
 
+class PausedSequence(NamedTuple):
+    """A sequence that was taken out of the batch; nothing of it changes until `unpause`.
+
+    `page_ids` hold the KV of its first `num_computed_tokens` tokens, which are all but the last, `next_token_id`.
+    """
+
+    key: Hashable
+    num_generated_tokens: int
+    num_computed_tokens: int
+    next_token_id: int
+    page_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step, or a change of the pages between steps (`advances` is empty then). Times are Unix nanoseconds."""
+    """One step, or what changed between steps (`advances` is empty then). Times are Unix nanoseconds.
+
+    What `paused` names was paused after the step.
+    """
 
     start_unix_ns: int
     end_unix_ns: int
     advances: tuple[Advance, ...]
+    paused: tuple[PausedSequence, ...]
     pages: PageCounts
     num_running: int
     num_waiting: int
@@ -57,6 +74,9 @@ class StepReport:
 
 class DecodeLoop:
     """The pages that are set aside and the sequences that are computed.
+
+    Tokens that an earlier attempt emitted are computed again: in chunks, if `replays_in_chunks`, which is right where
+    a chunk gives the same bits as single-token steps, and otherwise one by one, as when they were generated.
 
     A key owns its pages from `reserve` or `start` until it ends in a step or `free` is called. `on_report` is called on
     the engine thread and must not block. What a step did is reported when the next one has been prepared: the event
@@ -70,6 +90,7 @@ class DecodeLoop:
         allocator: PageAllocator,
         page_size: int,
         scheduler: BatchScheduler,
+        replays_in_chunks: bool,
         clock: Clock,
         on_report: Callable[[StepReport], None],
     ) -> None:
@@ -77,10 +98,13 @@ class DecodeLoop:
         self._allocator = allocator
         self._page_size = page_size
         self._scheduler = scheduler
+        self._replays_in_chunks = replays_in_chunks
         self._clock = clock
         self._on_report = on_report
         self._leases: dict[Hashable, PageLease] = {}
         self._sequences: dict[Hashable, Sequence] = {}
+        self._pausing: set[Hashable] = set()
+        self._paused: set[Hashable] = set()
         self._reported_pages: PageCounts | None = None
         self._unsent: StepReport | None = None
         self._is_checked = False
@@ -93,24 +117,48 @@ class DecodeLoop:
         lease = self._lease(key, max_num_tokens)
         return lease.grow_to(num_pages_for(num_tokens, self._page_size), state="reserved")
 
-    def start(self, sequence: Sequence) -> None:
-        """Puts a sequence in line for the batch.
+    def start(self, sequence: Sequence, *, is_paused: bool = False) -> None:
+        """Puts a sequence in line for the batch, or pauses it before its first step of decoding.
 
-        Its prompt has arrived in the pages that were reserved under its id (`num_computed_tokens` says so), or it has
-        none and is computed here.
+        Its leading tokens have arrived in the pages that were reserved under its id (`num_computed_tokens` says how
+        many), or it has none and is computed here.
         """
         key = sequence.sequence_id
         lease = self._leases.get(key) or self._lease(key, sequence.max_num_tokens)
         lease.mark_used()
         sequence.page_table = lease.page_ids
         self._sequences[key] = sequence
-        progress = Progress(sequence.num_prompt_tokens, sequence.num_tokens, sequence.num_computed_tokens)
-        self._scheduler.add(key, progress)
+        self._schedule(sequence)
+        if is_paused:
+            self.pause(key)
+
+    def pause(self, key: Hashable) -> None:
+        """Takes a sequence out of the batch as soon as it has a token and only the last one is not computed.
+
+        It keeps its pages. It is reported, once, after everything that was computed for it. One that has ended, or is
+        paused, is left alone.
+        """
+        sequence = self._sequences.get(key)
+        if sequence is None or key in self._paused:
+            return
+        self._pausing.add(key)
+        if _can_pause(sequence):
+            self._send()
+            self._on_report(self._report(self._clock.unix_ns(), (), (self._take_out(sequence),)))
+
+    def unpause(self, key: Hashable) -> None:
+        """Puts a paused sequence back in line, or lets one that was to be paused go on. Others are left alone."""
+        self._pausing.discard(key)
+        if key in self._paused:
+            self._paused.remove(key)
+            self._schedule(self._sequences[key])
 
     def free(self, key: Hashable) -> None:
         """Forgets a key in any phase and frees its pages. Unknown keys are ignored."""
         self._scheduler.remove(key)
         self._sequences.pop(key, None)
+        self._pausing.discard(key)
+        self._paused.discard(key)
         lease = self._leases.pop(key, None)
         if lease is not None:
             lease.close()
@@ -127,7 +175,8 @@ class DecodeLoop:
         self._send()
         result = self._runner.compute(prepared)
         advances = tuple(map(self._apply, step, result.outcomes))
-        self._unsent = self._report(start_unix_ns, advances)
+        paused = tuple(self._take_out(sequence) for sequence in self._due_to_pause())
+        self._unsent = self._report(start_unix_ns, advances, paused)
         has_more = self._scheduler.num_running + self._scheduler.num_waiting > 0
         if not has_more:
             self._send()
@@ -139,6 +188,31 @@ class DecodeLoop:
         lease = PageLease(self._allocator, num_promised_pages=num_pages_for(max_num_tokens, self._page_size))
         self._leases[key] = lease
         return lease
+
+    def _schedule(self, sequence: Sequence) -> None:
+        num_chunked_tokens = sequence.num_prompt_tokens
+        if self._replays_in_chunks:
+            # All but the last: what continues an answer is a step of decoding, as it would have been.
+            num_chunked_tokens = max(num_chunked_tokens, sequence.num_tokens - 1)
+        progress = Progress(num_chunked_tokens, sequence.num_tokens, sequence.num_computed_tokens)
+        self._scheduler.add(sequence.sequence_id, progress)
+
+    def _due_to_pause(self) -> list[Sequence]:
+        return [sequence for key in self._pausing if _can_pause(sequence := self._sequences[key])]
+
+    def _take_out(self, sequence: Sequence) -> PausedSequence:
+        key = sequence.sequence_id
+        self._scheduler.remove(key)
+        self._pausing.discard(key)
+        self._paused.add(key)
+        num_pages = num_pages_for(sequence.num_computed_tokens, self._page_size)
+        return PausedSequence(
+            key,
+            sequence.num_generated_tokens,
+            sequence.num_computed_tokens,
+            sequence.token_ids[-1],
+            tuple(sequence.page_table[:num_pages]),
+        )
 
     def _item(self, work: Work) -> StepItem:
         sequence = self._sequences[work.key]
@@ -166,21 +240,29 @@ class DecodeLoop:
             self._allocator.check_integrity()
             self._is_checked = True
         if self._allocator.counts() != self._reported_pages:
-            self._on_report(self._report(self._clock.unix_ns(), ()))
+            self._on_report(self._report(self._clock.unix_ns(), (), ()))
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, None
         if unsent is not None:
             self._on_report(unsent)
 
-    def _report(self, start_unix_ns: int, advances: tuple[Advance, ...]) -> StepReport:
+    def _report(
+        self, start_unix_ns: int, advances: tuple[Advance, ...], paused: tuple[PausedSequence, ...]
+    ) -> StepReport:
         self._reported_pages = self._allocator.counts()
         return StepReport(
             start_unix_ns,
             self._clock.unix_ns(),
             advances,
+            paused,
             self._reported_pages,
             self._scheduler.num_running,
             self._scheduler.num_waiting,
             self._scheduler.waiting_tokens,
         )
+
+
+def _can_pause(sequence: Sequence) -> bool:
+    """Whether it is where a step of decoding begins: another worker could go on from here without replaying."""
+    return sequence.num_generated_tokens > 0 and sequence.num_uncomputed_tokens == 1

@@ -15,11 +15,11 @@ from services.runtime.errors import NoFreePages, Overloaded
 class Progress:
     """How far a sequence is.
 
-    Positions below `num_prompt_tokens` may be computed in chunks; those from there to `num_tokens` are tokens whose KV
-    must come from single-token steps, as it did when they were generated. The step that reaches `num_tokens` samples.
+    Positions below `num_chunked_tokens`, at least the prompt's, may be computed in chunks; those from there to
+    `num_tokens` in single-token steps. The step that reaches `num_tokens` samples.
     """
 
-    num_prompt_tokens: int
+    num_chunked_tokens: int
     num_tokens: int
     num_computed_tokens: int
 
@@ -102,7 +102,7 @@ class BatchScheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens that are still to be computed here."""
+        """Tokens of prompts, and of answers that are computed again, that are still to be computed in chunks."""
         return self._waiting_tokens
 
     def add(self, key: Hashable, progress: Progress) -> None:
@@ -110,16 +110,16 @@ class BatchScheduler:
         known = (self._waiting, self._prompts, self._decoding)
         assert not any(key in places for places in known), "a sequence is added once"
         assert progress.num_computed_tokens < progress.num_tokens, "a sequence has something to compute"
-        assert progress.num_prompt_tokens <= progress.num_tokens, "the prompt is part of the sequence"
+        assert progress.num_chunked_tokens <= progress.num_tokens, "the chunks are part of the sequence"
         self._waiting[key] = progress
-        self._waiting_tokens += _uncomputed_prompt(progress)
+        self._waiting_tokens += _uncomputed_in_chunks(progress)
 
     def remove(self, key: Hashable) -> None:
         """Forgets a sequence, ended or cancelled. O(1); unknown keys are ignored."""
         for places in (self._waiting, self._prompts, self._decoding):
             progress = places.pop(key, None)
             if progress is not None:
-                self._waiting_tokens -= _uncomputed_prompt(progress)
+                self._waiting_tokens -= _uncomputed_in_chunks(progress)
 
     def next_step(self) -> list[Work]:
         """What the next step computes; it counts as computed from here on. Empty: there is nothing to do.
@@ -137,7 +137,7 @@ class BatchScheduler:
         while self._waiting and self.num_running < self._max_batch:
             key = next(iter(self._waiting))
             progress = self._waiting.pop(key)
-            place = self._prompts if _uncomputed_prompt(progress) else self._decoding
+            place = self._prompts if _uncomputed_in_chunks(progress) else self._decoding
             place[key] = progress
 
     def _prefill_chunks(self, budget: int) -> list[Work]:
@@ -145,18 +145,18 @@ class BatchScheduler:
         for key, progress in self._prompts.items():
             if budget == 0:
                 break
-            num_tokens = min(budget, _uncomputed_prompt(progress))
+            num_tokens = min(budget, _uncomputed_in_chunks(progress))
             budget -= num_tokens
             chunks.append(_advance(key, progress, num_tokens))
         self._waiting_tokens -= sum(chunk.num_tokens for chunk in chunks)
         for chunk in chunks:
-            if not _uncomputed_prompt(self._prompts[chunk.key]):
+            if not _uncomputed_in_chunks(self._prompts[chunk.key]):
                 self._decoding[chunk.key] = self._prompts.pop(chunk.key)
         return chunks
 
 
-def _uncomputed_prompt(progress: Progress) -> int:
-    return max(progress.num_prompt_tokens - progress.num_computed_tokens, 0)
+def _uncomputed_in_chunks(progress: Progress) -> int:
+    return max(progress.num_chunked_tokens - progress.num_computed_tokens, 0)
 
 
 def _advance(key: Hashable, progress: Progress, num_tokens: int) -> Work:

@@ -1,13 +1,15 @@
 """The event loop's side of a decode worker: a request's life from admission to its last token.
 
-Lifetimes are scopes, and there is no task per request: what happens to a request comes in as calls, and every call
-that ends it goes through `_end`. It holds two things, with two ends:
+Lifetimes are scopes, and there is no task per request (but one while it is handed over to another decode worker): what
+happens to a request comes in as calls, and every call that ends it goes through `_end`. It holds two things, with two
+ends:
 
     the attempt   entry in the table, deadline     from `_on_admit` until `_end`: finished, failed, cancelled,
                                                    superseded, deadline passed, session ended, engine broken
     its pages     the promise, pages of the pool   from `_on_admit` until `_free`: at once with the attempt's end,
                                                    unless a transfer is writing into them; then when the transfer says
-                                                   that nothing does any more (`release`), which its abort brings about
+                                                   that nothing does any more (`release`), which its abort brings about;
+                                                   or a transfer is reading them: when its task and its abort have ended
 
 Whoever cancels (a command, a newer attempt, a session that ended) owes the answer; nothing is emitted for it. A
 transfer that the prefill side cancelled is not answered here either: the prefill worker has. The fence is the table: a
@@ -18,28 +20,31 @@ Nothing here touches a tensor; the engine thread is given commands and sends rep
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any, TypeVar
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from decode_worker.engine_loop import Advance, DecodeLoop, StepReport
+from decode_worker.engine_loop import Advance, DecodeLoop, PausedSequence, StepReport
 from decode_worker.scheduler import AdmissionBook, BatchScheduler
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.receiving import LinkReceiver, Reserved
+from kv_transfer.sending import HandoffStats, SendLinks, SendTransfer
 from protos import worker_pb2, worker_pb2_grpc
 from services.engine.engine import EngineParts, check_fits, check_token_ids
 from services.engine.pages import num_pages_for
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken
-from services.engine.thread import EngineThread
+from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
 from services.runtime.attempts import (
     AttemptKey,
     AttemptSpec,
     AttemptTable,
     finished_message,
+    handed_off_message,
     read_key,
     read_spec,
     tokens_message,
@@ -49,16 +54,20 @@ from services.runtime.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
+    InvariantViolated,
     RequestCancelled,
     TandemError,
     TransferFailed,
     WorkerUnavailable,
 )
+from services.runtime.logs import request_fields
 from services.runtime.session import Payload, Session, SessionServer, failed
 from services.runtime.worker_host import infallible, on_this_loop, record_chunk
 from services.runtime.worker_metrics import Load, WorkerMetrics
 
 ENGINE_STOP_TIMEOUT_S = 10.0
+
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +90,10 @@ class Phase(Enum):
     """A transfer holds its pages."""
     COMPUTING = auto()
     """The engine has it."""
+    PAUSED = auto()
+    """The engine has it outside the batch, and the gateway knows."""
+    HANDING_OVER = auto()
+    """As PAUSED, and its pages are on their way to another decode worker."""
     ENDED = auto()
     """It was answered, or nobody waits for it."""
 
@@ -90,12 +103,25 @@ class _Attempt:
     spec: AttemptSpec[Sampling]
     session: Session
     admitted_s: float
+    from_decode: bool
     phase: Phase = Phase.ADMITTED
+    wants_pause: bool = False
+    paused: PausedSequence | None = None
+    """Where it stands, in PAUSED and HANDING_OVER."""
+    hand_over: "asyncio.Task[HandoffStats] | None" = None
+    transfer: SendTransfer | None = None
+    """What reads its pages while it is handed over."""
     deadline: asyncio.TimerHandle | None = None
     prefill_span: Span | None = None
     decode_span: Span | None = None
     num_tokens: int = 0
     """Tokens that were emitted here."""
+
+    @property
+    def num_tokens_to_come(self) -> int:
+        """Leading tokens whose pages a transfer brings: the prompt's, or all but the last where decode goes on."""
+        spec = self.spec
+        return len(spec.prompt_token_ids) + (len(spec.emitted_token_ids) - 1 if self.from_decode else 0)
 
     def start_span(self, name: str, start_unix_ns: int) -> Span:
         """A span of the request; one that records nothing where the request is not traced."""
@@ -114,7 +140,7 @@ class _Attempt:
 
 
 class DecodeWorker:
-    """Takes pages in and generates tokens. Made on the event loop.
+    """Takes pages in, generates tokens, and hands sequences over to other decode workers. Made on the event loop.
 
     It is the ReceiveTarget of the LinkReceiver that `attach` gives it.
     """
@@ -123,12 +149,15 @@ class DecodeWorker:
         self,
         *,
         parts: EngineParts,
+        links: SendLinks,
         incarnation: str,
         limits: Limits,
         metrics: WorkerMetrics,
+        step_timeout_s: float = 0.0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._parts = parts
+        self._links = links
         self._metrics = metrics
         self._clock = clock
         self._page_size = parts.pool.layout.page_size
@@ -140,6 +169,7 @@ class DecodeWorker:
         self._is_draining = False
         self._receiving: dict[AttemptKey, _Attempt] = {}
         """Those whose pages a transfer holds, ended or not."""
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._receiver: LinkReceiver
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -148,7 +178,14 @@ class DecodeWorker:
         self.failed: asyncio.Future[None] = self._event_loop.create_future()
         self.sessions = SessionServer(
             incarnation=incarnation,
-            handlers={"admit": self._on_admit, "cancel": self._on_cancel, "drain": self._on_drain},
+            handlers={
+                "admit": self._on_admit,
+                "cancel": self._on_cancel,
+                "drain": self._on_drain,
+                "pause": self._on_pause,
+                "unpause": self._on_unpause,
+                "hand_over": self._on_hand_over,
+            },
             load=lambda: self.load().to_message(is_draining=self._is_draining),
             on_session_closed=self._on_session_closed,
         )
@@ -157,10 +194,12 @@ class DecodeWorker:
             allocator=parts.allocator,
             page_size=self._page_size,
             scheduler=BatchScheduler(max_batch=limits.max_batch, step_tokens=limits.chunk_tokens),
+            replays_in_chunks=parts.model.exact,
             clock=clock,
             on_report=on_this_loop(self._on_report),
         )
         self._engine = EngineThread(self._loop.step, on_fatal=on_this_loop(self._on_engine_failed))
+        self._step_watch = StepWatch(self._engine, timeout_s=step_timeout_s)
         self._engine.start()
 
     def attach(self, receiver: LinkReceiver) -> None:
@@ -186,13 +225,21 @@ class DecodeWorker:
         """Returns when every attempt has ended and its pages are free; each has a deadline."""
         await self._is_idle.wait()
 
+    def check_engine(self, elapsed_s: float) -> None:
+        """Fails the worker if a step does not end; called again and again, `elapsed_s` after the last time."""
+        if self._step_watch.is_stuck(elapsed_s):
+            self._engine.abandon("the engine is stuck")
+            self._on_engine_failed(InvariantViolated("a step of the engine did not end in time"))
+
     async def close(self) -> None:
-        """Cancels what is left, waits until nothing is held, and stops the engine."""
+        """Fails what is left, waits until nothing is held, and stops the engine."""
         self._is_draining = True
+        leaving = WorkerUnavailable("the decode worker is leaving")
         for attempt in self._attempts:
-            self._end(attempt, "cancelled", WorkerUnavailable("the decode worker is leaving"))
+            self._end(attempt, "failed", leaving, answer=failed(leaving))
         await self._receiver.close()
         await self.wait_idle()
+        await self._links.close()
         self.sessions.close()
         await asyncio.to_thread(self._engine.stop, timeout_s=ENGINE_STOP_TIMEOUT_S)
 
@@ -203,7 +250,9 @@ class DecodeWorker:
             raise WorkerUnavailable("the decode worker is leaving")
         spec = read_spec(message.sequence, Sampling, clock=self._clock)
         self._check(spec)
-        attempt = _Attempt(spec, session, self._clock.monotonic())
+        if message.from_decode and (message.local_prefill or not spec.emitted_token_ids):
+            raise InvalidRequest("a decode worker hands over a sequence that has emitted tokens", field="from_decode")
+        attempt = _Attempt(spec, session, self._clock.monotonic(), message.from_decode)
         superseded = self._attempts.begin(spec.key, attempt)
         if superseded is not None:
             self._end(superseded, "superseded", RequestCancelled("a newer attempt was admitted"))
@@ -229,10 +278,43 @@ class DecodeWorker:
         if len(spec.emitted_token_ids) >= spec.sampling.max_tokens:
             raise InvalidRequest("the emitted tokens leave nothing to generate", field="emitted_token_ids")
 
+    def _find(self, session: Session, attempt_id: worker_pb2.AttemptId) -> _Attempt | None:
+        attempt = self._attempts.find(read_key(attempt_id))
+        return attempt if attempt is not None and attempt.session is session else None
+
     async def _on_cancel(self, session: Session, message: worker_pb2.Cancel) -> None:
-        attempt = self._attempts.find(read_key(message.id))
-        if attempt is not None and attempt.session is session:
+        attempt = self._find(session, message.id)
+        if attempt is not None:
             self._end(attempt, "cancelled", RequestCancelled("the attempt was cancelled"))
+
+    async def _on_pause(self, session: Session, message: worker_pb2.Pause) -> None:
+        attempt = self._find(session, message.id)
+        if attempt is None:
+            return
+        attempt.wants_pause = True
+        if attempt.phase is Phase.COMPUTING:
+            self._engine.submit(infallible(lambda: self._loop.pause(attempt.spec.key)))
+
+    async def _on_unpause(self, session: Session, message: worker_pb2.Unpause) -> None:
+        attempt = self._find(session, message.id)
+        if attempt is None or attempt.phase is Phase.HANDING_OVER:
+            return
+        attempt.wants_pause = False
+        # One that is not paused yet goes on as soon as the engine says that it is.
+        if attempt.phase is Phase.PAUSED:
+            self._go_on(attempt)
+
+    async def _on_hand_over(self, session: Session, message: worker_pb2.HandOver) -> None:
+        attempt = self._find(session, message.id)
+        if attempt is None or attempt.phase is Phase.HANDING_OVER:
+            return
+        if attempt.phase is not Phase.PAUSED or message.next_attempt <= attempt.spec.key.attempt:
+            error = InvalidRequest("only a paused attempt is handed over, and to a later one", field="next_attempt")
+            self._end(attempt, "failed", error, answer=failed(error))
+            return
+        attempt.phase = Phase.HANDING_OVER
+        attempt.hand_over = self._begin_task(self._hand_over(attempt, message))
+        attempt.hand_over.add_done_callback(lambda task: self._on_hand_over_ended(attempt, task))
 
     async def _on_drain(self, session: Session, message: worker_pb2.DrainWorker) -> None:
         self.drain_requested.set()
@@ -250,12 +332,11 @@ class DecodeWorker:
         attempt = self._attempts.find(key)
         if attempt is None or attempt.phase is not Phase.ADMITTED:
             raise TransferFailed("the attempt does not wait for pages here")
-        spec = attempt.spec
-        if num_tokens != len(spec.prompt_token_ids):
-            raise TransferFailed(f"the attempt's prompt has {len(spec.prompt_token_ids)} tokens, not {num_tokens}")
+        if num_tokens != attempt.num_tokens_to_come:
+            raise TransferFailed(f"the attempt waits for {attempt.num_tokens_to_come} tokens, not {num_tokens}")
         attempt.phase = Phase.RECEIVING
         self._receiving[key] = attempt
-        max_num_tokens = self._max_num_tokens(spec)
+        max_num_tokens = self._max_num_tokens(attempt.spec)
         reserved = self._engine.submit(
             lambda: self._loop.reserve(key, num_tokens=num_tokens, max_num_tokens=max_num_tokens)
         )
@@ -273,14 +354,15 @@ class DecodeWorker:
         attempt = self._attempts.find(key)
         if attempt is None or key not in self._receiving:
             raise RequestCancelled("the attempt has ended here")
-        spec = attempt.spec
-        emitted = spec.emitted_token_ids or [first_token_id]
-        if sampling_position != len(spec.prompt_token_ids) + 1 or emitted[0] != first_token_id:
+        emitted = attempt.spec.emitted_token_ids or [first_token_id]
+        num_tokens = attempt.num_tokens_to_come
+        is_next = first_token_id == (emitted[-1] if attempt.from_decode else emitted[0])
+        if sampling_position != num_tokens + 1 or not is_next:
             raise TransferFailed("the seal does not continue this attempt")
         check_token_ids(self._parts.model_config, [first_token_id])
         del self._receiving[key]
         attempt.phase = Phase.COMPUTING
-        self._start(attempt, num_computed_tokens=len(spec.prompt_token_ids), emitted_token_ids=emitted)
+        self._start(attempt, num_computed_tokens=num_tokens, emitted_token_ids=emitted)
 
     async def release(self, transfer_id: TransferId, error: TandemError) -> None:
         """The transfer ended without a commit and nothing writes to its pages any more."""
@@ -291,9 +373,63 @@ class DecodeWorker:
         if attempt.phase is Phase.ENDED:
             self._free(key)
         else:
-            # Who cancels a transfer answers for it; everybody else waits for our answer.
-            answer = None if isinstance(error, RequestCancelled) else failed(error)
-            self._end(attempt, "failed", error, answer=answer)
+            self._end(attempt, "failed", error, answer=_answer(error))
+
+    async def abandon(self, transfer_id: TransferId, error: TandemError) -> None:
+        """The sender had given the transfer up before it heard of the commit: nobody waits for this answer."""
+        attempt = self._attempts.find(AttemptKey(transfer_id.request_id, transfer_id.attempt))
+        if attempt is not None:
+            self._end(attempt, "failed", error, answer=_answer(error))
+
+    # --- the sending side of a handoff: a paused sequence moves to another decode worker ---
+
+    async def _hand_over(self, attempt: _Attempt, message: worker_pb2.HandOver) -> HandoffStats:
+        paused = attempt.paused
+        assert paused is not None, "only a paused attempt is handed over"
+        attempt.transfer = await self._links.reserve(
+            message.decode_address,
+            message.decode_incarnation,
+            TransferId(attempt.spec.key.request_id, message.next_attempt),
+            num_tokens=paused.num_computed_tokens,
+            deadline=attempt.spec.deadline,
+        )
+        attempt.transfer.send(0, paused.page_ids)
+        return await attempt.transfer.seal(
+            num_tokens=paused.num_computed_tokens,
+            first_token_id=paused.next_token_id,
+            sampling_position=paused.num_computed_tokens + 1,
+        )
+
+    def _on_hand_over_ended(self, attempt: _Attempt, task: "asyncio.Task[HandoffStats]") -> None:
+        key = attempt.spec.key
+        error = RequestCancelled("the attempt was cancelled") if task.cancelled() else task.exception()
+        if error is None:
+            stats = task.result()
+            self._metrics.transferred_bytes.inc(stats.num_bytes)
+            self._end(attempt, "handed_off", RequestCancelled("it moved"), answer=handed_off_message(stats))
+            self._free(key)
+            return
+        if not isinstance(error, TandemError):
+            logger.error("a handover failed", exc_info=error, extra=request_fields(*key, attempt.spec.traceparent))
+            error = TransferFailed("the handover failed")
+        self._end(attempt, "failed", error, answer=failed(error))
+        if attempt.transfer is None:
+            self._free(key)
+            return
+        abort = self._begin_task(attempt.transfer.abort(error))
+        abort.add_done_callback(lambda abort: self._on_aborted(attempt, abort))
+
+    def _on_aborted(self, attempt: _Attempt, abort: "asyncio.Task[None]") -> None:
+        error = abort.exception()
+        if error is not None:  # its pages may still be read, and by whom is not known
+            self._on_engine_failed(error)
+        self._free(attempt.spec.key)
+
+    def _begin_task(self, run: Coroutine[Any, Any, R]) -> "asyncio.Task[R]":
+        task = asyncio.create_task(run)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- the life of an attempt ---
 
@@ -303,14 +439,20 @@ class DecodeWorker:
             spec.key, spec.prompt_token_ids, sampling=spec.sampling, emitted_token_ids=emitted_token_ids
         )
         sequence.num_computed_tokens = num_computed_tokens
-        self._engine.submit(infallible(lambda: self._loop.start(sequence)))
+        is_paused = attempt.wants_pause
+        self._engine.submit(infallible(lambda: self._loop.start(sequence, is_paused=is_paused)))
+
+    def _go_on(self, attempt: _Attempt) -> None:
+        attempt.phase = Phase.COMPUTING
+        attempt.paused = None
+        self._engine.submit(infallible(lambda: self._loop.unpause(attempt.spec.key)))
 
     def _expire(self, attempt: _Attempt) -> None:
         error = DeadlineExceeded("the request's deadline passed")
         self._end(attempt, "failed", error, answer=failed(error))
 
     def _end(self, attempt: _Attempt, outcome: str, reason: TandemError, *, answer: Payload | None = None) -> None:
-        """Ends an attempt, once: whatever comes first. Its pages are freed now, or when its transfer lets them go."""
+        """Ends an attempt, once: whatever comes first. Its pages are freed now, or when a transfer lets them go."""
         if attempt.phase is Phase.ENDED:
             return
         attempt.phase = Phase.ENDED
@@ -324,12 +466,15 @@ class DecodeWorker:
         attempt.end_spans(reason if outcome == "failed" else None)
         if key in self._receiving:
             self._receiver.abort(TransferId(*key), reason)
+        elif attempt.hand_over is not None:
+            attempt.hand_over.cancel()
         else:
             self._free(key)
 
     def _free(self, key: AttemptKey) -> None:
         self._engine.submit(infallible(lambda: self._loop.free(key)))
         self._book.withdraw(key)
+        self.sessions.load_changed()
         if not len(self._book):
             self._is_idle.set()
 
@@ -350,11 +495,16 @@ class DecodeWorker:
             attempt = self._attempts.find(advance.key)
             if attempt is not None:
                 self._on_advance(attempt, advance, report)
+        for paused in report.paused:
+            assert isinstance(paused.key, AttemptKey), "only attempts are computed"
+            attempt = self._attempts.find(paused.key)
+            if attempt is not None:
+                self._on_paused(attempt, paused)
         if report.advances:
             self._metrics.tokens.inc(sum(advance.num_tokens for advance in report.advances))
             self._metrics.step_s.observe((report.end_unix_ns - report.start_unix_ns) / 1e9)
-        else:
-            self.sessions.load_changed()  # pages came free: an idle worker is seen as idle at once
+        if not report.num_running:
+            self.sessions.load_changed()  # an idle worker is seen as idle at once, even if its last step has no event
 
     def _on_advance(self, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
         if advance.start < len(attempt.spec.prompt_token_ids):
@@ -372,6 +522,14 @@ class DecodeWorker:
             answer = finished_message(advance.finish_reason)
             self._end(attempt, "finished", RequestCancelled("the answer is complete"), answer=answer)
 
+    def _on_paused(self, attempt: _Attempt, paused: PausedSequence) -> None:
+        if not attempt.wants_pause:
+            self._go_on(attempt)
+            return
+        attempt.phase = Phase.PAUSED
+        attempt.paused = paused
+        self._emit(attempt, worker_pb2.Paused(num_tokens=paused.num_generated_tokens))
+
     def _on_chunk(self, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
         """A part of a prompt was computed here."""
         if attempt.prefill_span is None:
@@ -386,7 +544,7 @@ class DecodeWorker:
             start=advance.start,
             num_tokens=advance.num_tokens,
         )
-        if advance.start + advance.num_tokens == len(attempt.spec.prompt_token_ids):
+        if advance.start + advance.num_tokens >= len(attempt.spec.prompt_token_ids):
             attempt.prefill_span.end(report.end_unix_ns)
 
     def _on_engine_failed(self, error: BaseException) -> None:
@@ -399,6 +557,11 @@ class DecodeWorker:
         for attempt in self._attempts:
             self._end(attempt, "failed", broken, answer=failed(broken))
         self.failed.set_exception(error)
+
+
+def _answer(error: TandemError) -> Payload | None:
+    """What the gateway is told of an ended transfer: who cancels it answers for it, everybody else waits for us."""
+    return None if isinstance(error, RequestCancelled) else failed(error)
 
 
 class Servicer(worker_pb2_grpc.DecodeWorkerServicer):

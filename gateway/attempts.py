@@ -1,31 +1,44 @@
 """One try of one answer on a pair of workers: its events put in order, its capacity given back when it is left.
 
 Tokens come from two workers on two streams: index 0 from the prefill worker, the rest from the decode worker, and
-either may arrive first. Knows neither how workers are chosen nor what happens after a failure.
+either may arrive first. The pages may also come from a decode worker that is leaving, the `Giver`. Knows neither how
+workers are chosen nor what happens after a failure; says only whose failure it was.
 """
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gateway.sessions import (
     Admitted,
+    AttemptKey,
     DecodeSession,
     DecodeStarted,
     Event,
     Failed,
     Finished,
     HandedOff,
+    Paused,
     PrefillSession,
+    PrefillStarted,
     Refused,
     SequenceOrder,
     TokenLogprobs,
     Tokens,
     WorkerSession,
 )
-from services.runtime.errors import InternalError, Overloaded, TandemError, TransferFailed, WorkerUnavailable
+from services.runtime.errors import (
+    InternalError,
+    LayoutMismatch,
+    Overloaded,
+    TandemError,
+    TransferFailed,
+    WorkerLost,
+    WorkerUnavailable,
+)
 
 FinishReason = Literal["stop", "length"]
 
@@ -34,11 +47,39 @@ class CrowdedOut(Exception):
     """A worker has no room for an attempt that another one had admitted: it goes back to the queue."""
 
 
+class GiverFailed(Exception):
+    """The decode worker that an answer was to be moved away from said something; the older attempt hears it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What ended an attempt, and who is to blame.
+
+    `worker` failed; None: one of the two did, or the way between them. `suspects` were computing the request and may
+    have died of it; whether they are dead may become known only later. `is_certain`: one of them has said so.
+    `is_fresh`: no token had come from them in this attempt.
+    """
+
+    error: TandemError
+    worker: WorkerSession | None = None
+    suspects: tuple[WorkerSession, ...] = ()
+    is_certain: bool = False
+    is_fresh: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Giver:
+    """A decode worker that an answer moves away from, and the attempt as which it knows it."""
+
+    session: DecodeSession
+    key: AttemptKey
+
+
 class TokenLog:
     """The tokens of one answer, over all attempts. Index n is taken only after n-1; repeats are dropped."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self.token_ids: list[int] = []
+    def __init__(self, max_tokens: int, token_ids: Sequence[int] = ()) -> None:
+        self.token_ids: list[int] = list(token_ids)
         self._max_tokens = max_tokens
 
     @property
@@ -98,6 +139,20 @@ class Mailbox:
             raise self._error
         return self._events
 
+    async def rest(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> None:
+        """Waits without looking at events, less long if `until` holds at a `nudge`. Raises the failure at once."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._error is None and not until():
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
+        if self._error is not None:
+            raise self._error
+
+    def nudge(self) -> None:
+        """Has a `rest` look again whether it may end."""
+        self._wake()
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -116,37 +171,70 @@ class Arrived:
 class Attempt:
     """Holds capacity on its workers until it is closed; use `close` in a `finally`."""
 
-    def __init__(self, order: SequenceOrder, *, decode: DecodeSession, mailbox: Mailbox, log: TokenLog) -> None:
+    def __init__(
+        self,
+        order: SequenceOrder,
+        *,
+        decode: DecodeSession,
+        mailbox: Mailbox,
+        log: TokenLog,
+        giver: Giver | None = None,
+    ) -> None:
         self.order = order
         self.decode = decode
         self.prefill: PrefillSession | None = None
         self.num_cached_tokens = 0
         self.handed_off: HandedOff | None = None
+        self.fault: Fault | None = None
+        self.probes: set[Hashable] = set()
+        """Circuit breakers whose probe this attempt is."""
+        self.prompt_done_at_s: float | None = None
+        """When the prefill worker last had all pages of the prompt, by the event loop's time."""
+        self._giver = giver
         self._mailbox = mailbox
         self._log = log
         self._spare_prefills: list[PrefillSession] = []
+        self._is_local = False
         self._is_at_decode = False
         self._is_at_prefill = False
+        self._is_at_giver = False
+        self._has_taken_over = False
+        self._is_begun = False
         self._is_decoding = False
+        self._is_pausing = False
+        self._is_paused = False
+        self._token_sources: set[WorkerSession] = set()
         self._held: list[Event] = []
         self._arrived = Arrived(log.next_index)
         self._ended_by: TandemError | None = None
 
     async def admit(self, *, is_local_prefill: bool) -> None:
-        """Asks the decode worker for capacity. Raises the error of its refusal or failure."""
-        self._mailbox.clear()
+        """Asks the decode worker for capacity. Raises the error of its refusal or failure, or GiverFailed."""
+        if self._giver is None:
+            self._mailbox.clear()
+        self._is_local = is_local_prefill
         self.decode.open(self.order.key, self._mailbox)
         self._is_at_decode = True
-        self.decode.admit(self.order, is_local_prefill=is_local_prefill)
+        self.decode.admit(self.order, is_local_prefill=is_local_prefill, is_from_decode=self._giver is not None)
         while True:
             events = await self._mailbox.wait()
-            _, event = events.popleft()
+            session, event = events[0]
+            if self._giver is not None and session is self._giver.session:
+                raise GiverFailed
+            events.popleft()
             if isinstance(event, Admitted):
                 self.num_cached_tokens = event.num_cached_tokens
                 return
             if isinstance(event, Refused | Failed):
                 self._leave_decode()
                 raise event.error
+
+    def take_over(self, older: "Attempt") -> None:
+        """Has the giver send its pages here; it belongs to this attempt from now on. Raises its failure."""
+        assert self._giver is not None
+        self._giver.session.hand_over(self._giver.key, next_attempt=self.order.key.attempt, decode=self.decode.peer)
+        older._is_at_decode = False
+        self._is_at_giver = self._has_taken_over = True
 
     def start_prefill(self, candidates: Sequence[PrefillSession]) -> None:
         """Has the prompt computed by the first of these that takes it. Raises the error of the last one."""
@@ -176,8 +264,66 @@ class Attempt:
         """Whether the decode worker has begun to generate."""
         return self._is_decoding
 
+    @property
+    def is_move(self) -> bool:
+        """Whether the pages come from a decode worker that is leaving."""
+        return self._giver is not None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the decode worker has stopped and waits for what comes next."""
+        return self._is_paused and self._ended_by is None
+
+    @property
+    def can_pause(self) -> bool:
+        """Whether the whole sequence is at the decode worker and being generated."""
+        is_whole = self._is_decoding and not self._is_at_prefill and not self._is_at_giver
+        return is_whole and self._is_at_decode and not self._is_pausing and self._ended_by is None
+
+    def is_fresh_at(self, incarnations: Container[str]) -> bool:
+        """Whether one of these processes is computing the attempt and no token has come from it."""
+        workers = (self.prefill, self.decode)
+        at = [worker for worker in workers if worker is not None and worker.peer.incarnation in incarnations]
+        is_computing = self._is_begun or self._is_local
+        return bool(at) and is_computing and not self._token_sources.intersection(at)
+
+    async def hear_out(self, seconds: float) -> None:
+        """After the death of a prefill worker: learns whether it had begun, should its own word of that be lost.
+
+        Then the decode worker's pages were reserved, and it says within moments that the transfer has failed. Raises
+        the request's failure.
+        """
+        fault = self.fault
+        is_unclear = fault is not None and isinstance(fault.error, WorkerLost) and not fault.suspects
+        if fault is None or self.prefill is None or fault.worker is not self.prefill or not is_unclear:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._is_at_decode:
+                    events = await self._mailbox.wait()
+                    session, event = events.popleft()
+                    if session is self.decode and isinstance(event, Failed):
+                        self._leave_decode()
+                        if not isinstance(event.error, WorkerLost):
+                            self.fault = replace(fault, suspects=(self.prefill,))
+
+    def pause(self) -> None:
+        """Asks the decode worker to stop after the current step. Raises WorkerUnavailable or Overloaded."""
+        self.decode.pause(self.order.key)
+        self._is_pausing = True
+
+    def unpause(self) -> None:
+        """Lets it go on."""
+        self._is_pausing = self._is_paused = False
+        self.decode.unpause(self.order.key)
+
     def close(self) -> None:
         """Frees what the workers still hold, and drops whatever still comes. May be called twice."""
+        if self._giver is not None and self._is_at_giver:
+            self._is_at_giver = False
+            self._giver.session.cancel(self._giver.key)
+        elif self._giver is not None and self._has_taken_over:
+            self._giver.session.close(self._giver.key)
         if self._is_at_prefill and self.prefill is not None:
             self._is_at_prefill = False
             self.prefill.cancel(self.order.key)
@@ -192,33 +338,54 @@ class Attempt:
     def _take_all(self, events: deque[tuple[WorkerSession, Event]]) -> None:
         while events and self._arrived.finish_reason is None:
             session, event = events.popleft()
-            if session is self.decode:
-                self._take_from_decode(event)
-            elif session is self.prefill:
-                self._take_from_prefill(event)
+            try:
+                if session is self.decode:
+                    self._take_from_decode(event)
+                elif session is self.prefill:
+                    self._take_from_prefill(event)
+                elif self._is_at_giver and self._giver is not None and session is self._giver.session:
+                    self._take_from_giver(event)
+            except TandemError as error:
+                self.fault = self._fault(session, event, error)
+                raise
 
     def _take_from_decode(self, event: Event) -> None:
         if isinstance(event, Failed | Refused):
             self._leave_decode()
             raise event.error
         if isinstance(event, DecodeStarted):
-            self._is_decoding = True
+            self._is_decoding = self._is_begun = True
+        elif isinstance(event, Paused):
+            if event.num_tokens != self._log.next_index:
+                raise TransferFailed("a worker stopped at another token than the last one it sent")
+            self._is_paused = True
+        if isinstance(event, PrefillStarted):
+            self._is_begun = True
         if not isinstance(event, Tokens | Finished):
             return
         is_early = self._held or (isinstance(event, Tokens) and event.first_index > self._log.next_index)
         if is_early and self._is_at_prefill:
             self._held.append(event)
         elif isinstance(event, Tokens):
+            self._token_sources.add(self.decode)
             self._accept(event)
         else:
             self._leave_decode()
             self._finish(event)
 
     def _take_from_prefill(self, event: Event) -> None:
-        if isinstance(event, Tokens):
+        if isinstance(event, PrefillStarted):
+            self._is_begun = True
+            if event.num_cached_tokens >= len(self.order.prompt_token_ids):
+                self._note_prompt_done()
+        elif isinstance(event, Tokens):
+            self._note_prompt_done()
+            if self.prefill is not None:
+                self._token_sources.add(self.prefill)
             self._accept(event)
             self._release_held()
         elif isinstance(event, HandedOff):
+            self._note_prompt_done()
             self.handed_off = event
             self._leave_prefill()
         elif isinstance(event, Finished):
@@ -231,6 +398,39 @@ class Attempt:
                 self._is_at_prefill = False
                 raise event.error
             self._leave_prefill()
+
+    def _take_from_giver(self, event: Event) -> None:
+        if isinstance(event, HandedOff):
+            self.handed_off = event
+            self._is_at_giver = False
+        elif isinstance(event, Failed | Refused | Finished):
+            self._is_at_giver = False
+            if not self._is_decoding:
+                raise event.error if not isinstance(event, Finished) else WorkerUnavailable("the answer was given up")
+
+    def _note_prompt_done(self) -> None:
+        self._is_begun = True
+        self.prompt_done_at_s = asyncio.get_running_loop().time()
+
+    def _fault(self, session: WorkerSession, event: Event, error: TandemError) -> Fault:
+        """Who is to blame. A worker that only waited for its part of the work did not die of the request."""
+        if not isinstance(event, Failed):
+            return Fault(error, worker=None if isinstance(error, TransferFailed) else session)
+        is_computing = self._is_begun or (self._is_local and session is self.decode)
+        is_fresh = session not in self._token_sources
+        if isinstance(error, WorkerLost):  # our own word
+            is_suspect = is_computing and not self._is_at_giver
+            return Fault(error, session, suspects=(session,) if is_suspect else (), is_fresh=is_fresh)
+        if isinstance(error, TransferFailed | LayoutMismatch | WorkerUnavailable):
+            # Said by one of the two about the other one, which may be dead without our having noticed yet. A worker
+            # that is leaving will be gone, too, and not because of this.
+            # A decode worker knows of a transfer only after its pages were reserved, which is when computing begins;
+            # the prefill worker's own word of that may have died with it.
+            is_transfer = is_computing or session is self.decode
+            both = (self.prefill, self.decode) if is_transfer and not self.is_move else ()
+            suspects = tuple(worker for worker in both if worker is not None and not worker.load.is_draining)
+            return Fault(error, suspects=suspects, is_fresh=self.decode not in self._token_sources)
+        return Fault(error, session, is_certain=isinstance(error, InternalError), is_fresh=is_fresh)
 
     def _use_next_prefill(self, error: TandemError) -> None:
         self._is_at_prefill = False

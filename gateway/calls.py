@@ -23,6 +23,7 @@ class Call(msgspec.Struct, kw_only=True):
 
     Either `messages` or `prompts` is given; a prompt is a text or token ids. `field_prefix` begins the names of
     sampling fields in errors. `deadline` None: the server's maximum. `traceparent` is the client's, or empty.
+    `idempotency_key` is the client's, or empty; it stands in for a seed that was not given.
     """
 
     operation: str
@@ -36,12 +37,16 @@ class Call(msgspec.Struct, kw_only=True):
     tenant: str = ""
     deadline: Deadline | None = None
     traceparent: str = ""
+    idempotency_key: str = ""
     field_prefix: str = ""
     prompt_field: str = "prompt"
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """One answer to be generated: checked, tokenized, with a seed. `choice` numbers the answers of its call."""
+    """One answer to be generated: checked, tokenized, with a seed. `choice` numbers the answers of its call.
+
+    `emitted_token_ids` are the tokens that the answer has already; it goes on after them.
+    """
 
     request_id: str
     choice: int
@@ -54,6 +59,27 @@ class Generation(msgspec.Struct, frozen=True):
     totals: "Totals"
     arrived_s: float
     arrived_unix_ns: int
+    emitted_token_ids: Sequence[int] = ()
+
+
+class StoredChoice(msgspec.Struct, frozen=True):
+    """All that decides how one answer goes on, wherever that is: what `Requests.adopt` needs of it."""
+
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    emitted_token_ids: Sequence[int] = ()
+
+
+class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
+    """An accepted call as data, to be gone on with by another gateway. `remaining_s` is until its deadline."""
+
+    request_id: str
+    choices: list[StoredChoice]
+    operation: str
+    tenant: str = ""
+    priority: int = 0
+    remaining_s: float
+    traceparent: str = ""
 
 
 @dataclass(slots=True)
@@ -90,11 +116,36 @@ class Delta(msgspec.Struct):
 class AcceptedCall:
     """A call that passed all checks; its id is taken until its `with` block is left."""
 
-    def __init__(self, generations: list[Generation], request_id: str, span: Span, close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        generations: list[Generation],
+        *,
+        request_id: str,
+        operation: str,
+        span: Span,
+        close: Callable[[], None],
+    ) -> None:
         self.generations = generations
         self.request_id = request_id
+        self.operation = operation
         self.span = span
         self._close = close
+
+    def to_stored(self) -> StoredCall:
+        """The call as `Requests.adopt` takes it, without any token that came after it was accepted."""
+        first = self.generations[0]
+        return StoredCall(
+            request_id=self.request_id,
+            choices=[
+                StoredChoice(generation.prompt_token_ids, generation.sampling, generation.emitted_token_ids)
+                for generation in self.generations
+            ],
+            operation=self.operation,
+            tenant=first.tenant,
+            priority=first.priority,
+            remaining_s=first.deadline.remaining_s(),
+            traceparent=telemetry.inject(self.span),
+        )
 
     def __enter__(self) -> "AcceptedCall":
         return self

@@ -51,7 +51,7 @@ class GatewayConfig:
         integer(0), default=1024, help="Requests that may wait for room in the cluster; more are refused."
     )
     max_queue_wait_s: float = option(number(0, 86_400), default=60.0, help="Longest wait for room, in seconds.")
-    max_attempts: int = option(integer(1, 100), default=3, help="Attempts of a request before it fails.")
+    max_attempts: int = option(integer(1, 100), default=3, help="Attempts without a new token before a request fails.")
     failover_wait_s: float = option(
         number(0, 86_400), default=30.0, help="Longest wait for a worker to go on with an answer, in seconds."
     )
@@ -60,6 +60,11 @@ class GatewayConfig:
     )
     drain_s: float = option(
         number(0, 3600), default=30.0, help="Time that running requests have to end after SIGTERM, in seconds."
+    )
+    linger_s: float = option(
+        number(0, 3600),
+        default=0.0,
+        help="Part of the drain in which new requests are still taken, until load balancers have noticed, in seconds.",
     )
     reflection: bool = option(flag(), default=True, help="Serve gRPC reflection.")
     log_level: str = option(choice(*LEVELS), default="info", help="Least level of log records.")

@@ -52,11 +52,16 @@ async def _forward(index: int, stream: AsyncGenerator[Part, None], parts: "_Part
 
 
 async def _close_when_done(tasks: "Sequence[asyncio.Task[None]]", parts: "_Parts[Part]") -> None:
-    """Ends the reader's loop when all are done or one has failed; awaiting this raises the failure."""
+    """Ends the reader's loop when all are done or one has failed; awaiting this raises the failure.
+
+    Cancelled, it must not wait for room: who cancels it does not read any more.
+    """
     try:
         await asyncio.gather(*tasks)
-    finally:
+    except Exception:
         await parts.put(None)
+        raise
+    await parts.put(None)
 
 
 async def _end(tasks: "Sequence[asyncio.Future[Result]]") -> None:

@@ -11,16 +11,20 @@ from gateway.config import GatewayConfig
 from gateway.grpc_api import SERVICE_NAMES, ClusterService, InferenceService, register
 from gateway.http_api import HttpApi
 from gateway.http_server import HttpServer
+from gateway.journals import Journals
 from gateway.lifecycle import Policies, Requests
 from gateway.metrics import Metrics
 from gateway.model_files import read_model_files
 from gateway.tokenization import ModelTokenizer
 from gateway.topology import Topology
 from gateway.validation import ModelLimits
+from services.cluster.journal import JournalStore
 from services.cluster.placement import PlacementStore, PlacementWriter
+from services.cluster.quarantine import Quarantine
 from services.cluster.registry import Membership, new_incarnation, watch_workers
 from services.cluster.store import Store
 from services.runtime import rpc
+from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded
 from services.scheduling.routing import POLICIES
 
@@ -46,8 +50,9 @@ class Gateway:
         self._config = config
         self._store = Store(config.redis, cluster=config.cluster)
         self._placements = PlacementWriter(PlacementStore(self._store))
+        self._quarantine = Quarantine(self._store)
         tokenizer = ModelTokenizer(files)
-        metrics = Metrics()
+        metrics = self.metrics = Metrics()
         queue = AdmissionQueue(config.max_queued_requests)
         self.topology = Topology(gateway_incarnation=self.incarnation, on_change=queue.poke)
         self.requests = Requests(
@@ -60,16 +65,26 @@ class Gateway:
             policies=_policies(config),
             placements=self._placements,
             metrics=metrics,
+            quarantine=self._quarantine,
             gateway_incarnation=self.incarnation,
             seed=config.seed,
         )
-        metrics.watch_requests(lambda: self.requests.num_queued, lambda: self.requests.num_running)
+        self._journals = Journals(self.requests, JournalStore(self._store), gateway_incarnation=self.incarnation)
         api = HttpApi(
-            self.requests, topology=self.topology, tokenizer=tokenizer, metrics=metrics, is_ready=self.is_ready
+            self.requests,
+            journals=self._journals,
+            topology=self.topology,
+            tokenizer=tokenizer,
+            metrics=metrics,
+            is_ready=self.is_ready,
         )
         self._http = HttpServer(api.app())
         self._grpc = rpc.make_server(SERVICE_NAMES, profile=rpc.PUBLIC, with_reflection=config.reflection)
-        register(self._grpc, InferenceService(self.requests, tokenizer), ClusterService(self.requests, self.topology))
+        register(
+            self._grpc,
+            InferenceService(self.requests, tokenizer, self._journals),
+            ClusterService(self.requests, self.topology),
+        )
         self._watch: asyncio.Task[None] | None = None
         self._is_leaving = False
 
@@ -84,24 +99,36 @@ class Gateway:
         self.grpc_port = await self._grpc.start(config.grpc_host, config.grpc_port)
         self.http_port = await self._http.start(config.http_host, config.http_port)
         self._placements.start()
+        self._journals.start()
+        self._quarantine.start()
         self.topology.start()
         self._watch = asyncio.create_task(self._follow_workers(), name="workers")
         await self._grpc.set_serving(True)
         logger.info("listening", extra={"http_port": self.http_port, "grpc_port": self.grpc_port})
 
     async def stop(self) -> None:
-        """Waits for running requests, at most `drain_s`, then ends everything; who still waits gets an error."""
+        """Leaves without losing a request, as far as `drain_s` allows; who still waits then gets an error.
+
+        Not ready from now on. Whoever sends requests here learns that a moment later, so they are taken for
+        `linger_s` more; then new ones are refused while the running ones end.
+        """
         self._is_leaving = True
+        leaving = Overloaded("the gateway is leaving", retry_after_s=LEAVING_RETRY_S)
+        deadline = Deadline.after(self._config.drain_s)
         await self._grpc.set_serving(False)
-        if not await self.requests.wait_until_idle(timeout_s=self._config.drain_s):
-            self.requests.end_all(Overloaded("the gateway is leaving", retry_after_s=LEAVING_RETRY_S))
+        await asyncio.sleep(min(self._config.linger_s, self._config.drain_s))
+        self.requests.refuse_new(leaving)
+        if not await self.requests.wait_until_idle(timeout_s=deadline.remaining_s()):
+            self.requests.end_all(leaving)
             await self.requests.wait_until_idle(timeout_s=ANSWER_S)
         await asyncio.gather(self._grpc.stop(1.0), self._http.stop(1.0))
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait((self._watch,))
+        await self._journals.close()
         await self.topology.close()
         await self._placements.close()
+        await self._quarantine.close()
         await self._store.close()
 
     async def _follow_workers(self) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import grpc
 
-from gateway.calls import AcceptedCall, Call, Delta, Usage
+from gateway.calls import Call, Delta, Usage
+from gateway.journal import digest_of
+from gateway.journals import Ask, Journals, ask_for, ask_to_resume
 from gateway.lifecycle import Requests
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import LONG_TEXT_CHARS, ModelTokenizer
@@ -20,6 +22,7 @@ from gateway.validation import (
     GRPC_PREFIX,
     MAX_BODY_BYTES,
     AskedSampling,
+    check_idempotency_key,
     check_model_name,
     check_text,
     check_token_ids,
@@ -48,8 +51,9 @@ _REASONS = {"stop": inference_pb2.FINISH_REASON_STOP, "length": inference_pb2.FI
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Text generation and tokenization."""
 
-    def __init__(self, requests: Requests, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, requests: Requests, tokenizer: ModelTokenizer, journals: Journals) -> None:
         self._requests = requests
+        self._journals = journals
         self._tokenizer = tokenizer
         self._created_unix_s = int(time.time())
 
@@ -57,10 +61,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Streams the answer of one prompt."""
-        with await self._requests.accept(_call(request, context)) as accepted:
-            async with contextlib.aclosing(self._deltas(accepted)) as deltas:
-                async for delta in deltas:
-                    yield _response(accepted.request_id, delta)
+        async with contextlib.aclosing(self._responses(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def Resume(
+        self, request: inference_pb2.ResumeRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Streams the rest of an answer."""
+        deadline = rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S)
+        ask = ask_to_resume(
+            request.request_id,
+            request.tenant,
+            next_index=request.next_index,
+            remaining_s=deadline.remaining_s(),
+        )
+        async with contextlib.aclosing(self._named(ask)) as responses:
+            async for response in responses:
+                yield response
 
     async def GenerateUnary(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -68,15 +86,42 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """The whole answer of one prompt."""
         whole = inference_pb2.GenerateResponse()
         texts: list[str] = []
-        with await self._requests.accept(_call(request, context)) as accepted:
-            async with contextlib.aclosing(self._deltas(accepted)) as deltas:
-                async for delta in deltas:
-                    texts.append(delta.text)
-                    # Merging appends what is repeated and replaces what is not.
-                    whole.MergeFrom(_response(accepted.request_id, delta))
+        async with contextlib.aclosing(self._responses(request, context)) as responses:
+            async for response in responses:
+                texts.append(response.text)
+                # Merging appends what is repeated and replaces what is not.
+                whole.MergeFrom(response)
         whole.text = "".join(texts)
         whole.first_index = 0
         return whole
+
+    async def _responses(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """The parts of the answer of a new request, or of a named one that there is already."""
+        call = _call(request, context)
+        ask = _ask(call, request, context)
+        if ask is not None:
+            async with contextlib.aclosing(self._named(ask)) as responses:
+                async for response in responses:
+                    yield response
+            return
+        with await self._requests.accept(call) as accepted:
+            async with contextlib.aclosing(self._requests.run(accepted.generations[0])) as deltas:
+                async for delta in deltas:
+                    yield _response(accepted.request_id, delta)
+
+    async def _named(self, ask: Ask) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """What the client does not have of a named answer. What ends it comes in one message: all of it or nothing."""
+        async with self._journals.attach(ask) as reader, contextlib.aclosing(reader.parts()) as parts:
+            last_text = ""
+            async for part in parts:
+                delta = part.delta
+                if not delta.token_ids and delta.finish_reason is None:
+                    last_text = delta.text
+                    continue
+                delta.text = last_text + delta.text
+                yield _response(reader.request_id, delta)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
@@ -113,9 +158,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         else:
             text = await asyncio.to_thread(self._tokenizer.decode, token_ids, skip_special_tokens=skips_special)
         return inference_pb2.DetokenizeResponse(text=text)
-
-    def _deltas(self, accepted: AcceptedCall) -> AsyncGenerator[Delta, None]:
-        return self._requests.run(accepted.generations[0])
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
@@ -168,10 +210,24 @@ def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
         priority=request.priority,
         tenant=request.tenant,
         deadline=rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S),
-        traceparent=_traceparent(context),
+        traceparent=_metadata(context, "traceparent") or "",
         field_prefix=GRPC_PREFIX,
         prompt_field="token_ids" if request.WhichOneof("prompt") == "token_ids" else "text",
     )
+
+
+def _ask(call: Call, request: inference_pb2.GenerateRequest, context: Context) -> Ask | None:
+    """What a request with a name asks for; None for one without. Raises InvalidRequest."""
+    key = _metadata(context, "idempotency-key")
+    if key is None and call.request_id is None:
+        return None
+    if key is not None:
+        check_idempotency_key(key)
+        call.idempotency_key = key
+    body = inference_pb2.GenerateRequest()
+    body.CopyFrom(request)
+    body.ClearField("request_id")
+    return ask_for(call, digest_of("grpc", body.SerializeToString(deterministic=True)))
 
 
 def _prompt(request: inference_pb2.GenerateRequest) -> str | list[int]:
@@ -200,11 +256,12 @@ def _sampling(params: inference_pb2.SamplingParams) -> AskedSampling:
 _OPTIONAL_FIELDS: tuple[Any, ...] = ("max_tokens", "temperature", "top_p", "seed", "repetition_penalty", "logprobs")
 
 
-def _traceparent(context: Context) -> str:
+def _metadata(context: Context, name: str) -> str | None:
+    """A text that the caller sent beside the request; None if it did not."""
     for key, value in context.invocation_metadata() or ():
-        if key == "traceparent":
+        if key == name:
             return value if isinstance(value, str) else ""
-    return ""
+    return None
 
 
 def _response(request_id: str, delta: Delta) -> inference_pb2.GenerateResponse:
@@ -255,7 +312,8 @@ def _worker(member: Member) -> cluster_pb2.Worker:
         incarnation=record.incarnation,
         state=_STATES[member.state],
         model=record.model,
-        exact=record.exact,
+        exact=member.is_exact,
+        arithmetic=member.arithmetic,
         pages=cluster_pb2.PageCounts(
             total=load.pages_total,
             free=load.pages_free,

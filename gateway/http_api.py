@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
@@ -21,9 +21,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.calls import AcceptedCall, Delta, Generation, Usage
+from gateway.calls import AcceptedCall, Call, Delta, Generation, Usage
 from gateway.fan_out import all_of, merged
 from gateway.http_server import connection_of
+from gateway.journal import digest_of
+from gateway.journals import Ask, Journals, Reader, ask_for
 from gateway.lifecycle import Requests
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.openai_types import (
@@ -36,13 +38,15 @@ from gateway.openai_types import (
     Head,
     Whole,
     Writer,
+    canonical,
     parse,
     sse_error,
+    with_event_id,
 )
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
 from gateway.topology import Member, Topology
-from gateway.validation import MAX_BODY_BYTES, MAX_BODY_READ_S
+from gateway.validation import MAX_BODY_BYTES, MAX_BODY_READ_S, check_idempotency_key
 from services.runtime import status
 from services.runtime.errors import InvalidRequest, NotFound, RequestCancelled, TandemError
 
@@ -76,12 +80,14 @@ class HttpApi:
         self,
         requests: Requests,
         *,
+        journals: Journals,
         topology: Topology,
         tokenizer: ModelTokenizer,
         metrics: Metrics,
         is_ready: Callable[[], bool],
     ) -> None:
         self._requests = requests
+        self._journals = journals
         self._topology = topology
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -121,27 +127,46 @@ class HttpApi:
 
     async def _generate(self, exchange: "_Exchange", body_type: type[Body], writer_type: type[Writer]) -> None:
         """From the body of a request to the end of its answer."""
-        request, ignored = parse(await exchange.read_body(), body_type)
+        body = await exchange.read_body()
+        request, ignored = parse(body, body_type)
         call = request.call()
         call.request_id = exchange.header(b"x-request-id") or None
         call.traceparent = exchange.header(b"traceparent")
+        ask = _ask(exchange, call, body, request, writer_type)
+        if ignored:
+            exchange.add_header(b"x-tandem-ignored", ",".join(ignored))
+        if ask is not None:
+            with exchange.cancelled_on_disconnect():
+                await self._generate_named(exchange, ask, request, writer_type)
+            return
         with await self._requests.accept(call) as accepted:
             exchange.add_header(b"x-request-id", accepted.request_id)
-            if ignored:
-                exchange.add_header(b"x-tandem-ignored", ",".join(ignored))
-            head = Head(
-                request_id=accepted.request_id,
-                model=self._requests.model_name,
-                created_unix_s=int(time.time()),
-                has_token_ids=bool(request.return_token_ids),
-            )
-            writer = writer_type(self._tokenizer, head=head, stream_options=request.stream_options)
+            writer = self._writer(writer_type, request, accepted.request_id, int(time.time()))
             with exchange.cancelled_on_disconnect():
                 if request.stream:
-                    await self._stream(exchange, accepted, writer)
+                    await self._stream(exchange, self._events(accepted, writer))
                 else:
                     answers = await all_of([self._whole(generation) for generation in accepted.generations])
                     await exchange.answer(200, writer.whole(answers))
+
+    async def _generate_named(self, exchange: "_Exchange", ask: Ask, request: Body, writer_type: type[Writer]) -> None:
+        """The same for a request with a name, whose answer others may read too."""
+        async with self._journals.attach(ask) as reader:
+            exchange.add_header(b"x-request-id", reader.request_id)
+            writer = self._writer(writer_type, request, reader.request_id, reader.created_unix_s)
+            if request.stream:
+                await self._stream(exchange, _named_events(reader, writer))
+            else:
+                await exchange.answer(200, writer.whole(await _wholes(reader)))
+
+    def _writer(self, writer_type: type[Writer], request: Body, request_id: str, created_unix_s: int) -> Writer:
+        head = Head(
+            request_id=request_id,
+            model=self._requests.model_name,
+            created_unix_s=created_unix_s,
+            has_token_ids=bool(request.return_token_ids),
+        )
+        return writer_type(self._tokenizer, head=head, stream_options=request.stream_options)
 
     async def _whole(self, generation: Generation) -> Whole:
         """One answer, complete."""
@@ -166,20 +191,25 @@ class HttpApi:
             prompt_token_ids=generation.prompt_token_ids,
         )
 
-    async def _stream(self, exchange: "_Exchange", accepted: AcceptedCall, writer: Writer) -> None:
-        """All answers as server-sent events. An error before the first event is raised, a later one is an event."""
-        generations = accepted.generations
-        tally = _UsageTally(generations)
+    async def _events(self, accepted: AcceptedCall, writer: Writer) -> AsyncGenerator[bytes, None]:
+        """The events of all answers as they come."""
+        tally = _UsageTally(accepted.generations)
         opened: set[int] = set()
+        runs = [self._requests.run(generation) for generation in accepted.generations]
+        async with contextlib.aclosing(merged(runs)) as parts:
+            async for choice, delta in parts:
+                opening = b"" if choice in opened else writer.opening(choice)
+                opened.add(choice)
+                yield opening + writer.chunk(choice, delta, tally.take(choice, delta))
+        yield writer.usage_chunk(tally.all()) if writer.has_usage else b""
+
+    async def _stream(self, exchange: "_Exchange", events: AsyncGenerator[bytes, None]) -> None:
+        """Sends all events and the end. An error before the first event is raised, a later one is an event."""
         try:
-            runs = [self._requests.run(generation) for generation in generations]
-            async with contextlib.aclosing(merged(runs)) as parts:
-                async for choice, delta in parts:
-                    opening = b"" if choice in opened else writer.opening(choice)
-                    opened.add(choice)
-                    chunk = opening + writer.chunk(choice, delta, tally.take(choice, delta))
-                    if chunk:
-                        await exchange.send_event(chunk)
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    if event:
+                        await exchange.send_event(event)
         except Exception as error:
             if not exchange.has_started:
                 raise
@@ -187,7 +217,7 @@ class HttpApi:
             await exchange.send_event(sse_error(status.openai_error(error)))
             await exchange.end_events()
             return
-        await exchange.send_event((writer.usage_chunk(tally.all()) if writer.has_usage else b"") + SSE_DONE)
+        await exchange.send_event(SSE_DONE)
         await exchange.end_events()
 
     async def _list_models(self, request: Request) -> Response:
@@ -226,6 +256,62 @@ class HttpApi:
         )
 
 
+def _ask(exchange: "_Exchange", call: Call, body: bytes, request: Body, writer_type: type[Writer]) -> Ask | None:
+    """What a request with a name asks for; None for one without. Raises InvalidRequest."""
+    key = exchange.optional_header(b"idempotency-key")
+    last_event_id = exchange.optional_header(b"last-event-id")
+    if key is None and last_event_id is None and call.request_id is None:
+        return None
+    if key is not None:
+        check_idempotency_key(key)
+        call.idempotency_key = key
+    if last_event_id is not None and not request.stream:
+        raise InvalidRequest("Last-Event-ID needs stream to be true", field="Last-Event-ID", code="invalid_event_id")
+    digest = digest_of(writer_type.object_name, canonical(body))
+    return ask_for(call, digest, last_event_id=last_event_id)
+
+
+async def _named_events(reader: Reader, writer: Writer) -> AsyncGenerator[bytes, None]:
+    """The events of all answers from the reader's position on, each with its id."""
+    tally = _UsageTally(reader.generations)
+    begun: set[int] = set()
+    async with contextlib.aclosing(reader.parts()) as parts:
+        async for part in parts:
+            if part.choice not in begun:
+                begun.add(part.choice)
+                writer.skip(part.choice, reader.answers[part.choice].token_ids[: part.delta.first_index])
+                tally.skip(part.choice, part.delta.first_index)
+            opening = writer.opening(part.choice) if part.is_first else b""
+            event = writer.chunk(part.choice, part.delta, tally.take(part.choice, part.delta))
+            if opening and not event:
+                # Nothing to show yet, but the opening has no id of its own.
+                yield opening
+            elif event:
+                yield opening + with_event_id(event, part.event_id)
+    if writer.has_usage:
+        yield writer.usage_chunk(reader.usages())
+
+
+async def _wholes(reader: Reader) -> list[Whole]:
+    """All answers, complete."""
+    texts: list[list[str]] = [[] for _ in reader.answers]
+    async with contextlib.aclosing(reader.parts()) as parts:
+        async for part in parts:
+            texts[part.choice].append(part.delta.text)
+    return [
+        Whole(
+            index=index,
+            token_ids=answer.token_ids,
+            text="".join(texts[index]),
+            logprobs=answer.logprobs,
+            finish_reason=answer.finish_reason or "",
+            usage=usage,
+            prompt_token_ids=prompt,
+        )
+        for index, (answer, (usage, prompt)) in enumerate(zip(reader.answers, reader.usages(), strict=True))
+    ]
+
+
 class _UsageTally:
     """Usage of the answers of a stream: at the end, and so far for clients that want it with every chunk."""
 
@@ -233,6 +319,10 @@ class _UsageTally:
         self._prompts = [generation.prompt_token_ids for generation in generations]
         self._num_tokens = [0] * len(generations)
         self._usages: dict[int, Usage] = {}
+
+    def skip(self, choice: int, num_tokens: int) -> None:
+        """The client has so many tokens of an answer already."""
+        self._num_tokens[choice] += num_tokens
 
     def take(self, choice: int, delta: Delta) -> Usage:
         """The usage of one answer up to this delta."""
@@ -264,10 +354,14 @@ class _Exchange:
 
     def header(self, name: bytes) -> str:
         """The value of a header, or an empty text."""
+        return self.optional_header(name) or ""
+
+    def optional_header(self, name: bytes) -> str | None:
+        """The value of a header; None if it is absent."""
         for key, value in self._headers:
             if key == name:
                 return value.decode("latin-1")
-        return ""
+        return None
 
     def add_header(self, name: bytes, value: str) -> None:
         """Adds a header to the answer."""
@@ -332,6 +426,8 @@ class _Exchange:
         """Raises RequestCancelled in this task if the client goes away, or takes nothing for too long."""
         task = asyncio.current_task()
         assert task is not None
+        if self._connection.is_lost:
+            raise RequestCancelled("the client left")
         self._connection.on_lost = functools.partial(self._lose_client, task)
         self._check_progress(task)
         try:
@@ -475,7 +571,8 @@ def _worker_json(member: Member) -> dict[str, Any]:
         "incarnation": record.incarnation,
         "state": member.state,
         "model": record.model,
-        "exact": record.exact,
+        "exact": member.is_exact,
+        "arithmetic": member.arithmetic,
         "pages": {
             "total": load.pages_total,
             "free": load.pages_free,

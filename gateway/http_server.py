@@ -28,13 +28,14 @@ _EXTENSION = "tandem"
 
 
 class Connection:
-    """What a request may know of its connection: `on_lost` is called when the client goes away.
+    """What a request may know of its connection: `on_lost` is called when the client goes away, `is_lost` says it did.
 
     ASGI's own way is a task that waits for `http.disconnect`, which costs as much as parsing the request.
     """
 
     def __init__(self) -> None:
         self.on_lost: Callable[[], None] | None = None
+        self.is_lost = False
 
 
 def connection_of(scope: MutableMapping[str, Any]) -> Connection:
@@ -112,6 +113,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._connection.is_lost = True
         if self._connection.on_lost is not None:
             self._connection.on_lost()
 

@@ -34,6 +34,21 @@ class Metrics:
             "tandem_generated_tokens", "Tokens delivered by workers and not dropped.", registry=registry
         )
         self.retries = Counter("tandem_failed_attempts", "Attempts that failed.", registry=registry)
+        self.delayed_retries = Counter(
+            "tandem_delayed_retries", "Retries that had to wait because there were too many.", registry=registry
+        )
+        self.quarantined = Counter(
+            "tandem_quarantined_requests", "Requests that two workers died of.", registry=registry
+        )
+        self.moves = Counter(
+            "tandem_moves",
+            "Answers to be moved away from a decode worker that is leaving: begun, refused by all others.",
+            ("outcome",),
+            registry=registry,
+        )
+        self._open_breakers = Gauge(
+            "tandem_open_breakers", "Workers and pairs of workers that are avoided after errors.", registry=registry
+        )
         self._duration_s = Histogram(
             "tandem_request_duration_seconds",
             "From arrival to the end.",
@@ -65,6 +80,10 @@ class Metrics:
         """Reads these counts whenever the figures are asked for."""
         self._requests.labels("queued").set_function(queued)
         self._requests.labels("running").set_function(running)
+
+    def watch_breakers(self, num_open: Callable[[], float]) -> None:
+        """Reads this count whenever the figures are asked for."""
+        self._open_breakers.set_function(num_open)
 
     def render(self, members: list[Member]) -> bytes:
         """All figures in Prometheus' text format."""

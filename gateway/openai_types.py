@@ -149,6 +149,11 @@ def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
     return request, ignored
 
 
+def canonical(body: bytes) -> bytes:
+    """A body that was parsed, without what makes no difference: white space and the order of members."""
+    return json.dumps(_decode_strictly(body), sort_keys=True, separators=(",", ":")).encode()
+
+
 class Whole(msgspec.Struct):
     """One complete answer."""
 
@@ -195,6 +200,9 @@ class Writer(ABC):
         usages = [(answer.usage, answer.prompt_token_ids) for answer in answers]
         document = {**self._head, "object": self.object_name, "choices": choices, "usage": usage_sum(usages)}
         return _encode(document)
+
+    def skip(self, index: int, token_ids: Sequence[int]) -> None:  # noqa: B027 - most have nothing to count
+        """The client has these tokens of a choice already, with all that belongs to them."""
 
     def opening(self, index: int) -> bytes:
         """What a stream sends before the first token of a choice."""
@@ -295,6 +303,10 @@ class CompletionWriter(Writer):
         super().__init__(tokenizer, head=head, stream_options=stream_options)
         self._num_chars: dict[int, int] = {}
 
+    def skip(self, index: int, token_ids: Sequence[int]) -> None:
+        """Offsets go on after these tokens."""
+        self._num_chars[index] = sum(len(self._tokenizer.token_text(token_id)) for token_id in token_ids)
+
     def _whole_choice(self, answer: Whole) -> dict[str, Any]:
         choice = {
             "index": answer.index,
@@ -348,6 +360,11 @@ def usage_sum(usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
     }
+
+
+def with_event_id(event: bytes, event_id: str) -> bytes:
+    """One event, with the id from which a client can go on after it."""
+    return b"%bid: %b\n\n" % (event.removesuffix(b"\n"), event_id.encode())
 
 
 def sse_error(error_object: Mapping[str, Any]) -> bytes:

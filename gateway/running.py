@@ -3,29 +3,55 @@
 Knows neither how workers are chosen nor where the answer goes.
 """
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from gateway.answer_text import AnswerText
-from gateway.attempts import Arrived, Attempt, FinishReason, Mailbox, TokenLog
+from gateway.attempts import Arrived, Attempt, Fault, FinishReason, Giver, Mailbox, TokenLog
 from gateway.calls import Delta, Generation, Usage
-from gateway.sessions import AttemptKey, SequenceOrder
+from gateway.sessions import AttemptKey, DecodeSession, Peer, SequenceOrder
 from services.cluster.placement import State
 from services.runtime import telemetry
 from services.runtime.clock import Clock
 from services.runtime.errors import DeadlineExceeded, TandemError
 
+KEPT_PROMPT_S = 10.0
+"""A prefill worker keeps a prompt's pages for so long after it has handed them on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """An attempt that ended so that its workers may have died of the request. Processes by incarnation.
+
+    `is_fresh`: it was new to them, and no token had come from them.
+    """
+
+    suspects: frozenset[str]
+    is_certain: bool
+    is_fresh: bool
+
 
 class RunningRequest:
-    """State of one answer; belongs to the task that runs it."""
+    """State of one answer; belongs to the task that runs it.
+
+    `num_failures` counts failed attempts, `num_failures_in_row` those since the last new token. `strikes` are of the
+    latter, too. `avoided` are processes that failed, `avoided_pairs` those between which something did (prefill
+    worker, decode worker), all by incarnation.
+    """
 
     def __init__(self, generation: Generation, text: AnswerText, clock: Clock) -> None:
         self.generation = generation
         self.mailbox = Mailbox()
-        self.log = TokenLog(generation.sampling.max_tokens)
+        self.log = TokenLog(generation.sampling.max_tokens, generation.emitted_token_ids)
         self.attempt: Attempt | None = None
         self.attempt_number = 0
         self.num_failures = 0
+        self.num_failures_in_row = 0
+        self.strikes: list[Strike] = []
         self.avoided: set[str] = set()
+        self.avoided_pairs: set[tuple[str, str]] = set()
+        self.next_move_at_s = 0.0
         self.must_queue = False
         self.is_running = False
         self.noted_state = State.QUEUED
@@ -35,8 +61,13 @@ class RunningRequest:
         self._text = text
         self._clock = clock
         self._num_cached_tokens = 0
+        self._num_tokens_at_failure = 0
+        self._kept_at: Peer | None = None
+        self._kept_until_s = 0.0
         self._placed_s = self._first_token_s = self._last_token_s = 0.0
-        self._transfer_s = 0.0
+        self._unsent_text = ""
+        if generation.emitted_token_ids:
+            self._skip(generation.emitted_token_ids)
 
     @property
     def is_finished(self) -> bool:
@@ -75,6 +106,39 @@ class RunningRequest:
             traceparent=telemetry.inject(generation.span),
         )
 
+    def new_attempt(
+        self, decode: DecodeSession, eos_token_ids: Sequence[int], *, giver: Giver | None = None
+    ) -> Attempt:
+        """The next try, on this decode worker."""
+        order = self.next_order(eos_token_ids)
+        return Attempt(order, decode=decode, mailbox=self.mailbox, log=self.log, giver=giver)
+
+    def note_failure(self, attempt: Attempt | None) -> None:
+        """Counts a failed attempt, and learns whom to avoid and who still has the prompt's pages."""
+        self.num_failures += 1
+        if self.log.next_index > self._num_tokens_at_failure:
+            self.num_failures_in_row = 0
+            self.strikes.clear()
+        self.num_failures_in_row += 1
+        self._num_tokens_at_failure = self.log.next_index
+        if attempt is None:
+            return
+        if attempt.prefill is not None and attempt.prompt_done_at_s is not None:
+            self._kept_at = attempt.prefill.peer
+            self._kept_until_s = attempt.prompt_done_at_s + KEPT_PROMPT_S
+        if attempt.fault is not None:
+            self._note_fault(attempt, attempt.fault)
+
+    def forget_strike(self) -> None:
+        """The last failure was another request's fault."""
+        self.strikes.pop()
+        self.num_failures_in_row -= 1
+
+    def has_kept_prompt(self, prefill: Peer) -> bool:
+        """Whether this prefill worker may still have all pages of the prompt."""
+        is_in_time = asyncio.get_running_loop().time() < self._kept_until_s
+        return is_in_time and self._kept_at is not None and self._kept_at.incarnation == prefill.incarnation
+
     def close_attempt(self) -> None:
         """Frees what the current attempt holds."""
         if self.attempt is not None:
@@ -93,6 +157,10 @@ class RunningRequest:
         if not self._placed_s:
             self._placed_s = self._clock.monotonic()
 
+    def last_delta(self) -> Delta:
+        """The end of an answer whose emitted tokens had ended it already: no token, only what ends it."""
+        return Delta(self.num_tokens, [], self._unsent_text, None, self.finish_reason, self._usage(None))
+
     def take(self, attempt: Attempt, arrived: Arrived) -> Delta:
         """Turns new tokens into what the client gets."""
         taken = self._text.push(arrived.token_ids)
@@ -106,7 +174,7 @@ class RunningRequest:
         self.num_tokens += taken.num_tokens
         self.finish_reason = reason
         if taken.num_tokens:
-            self._note_token_time(arrived.first_index == 0)
+            self._note_token_time()
         logprobs = arrived.logprobs
         return Delta(
             first_index=arrived.first_index,
@@ -117,21 +185,44 @@ class RunningRequest:
             usage=None if reason is None else self._usage(attempt),
         )
 
-    def _note_token_time(self, is_first: bool) -> None:
+    def _note_fault(self, attempt: Attempt, fault: Fault) -> None:
+        if fault.worker is not None:
+            self.avoided.add(fault.worker.peer.incarnation)
+        elif attempt.prefill is not None:
+            self.avoided_pairs.add((attempt.prefill.peer.incarnation, attempt.decode.peer.incarnation))
+        if fault.suspects or fault.is_certain:
+            suspects = frozenset(worker.peer.incarnation for worker in fault.suspects)
+            # A process that was there this time has not died of it the time before.
+            earlier = [replace(strike, suspects=strike.suspects - suspects) for strike in self.strikes]
+            self.strikes = [strike for strike in earlier if strike.suspects or strike.is_certain]
+            self.strikes.append(Strike(suspects, fault.is_certain, fault.is_fresh))
+
+    def _skip(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens that the client has; their text, too, was delivered with them."""
+        taken = self._text.push(token_ids)
+        self.num_tokens = taken.num_tokens
+        if taken.is_stopped:
+            self.finish_reason = "stop"
+        elif self.log.is_full:
+            self.finish_reason = "length"
+            self._unsent_text = self._text.finish()
+
+    def _note_token_time(self) -> None:
         now_s = self._clock.monotonic()
-        if is_first:
+        if not self._first_token_s:
             self._first_token_s = self._last_token_s = now_s
         self.last_gap_s = now_s - self._last_token_s
         self._last_token_s = now_s
 
-    def _usage(self, attempt: Attempt) -> Usage:
+    def _usage(self, attempt: Attempt | None) -> Usage:
         generation = self.generation
+        handed_off = attempt.handed_off if attempt is not None else None
         return Usage(
             prompt_tokens=len(generation.prompt_token_ids),
             cached_tokens=self._num_cached_tokens,
             completion_tokens=self.num_tokens,
-            queue_s=self._placed_s - generation.arrived_s,
+            queue_s=max(0.0, self._placed_s - generation.arrived_s),
             prefill_s=max(0.0, self._first_token_s - self._placed_s),
-            transfer_s=attempt.handed_off.exposed_s if attempt.handed_off is not None else 0.0,
+            transfer_s=handed_off.exposed_s if handed_off is not None else 0.0,
             decode_s=self._last_token_s - self._first_token_s,
         )

@@ -19,11 +19,12 @@ from gateway.validation import Sampling
 from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, status
 from services.runtime.clock import Deadline
-from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
+from services.runtime.errors import Overloaded, TandemError, WorkerLost, WorkerUnavailable
 
 CONNECT_TIMEOUT_S = 3.0
-SILENCE_LIMIT_S = 3.0
-"""Workers speak at least once a second; one that was silent for this long counts as dead."""
+SILENCE_LIMIT_S = 2.7
+"""Workers speak at least once a second; one that was silent for this long counts as dead. With the time between two
+looks at it, that is within 3 s of its last word."""
 MAX_OUTGOING_COMMANDS = 16_384
 MAX_COMMANDS_BYTES = 2**20
 """Commands that wait together go down in one message, until it is this large."""
@@ -72,9 +73,13 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class PrefillStarted(msgspec.Struct, frozen=True):
-    """The prompt is being computed, after waiting `queue_s` in the worker."""
+    """The prompt is being computed, after waiting `queue_s` in the worker.
+
+    `num_cached_tokens` of it are not computed, because an earlier attempt's pages are still there.
+    """
 
     queue_s: float
+    num_cached_tokens: int = 0
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -98,6 +103,12 @@ class DecodeStarted(msgspec.Struct, frozen=True):
     """The sequence is in the decode worker's batch."""
 
 
+class Paused(msgspec.Struct, frozen=True):
+    """The sequence is out of the decode worker's batch, keeps its pages, and has `num_tokens` tokens, all sent."""
+
+    num_tokens: int
+
+
 class Finished(msgspec.Struct, frozen=True):
     """The worker ended the sequence; nothing follows from it."""
 
@@ -105,12 +116,12 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The attempt is over on that worker, or the worker is gone; nothing follows from it."""
+    """The attempt is over on that worker; nothing follows from it. WorkerLost: the worker itself is gone."""
 
     error: TandemError
 
 
-Event = Admitted | Refused | PrefillStarted | Tokens | HandedOff | DecodeStarted | Finished | Failed
+Event = Admitted | Refused | PrefillStarted | Tokens | HandedOff | DecodeStarted | Paused | Finished | Failed
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -216,9 +227,13 @@ class WorkerSession(ABC):
             self._break(WorkerUnavailable(f"{self.peer.worker_id} was silent for {SILENCE_LIMIT_S:g} s"))
             self._call.cancel()
 
-    def forgive_silence(self, now_s: float) -> None:
-        """Counts from now: it was this process that did not listen."""
-        self._heard_at_s = now_s
+    def forgive_silence(self, slept_s: float) -> None:
+        """Takes a time off the worker's silence: it was this process that did not listen."""
+        self._heard_at_s += slept_s
+
+    def has_spoken_since(self, time_s: float) -> bool:
+        """Whether a message came after this time of the event loop."""
+        return self._heard_at_s > time_s
 
     @abstractmethod
     def _open_stream(self, channel: grpc.aio.Channel) -> Any: ...
@@ -308,8 +323,10 @@ class WorkerSession(ABC):
         was_up, self.is_up = self.is_up, False
         routes, self._routes = self._routes, {}
         self._outgoing.clear()
+        # A worker that has said that it is leaving ended its session on purpose, and what it had not finished with it.
+        told = error if self.load.is_draining else WorkerLost(error.message)
         for route in routes.values():
-            route.deliver(self, Failed(error))
+            route.deliver(self, Failed(told))
         if was_up:
             self._on_change(self)
 
@@ -317,10 +334,30 @@ class WorkerSession(ABC):
 class DecodeSession(WorkerSession):
     """The stream to a decode worker."""
 
-    def admit(self, order: SequenceOrder, *, is_local_prefill: bool) -> None:
-        """Asks for capacity; Admitted or Refused follows."""
-        admit = worker_pb2.Admit(sequence=_sequence_spec(order), local_prefill=is_local_prefill)
+    def admit(self, order: SequenceOrder, *, is_local_prefill: bool, is_from_decode: bool = False) -> None:
+        """Asks for capacity; Admitted or Refused follows. `is_from_decode`: another decode worker has the pages."""
+        admit = worker_pb2.Admit(
+            sequence=_sequence_spec(order), local_prefill=is_local_prefill, from_decode=is_from_decode
+        )
         self._send(worker_pb2.DecodeCommand(admit=admit))
+
+    def pause(self, key: AttemptKey) -> None:
+        """Takes the sequence out of the batch; Paused follows its last tokens, unless it ends with them."""
+        self._send(worker_pb2.DecodeCommand(pause=worker_pb2.Pause(id=_attempt_id(key))))
+
+    def unpause(self, key: AttemptKey) -> None:
+        """Puts it back."""
+        self._send(worker_pb2.DecodeCommand(unpause=worker_pb2.Unpause(id=_attempt_id(key))))
+
+    def hand_over(self, key: AttemptKey, *, next_attempt: int, decode: Peer) -> None:
+        """Has a paused sequence's pages sent to `decode`, which has admitted `next_attempt`. HandedOff or Failed."""
+        hand_over = worker_pb2.HandOver(
+            id=_attempt_id(key),
+            next_attempt=next_attempt,
+            decode_address=decode.address,
+            decode_incarnation=decode.incarnation,
+        )
+        self._send(worker_pb2.DecodeCommand(hand_over=hand_over))
 
     def _open_stream(self, channel: grpc.aio.Channel) -> Any:
         return cast(Any, worker_pb2_grpc.DecodeWorkerStub(channel)).Session()
@@ -435,10 +472,11 @@ _REASONS: dict[int, Literal["stop", "length", "cancelled"]] = {
 _READERS: dict[str, Callable[[Any], Event]] = {
     "admitted": lambda event: Admitted(event.num_cached_tokens),
     "refused": _read_refused,
-    "prefill_started": lambda event: PrefillStarted(event.queue_s),
+    "prefill_started": lambda event: PrefillStarted(event.queue_s, event.num_cached_tokens),
     "tokens": _read_tokens,
     "handed_off": lambda event: HandedOff(event.num_pages, event.num_bytes, event.exposed_s, event.transport),
     "decode_started": lambda event: DecodeStarted(),
+    "paused": lambda event: Paused(event.num_tokens),
     "finished": _read_finished,
     "failed": lambda event: Failed(status.from_wire(event.code, event.message)),
 }

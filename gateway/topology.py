@@ -5,9 +5,10 @@ happens to Redis. Knows no request; does not choose among workers.
 """
 
 import asyncio
+import itertools
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,13 +30,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Member:
-    """One worker process and the session to it. `is_listed`: the registry has it."""
+    """One worker process and the session to it. `is_listed`: the registry has it.
+
+    `is_exact`: an answer does not depend on whether this worker computes it, as of the last call of `members`.
+    """
 
     record: WorkerRecord
     session: WorkerSession
     keeper: asyncio.Task[None] | None = None
     is_listed: bool = True
     is_drain_asked: bool = False
+    is_exact: bool = False
+
+    @property
+    def arithmetic(self) -> str:
+        """What its results depend on beside the inputs; workers of one arithmetic compute the same."""
+        return self.record.arithmetic
 
     @property
     def state(self) -> State:
@@ -108,7 +118,11 @@ class Topology:
 
     def members(self) -> list[Member]:
         """All known workers in order of role and id."""
-        return [role.members[key] for _, role in sorted(self._roles.items()) for key in sorted(role.members)]
+        members = [role.members[key] for _, role in sorted(self._roles.items()) for key in sorted(role.members)]
+        is_uniform = len({member.record.arithmetic for member in members if member.state == "ready"}) <= 1
+        for member in members:
+            member.is_exact = member.record.exact and is_uniform
+        return members
 
     def prefill_views(self, *, decode: Peer | None = None) -> list[WorkerView]:
         """Prefill workers in rotation; with `decode`, those whose pages fit it."""
@@ -137,6 +151,22 @@ class Topology:
     def num_ready(self, role_name: Literal["prefill", "decode"]) -> int:
         """Workers of the role in rotation."""
         return sum(member.state == "ready" for member in self._roles[role_name].members.values())
+
+    def is_alive(self, incarnation: str) -> bool:
+        """Whether there is a session to this very process now."""
+        return any(member.session.is_up for member in self._all() if member.record.incarnation == incarnation)
+
+    def is_silent_since(self, incarnation: str, time_s: float) -> bool:
+        """Whether the process has a session and has said nothing since a time of the event loop."""
+        sessions = [member.session for member in self._all() if member.record.incarnation == incarnation]
+        return any(session.is_up and not session.has_spoken_since(time_s) for session in sessions)
+
+    def can_take_over(self, worker_id: str, giver: Peer) -> bool:
+        """Whether one decode worker can take another one's pages."""
+        members = self._roles["decode"].members
+        source = members.get(giver.worker_id)
+        is_other = source is not None and worker_id != giver.worker_id
+        return source is not None and is_other and self._fits(source, members[worker_id].session.peer)
 
     def max_sequence_tokens(self) -> int | None:
         """The longest sequence that any decode worker in rotation can hold; None while there is none."""
@@ -217,6 +247,9 @@ class Topology:
             delay_s = min(delay_s * 2, MAX_RECONNECT_S)
             member.session = self._new_session(role, member.record)
 
+    def _all(self) -> Iterator[Member]:
+        return itertools.chain.from_iterable(role.members.values() for role in self._roles.values())
+
     def _forget_self(self, role: _Role, member: Member) -> None:
         """Called on the member's own keeper, which therefore must not be cancelled."""
         if role.members.get(member.record.id) is member:
@@ -229,11 +262,11 @@ class Topology:
         checked_at_s = loop.time()
         while True:
             await asyncio.sleep(SILENCE_CHECK_S)
-            was_asleep = loop.time() - checked_at_s > SILENCE_CHECK_S + OWN_PAUSE_S
+            slept_s = loop.time() - checked_at_s - SILENCE_CHECK_S
             checked_at_s = loop.time()
             for member in self.members():
-                if was_asleep:
-                    member.session.forgive_silence(checked_at_s)
+                if slept_s > OWN_PAUSE_S:
+                    member.session.forgive_silence(slept_s)
                 member.session.check_silence(checked_at_s)
 
     def _session(self, role_name: str, worker_id: str) -> WorkerSession:

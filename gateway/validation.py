@@ -27,17 +27,21 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_TEMPERATURE = 2.0
+GREEDY_TEMPERATURE = 1e-5
+"""Below it the likeliest token is taken, whatever the seed."""
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 100
 MAX_NAME_CHARS = 64
+MAX_KEY_CHARS = 255
 MAX_TOKENS_EVER = 2**31 - 1
 MAX_REPORTED_FIELDS = 16
 
 GRPC_PREFIX = "sampling."
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_KEY = re.compile(r"[\x20-\x7e]{1,255}")
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -250,6 +254,13 @@ def check_name(name: str, *, field_name: str) -> None:
     if _NAME.fullmatch(name) is None:
         rule = f"1 to {MAX_NAME_CHARS} characters of [A-Za-z0-9_.:-]"
         raise InvalidRequest(f"{field_name} must be {rule}", field=field_name)
+
+
+def check_idempotency_key(key: str) -> None:
+    """1 to 255 printable ASCII characters."""
+    if _KEY.fullmatch(key) is None:
+        rule = f"1 to {MAX_KEY_CHARS} printable ASCII characters"
+        raise InvalidRequest(f"the idempotency key must be {rule}", field="Idempotency-Key", code="invalid_value")
 
 
 def check_short_text(text: str | None, *, field_name: str) -> None:

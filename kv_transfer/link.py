@@ -6,12 +6,14 @@ Knows nothing of pages, channels or the state of a transfer.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from kv_transfer.protocol.messages import (
     DIGEST_BYTES,
     DTYPE_BYTES,
+    MAX_ARITHMETIC_CHARS,
     MAX_PAGE_BYTES,
     MAX_REQUEST_ID_CHARS,
     TOKEN_BYTES,
@@ -39,17 +41,19 @@ TICK_S = 0.1
 # Control messages that wait to be written; a peer that lets more pile up does not read.
 MAX_OUTBOX = 4096
 _MAX_UINT32 = 2**32 - 1
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkIdentity:
-    """Who a worker is to its peers. `host_id` names the reach of shared memory."""
+    """Who a worker is to its peers. `host_id` names the reach of shared memory, `arithmetic` how it computes."""
 
     worker_id: str
     incarnation: str
     layout_fingerprint: str
     exact: bool
     host_id: str = field(default_factory=local_host_id)
+    arithmetic: str = ""
 
 
 class MalformedMessage(TransferFailed):
@@ -87,6 +91,12 @@ async def tick_until_cancelled(tick: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(TICK_S)
         tick()
+
+
+def note_arithmetic(own: WireLayout, peer: WireLayout, peer_id: str) -> None:
+    """Say it where both sides promise bits of their own and these are not the same. No fault: the pages fit."""
+    if own.exact and peer.exact and own.arithmetic != peer.arithmetic:
+        _log.info("%s computes with %r, this worker with %r", peer_id, peer.arithmetic, own.arithmetic)
 
 
 def channel_key(hello: Hello, ack: HelloAck) -> ChannelKey:
@@ -135,9 +145,10 @@ def to_wire(message: Message) -> link_pb2.LinkMessage:
             return link_pb2.LinkMessage(committed=link_pb2.Committed(id=_id_to_wire(message.id)))
         case Abort():
             transfer_id = None if message.id is None else _id_to_wire(message.id)
-            return link_pb2.LinkMessage(
-                abort=link_pb2.Abort(id=transfer_id, code=message.code, message=message.message)
+            abort = link_pb2.Abort(
+                id=transfer_id, code=message.code, message=message.message, retry_after_ms=message.retry_after_ms
             )
+            return link_pb2.LinkMessage(abort=abort)
         case AbortAck():
             return link_pb2.LinkMessage(abort_ack=link_pb2.AbortAck(id=_id_to_wire(message.id)))
         case Heartbeat():
@@ -163,7 +174,7 @@ def from_wire(wire: link_pb2.LinkMessage) -> Message:
             return Committed(_id_from_wire(wire.committed.id))
         case "abort":
             transfer_id = _id_from_wire(wire.abort.id) if wire.abort.HasField("id") else None
-            return Abort(transfer_id, wire.abort.code, wire.abort.message)
+            return Abort(transfer_id, wire.abort.code, wire.abort.message, wire.abort.retry_after_ms)
         case "abort_ack":
             return AbortAck(_id_from_wire(wire.abort_ack.id))
         case "heartbeat":
@@ -235,6 +246,7 @@ def _layout_to_wire(layout: WireLayout) -> link_pb2.PageLayout:
         num_layers=layout.num_layers,
         head_dim=layout.head_dim,
         exact=layout.exact,
+        arithmetic=layout.arithmetic,
     )
 
 
@@ -249,7 +261,10 @@ def _layout_from_wire(wire: link_pb2.PageLayout) -> WireLayout:
         num_layers=wire.num_layers,
         head_dim=wire.head_dim,
         exact=wire.exact,
+        arithmetic=wire.arithmetic,
     )
+    if len(layout.arithmetic) > MAX_ARITHMETIC_CHARS:
+        raise MalformedMessage("the name of an arithmetic is too long")
     if not 0 < layout.page_bytes <= MAX_PAGE_BYTES:
         raise MalformedMessage(f"a page of {layout.page_bytes} bytes is out of bounds")
     return layout

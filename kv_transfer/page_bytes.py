@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,18 @@ from services.engine.pages import PageLayout, PagePool
 from services.runtime.errors import InvariantViolated
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class PageGenerations(Protocol):
+    """Which use of each page it is now; a page allocator knows.
+
+    It is asked by threads that do not own the pages. That is safe: an element of a list is read in one step under the
+    interpreter's lock, and whoever gives a page to another use says so there before its first write to the page.
+    """
+
+    def generations(self, page_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the number of this use of each page. Raises InvariantViolated for a page that does not exist."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,12 @@ class PageWriter:
         if destination.num_cached_tokens % self._own_size:
             raise InvariantViolated("a cached prefix must end on a page border")
 
+    def places(self, first_page: int, num_pages: int, destination: Destination) -> slice:
+        """Return which part of the destination's page table these pages of the sender are written to."""
+        start = max(first_page * self._sender_size, destination.num_cached_tokens)
+        end = min((first_page + num_pages) * self._sender_size, destination.num_tokens)
+        return slice(start // self._own_size, -(-end // self._own_size))
+
     def write(self, data: Bytes, first_page: int, destination: Destination) -> None:
         """Copy whole pages of the sender, the first of which is `first_page` of its page table.
 
@@ -112,7 +130,7 @@ class PageWriter:
                 token += count
 
 
-def wire_layout(layout: PageLayout, *, fingerprint: str, exact: bool) -> WireLayout:
+def wire_layout(layout: PageLayout, *, fingerprint: str, exact: bool, arithmetic: str = "") -> WireLayout:
     """Return the words in which a pool's layout travels. Raises KeyError for a dtype that does not."""
     return WireLayout(
         fingerprint=fingerprint,
@@ -122,6 +140,7 @@ def wire_layout(layout: PageLayout, *, fingerprint: str, exact: bool) -> WireLay
         num_layers=layout.num_layers,
         head_dim=layout.head_dim,
         exact=exact,
+        arithmetic=arithmetic,
     )
 
 

@@ -8,19 +8,28 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import xxhash
 
-from kv_transfer.page_bytes import Destination, PageWriter
+from kv_transfer.page_bytes import Destination, PageGenerations, PageWriter
 from kv_transfer.protocol.actions import Place
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.protocol.placement import Drop, PlacementEvent, PlacementTable, Verdict, Wait, Write
-from kv_transfer.transports.base import ChannelBroken, Frame, ReceiveChannel
+from kv_transfer.transports.base import ChannelBroken, Countdown, Frame, ReceiveChannel
 from services.runtime.errors import TandemError
 
 _IDLE_POLL_S = 1.0
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    """A transfer's pages, and which use of each was meant when they were set aside."""
+
+    destination: Destination
+    generations: tuple[int, ...]
 
 
 class FramePlacer:
@@ -34,6 +43,7 @@ class FramePlacer:
         self,
         channel: ReceiveChannel,
         writer: PageWriter,
+        generations: PageGenerations,
         table: PlacementTable,
         *,
         stall_s: float,
@@ -43,13 +53,14 @@ class FramePlacer:
     ) -> None:
         self._channel = channel
         self._writer = writer
+        self._generations = generations
         self._table = table
         self._stall_s = stall_s
         self._on_events = on_events
         self._on_dropped = on_dropped
         self._on_ended = on_ended
         self._changed = threading.Condition()
-        self._destinations: dict[TransferId, Destination] = {}
+        self._reservations: dict[TransferId, _Reservation] = {}
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="tandem-place", daemon=True)
 
@@ -64,13 +75,20 @@ class FramePlacer:
 
     def open(self, transfer_id: TransferId, destination: Destination) -> None:
         """Say which pages a transfer's chunks go to, before the first of them is added."""
+        reservation = _Reservation(destination, self._generations.generations(destination.page_ids))
         with self._changed:
-            self._destinations[transfer_id] = destination
+            self._reservations[transfer_id] = reservation
+
+    def is_current(self, transfer_id: TransferId) -> bool:
+        """Whether all pages of a transfer are still in the use that it was opened with."""
+        with self._changed:
+            reservation = self._reservations[transfer_id]
+        return self._is_current(reservation, slice(None))
 
     def forget(self, transfer_id: TransferId) -> None:
         """Nothing is placed for the transfer any more."""
         with self._changed:
-            self._destinations.pop(transfer_id, None)
+            self._reservations.pop(transfer_id, None)
 
     def add(self, place: Place) -> list[PlacementEvent]:
         """See PlacementTable.add."""
@@ -124,11 +142,14 @@ class FramePlacer:
 
     def _verdict_on(self, frame: Frame) -> Verdict:
         """Wait until a header claims the frame. The header left first, so this wait is short or the sender is wrong."""
+        countdown = Countdown(self._stall_s)
         with self._changed:
             verdict, events = self._table.begin(frame.seq, frame.data.size)
             while isinstance(verdict, Wait):
                 self._tell(events)
-                if not self._changed.wait(self._stall_s):
+                is_due = self._table.can_be_claimed(frame.seq, frame.data.size)
+                # All the time there is, however many other chunks are announced meanwhile.
+                if not is_due or not self._changed.wait(countdown.remaining_s()):
                     raise ChannelBroken("a frame came that no chunk announced")
                 if self._is_stopped:
                     raise ChannelBroken("the channel was closed")
@@ -138,15 +159,25 @@ class FramePlacer:
 
     def _write(self, frame: Frame, write: Write) -> None:
         verified: bytes | None = None
+        fault = Reason.CHECKSUM_MISMATCH
         try:
             digest = xxhash.xxh3_128_digest(frame.data.data)
-            if digest == frame.digest:
-                self._writer.write(frame.data, write.first_page, self._destinations[write.id])
+            reservation = self._reservations[write.id]
+            destination = reservation.destination
+            places = self._writer.places(write.first_page, write.num_pages, destination)
+            if digest == frame.digest and not self._is_current(reservation, places):
+                fault = Reason.STALE_GENERATION
+            elif digest == frame.digest:
+                self._writer.write(frame.data, write.first_page, destination)
                 verified = digest
         finally:
             with self._changed:
-                events = self._table.finish(frame.seq, verified)
+                events = self._table.finish(frame.seq, verified, fault)
             self._tell(events)
+
+    def _is_current(self, reservation: _Reservation, places: slice) -> bool:
+        page_ids = reservation.destination.page_ids[places]
+        return self._generations.generations(page_ids) == reservation.generations[places]
 
     def _tell(self, events: list[PlacementEvent]) -> None:
         if events:

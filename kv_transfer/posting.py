@@ -1,7 +1,7 @@
 """The thread that puts the chunks of one Link on its channel: hash, gather, post, frame by frame.
 
 Pages are read in place and the digest is taken from them, not from a copy, so that an error on any later step shows.
-Knows nothing of the protocol's states: every chunk it was given is answered once, posted or skipped.
+Knows nothing of the protocol's states: every chunk it was given is answered once: posted, skipped or stale.
 """
 
 from __future__ import annotations
@@ -10,55 +10,63 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
 import xxhash
 
-from kv_transfer.page_bytes import PageReader
+from kv_transfer.page_bytes import PageGenerations, PageReader
 from kv_transfer.protocol.actions import PostChunk
 from kv_transfer.protocol.messages import DIGEST_BYTES, TransferId, chain_digest
 from kv_transfer.transports.base import ChannelBroken, SendChannel
 from services.runtime.errors import TandemError
 
+_Generations: TypeAlias = tuple[int, ...]
 _log = logging.getLogger(__name__)
 
 
 class ChunkPoster:
     """Owns the sending channel. The callbacks run on its thread.
 
-    `on_posted(chunk, digest)` and `on_skipped(chunk)` answer for a chunk; `on_broken(error)` comes before the answers
-    that it causes; `on_ended()` comes last, when the channel is closed.
+    `on_posted(chunk, digest)`, `on_skipped(chunk)` and `on_stale(chunk)` answer for a chunk, the last where its pages
+    were given to another use before they had been read; `on_broken(error)` comes before the answers that it causes;
+    `on_ended()` comes last, when the channel is closed.
     """
 
     def __init__(
         self,
         channel: SendChannel,
         reader: PageReader,
+        generations: PageGenerations,
         *,
         frame_pages: int,
         stall_s: float,
         on_posted: Callable[[PostChunk, bytes], None],
         on_skipped: Callable[[PostChunk], None],
+        on_stale: Callable[[PostChunk], None],
         on_broken: Callable[[TandemError], None],
         on_ended: Callable[[], None],
     ) -> None:
         self._channel = channel
         self._reader = reader
+        self._generations = generations
         self._frame_pages = frame_pages
         self._stall_s = stall_s
         self._on_posted = on_posted
         self._on_skipped = on_skipped
+        self._on_stale = on_stale
         self._on_broken = on_broken
         self._on_ended = on_ended
-        self._queue: queue.SimpleQueue[PostChunk | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[PostChunk, _Generations] | None] = queue.SimpleQueue()
         # Written by the event loop, read here; a set's membership is one step of the interpreter.
         self._skipped: set[TransferId] = set()
         self._is_broken = False
         self._thread = threading.Thread(target=self._run, name="tandem-post", daemon=True)
         self._thread.start()
 
-    def submit(self, chunk: PostChunk) -> None:
-        """Queue a chunk."""
-        self._queue.put(chunk)
+    def submit(self, chunk: PostChunk, generations: _Generations) -> None:
+        """Queue a chunk, whose pages were in these generations when they were meant."""
+        self._queue.put((chunk, generations))
 
     def skip(self, transfer_id: TransferId) -> None:
         """Leave out what was not posted yet of this transfer."""
@@ -76,28 +84,23 @@ class ChunkPoster:
 
     def _run(self) -> None:
         try:
-            while (chunk := self._queue.get()) is not None:
-                self._post_or_skip(chunk)
+            while (queued := self._queue.get()) is not None:
+                self._answer_for(*queued)
         finally:
             self._channel.shutdown()
             self._channel.close()
             self._on_ended()
 
-    def _post_or_skip(self, chunk: PostChunk) -> None:
-        digest = None
+    def _answer_for(self, chunk: PostChunk, generations: _Generations) -> None:
+        answer: Callable[[], None] = partial(self._on_skipped, chunk)
         try:
-            digest = self._post(chunk)
-            if digest is None and not self._is_broken:
-                self._leave_out(chunk)
+            answer = self._post(chunk, generations)
         except ChannelBroken as error:
             self._break(error)
         except Exception:  # noqa: BLE001 - the thread's root: a chunk that is never answered would hold its pages
             _log.exception("posting a chunk failed")
             self._break(ChannelBroken("posting a chunk failed"))
-        if digest is None:
-            self._on_skipped(chunk)
-        else:
-            self._on_posted(chunk, digest)
+        answer()
 
     def _leave_out(self, chunk: PostChunk) -> None:
         """Tell the receiver not to wait for the rest of the chunk: an empty frame with its last number."""
@@ -109,18 +112,28 @@ class ChunkPoster:
             self._is_broken = True
             self._on_broken(error)
 
-    def _post(self, chunk: PostChunk) -> bytes | None:
-        """Return the chunk's digest, or None if it was left out before its end."""
+    def _post(self, chunk: PostChunk, generations: _Generations) -> Callable[[], None]:
+        """Post a chunk frame by frame, to its end or until it need not go on; return the answer for it."""
         digests = []
         for offset in range(0, len(chunk.page_ids), self._frame_pages):
-            if self._is_broken or chunk.id in self._skipped:
-                return None
-            pieces = self._reader.pieces(chunk.page_ids[offset : offset + self._frame_pages])
+            if self._is_broken:
+                return partial(self._on_skipped, chunk)
+            if chunk.id in self._skipped:
+                self._leave_out(chunk)
+                return partial(self._on_skipped, chunk)
+            end = offset + self._frame_pages
+            page_ids = chunk.page_ids[offset:end]
+            pieces = self._reader.pieces(page_ids)
             state = xxhash.xxh3_128()
             for piece in pieces:
                 state.update(piece.data)
             digest = state.digest()
             seq = chunk.first_seq + offset // self._frame_pages
             self._channel.post(seq, digest, pieces, timeout_s=self._stall_s)
+            # Only now: they must have been the same pages up to the last byte that was read.
+            if self._generations.generations(page_ids) != generations[offset:end]:
+                if end < len(chunk.page_ids):
+                    self._leave_out(chunk)
+                return partial(self._on_stale, chunk)
             digests.append(digest)
-        return chain_digest(digests)
+        return partial(self._on_posted, chunk, chain_digest(digests))

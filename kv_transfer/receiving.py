@@ -22,12 +22,14 @@ from kv_transfer.link import (
     Outbox,
     channel_key,
     from_wire,
+    note_arithmetic,
     tick_until_cancelled,
     to_wire,
 )
-from kv_transfer.page_bytes import Destination, PageWriter, wire_layout
+from kv_transfer.page_bytes import Destination, PageGenerations, PageWriter, wire_layout
 from kv_transfer.placing import FramePlacer
 from kv_transfer.protocol.actions import (
+    AbandonPages,
     Action,
     CommitPages,
     FailLink,
@@ -40,12 +42,11 @@ from kv_transfer.protocol.actions import (
     Supersede,
 )
 from kv_transfer.protocol.counters import Counters, Reason
-from kv_transfer.protocol.failures import code_of
+from kv_transfer.protocol.failures import abort_of
 from kv_transfer.protocol.fence import Fence
 from kv_transfer.protocol.messages import (
     PROTOCOL_VERSION,
     TOKEN_BYTES,
-    Abort,
     Hello,
     HelloAck,
     Message,
@@ -75,7 +76,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Pages that a worker set aside, in the order of the prompt.
+    """Pages that a worker set aside, in the order of the tokens.
 
     The first `num_cached_tokens` tokens, a multiple of the page size, are there already and are never written to.
     """
@@ -85,7 +86,11 @@ class Reserved:
 
 
 class ReceiveTarget(Protocol):
-    """What the receiving worker does for a transfer. All three are called on the event loop."""
+    """What the receiving worker does for a transfer. All of it is called on the event loop.
+
+    An answer that takes longer than `Timeouts.worker_s` fails the transfer; when it comes it is still followed by
+    `release` or `abandon`, so that no page is lost.
+    """
 
     async def reserve(self, transfer_id: TransferId, num_tokens: int) -> Reserved:
         """Set pages aside. Raises the refusal that the sender is told."""
@@ -97,6 +102,13 @@ class ReceiveTarget(Protocol):
 
     async def release(self, transfer_id: TransferId, error: TandemError) -> None:
         """Take unused pages back: the transfer failed, and nothing writes to them any more. Never after a commit."""
+        ...
+
+    async def abandon(self, transfer_id: TransferId, error: TandemError) -> None:
+        """After a commit: the sender had given up before it knew. End what was begun; nobody waits for it.
+
+        May come more than once, and for a transfer whose work has ended.
+        """
         ...
 
 
@@ -119,8 +131,9 @@ class RingConfig:
 class LinkReceiver(link_pb2_grpc.LinkServicer):
     """Serves `tandem.v1.Link`; add it to the worker's gRPC server.
 
-    Channels that need an address are opened on `host` and `port` (0 picks one); `advertise_host` is what senders are
-    told where that differs. `abort` and `close` belong to the event loop's thread.
+    `generations` is asked whether pages are still in the use they were set aside for. Channels that need an address
+    are opened on `host` and `port` (0 picks one); `advertise_host` is what senders are told where that differs.
+    `abort` and `close` belong to the event loop's thread.
     """
 
     def __init__(
@@ -128,6 +141,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         *,
         identity: LinkIdentity,
         pool: PagePool,
+        generations: PageGenerations,
         target: ReceiveTarget,
         transports: Sequence[str] = ("auto",),
         host: str = "127.0.0.1",
@@ -141,13 +155,19 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         self.counters = counters or Counters()
         self._identity = identity
         self._pool = pool
+        self._generations = generations
         self._target = target
         self._transports = resolve(transports)
         self._host, self._port, self._advertise_host = host, port, advertise_host
         self._ring = ring or RingConfig()
         self._clock = clock
         self._timeouts = timeouts or Timeouts()
-        self._layout = wire_layout(pool.layout, fingerprint=identity.layout_fingerprint, exact=identity.exact)
+        self._layout = wire_layout(
+            pool.layout,
+            fingerprint=identity.layout_fingerprint,
+            exact=identity.exact,
+            arithmetic=identity.arithmetic,
+        )
         self._fence = Fence()
         self._listeners: dict[str, Listener] = {}
         self._links: set[_ReceiveLink] = set()
@@ -196,7 +216,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         refusal = self._refusal_of(hello)
         if refusal is not None:
             _log.warning("Link of %s refused: %s", hello.worker_id, refusal)
-            yield to_wire(Abort(None, code_of(refusal), refusal.message))
+            yield to_wire(abort_of(None, refusal))
             return
         terms, ack = self._terms_for(hello)
         listener = self._listeners[ack.transport]
@@ -301,6 +321,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
             _Surroundings(
                 peer=hello.worker_id,
                 writer=PageWriter(self._pool, hello.layout),
+                generations=self._generations,
                 table=PlacementTable(frame_pages=terms.frame_pages, page_bytes=terms.sender.page_bytes),
                 timeouts=self._timeouts,
                 counters=self.counters,
@@ -311,6 +332,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         )
         self._links.add(link)
         _log.info("handoff channel %s from %s", transport, hello.worker_id)
+        note_arithmetic(self._layout, hello.layout, hello.worker_id)
         return link
 
 
@@ -320,6 +342,7 @@ class _Surroundings:
 
     peer: str
     writer: PageWriter
+    generations: PageGenerations
     table: PlacementTable
     timeouts: Timeouts
     counters: Counters
@@ -347,6 +370,7 @@ class _ReceiveLink:
         self._placer = FramePlacer(
             channel,
             around.writer,
+            around.generations,
             around.table,
             stall_s=around.timeouts.stall_s,
             on_events=lambda events: self._from_thread(self._on_events, events),
@@ -395,6 +419,8 @@ class _ReceiveLink:
                     self._begin_work(self._commit(action))
                 case ReleasePages():
                     self._begin_work(self._release(action))
+                case AbandonPages():
+                    self._begin_work(self._abandon(action))
                 case Supersede():
                     self._around.abort_anywhere(action.id, TransferFailed("a newer attempt took its place"))
                 case ReportEnded():
@@ -445,6 +471,11 @@ class _ReceiveLink:
         self._perform(self._machine.reserved(action.id, len(page_ids), reserved.num_cached_tokens))
 
     async def _commit(self, action: CommitPages) -> None:
+        if not self._placer.is_current(action.id):
+            self._around.counters.count(Reason.STALE_GENERATION)
+            error = TransferFailed("reserved pages were given to another use")
+            self._perform(self._machine.commit_failed(action.id, error))
+            return
         try:
             await self._target.commit(
                 action.id, first_token_id=action.first_token_id, sampling_position=action.sampling_position
@@ -460,6 +491,12 @@ class _ReceiveLink:
         except Exception:  # noqa: BLE001 - the boundary to the worker: the Link must be able to end
             _log.exception("pages of transfer %s could not be released", action.id)
         self._perform(self._machine.released(action.id))
+
+    async def _abandon(self, action: AbandonPages) -> None:
+        try:
+            await self._target.abandon(action.id, action.error)
+        except Exception:  # noqa: BLE001 - the boundary to the worker: the Link must be able to end
+            _log.exception("what was begun with the pages of transfer %s could not be ended", action.id)
 
     def _on_work_ended(self, task: asyncio.Task[None]) -> None:
         self._works.discard(task)

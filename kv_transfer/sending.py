@@ -19,10 +19,11 @@ from kv_transfer.link import (
     Outbox,
     channel_key,
     from_wire,
+    note_arithmetic,
     tick_until_cancelled,
     to_wire,
 )
-from kv_transfer.page_bytes import PageReader, wire_layout
+from kv_transfer.page_bytes import PageGenerations, PageReader, wire_layout
 from kv_transfer.posting import ChunkPoster
 from kv_transfer.protocol.actions import (
     Action,
@@ -74,7 +75,8 @@ class HandoffStats:
 class SendTransfer:
     """One handoff, from its granted reservation to its end.
 
-    Pages that were sent must stay allocated and unchanged until `released`.
+    Pages that were sent must stay allocated and unchanged until `released`. If one is given to another use before it
+    was read, the transfer fails.
     """
 
     def __init__(self, link: _SendLink, transfer_id: TransferId) -> None:
@@ -99,8 +101,9 @@ class SendTransfer:
     def send(self, first_page: int, page_ids: Sequence[int]) -> None:
         """Queue pages: `page_ids[0]` is page `first_page` of the sender's page table. Returns at once.
 
-        Pages go in order and without gaps. Those that the receiver has cached are left out. Raises what ended the
-        transfer if it has ended, and ValueError for pages out of order or beyond the prompt.
+        Pages go in order and without gaps; the last may be partly filled. Those that the receiver has cached are left
+        out. Raises what ended the transfer if it has ended, ValueError for pages out of order or beyond the tokens
+        that were reserved, and InvariantViolated for pages that do not exist.
         """
         self._raise_if_ended()
         self._link.send(self.id, first_page, page_ids)
@@ -157,7 +160,8 @@ class SendTransfer:
 class SendLinks:
     """The Links of a worker that sends, made on first use and again after they broke.
 
-    `transports` are the channels to offer, best first; `auto` stands for shared memory, then TCP.
+    `generations` is asked whether pages are still in the use they were sent in; `transports` are the channels to
+    offer, best first; `auto` stands for shared memory, then TCP.
     """
 
     def __init__(
@@ -165,6 +169,7 @@ class SendLinks:
         *,
         identity: LinkIdentity,
         pool: PagePool,
+        generations: PageGenerations,
         transports: Sequence[str] = ("auto",),
         clock: Clock = SYSTEM_CLOCK,
         timeouts: Timeouts | None = None,
@@ -172,8 +177,14 @@ class SendLinks:
     ) -> None:
         self.counters = counters or Counters()
         self._identity = identity
-        self._layout = wire_layout(pool.layout, fingerprint=identity.layout_fingerprint, exact=identity.exact)
+        self._layout = wire_layout(
+            pool.layout,
+            fingerprint=identity.layout_fingerprint,
+            exact=identity.exact,
+            arithmetic=identity.arithmetic,
+        )
         self._reader = PageReader(pool)
+        self._generations = generations
         self._transports = resolve(transports)
         self._clock = clock
         self._timeouts = timeouts or Timeouts()
@@ -185,6 +196,8 @@ class SendLinks:
         self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
     ) -> SendTransfer:
         """Have pages set aside for `num_tokens` tokens at the receiver that listens on `address`.
+
+        Those are the tokens whose KV the pages hold: a prompt's, or also those of the beginning of its answer.
 
         Raises NoFreePages or the receiver's other refusal, WorkerUnavailable if it cannot be reached or is not that
         incarnation, LayoutMismatch, TransferFailed, DeadlineExceeded.
@@ -269,6 +282,7 @@ class SendLinks:
             await rpc_channel.close()
             raise
         _log.info("handoff channel %s to %s at %s", ack.transport, ack.worker_id, address)
+        note_arithmetic(self._layout, ack.layout, ack.worker_id)
         return self._adopt(key, _Opened(rpc_channel, call, channel, hello, ack))
 
     def _check(self, hello: Hello, ack: HelloAck) -> None:
@@ -293,6 +307,7 @@ class SendLinks:
         return _SendLink(
             opened,
             self._reader,
+            self._generations,
             layout=self._layout,
             timeouts=self._timeouts,
             counters=self.counters,
@@ -328,6 +343,7 @@ class _SendLink:
         self,
         opened: _Opened,
         reader: PageReader,
+        generations: PageGenerations,
         *,
         layout: WireLayout,
         timeouts: Timeouts,
@@ -339,6 +355,7 @@ class _SendLink:
         self.transport = opened.ack.transport
         self.now = clock.monotonic
         self._opened = opened
+        self._generations = generations
         self._counters = counters
         self._on_lost = on_lost
         self._on_ended = on_ended
@@ -352,10 +369,12 @@ class _SendLink:
         self._poster = ChunkPoster(
             opened.channel,
             reader,
+            generations,
             frame_pages=frame_pages,
             stall_s=timeouts.stall_s,
             on_posted=lambda chunk, digest: self._from_thread(self._on_posted, chunk, digest),
             on_skipped=lambda chunk: self._from_thread(self._on_skipped, chunk),
+            on_stale=lambda chunk: self._from_thread(self._on_stale, chunk),
             on_broken=lambda error: self._from_thread(self._on_broken, error),
             on_ended=lambda: self._from_thread(self._on_poster_ended),
         )
@@ -380,7 +399,13 @@ class _SendLink:
         return handle
 
     def send(self, transfer_id: TransferId, first_page: int, page_ids: Sequence[int]) -> None:
-        self._perform(self._machine.send(transfer_id, first_page, page_ids))
+        # First, as it raises for pages that do not exist, and nothing must have been announced then.
+        generations = self._generations.generations(page_ids)
+        for action in self._machine.send(transfer_id, first_page, page_ids):
+            if isinstance(action, PostChunk):
+                self._poster.submit(action, generations[len(page_ids) - len(action.page_ids) :])
+            else:
+                self._perform([action])
 
     def seal(self, transfer_id: TransferId, num_tokens: int, first_token_id: int, sampling_position: int) -> None:
         actions = self._machine.seal(
@@ -415,8 +440,6 @@ class _SendLink:
             match action:
                 case Send():
                     self._send_message(action.message)
-                case PostChunk():
-                    self._poster.submit(action)
                 case SkipChunks():
                     self._poster.skip(action.id)
                 case ReportGranted():
@@ -474,6 +497,9 @@ class _SendLink:
     def _on_skipped(self, chunk: PostChunk) -> None:
         self._perform(self._machine.chunk_skipped(chunk.id))
 
+    def _on_stale(self, chunk: PostChunk) -> None:
+        self._perform(self._machine.chunk_stale(chunk.id, self.now()))
+
     def _on_broken(self, error: TandemError) -> None:
         self._counters.count(Reason.CHANNEL_BROKEN)
         self.fail(error)
@@ -496,8 +522,8 @@ async def _greet(call: _Call, hello: Hello) -> HelloAck:
     match from_wire(wire):
         case HelloAck() as ack:
             return ack
-        case Abort(id=None, code=code, message=message):
-            raise error_from(code, message)
+        case Abort(id=None) as refusal:
+            raise error_from(refusal)
         case _:
             raise MalformedMessage("the receiver did not introduce itself")
 

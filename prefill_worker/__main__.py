@@ -47,6 +47,7 @@ async def _serve(
         lease.update(
             address=address,
             exact=parts.model.exact,
+            arithmetic=parts.model.arithmetic,
             layout_fingerprint=parts.fingerprint,
             max_sequence_tokens=min(
                 parts.model_config.context_length_tokens, parts.pool.num_pages * settings.page_size
@@ -54,7 +55,7 @@ async def _serve(
             **worker.load().record_fields(),
         )
     logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
-    await serve_until_drained(worker, server, lease, stop)
+    await serve_until_drained(worker, server, lease, stop, drain_timeout_s=settings.drain_timeout)
 
 
 def _lease(settings: PrefillWorkerConfig, incarnation: str, stop: asyncio.Event) -> WorkerLease | None:
@@ -73,14 +74,18 @@ def _worker(
     parts: EngineParts,
     metrics: WorkerMetrics,
 ) -> PrefillWorker:
-    identity = LinkIdentity(settings.id, incarnation, parts.fingerprint, parts.model.exact)
-
+    identity = LinkIdentity(
+        settings.id, incarnation, parts.fingerprint, parts.model.exact, arithmetic=parts.model.arithmetic
+    )
     return PrefillWorker(
         parts=parts,
-        links=SendLinks(identity=identity, pool=parts.pool, transports=(settings.transport,)),
+        links=SendLinks(
+            identity=identity, pool=parts.pool, generations=parts.allocator, transports=(settings.transport,)
+        ),
         incarnation=incarnation,
         limits=Limits(chunk_tokens=settings.chunk_tokens, max_waiting=settings.max_waiting),
         metrics=metrics,
+        step_timeout_s=settings.step_timeout,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prefill_worker.scheduler import Chunk, ChunkScheduler
-from services.engine.pages import PageAllocator, PageCounts, PageLease, num_pages_for
+from services.engine.pages import CachedPages, PageAllocator, PageCounts, PageLease, num_pages_for
 from services.engine.sequence import FinishReason, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
 from services.runtime.clock import Clock
@@ -52,14 +52,11 @@ class StepReport:
     pages: PageCounts
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    sequence: Sequence
-    lease: PageLease
-
-
 class PrefillLoop:
-    """The prompts that are being computed. `on_report` is called on the engine thread and must not block."""
+    """The prompts that are being computed, and the pages of those that were, as long as nobody needs the room.
+
+    `on_report` is called on the engine thread and must not block.
+    """
 
     def __init__(
         self,
@@ -77,7 +74,9 @@ class PrefillLoop:
         self._clock = clock
         self._on_report = on_report
         self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens)
-        self._prompts: dict[Hashable, _Prompt] = {}
+        self._leases: dict[Hashable, PageLease] = {}
+        self._sequences: dict[Hashable, Sequence] = {}
+        self._kept: dict[Hashable, CachedPages] = {}
         self._reported_pages: PageCounts | None = None
         self._is_checked = False
 
@@ -87,15 +86,43 @@ class PrefillLoop:
         lease = PageLease(self._allocator)
         lease.grow(num_pages_for(sequence.num_prompt_tokens, self._page_size), state="used")
         sequence.page_table = lease.page_ids
-        self._prompts[sequence.sequence_id] = _Prompt(sequence, lease)
+        self._leases[sequence.sequence_id] = lease
+        self._sequences[sequence.sequence_id] = sequence
         self._scheduler.add(sequence.sequence_id, num_tokens=sequence.num_prompt_tokens)
 
-    def release(self, key: Hashable) -> None:
-        """Forgets a prompt and frees its pages, computed or not. Unknown keys are ignored."""
-        prompt = self._prompts.pop(key, None)
-        if prompt is not None:
-            self._scheduler.remove(key)
-            prompt.lease.close()
+    def release(self, key: Hashable, *, is_kept: bool = False) -> None:
+        """Forgets a prompt and frees its pages, computed or not. Unknown keys are ignored.
+
+        The pages of one that `is_kept` are all computed: they stay as they are until `take_kept`, `drop_kept`, or
+        another prompt that needs them.
+        """
+        self._sequences.pop(key, None)
+        self._scheduler.remove(key)
+        lease = self._leases.pop(key, None)
+        if lease is None:
+            return
+        if is_kept:
+            self._kept[key] = lease.cache()
+        else:
+            lease.close()
+
+    def take_kept(self, kept_key: Hashable, key: Hashable) -> tuple[int, ...] | None:
+        """Gives the pages that are kept under `kept_key` to `key`, which releases them. None: not all are there."""
+        cached = self._kept.get(kept_key)
+        lease = None if cached is None else PageLease.from_cached(self._allocator, cached)
+        if lease is None:
+            self.drop_kept(kept_key)
+            return None
+        del self._kept[kept_key]
+        self._is_checked = False
+        self._leases[key] = lease
+        return tuple(lease.page_ids)
+
+    def drop_kept(self, key: Hashable) -> None:
+        """Frees what is left of the pages that are kept under a key. Unknown keys are ignored."""
+        cached = self._kept.pop(key, None)
+        if cached is not None:
+            self._allocator.drop_cached(cached)
 
     def step(self) -> bool:
         """Schedule, run, apply, report. Returns whether there is more to compute."""
@@ -110,10 +137,10 @@ class PrefillLoop:
         return len(self._scheduler) > 0
 
     def _item(self, chunk: Chunk) -> StepItem:
-        return StepItem(self._prompts[chunk.key].sequence, chunk.num_tokens)
+        return StepItem(self._sequences[chunk.key], chunk.num_tokens)
 
     def _apply(self, chunk: Chunk, outcome: SampledToken | NonFiniteLogits | None) -> ComputedChunk:
-        sequence = self._prompts[chunk.key].sequence
+        sequence = self._sequences[chunk.key]
         assert sequence.num_computed_tokens == chunk.start, "the schedule and the sequence agree"
         sequence.num_computed_tokens += chunk.num_tokens
         end = sequence.num_computed_tokens
@@ -136,7 +163,7 @@ class PrefillLoop:
 
     def _rest(self) -> None:
         """Nothing to compute: the pages may have changed, and there is time to check the books."""
-        if not self._prompts and not self._is_checked:
+        if not self._leases and not self._is_checked:
             self._allocator.check_integrity()
             self._is_checked = True
         if self._allocator.counts() != self._reported_pages:

@@ -79,6 +79,20 @@ class PromptQueue:
         self._waiting[key] = size
         self._waiting_tokens += size.num_tokens
 
+    def enter_computed(self, key: Hashable, size: PromptSize) -> bool:
+        """Gives a prompt whose pages are computed its turn at once: nobody waits longer for a step because of it.
+
+        False: its pages are not there. It may enter as others do then.
+        """
+        assert key not in self._waiting, "a prompt enters once"
+        assert key not in self._inside, "a prompt enters once"
+        if size.num_pages > self._free_pages:
+            return False
+        self._inside[key] = size
+        self._uncomputed[key] = 0
+        self._free_pages -= size.num_pages
+        return True
+
     def next_turns(self) -> list[Hashable]:
         """Gives every turn that can be given now; nobody overtakes the head of the queue."""
         turns = []

@@ -9,6 +9,9 @@ Lifetimes are scopes. What an attempt holds, in the order in which it takes it, 
     a transfer, and pages at the decode worker  committed by `seal`, or else aborted by `_ended` in a task of its own,
                                                 which nobody cancels
 
+Once a prompt is computed, its pages outlive the attempt for a while (`_Kept`), however that ended: should the decode
+worker die, the next attempt hands them over again and computes nothing. They are nobody's then and give way at once.
+
 So cancelling is cancelling the task, in any phase: queued, reserving, computing, streaming, sealing. Whoever cancels (a
 command, a newer attempt, a session that ended) owes the answer; nothing is emitted for it. Everything else that ends an
 attempt is answered by `_serve`. The fence is the table: what the engine reports of an attempt that is not in it is
@@ -34,19 +37,27 @@ from services.engine.engine import EngineParts, check_fits, check_token_ids
 from services.engine.pages import num_pages_for
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken
-from services.engine.thread import EngineThread
+from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
 from services.runtime.attempts import (
     AttemptKey,
     AttemptSpec,
     AttemptTable,
     finished_message,
+    handed_off_message,
     read_key,
     read_spec,
     tokens_message,
 )
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.errors import InternalError, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
+from services.runtime.errors import (
+    InternalError,
+    InvariantViolated,
+    RequestCancelled,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
 from services.runtime.logs import request_fields
 from services.runtime.session import Payload, Session, SessionServer, failed
 from services.runtime.worker_host import infallible, on_this_loop, record_chunk, within
@@ -55,6 +66,10 @@ from services.runtime.worker_metrics import Load, WorkerMetrics
 ENGINE_STOP_TIMEOUT_S = 10.0
 # Uncomputed tokens of prompts that have their turn, in steps: one runs, the next is ready when it ends.
 STEPS_AHEAD = 2
+# How long computed pages are kept after their attempt: a gateway notices a death and tries again well within it.
+KEPT_S = 10.0
+# How long the next attempt waits for the former one to let go of the pages before it rather computes them again.
+KEPT_WAIT_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +83,30 @@ class Limits:
 
 
 @dataclass(eq=False, slots=True)
+class _Kept:
+    """A prompt whose pages are all computed, and what another attempt must have in common with the one that did it."""
+
+    key: AttemptKey
+    """The attempt under which the engine thread knows the pages."""
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    first_token_id: int
+    outcome: SampledToken | None
+    """The first token as it was sampled. None: the attempt had been told which it is."""
+    is_let_go: asyncio.Event = field(default_factory=asyncio.Event)
+    """The attempt has ended and nothing reads the pages."""
+    expiry: asyncio.TimerHandle | None = None
+
+    def fits(self, spec: AttemptSpec[Sampling]) -> bool:
+        """Whether computing the prompt of `spec` would give these pages and this token."""
+        if spec.prompt_token_ids != self.prompt_token_ids or spec.sampling != self.sampling:
+            return False
+        if spec.emitted_token_ids:
+            return spec.emitted_token_ids[0] == self.first_token_id
+        return self.outcome is not None
+
+
+@dataclass(eq=False, slots=True)
 class _Attempt:
     spec: AttemptSpec[Sampling]
     session: Session
@@ -77,6 +116,11 @@ class _Attempt:
     task: "asyncio.Task[None]" = field(init=False)
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     has_begun: bool = False
+    """The engine may hold pages for it."""
+    former: _Kept | None = None
+    """What an earlier attempt has computed of the same."""
+    kept: _Kept | None = None
+    """What this one has computed or taken over."""
     transfer: SendTransfer | None = None
     chunks: "asyncio.Queue[tuple[StepReport, ComputedChunk]]" = field(default_factory=asyncio.Queue)
     sending_since_unix_ns: int | None = None
@@ -104,6 +148,7 @@ class PrefillWorker:
         incarnation: str,
         limits: Limits,
         metrics: WorkerMetrics,
+        step_timeout_s: float = 0.0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._parts = parts
@@ -112,6 +157,8 @@ class PrefillWorker:
         self._clock = clock
         self._page_size = parts.pool.layout.page_size
         self._attempts: AttemptTable[_Attempt] = AttemptTable()
+        self._kept: dict[str, _Kept] = {}
+        """By request, of those whose newest computed attempt may be handed over again."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._pages = parts.allocator.counts()
         self._is_draining = False
@@ -121,7 +168,8 @@ class PrefillWorker:
             ahead_tokens=STEPS_AHEAD * limits.chunk_tokens,
         )
         self.drain_requested = asyncio.Event()
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._event_loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._event_loop.create_future()
         self.sessions = SessionServer(
             incarnation=incarnation,
             handlers={"prefill": self._on_prefill, "cancel": self._on_cancel, "drain": self._on_drain},
@@ -137,6 +185,7 @@ class PrefillWorker:
             on_report=on_this_loop(self._on_report),
         )
         self._engine = EngineThread(self._loop.step, on_fatal=on_this_loop(self._on_engine_failed))
+        self._step_watch = StepWatch(self._engine, timeout_s=step_timeout_s)
         self._engine.start()
 
     def load(self) -> Load:
@@ -159,12 +208,19 @@ class PrefillWorker:
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
+    def check_engine(self, elapsed_s: float) -> None:
+        """Fails the worker if a step does not end; called again and again, `elapsed_s` after the last time."""
+        if self._step_watch.is_stuck(elapsed_s):
+            self._engine.abandon("the engine is stuck")
+            self._on_engine_failed(InvariantViolated("a step of the engine did not end in time"))
+
     async def close(self) -> None:
-        """Cancels what is left, waits until nothing is held, and stops the engine."""
+        """Fails what is left, waits until nothing is held, and stops the engine."""
         self._is_draining = True
-        for attempt in self._attempts:
-            attempt.task.cancel()
+        self._fail_all(WorkerUnavailable("the prefill worker is leaving"))
         await self.wait_idle()
+        for kept in list(self._kept.values()):
+            self._forget(kept)
         await self._links.close()
         self.sessions.close()
         await asyncio.to_thread(self._engine.stop, timeout_s=ENGINE_STOP_TIMEOUT_S)
@@ -180,9 +236,10 @@ class PrefillWorker:
         superseded = self._attempts.begin(spec.key, attempt)
         if superseded is not None:
             superseded.task.cancel()
+        attempt.former = self._former_of(spec)
         try:
-            size = PromptSize(attempt.num_tokens, num_pages_for(attempt.num_tokens, self._page_size))
-            self._queue.enter(spec.key, size)
+            if attempt.former is None:
+                self._queue.enter(spec.key, self._size(attempt))
         except TandemError:
             self._attempts.end(spec.key)
             self._metrics.count_attempt("refused")
@@ -191,6 +248,16 @@ class PrefillWorker:
         self._tasks.add(attempt.task)
         attempt.task.add_done_callback(lambda task: self._ended(attempt, task))
         self._give_turns()
+
+    def _former_of(self, spec: AttemptSpec[Sampling]) -> _Kept | None:
+        former = self._kept.get(spec.key.request_id)
+        if former is not None and not former.fits(spec):
+            self._forget(former)
+            return None
+        return former
+
+    def _size(self, attempt: _Attempt) -> PromptSize:
+        return PromptSize(attempt.num_tokens, num_pages_for(attempt.num_tokens, self._page_size))
 
     def _check(self, spec: AttemptSpec[Sampling]) -> None:
         config = self._parts.model_config
@@ -226,7 +293,9 @@ class PrefillWorker:
             self._fail(attempt, error)
 
     async def _prefill(self, attempt: _Attempt) -> None:
-        await attempt.has_turn.wait()
+        page_ids = None if attempt.former is None else await self._take_over(attempt, attempt.former)
+        if page_ids is None:
+            await attempt.has_turn.wait()
         attempt.transfer = await self._links.reserve(
             attempt.decode_address,
             attempt.decode_incarnation,
@@ -234,12 +303,71 @@ class PrefillWorker:
             num_tokens=attempt.num_tokens,
             deadline=attempt.spec.deadline,
         )
-        last = await self._compute(attempt, attempt.transfer)
-        if last.finish_reason is not None:
-            self._emit(attempt, finished_message(last.finish_reason))
-            attempt.end("finished", RequestCancelled("the first token ended the answer"))
+        if page_ids is not None:
+            self._send_again(attempt, attempt.transfer, page_ids)
         else:
-            await self._seal(attempt, attempt.transfer, last)
+            last = await self._compute(attempt, attempt.transfer)
+            if last.finish_reason is not None:
+                self._emit(attempt, finished_message(last.finish_reason))
+                attempt.end("finished", RequestCancelled("the first token ended the answer"))
+                return
+            self._keep(attempt, last.outcome if isinstance(last.outcome, SampledToken) else None)
+        await self._seal(attempt, attempt.transfer)
+
+    # --- pages that an earlier attempt of the same request has computed ---
+
+    async def _take_over(self, attempt: _Attempt, former: _Kept) -> tuple[int, ...] | None:
+        """The pages, held by this attempt now. None: they are gone, and the attempt stands in the queue instead."""
+        page_ids = None
+        if await self._is_let_go(former) and self._queue.enter_computed(attempt.spec.key, self._size(attempt)):
+            attempt.has_begun = True
+            taking = self._engine.submit(lambda: self._loop.take_kept(former.key, attempt.spec.key))
+            page_ids = await asyncio.wrap_future(taking)
+        if page_ids is not None:
+            self._keep(attempt, former.outcome)
+            return page_ids
+        self._forget(former)
+        self._queue.leave(attempt.spec.key)
+        self._queue.enter(attempt.spec.key, self._size(attempt))
+        self._give_turns()
+        return None
+
+    async def _is_let_go(self, former: _Kept) -> bool:
+        try:
+            async with asyncio.timeout(KEPT_WAIT_S):
+                await former.is_let_go.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _send_again(self, attempt: _Attempt, transfer: SendTransfer, page_ids: tuple[int, ...]) -> None:
+        assert attempt.kept is not None, "who has the pages has the rest"
+        queue_s = self._clock.monotonic() - attempt.arrived_s
+        self._emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s, num_cached_tokens=attempt.num_tokens))
+        self._metrics.cached_tokens.inc(attempt.num_tokens)
+        if not attempt.spec.emitted_token_ids and attempt.kept.outcome is not None:
+            self._emit(attempt, tokens_message(0, attempt.kept.outcome))
+        transfer.send(0, page_ids)
+
+    def _keep(self, attempt: _Attempt, outcome: SampledToken | None) -> None:
+        """From here on the attempt's pages outlive it."""
+        spec = attempt.spec
+        first_token_id = spec.emitted_token_ids[0] if outcome is None else outcome.token_id
+        former = self._kept.get(spec.key.request_id)
+        if former is not None:
+            self._forget(former)
+        attempt.kept = _Kept(spec.key, spec.prompt_token_ids, spec.sampling, first_token_id, outcome)
+        self._kept[spec.key.request_id] = attempt.kept
+
+    def _forget(self, kept: _Kept) -> None:
+        request_id = kept.key.request_id
+        if self._kept.get(request_id) is kept:
+            del self._kept[request_id]
+        if kept.expiry is not None:
+            kept.expiry.cancel()
+        self._engine.submit(infallible(lambda: self._loop.drop_kept(kept.key)))
+
+    # --- a prompt that is computed ---
 
     async def _compute(self, attempt: _Attempt, transfer: SendTransfer) -> ComputedChunk:
         """Has the prompt computed and its pages sent, chunk by chunk, emits the first token, returns the last chunk."""
@@ -270,14 +398,13 @@ class PrefillWorker:
         self._engine.submit(infallible(lambda: self._loop.begin(sequence)))
         self._emit(attempt, worker_pb2.PrefillStarted(queue_s=self._clock.monotonic() - attempt.arrived_s))
 
-    async def _seal(self, attempt: _Attempt, transfer: SendTransfer, last: ComputedChunk) -> None:
-        emitted = attempt.spec.emitted_token_ids
-        first_token_id = last.outcome.token_id if isinstance(last.outcome, SampledToken) else emitted[0]
+    async def _seal(self, attempt: _Attempt, transfer: SendTransfer) -> None:
+        assert attempt.kept is not None, "what is sealed is computed"
         start_unix_ns = attempt.sending_since_unix_ns or self._clock.unix_ns()
         with self._span(attempt, "kv_transfer", {}, start_unix_ns=start_unix_ns) as span:
             stats = await transfer.seal(
                 num_tokens=attempt.num_tokens,
-                first_token_id=first_token_id,
+                first_token_id=attempt.kept.first_token_id,
                 sampling_position=attempt.num_tokens + 1,
             )
             span.set_attributes(
@@ -290,13 +417,7 @@ class PrefillWorker:
             )
         attempt.end("handed_off", None)
         self._metrics.transferred_bytes.inc(stats.num_bytes)
-        message = worker_pb2.HandedOff(
-            num_pages=stats.num_pages,
-            num_bytes=stats.num_bytes,
-            exposed_s=stats.exposed_s,
-            transport=stats.transport,
-        )
-        self._emit(attempt, message)
+        self._emit(attempt, handed_off_message(stats))
 
     def _fail(self, attempt: _Attempt, error: BaseException) -> None:
         self._emit(attempt, failed(error))
@@ -321,9 +442,15 @@ class PrefillWorker:
         self._free(attempt)
 
     def _free(self, attempt: _Attempt) -> None:
+        kept = attempt.kept
+        is_kept = kept is not None and self._kept.get(attempt.spec.key.request_id) is kept
         if attempt.has_begun:
-            self._engine.submit(infallible(lambda: self._loop.release(attempt.spec.key)))
+            self._engine.submit(infallible(lambda: self._loop.release(attempt.spec.key, is_kept=is_kept)))
+        if is_kept and kept is not None:
+            kept.is_let_go.set()
+            kept.expiry = self._event_loop.call_later(KEPT_S, self._forget, kept)
         self._queue.leave(attempt.spec.key)
+        self.sessions.load_changed()
         self._give_turns()
 
     def _give_turns(self) -> None:
@@ -378,10 +505,13 @@ class PrefillWorker:
             return
         logger.critical("the engine failed", exc_info=error)
         self._is_draining = True
-        for attempt in self._attempts:
-            self._fail(attempt, InternalError("the prefill worker failed"))
-            attempt.task.cancel()
+        self._fail_all(InternalError("the prefill worker failed"))
         self.failed.set_exception(error)
+
+    def _fail_all(self, error: TandemError) -> None:
+        for attempt in self._attempts:
+            self._fail(attempt, error)
+            attempt.task.cancel()
 
 
 class Servicer(worker_pb2_grpc.PrefillWorkerServicer):

@@ -411,7 +411,9 @@ class Seal(_message.Message):
     num_tokens: _builtins.int
     """Prompt tokens that the pages hold, cached ones included."""
     digest: _builtins.bytes
-    """xxh3-128 over the chunks' digests in order, each of them over its frames' digests in order; 16 bytes."""
+    """xxh3-128 over everything else in this message and each chunk's first page, number of pages and digest, in order; a
+    chunk's is the xxh3-128 over its frames' digests in order. 16 bytes.
+    """
     first_token_id: _builtins.int
     """The token that follows those of the pages: sampled already, not yet computed."""
     sampling_position: _builtins.int

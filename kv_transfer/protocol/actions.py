@@ -31,7 +31,7 @@ class FailLink:
 class PostChunk:
     """Sender: put these pages on the channel, in frames from `first_seq` on.
 
-    Answer: `chunk_posted` or `chunk_skipped`.
+    Answer: `chunk_posted`, `chunk_skipped` or `chunk_stale`.
     """
 
     id: TransferId
@@ -129,6 +129,17 @@ class ReleasePages:
 
 
 @dataclass(frozen=True, slots=True)
+class AbandonPages:
+    """Receiver: the sender gave up before it knew of the commit: end what was begun with the pages. No answer.
+
+    May be given more than once.
+    """
+
+    id: TransferId
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
 class Supersede:
     """Receiver: a newer attempt arrived; abort this older one, on whatever Link it is."""
 
@@ -157,6 +168,7 @@ Action: TypeAlias = (
     | Revoke
     | CommitPages
     | ReleasePages
+    | AbandonPages
     | Supersede
     | ReportEnded
 )

@@ -21,6 +21,7 @@ class Reason(StrEnum):
     LOST_FRAME = "lost_frame"
     WRONG_SIZE = "wrong_size"
     CHECKSUM_MISMATCH = "checksum_mismatch"
+    STALE_GENERATION = "stale_generation"
     DUPLICATE_CHUNK = "duplicate_chunk"
     CONFLICTING_CHUNK = "conflicting_chunk"
     OUTSIDE_RESERVATION = "outside_reservation"
@@ -28,6 +29,7 @@ class Reason(StrEnum):
     PROTOCOL_VIOLATION = "protocol_violation"
     CHANNEL_BROKEN = "channel_broken"
     PEER_SILENT = "peer_silent"
+    WORKER_SILENT = "worker_silent"
     LINK_LOST = "link_lost"
     DEADLINE = "deadline"
 

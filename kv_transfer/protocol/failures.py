@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 
+from kv_transfer.protocol.messages import Abort, TransferId
 from services.runtime import errors
+
+_MAX_RETRY_AFTER_S = 24 * 3600.0
 
 _CLASSES: dict[str, type[errors.TandemError]] = {
     cls.__name__: cls
@@ -37,6 +41,15 @@ def again(error: errors.TandemError) -> errors.TandemError:
     return copy.copy(error)
 
 
-def error_from(code: str, message: str) -> errors.TandemError:
+def abort_of(transfer_id: TransferId | None, error: errors.TandemError) -> Abort:
+    """Return the message that tells a peer of an error: its class, its text, and when asking again may help."""
+    retry_after_s = min(max(0.0, error.retry_after_s or 0.0), _MAX_RETRY_AFTER_S)
+    return Abort(transfer_id, code_of(error), error.message, math.ceil(retry_after_s * 1000))
+
+
+def error_from(abort: Abort) -> errors.TandemError:
     """Return the error that a peer named; an unknown name is a TransferFailed."""
-    return _CLASSES.get(code, errors.TransferFailed)(message)
+    error = _CLASSES.get(abort.code, errors.TransferFailed)(abort.message)
+    if abort.retry_after_ms:
+        error.retry_after_s = abort.retry_after_ms / 1000
+    return error

@@ -5,18 +5,20 @@ Knows nothing of protobuf, sockets or tensors; `kv_transfer.link` translates. do
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import xxhash
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 DIGEST_BYTES = 16
 TOKEN_BYTES = 32
 # A page larger than this is a broken or hostile layout, refused before any memory is taken.
 MAX_PAGE_BYTES = 256 * 2**20
 MAX_REQUEST_ID_CHARS = 256
+MAX_ARITHMETIC_CHARS = 256
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -33,7 +35,10 @@ class TransferId:
 
 @dataclass(frozen=True, slots=True)
 class WireLayout:
-    """Shape of one side's pages, in words that travel. `dtype` is a key of DTYPE_BYTES."""
+    """Shape of one side's pages, in words that travel. `dtype` is a key of DTYPE_BYTES.
+
+    `arithmetic` names how one side computes: two that are `exact` and have the same one compute the same bits.
+    """
 
     fingerprint: str
     page_size: int
@@ -42,6 +47,7 @@ class WireLayout:
     num_layers: int
     head_dim: int
     exact: bool
+    arithmetic: str = ""
 
     @property
     def page_bytes(self) -> int:
@@ -83,7 +89,10 @@ class HelloAck:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Asks for the pages of `num_tokens` tokens. `deadline_ms` is the time the request has left."""
+    """Asks for the pages of `num_tokens` tokens. `deadline_ms` is the time the request has left.
+
+    A prefill worker hands over a prompt, a decode worker a prompt and all tokens that it emitted but the last.
+    """
 
     id: TransferId
     num_tokens: int
@@ -136,11 +145,15 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The transfer is over without a commit. `code` names an error class. Without an id it refuses the whole Link."""
+    """The transfer is over without a commit. `code` names an error class. Without an id it refuses the whole Link.
+
+    `retry_after_ms` is the time after which it may be worth asking again; 0 is unknown.
+    """
 
     id: TransferId | None
     code: str
     message: str
+    retry_after_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +179,22 @@ def pages_per_frame(page_bytes: int, slot_bytes: int) -> int:
 
 
 def chain_digest(digests: Iterable[bytes]) -> bytes:
-    """Return the digest over digests in order: frames make a chunk's, chunks make the seal's."""
+    """Return the digest over the digests of a chunk's frames, in order."""
     state = xxhash.xxh3_128()
     for digest in digests:
+        state.update(digest)
+    return state.digest()
+
+
+def seal_digest(seal: Seal, chunks: Iterable[tuple[int, int, bytes]]) -> bytes:
+    """Return the digest over all that a seal says but its own digest, and (first page, pages, digest) of each chunk.
+
+    Where the pages lie and which token goes on from them matter as much as what is in them.
+    """
+    state = xxhash.xxh3_128(seal.id.request_id.encode())
+    counts = (seal.num_chunks, seal.num_pages, seal.num_bytes, seal.num_tokens)
+    state.update(struct.pack("<7Q", seal.id.attempt, *counts, seal.first_token_id, seal.sampling_position))
+    for first_page, num_pages, digest in chunks:
+        state.update(struct.pack("<2Q", first_page, num_pages))
         state.update(digest)
     return state.digest()

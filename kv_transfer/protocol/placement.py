@@ -94,6 +94,7 @@ class PlacementTable:
         self._tickets: list[_Ticket] = []
         self._last_seq = -1
         self._is_closed = False
+        self._end_seq = 0
         self.num_frames_seen = 0
 
     def __len__(self) -> int:
@@ -102,6 +103,7 @@ class PlacementTable:
     def add(self, place: Place) -> list[PlacementEvent]:
         """A header claimed frames. If they went by already, the chunk is lost."""
         ticket = _Ticket(place.first_seq, place, place.is_wanted)
+        self._end_seq = max(self._end_seq, ticket.end_seq)
         if self._is_closed:
             return [ChunkRevoked(place.id, place.chunk_index)] if place.is_wanted else []
         if place.first_seq <= self._last_seq:
@@ -149,8 +151,16 @@ class PlacementTable:
         self._drop_if_last(ticket, seq)
         return verdict, events
 
-    def finish(self, seq: int, digest: bytes | None) -> list[PlacementEvent]:
-        """The copy of a frame ended. `digest` is None if the checksum was wrong and nothing was copied."""
+    def can_be_claimed(self, seq: int, num_bytes: int) -> bool:
+        """Whether the header of a frame that has to wait can still come.
+
+        Neither numbers nor headers leave a gap, so it claims what follows the last claim; only an empty frame has the
+        number of its chunk's end.
+        """
+        return num_bytes == 0 or seq <= self._end_seq
+
+    def finish(self, seq: int, digest: bytes | None, fault: Reason = Reason.CHECKSUM_MISMATCH) -> list[PlacementEvent]:
+        """The copy of a frame ended. `digest` is None if nothing was copied, because of `fault`."""
         ticket = self._tickets[0]
         place = ticket.place
         ticket.is_busy = False
@@ -158,7 +168,7 @@ class PlacementTable:
         if not ticket.is_wanted:
             return [ChunkRevoked(place.id, place.chunk_index)]
         if digest is None:
-            return self._lose(ticket, Reason.CHECKSUM_MISMATCH)
+            return self._lose(ticket, fault)
         ticket.digests.append(digest)
         return [ChunkPlaced(place.id, place.chunk_index, chain_digest(ticket.digests))] if is_last else []
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from math import lcm
+from math import inf, lcm
 
 from kv_transfer.protocol.actions import (
+    AbandonPages,
     Action,
     CommitPages,
     FailLink,
@@ -22,7 +23,7 @@ from kv_transfer.protocol.actions import (
     Supersede,
 )
 from kv_transfer.protocol.counters import Counters, Reason
-from kv_transfer.protocol.failures import code_of, error_from
+from kv_transfer.protocol.failures import abort_of, error_from
 from kv_transfer.protocol.fence import Fence
 from kv_transfer.protocol.messages import (
     Abort,
@@ -37,8 +38,8 @@ from kv_transfer.protocol.messages import (
     Seal,
     TransferId,
     WireLayout,
-    chain_digest,
     pages_per_frame,
+    seal_digest,
 )
 from kv_transfer.protocol.placement import ChunkLost, ChunkPlaced, ChunkRevoked, PlacementEvent
 from kv_transfer.protocol.timing import Liveness, Timeouts
@@ -82,10 +83,11 @@ class LinkTerms:
 class ReceiverTransfer:
     """One transfer. The reserved pages may be written to as long as a chunk is `outstanding` at the channel.
 
-    They are released once, when no chunk is, and never after `CommitPages` succeeded.
+    They are released once, when no chunk is, and never after `CommitPages` succeeded. The worker owes an answer to
+    each question within `worker_s`; one that comes later is taken all the same, so that no page is lost.
     """
 
-    def __init__(self, reserve: Reserve, terms: LinkTerms, counters: Counters, now: float) -> None:
+    def __init__(self, reserve: Reserve, terms: LinkTerms, counters: Counters, now: float, *, worker_s: float) -> None:
         self.id = reserve.id
         self.num_tokens = reserve.num_tokens
         self.state = ReceiverState.RESERVING
@@ -102,18 +104,23 @@ class ReceiverTransfer:
         self._num_outstanding = 0
         self._seal: Seal | None = None
         self._owes_ack = False
+        self._worker_s = worker_s
+        self._question: str | None = None
+        self._asked_at: float | None = None
+        self._given_up: TandemError | None = None
 
     def start(self) -> list[Action]:
         """Ask the worker for pages."""
-        return [ReservePages(self.id, self.num_tokens)]
+        return [self._ask("reserve", ReservePages(self.id, self.num_tokens))]
 
     def on_reserved(self, num_pages: int, num_cached_tokens: int) -> list[Action]:
         """The worker set pages aside; if the transfer failed meanwhile, they go straight back."""
+        self._question = None
         self._holds_pages = True
         if self.state is ReceiverState.FAILED:
             return self._release_when_idle()
         if num_pages * self._terms.receiver.page_size < self.num_tokens or num_cached_tokens > self.num_tokens:
-            return self.fail(TransferFailed("the reservation does not hold the prompt"))
+            return self.fail(TransferFailed("the reservation does not hold the tokens"))
         self.state = ReceiverState.STREAMING
         # Only now that the worker accepted the size is memory taken in proportion to it.
         self._covered = bytearray(self._terms.sender.num_pages_for(self.num_tokens))
@@ -123,11 +130,12 @@ class ReceiverTransfer:
 
     def on_reserve_failed(self, error: TandemError) -> list[Action]:
         """The worker has no pages for it."""
+        self._question = None
         if self.state is ReceiverState.FAILED:
             return self._end()
         self.state = ReceiverState.FAILED
         self.error = error
-        return [Send(Abort(self.id, code_of(error), error.message)), *self._end()]
+        return [Send(abort_of(self.id, error)), *self._end()]
 
     def on_reserve(self, message: Reserve) -> list[Action]:
         """The same attempt asks again: the answer is the same, nothing is set aside twice."""
@@ -181,50 +189,87 @@ class ReceiverTransfer:
         return self._commit_when_complete()
 
     def on_committed(self) -> list[Action]:
-        """The worker took the pages over; from here on they are its own."""
+        """The worker took the pages over; from here on they are its own.
+
+        A sender that gave up meanwhile has told of a failure, or was told of one; so it stays one.
+        """
+        self._question = None
         self.state = ReceiverState.COMMITTED
         self._holds_pages = False
-        ack: list[Action] = [Send(AbortAck(self.id))] if self._owes_ack else [Send(Committed(self.id))]
-        return ack + self._end()
+        outcome = Send(Committed(self.id)) if self._given_up is None else AbandonPages(self.id, self._given_up)
+        return [outcome, *self._end()]
 
     def on_commit_failed(self, error: TandemError) -> list[Action]:
         """The worker would not take the pages."""
+        self._question = None
         self.state = ReceiverState.STREAMING
-        return self.fail(error)
+        return self.fail(self._given_up or error, tell_peer=self._given_up is None)
 
     def on_abort(self, message: Abort) -> list[Action]:
         """The sender gave up. It is told when nothing is held for it any more."""
         self._owes_ack = True
-        return self.fail(error_from(message.code, message.message), tell_peer=False)
+        error = error_from(message)
+        if self.state is ReceiverState.COMMITTING:
+            self._given_up = self._given_up or error
+            return []
+        return self.fail(error, tell_peer=False)
 
     def on_released(self) -> list[Action]:
         """The pages are back."""
+        self._question = None
         return self._end()
 
     def fail(self, error: TandemError, *, tell_peer: bool = True) -> list[Action]:
         """Give up, from whatever side the reason came. Idempotent.
 
-        While the worker takes the pages over it is too late: the outcome of that stands.
+        While the worker takes the pages over it is too late: what it answers stands.
         """
         if self.state in _ENDED or self.state is ReceiverState.COMMITTING:
             return []
         self.state = ReceiverState.FAILED
         self.error = error
-        actions: list[Action] = [Send(Abort(self.id, code_of(error), error.message))] if tell_peer else []
+        actions: list[Action] = [Send(abort_of(self.id, error))] if tell_peer else []
         actions.append(Revoke(self.id))
         return actions + self._release_when_idle()
 
     def tick(self, now: float) -> list[Action]:
         """Look at the clock."""
+        actions = self._judge_worker(now)
         if self.state in _ENDED or self.state is ReceiverState.COMMITTING or now < self._deadline:
-            return []
+            return actions
         self._counters.count(Reason.DEADLINE)
-        return self.fail(DeadlineExceeded("the request's deadline passed during the handoff"))
+        return actions + self.fail(DeadlineExceeded("the request's deadline passed during the handoff"))
 
     @property
     def awaits_payload(self) -> bool:
         """Whether the channel owes something to it."""
         return self._num_outstanding > 0
+
+    def _ask(self, question: str, action: Action) -> Action:
+        """The worker owes an answer from now on; the next tick says when that was."""
+        self._question, self._asked_at = question, None
+        return action
+
+    def _judge_worker(self, now: float) -> list[Action]:
+        """Give up, once, if the worker owes an answer for too long.
+
+        Where it takes the pages over, the sender is told, and a commit that still succeeds is abandoned. Pages that it
+        does not give back stay a transfer's that is not over: nobody waits for it, and nobody says that they are free.
+        """
+        if self._question is None:
+            return []
+        self._asked_at = now if self._asked_at is None else self._asked_at
+        if now - self._asked_at < self._worker_s:
+            return []
+        self._asked_at = inf
+        self._counters.count(Reason.WORKER_SILENT)
+        error = TransferFailed(f"the receiving worker did not {self._question} in time")
+        if self.state is not ReceiverState.COMMITTING:
+            return self.fail(error)
+        if self._given_up is not None:
+            return []
+        self._given_up = error
+        return [Send(abort_of(self.id, error))]
 
     def _granted(self) -> Action:
         return Send(Granted(self.id, self._num_cached_tokens))
@@ -257,7 +302,7 @@ class ReceiverTransfer:
             self._counters.count(Reason.SEAL_MISMATCH)
             return self.fail(TransferFailed("what arrived is not what was sealed"))
         self.state = ReceiverState.COMMITTING
-        return [CommitPages(self.id, seal.first_token_id, seal.sampling_position)]
+        return [self._ask("commit", CommitPages(self.id, seal.first_token_id, seal.sampling_position))]
 
     def _matches(self, seal: Seal) -> bool:
         in_order = range(seal.num_chunks)
@@ -267,20 +312,25 @@ class ReceiverTransfer:
             and seal.num_pages == sum(header.num_pages for header in self._headers.values())
             and seal.num_bytes == sum(header.num_bytes for header in self._headers.values())
             and all(self._covered)
-            and seal.digest == chain_digest(self._digests[index] for index in in_order)
+            and seal.digest == seal_digest(seal, map(self._sealed_chunk, in_order))
         )
+
+    def _sealed_chunk(self, chunk_index: int) -> tuple[int, int, bytes]:
+        header = self._headers[chunk_index]
+        return header.first_page, header.num_pages, self._digests[chunk_index]
 
     def _release_when_idle(self) -> list[Action]:
         if self.state is not ReceiverState.FAILED or not self._holds_pages or self._num_outstanding:
             return []
         self._holds_pages = False
-        return [ReleasePages(self.id, self.error or TransferFailed("the transfer failed"))]
+        error = self.error or TransferFailed("the transfer failed")
+        return [self._ask("release", ReleasePages(self.id, error))]
 
     def _end(self) -> list[Action]:
         self.is_over = True
         is_committed = self.state is ReceiverState.COMMITTED
         actions: list[Action] = [ReportEnded(self.id, None if is_committed else self.error)]
-        if self._owes_ack and not is_committed:
+        if self._owes_ack:
             actions.append(Send(AbortAck(self.id)))
         return actions
 
@@ -402,7 +452,7 @@ class ReceiverLink:
         if admittance.superseded is not None:
             self._counters.count(Reason.SUPERSEDED_ATTEMPT)
             actions.append(Supersede(admittance.superseded))
-        transfer = ReceiverTransfer(message, self._terms, self._counters, now)
+        transfer = ReceiverTransfer(message, self._terms, self._counters, now, worker_s=self._timeouts.worker_s)
         self._transfers[message.id] = transfer
         return actions + transfer.start()
 
@@ -434,13 +484,16 @@ class ReceiverLink:
         transfer = self._transfers.get(message.id) if message.id is not None else None
         if isinstance(message, AbortAck):
             return []
-        if transfer is None or message.id is None:
-            # It may overtake nothing on the Link, so a Reserve of this attempt that comes later is a replay.
-            if message.id is not None:
-                self._fence.close(message.id)
-                return [Send(AbortAck(message.id))]
+        if message.id is None:
             return []
-        return self._step(message.id, transfer.on_abort(message))
+        if transfer is not None:
+            return self._step(message.id, transfer.on_abort(message))
+        if self._fence.is_committed(message.id):
+            # It crossed our Committed: for the sender, and whoever asked it, the transfer has failed.
+            return [AbandonPages(message.id, error_from(message)), Send(AbortAck(message.id))]
+        # It may overtake nothing on the Link, so a Reserve of this attempt that comes later is a replay.
+        self._fence.close(message.id)
+        return [Send(AbortAck(message.id))]
 
     def _is_stalled(self, now: float, num_frames_seen: int) -> bool:
         owes = any(transfer.awaits_payload for transfer in self._transfers.values())

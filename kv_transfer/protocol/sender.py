@@ -6,7 +6,7 @@ Does no I/O and reads no clock: events and the time go in, actions come out. Kno
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from kv_transfer.protocol.actions import (
@@ -21,7 +21,7 @@ from kv_transfer.protocol.actions import (
     SkipChunks,
 )
 from kv_transfer.protocol.counters import Counters, Reason
-from kv_transfer.protocol.failures import again, code_of, error_from
+from kv_transfer.protocol.failures import abort_of, again, error_from
 from kv_transfer.protocol.messages import (
     Abort,
     AbortAck,
@@ -34,7 +34,7 @@ from kv_transfer.protocol.messages import (
     Seal,
     TransferId,
     WireLayout,
-    chain_digest,
+    seal_digest,
 )
 from kv_transfer.protocol.timing import Liveness, Timeouts
 from services.runtime.errors import DeadlineExceeded, TandemError, TransferFailed, WorkerUnavailable
@@ -83,6 +83,7 @@ class SenderTransfer:
         self._next_page = 0
         self._num_pages_sent = 0
         self._digests: list[bytes | None] = []
+        self._ranges: list[tuple[int, int]] = []
         self._num_outstanding = 0
         self._seal: _SealRequest | None = None
         self._owes_ack = False
@@ -113,7 +114,7 @@ class SenderTransfer:
     def send(self, first_page: int, page_ids: Sequence[int], first_seq: int) -> list[Action]:
         """Announce and post pages; those that the receiver holds already are left out.
 
-        Raises TransferFailed when the transfer has ended, ValueError when pages are out of order or beyond the prompt.
+        Raises TransferFailed when the transfer has ended, ValueError when pages are out of order or too many.
         """
         if self.state is not SenderState.STREAMING:
             raise self._refusal("pages were sent")
@@ -128,6 +129,7 @@ class SenderTransfer:
             )
         chunk_index = len(self._digests)
         self._digests.append(None)
+        self._ranges.append((first_page, len(wanted)))
         self._num_outstanding += 1
         self._next_page += len(wanted)
         self._num_pages_sent += len(wanted)
@@ -163,6 +165,12 @@ class SenderTransfer:
         self._num_outstanding -= 1
         return self._release_when_idle()
 
+    def on_chunk_stale(self, now: float) -> list[Action]:
+        """Pages of a chunk were given to another use before they were read: nothing of it may be committed."""
+        self._num_outstanding -= 1
+        error = TransferFailed("pages were given to another use while they were sent")
+        return self.fail(error, now=now) + self._release_when_idle()
+
     def on_committed(self) -> list[Action]:
         """The receiver owns the pages."""
         if self.state is not SenderState.SEALED:
@@ -176,7 +184,7 @@ class SenderTransfer:
         if self.state in _ENDED:
             return [Send(AbortAck(self.id))] if self.is_released else []
         self._owes_ack = True
-        return self._fail(error_from(message.code, message.message))
+        return self._fail(error_from(message))
 
     def on_abort_ack(self) -> list[Action]:
         """The receiver holds nothing any more."""
@@ -191,7 +199,7 @@ class SenderTransfer:
         if tell_peer:
             self._awaits_ack = now is not None
             self._step_deadline = (now or 0.0) + self._timeouts.abort_s
-            actions.append(Send(Abort(self.id, code_of(error), error.message)))
+            actions.append(Send(abort_of(self.id, error)))
         return actions + self._fail(error)
 
     def on_link_lost(self, error: TandemError) -> list[Action]:
@@ -232,11 +240,16 @@ class SenderTransfer:
             num_pages=self._num_pages_sent,
             num_bytes=self._num_pages_sent * self._page_bytes,
             num_tokens=self.num_tokens,
-            digest=chain_digest(digest for digest in self._digests if digest is not None),
+            digest=b"",
             first_token_id=self._seal.first_token_id,
             sampling_position=self._seal.sampling_position,
         )
-        return [Send(manifest)]
+        chunks = [
+            (first_page, num_pages, digest)
+            for (first_page, num_pages), digest in zip(self._ranges, self._digests, strict=True)
+            if digest is not None
+        ]
+        return [Send(replace(manifest, digest=seal_digest(manifest, chunks)))]
 
     def _fail(self, error: TandemError) -> list[Action]:
         self.state = SenderState.FAILED
@@ -321,6 +334,12 @@ class SenderLink:
         transfer = self._transfers[transfer_id]
         return self._settle(transfer, transfer.on_chunk_skipped())
 
+    def chunk_stale(self, transfer_id: TransferId, now: float) -> list[Action]:
+        """Answer to PostChunk: the pages are not those that were meant any more. The transfer fails."""
+        self._counters.count(Reason.STALE_GENERATION)
+        transfer = self._transfers[transfer_id]
+        return self._settle(transfer, transfer.on_chunk_stale(now))
+
     def on_message(self, message: Message, now: float) -> list[Action]:
         """Something arrived on the Link."""
         self._liveness.heard(now)
@@ -335,7 +354,7 @@ class SenderLink:
                     return [Send(AbortAck(transfer_id))]
                 return self._settle(transfer, transfer.on_abort(message))
             case Abort():
-                return [FailLink(error_from(message.code, message.message))]
+                return [FailLink(error_from(message))]
             case _:
                 self._counters.count(Reason.PROTOCOL_VIOLATION)
                 return [FailLink(WorkerUnavailable(f"the receiver sent {type(message).__name__} out of turn"))]

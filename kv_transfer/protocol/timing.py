@@ -19,6 +19,8 @@ class Timeouts:
     """From Reserve to Granted."""
     commit_s: float = 10.0
     """From Seal to Committed."""
+    worker_s: float = 8.0
+    """The receiving worker's answer to reserve, commit and release. Less than the two above: the sender hears why."""
     abort_s: float = 3.0
     """From Abort to AbortAck; afterwards the sender forgets the transfer."""
     stall_s: float = 5.0

@@ -57,6 +57,14 @@ class Keys:
         return self.worker_prefix + worker_id
 
     @property
+    def quarantine(self) -> str:
+        """Sorted set of fingerprints of requests that killed their workers, 64 hex digits each; at most 1024.
+
+        The score is when it ends, in unix ms by the clock of Redis; the set expires 10 min after the last was added.
+        """
+        return self.prefix + "quarantine"
+
+    @property
     def request_prefix(self) -> str:
         """Start of the keys of placements."""
         return self.prefix + "request:"
@@ -73,3 +81,25 @@ class Keys:
         changed  unix time of the last change in ms, by the clock of Redis
         """
         return self.request_prefix + request_id
+
+    @property
+    def journal_prefix(self) -> str:
+        """Start of the keys of journals, which let another gateway go on with a request that its client named.
+
+        Key: the prefix and 32 hex digits (the journal's name). All of them expire 10 min after the last write, and
+        hold at most 4 MiB together.
+
+        NAME              hash of one journal:
+          version   format, 1
+          digest    64 hex digits: what the client asked
+          life      32 hex digits, drawn when the request began
+          epoch     decimal, from 1; whoever takes the request over adds 1, and writes of earlier epochs are refused
+          owner     incarnation of the gateway that goes on with it
+          request   the request's id
+          choices   decimal: number of answers
+          call      how the answers are generated, as the gateways encode it
+          end:N     how answer N ended, as the gateways encode it; absent: it has not
+        NAME:LIFE:N       string: token ids of answer N so far, 4 bytes each, little-endian
+        NAME              string, 32 hex digits: another name of the journal of that name
+        """
+        return self.prefix + "journal:"

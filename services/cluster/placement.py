@@ -201,16 +201,25 @@ class PlacementWriter:
             while self._pending:
                 await self._write_batch()
 
-    async def close(self, *, timeout_s: float = 1.0) -> None:
+    async def close(self, *, timeout_s: float = 3.0) -> None:
         """Writes what waits, for at most `timeout_s`, and stops."""
         self._is_closing = True
         self._has_work.set()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
-        with contextlib.suppress(StoreUnavailable, TimeoutError):
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
+                await self._flush_patiently()
+
+    async def _flush_patiently(self) -> None:
+        """What a leaving gateway does not write stays wrong until it expires, so one slow answer is not the end."""
+        while True:
+            try:
                 await self.flush()
+                return
+            except StoreUnavailable:
+                await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _write_behind(self) -> None:
         while not self._is_closing:

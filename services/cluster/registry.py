@@ -57,6 +57,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["starting", "ready", "draining"]
     model: ShortText
     exact: bool
+    arithmetic: ShortText = ""
+    """Names what its results depend on beside the inputs; empty: unknown."""
     page_size: Count
     """Tokens per page."""
     layout_fingerprint: ShortText

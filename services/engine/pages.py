@@ -1,6 +1,7 @@
 """KV pages: their shape, the memory that holds them, and the bookkeeping of who holds which.
 
-Knows nothing of sequences, models or transfers. Everything here belongs to the engine thread; nothing locks.
+Knows nothing of sequences, models or transfers. Everything here belongs to the engine thread, but for
+`PageAllocator.generations`; nothing locks.
 
 Shape legend: N pages, H KV heads, L layers, S slots (tokens) of a page, D elements of a head.
 """
@@ -11,6 +12,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Literal, NamedTuple
 
@@ -104,6 +106,14 @@ class PageCounts(NamedTuple):
     used: int
 
 
+@dataclass(frozen=True, slots=True)
+class CachedPages:
+    """Pages that were put into the cache together, in order; what takes them out again. Serves one taking."""
+
+    page_ids: tuple[int, ...]
+    number: int
+
+
 class PageAllocator:
     """Says who holds which page; touches no memory of the pool.
 
@@ -111,7 +121,8 @@ class PageAllocator:
     that is still to arrive and be verified) or `used` (held, content trusted). Holders are counted: the page goes back
     when the last one releases it. A **promise** counts pages that an admitted request may still need; it takes no
     page, but nobody else can be given the last ones. A page's **generation** changes at each allocation, so a late
-    reference to an earlier holder's content can be told.
+    reference to an earlier holder's content can be told. Cached pages give way to an allocation that finds no free
+    ones, those that were cached first before the others.
 
     Misuse (releasing a free page, marking a page used twice …) raises InvariantViolated: the books are then wrong and
     so, sooner or later, is an answer.
@@ -128,6 +139,9 @@ class PageAllocator:
         self._free_ids = list(range(num_pages - 1, -1, -1))
         self._num_in_state = [num_pages, 0, 0, 0]
         self._num_promised = 0
+        # Cached pages in the order in which they were cached, each with the number of that caching.
+        self._cachings: dict[int, int] = {}
+        self._num_cachings = 0
 
     @property
     def num_pages(self) -> int:
@@ -191,7 +205,7 @@ class PageAllocator:
         self._num_promised -= num_pages
 
     def allocate(self, num_pages: int, *, state: HeldState, num_promised: int = 0) -> list[int]:
-        """Take `num_pages` pages, each with one holder and a new generation; all or none.
+        """Take `num_pages` pages, each with one holder and a new generation; all or none. Free ones come first.
 
         `num_promised` of them were promised to the caller before: these cannot fail, and the promise shrinks by as
         many.
@@ -207,6 +221,7 @@ class PageAllocator:
         if num_pages - num_promised > self.num_available_pages:
             raise self._no_free_pages(num_pages - num_promised)
         self._num_promised -= num_promised
+        self._evict(num_pages - len(self._free_ids))
         page_ids = [self._free_ids.pop() for _ in range(num_pages)]
         code = _CODE_OF[state]
         for page_id in page_ids:
@@ -214,6 +229,42 @@ class PageAllocator:
             self._references[page_id] = 1
             self._generations[page_id] += 1
         return page_ids
+
+    def cache(self, page_ids: Sequence[int]) -> CachedPages:
+        """Let go of used pages, each of them once, but keep their content for who may come back.
+
+        They must have no other holder.
+        """
+        for page_id in page_ids:
+            self._check_state(page_id, _USED)
+            if self._references[page_id] != 1:
+                raise InvariantViolated(f"page {page_id} has {self._references[page_id]} holders and cannot be cached")
+            self._references[page_id] = 0
+            self._move(page_id, _CACHED)
+            self._cachings[page_id] = self._num_cachings
+        cached = CachedPages(tuple(page_ids), self._num_cachings)
+        self._num_cachings += 1
+        return cached
+
+    def take_cached(self, cached: CachedPages) -> bool:
+        """Use cached pages again, each with one holder, of the same generation; all or none.
+
+        Return False, and change nothing, where one was given away, dropped or taken since, or where they cannot be
+        had because of a promise.
+        """
+        page_ids = self._still_cached(cached)
+        if len(page_ids) < len(cached.page_ids) or len(page_ids) > self.num_available_pages:
+            return False
+        for page_id in page_ids:
+            del self._cachings[page_id]
+            self._move(page_id, _USED)
+            self._references[page_id] = 1
+        return True
+
+    def drop_cached(self, cached: CachedPages) -> None:
+        """Free those of the pages that are still cached. Idempotent."""
+        for page_id in self._still_cached(cached):
+            self._free_cached(page_id)
 
     def mark_used(self, page_ids: Sequence[int]) -> None:
         """Move reserved pages to used: their content was verified."""
@@ -251,15 +302,38 @@ class PageAllocator:
         self._check_id(page_id)
         return self._generations[page_id]
 
+    def generations(self, page_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the generation of each page. The only method that other threads may call, too."""
+        if page_ids and not (min(page_ids) >= 0 and max(page_ids) < self._num_pages):
+            raise InvariantViolated(f"pages {list(page_ids)} do not all exist; the pool has {self._num_pages}")
+        return tuple(map(self._generations.__getitem__, page_ids))
+
     def check_integrity(self) -> None:
         """Compare every count with every page. Takes time in proportion to the pool: call it when idle.
 
         Raises:
             InvariantViolated: the books contradict themselves; the message says all the ways in which they do.
         """
-        problems = [*self._count_problems(), *self._page_problems(), *self._free_list_problems()]
+        problems = [
+            *self._count_problems(),
+            *self._page_problems(),
+            *self._free_list_problems(),
+            *self._cache_problems(),
+        ]
         if problems:
             raise InvariantViolated("page allocator: " + "; ".join(problems))
+
+    def _still_cached(self, cached: CachedPages) -> list[int]:
+        return [page_id for page_id in cached.page_ids if self._cachings.get(page_id) == cached.number]
+
+    def _evict(self, num_pages: int) -> None:
+        for page_id in list(islice(self._cachings, max(0, num_pages))):
+            self._free_cached(page_id)
+
+    def _free_cached(self, page_id: int) -> None:
+        del self._cachings[page_id]
+        self._move(page_id, _FREE)
+        self._free_ids.append(page_id)
 
     def _no_free_pages(self, num_pages: int) -> NoFreePages:
         return NoFreePages(
@@ -307,8 +381,8 @@ class PageAllocator:
             is_held = self._states[page_id] in (_RESERVED, _USED)
             if is_held != (references > 0) or references < 0:
                 problems.append(f"page {page_id} is {self.state(page_id)} with {references} holders")
-            if is_held and self._generations[page_id] < 1:
-                problems.append(f"page {page_id} is held but was never allocated")
+            if self._states[page_id] != _FREE and self._generations[page_id] < 1:
+                problems.append(f"page {page_id} is {self.state(page_id)} but was never allocated")
         return problems
 
     def _free_list_problems(self) -> list[str]:
@@ -320,6 +394,11 @@ class PageAllocator:
         if listed != really_free:
             problems.append(f"list of free pages is wrong about pages {sorted(listed ^ really_free)[:10]}")
         return problems
+
+    def _cache_problems(self) -> list[str]:
+        really_cached = {page_id for page_id, code in enumerate(self._states) if code == _CACHED}
+        wrong = sorted(self._cachings.keys() ^ really_cached)
+        return [f"list of cached pages is wrong about pages {wrong[:10]}"] if wrong else []
 
 
 class PageLease:
@@ -336,6 +415,15 @@ class PageLease:
         self._num_promised = num_promised_pages
         self._is_closed = False
         self.page_ids: list[int] = []
+
+    @classmethod
+    def from_cached(cls, allocator: PageAllocator, cached: CachedPages) -> PageLease | None:
+        """Return a lease of pages that were cached, in their order, or None where they cannot be had any more."""
+        if not allocator.take_cached(cached):
+            return None
+        lease = cls(allocator)
+        lease.page_ids += cached.page_ids
+        return lease
 
     @property
     def num_promised_pages(self) -> int:
@@ -372,13 +460,14 @@ class PageLease:
 
     def close(self) -> None:
         """Give back the pages and the promise. The second time does nothing."""
+        if not self._is_closed:
+            self._allocator.release(self._end())
+
+    def cache(self) -> CachedPages:
+        """Give back the promise, and the pages too, but keep their content. All must be used, and only here."""
         if self._is_closed:
-            return
-        self._is_closed = True
-        page_ids, self.page_ids[:] = self.page_ids[:], []
-        num_promised, self._num_promised = self._num_promised, 0
-        self._allocator.release(page_ids)
-        self._allocator.unpromise(num_promised)
+            raise InvariantViolated("a closed page lease has nothing to cache")
+        return self._allocator.cache(self._end())
 
     def __enter__(self) -> PageLease:
         return self
@@ -387,6 +476,14 @@ class PageLease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _end(self) -> list[int]:
+        """Close the lease and give back its promise; the caller sees to the pages."""
+        self._is_closed = True
+        page_ids, self.page_ids[:] = self.page_ids[:], []
+        num_promised, self._num_promised = self._num_promised, 0
+        self._allocator.unpromise(num_promised)
+        return page_ids
 
 
 def _check_count(num_pages: int) -> None:

@@ -37,6 +37,9 @@ class EngineThread:
         self._commands: deque[_Command] = deque()
         self._is_woken = False
         self._is_stopping = False
+        self._is_abandoned = False
+        self._run_number = 0
+        self._is_running = False
         self._refusal: WorkerUnavailable | None = None
         # A daemon, so that a step that never returns cannot keep a process alive that wants to end.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -70,7 +73,7 @@ class EngineThread:
     def stop(self, *, timeout_s: float) -> None:
         """Let the current command or step finish, then end; what is still queued fails with WorkerUnavailable.
 
-        May be called again. On the engine thread itself (from `on_fatal`, say) it does not wait.
+        May be called again. On the engine thread itself (from `on_fatal`, say), and after `abandon`, it does not wait.
 
         Raises:
             DeadlineExceeded: the thread still runs after `timeout_s`.
@@ -81,11 +84,26 @@ class EngineThread:
         if self._thread.ident is None:
             self._refuse_all("the engine was stopped before it began")
             return
-        if self.is_current:
+        if self.is_current or self._is_abandoned:
             return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise DeadlineExceeded(f"the engine thread did not end within {timeout_s} s")
+
+    def abandon(self, reason: str) -> None:
+        """Give up on a thread whose step does not return: what is queued, and what comes, fails with WorkerUnavailable.
+
+        Should the step return after all, the thread ends. What the thread owns must not be used any more.
+        """
+        with self._changed:
+            self._is_stopping = self._is_abandoned = True
+            self._changed.notify()
+        self._refuse_all(reason)
+
+    @property
+    def current_run(self) -> int | None:
+        """Number of the round of commands and a step that runs now; None while the thread is idle."""
+        return self._run_number if self._is_running else None
 
     @property
     def is_alive(self) -> bool:
@@ -111,10 +129,13 @@ class EngineThread:
     def _loop(self) -> None:
         has_work = False
         while self._wait(is_idle=not has_work):
+            self._run_number += 1
+            self._is_running = True
             self._run_commands()
             if self._is_stopping:
                 return
             has_work = self._step()
+            self._is_running = False
 
     def _wait(self, *, is_idle: bool) -> bool:
         """Sleep, if idle, until there is something to do; return false at the end."""
@@ -141,6 +162,27 @@ class EngineThread:
             commands, self._commands = self._commands, deque()
         for command in commands:
             command.refuse(refusal)
+
+
+class StepWatch:
+    """Notices a step that does not end. Has no clock: whoever looks says how much time has passed since the last look.
+
+    So the time in which the whole process was stopped does not count against the step.
+    """
+
+    def __init__(self, engine: EngineThread, *, timeout_s: float) -> None:
+        """`timeout_s` of 0 never finds anything."""
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._run: int | None = None
+        self._age_s = 0.0
+
+    def is_stuck(self, elapsed_s: float) -> bool:
+        """Look: whether the same step has been seen running for longer than the limit."""
+        run = self._engine.current_run
+        self._age_s = self._age_s + elapsed_s if run is not None and run == self._run else 0.0
+        self._run = run
+        return 0 < self._timeout_s < self._age_s
 
 
 @dataclass(frozen=True, slots=True)

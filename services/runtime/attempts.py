@@ -107,6 +107,40 @@ def tokens_message(index: int, token: Sampled) -> worker_pb2.Tokens:
     return message
 
 
+class Moved(Protocol):
+    """What is told of a handoff that was committed."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that travelled."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Their payload bytes."""
+        ...
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds from the seal to the commit."""
+        ...
+
+    @property
+    def transport(self) -> str:
+        """Name of the channel."""
+        ...
+
+
+def handed_off_message(moved: Moved) -> worker_pb2.HandedOff:
+    """A committed handoff, as an event."""
+    return worker_pb2.HandedOff(
+        num_pages=moved.num_pages,
+        num_bytes=moved.num_bytes,
+        exposed_s=moved.exposed_s,
+        transport=moved.transport,
+    )
+
+
 def finished_message(reason: Literal["stop", "length"]) -> worker_pb2.Finished:
     """The end of an answer, as an event."""
     return worker_pb2.Finished(reason=_FINISH_REASONS[reason])

@@ -51,6 +51,10 @@ class WorkerUnavailable(TandemError):
     """A worker cannot be reached, has died or is leaving."""
 
 
+class WorkerLost(WorkerUnavailable):
+    """A worker's process has died, or nothing was heard of it for so long that it counts as dead."""
+
+
 class TransferFailed(TandemError):
     """A handoff could not be proven complete."""
 
@@ -81,6 +85,10 @@ class LayoutMismatch(TandemError):
 
 class InternalError(TandemError):
     """A fault in this program or, read from a message, in its sender. Details are only in the log."""
+
+
+class Quarantined(TandemError):
+    """The workers that computed this request died of it, one after the other; for a while nobody tries again."""
 
 
 class InvariantViolated(InternalError):

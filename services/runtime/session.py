@@ -34,6 +34,7 @@ Payload: TypeAlias = (
     | worker_pb2.DecodeStarted
     | worker_pb2.Finished
     | worker_pb2.Failed
+    | worker_pb2.Paused
 )
 
 _FIELD_OF_PAYLOAD: dict[type[Any], str] = {
@@ -45,6 +46,7 @@ _FIELD_OF_PAYLOAD: dict[type[Any], str] = {
     worker_pb2.DecodeStarted: "decode_started",
     worker_pb2.Finished: "finished",
     worker_pb2.Failed: "failed",
+    worker_pb2.Paused: "paused",
 }
 
 
@@ -135,6 +137,8 @@ class SessionServer:
                 yield self._take(session)
                 if not session.pending:
                     await self._wait(session)
+            while session.pending:
+                yield self._take(session)
         finally:
             self._close(session, None)
             reader.cancel()
@@ -161,9 +165,9 @@ class SessionServer:
             session.wake.set()
 
     def close(self, error: TandemError | None = None) -> None:
-        """Ends all sessions; the gateways see `error`, or that the worker is leaving."""
+        """Ends all sessions after what was emitted; the gateways see `error`, or that the worker is leaving."""
         for session in self.sessions:
-            self._close(session, error or WorkerUnavailable("the worker is leaving"))
+            self._close(session, error or WorkerUnavailable("the worker is leaving"), is_broken=False)
 
     async def _open(self, commands: AsyncIterator[Any]) -> Session:
         hello = await self._hello(commands)
@@ -243,12 +247,13 @@ class SessionServer:
             _add_event(message, emission)
         return message
 
-    def _close(self, session: Session, error: TandemError | None) -> None:
+    def _close(self, session: Session, error: TandemError | None, *, is_broken: bool = True) -> None:
         if session.is_closed:
             return
         session.is_closed = True
         session.error = error
-        session.pending.clear()
+        if is_broken:
+            session.pending.clear()
         session.wake.set()
         if self._sessions.get(session.gateway_incarnation) is session:
             del self._sessions[session.gateway_incarnation]

@@ -138,6 +138,13 @@ TABLE: dict[type[BaseException], Row] = {
         "layout_mismatch",
         worker_pb2.ERROR_CODE_LAYOUT_MISMATCH,
     ),
+    errors.Quarantined: Row(
+        grpc.StatusCode.INTERNAL,
+        500,
+        "server_error",
+        "request_quarantined",
+        worker_pb2.ERROR_CODE_INTERNAL,
+    ),
     errors.InternalError: _INTERNAL,
     errors.ConfigError: _INTERNAL,
     errors.ModelError: _INTERNAL,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.runtime.clock import SYSTEM_CLOCK
-from services.runtime.config import choice, integer, join_host_port, option, path, size_bytes, text, url
+from services.runtime.config import choice, integer, join_host_port, number, option, path, size_bytes, text, url
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 
@@ -54,6 +54,17 @@ class WorkerConfig:
     kv_memory: int | None = option(size_bytes(), default=None, help="Size of the KV pool, instead of --kv-pages.")
     chunk_tokens: int = option(integer(1, 65536), default=512, help="Most prompt tokens that one step computes.")
     threads: int | None = option(integer(1, 1024), default=None, help="Processor threads of the engine.")
+    drain_timeout: float | None = option(
+        number(0),
+        default=None,
+        help="Seconds that a worker which was told to leave waits for the requests that it has; those that are left "
+        "then fail with worker_unavailable. Not given: it waits for all of them, each until its own deadline.",
+    )
+    step_timeout: float = option(
+        number(0),
+        default=120.0,
+        help="Seconds after which a step of the engine counts as stuck: the worker fails and exits. 0: never.",
+    )
     otlp: str | None = option(url("http", "https"), default=None, help="OTLP gRPC collector of traces.")
     log_level: str = option(choice(*LEVELS), default="info", help="Least level that is logged.")
 

@@ -22,6 +22,7 @@ from services.runtime.worker_metrics import Load
 # Sessions are closed by then; what is left are health checks and Links that end by themselves.
 SERVER_GRACE_S = 1.0
 PUBLISH_INTERVAL_S = 0.5
+WATCH_INTERVAL_S = 0.25
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -93,12 +94,16 @@ class Worker(Protocol):
         """Takes nothing new from here on."""
         ...
 
+    def check_engine(self, elapsed_s: float) -> None:
+        """Fails if the engine is stuck; called again and again, with the seconds that passed in between."""
+        ...
+
     async def wait_idle(self) -> None:
         """Returns when every attempt has ended. Each has a deadline, so this does too."""
         ...
 
     async def close(self) -> None:
-        """Ends what is left, frees everything and stops the engine."""
+        """Ends and answers what is left, frees everything and stops the engine."""
         ...
 
 
@@ -155,12 +160,20 @@ async def load_or_stop(load: Callable[[], S], lease: Lease | None, stop: asyncio
     os._exit(0)
 
 
-async def serve_until_drained(worker: Worker, server: RpcServer, lease: Lease | None, stop: asyncio.Event) -> None:
+async def serve_until_drained(
+    worker: Worker,
+    server: RpcServer,
+    lease: Lease | None,
+    stop: asyncio.Event,
+    *,
+    drain_timeout_s: float | None = None,
+) -> None:
     """A worker's life: ready, until `stop` or DrainWorker, then draining until nothing is left, then gone.
 
-    `server` has started. Worker and server are closed when this returns or raises. Raises the worker's own failure.
+    After `drain_timeout_s` of draining it goes with what is left, which fails. `server` has started. Worker and server
+    are closed when this returns or raises. Raises the worker's own failure.
     """
-    publishing = asyncio.create_task(_publish_load(worker, lease))
+    background = [asyncio.create_task(_publish_load(worker, lease)), asyncio.create_task(_watch_engine(worker))]
     try:
         await server.set_serving(True)
         _publish(lease, "ready")
@@ -169,9 +182,10 @@ async def serve_until_drained(worker: Worker, server: RpcServer, lease: Lease | 
         worker.begin_drain()
         _publish(lease, "draining")
         await server.set_serving(False)
-        await _first_of(worker, worker.wait_idle())
+        await _first_of(worker, _drained(worker, drain_timeout_s))
     finally:
-        publishing.cancel()
+        for task in background:
+            task.cancel()
         await worker.close()
         await server.stop(SERVER_GRACE_S)
 
@@ -181,6 +195,22 @@ async def _publish_load(worker: Worker, lease: Lease | None) -> None:
     while lease is not None:
         lease.update(**worker.load().record_fields())
         await asyncio.sleep(PUBLISH_INTERVAL_S)
+
+
+async def _watch_engine(worker: Worker) -> None:
+    while True:
+        await asyncio.sleep(WATCH_INTERVAL_S)
+        worker.check_engine(WATCH_INTERVAL_S)
+
+
+async def _drained(worker: Worker, timeout_s: float | None) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await worker.wait_idle()
+    except TimeoutError:
+        load = worker.load()
+        unfinished = {"running": load.running, "waiting": load.waiting}
+        logger.warning("the drain took longer than its limit; what is left fails", extra=unfinished)
 
 
 def _publish(lease: Lease | None, state: str) -> None:

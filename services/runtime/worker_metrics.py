@@ -75,6 +75,12 @@ class WorkerMetrics:
         self.tokens: Counter = Counter(
             "tandem_computed_tokens", "Tokens that went through the model.", names, registry=self.registry
         ).labels(*values)
+        self.cached_tokens: Counter = Counter(
+            "tandem_cached_tokens",
+            "Prompt tokens that were not computed because their pages were still here.",
+            names,
+            registry=self.registry,
+        ).labels(*values)
         self.transferred_bytes: Counter = Counter(
             "tandem_transferred_bytes", "Payload bytes of committed handoffs.", names, registry=self.registry
         ).labels(*values)

@@ -15,6 +15,7 @@ from kv_transfer.protocol.messages import TransferId
 from protos import inference_pb2, worker_pb2
 from services.engine.pages import PageAllocator, PageLayout
 from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
+from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError
 from services.runtime.worker_metrics import Load, WorkerMetrics
 
@@ -74,6 +75,66 @@ class FakeReceiver:
             await self.worker.release(transfer_id, self.aborted[transfer_id])
 
 
+@dataclass
+class FakeTransfer:
+    """A transfer to another decode worker whose end the test decides."""
+
+    transfer_id: TransferId
+    num_tokens: int
+    sent: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    sealed: dict[str, int] = field(default_factory=dict)
+    may_commit: asyncio.Event = field(default_factory=asyncio.Event)
+    may_abort: asyncio.Event = field(default_factory=asyncio.Event)
+    error: Exception | None = None
+    abort_reason: TandemError | None = None
+
+    def send(self, first_page: int, page_ids: Any) -> None:
+        self.sent.append((first_page, tuple(page_ids)))
+
+    async def seal(self, **manifest: int) -> Any:
+        self.sealed = manifest
+        await self.may_commit.wait()
+        if self.error is not None:
+            raise self.error
+        num_pages = sum(len(pages) for _, pages in self.sent)
+        return SimpleNamespace(num_pages=num_pages, num_bytes=64 * num_pages, exposed_s=0.5, transport="fake")
+
+    async def abort(self, error: TandemError) -> None:
+        self.abort_reason = error
+        await self.may_abort.wait()
+
+
+class FakeLinks:
+    """Stands for SendLinks. Reservations wait while `may_reserve` is cleared; `error` refuses them."""
+
+    def __init__(self) -> None:
+        self.may_reserve = asyncio.Event()
+        self.may_reserve.set()
+        self.error: Exception | None = None
+        self.holds_commits = False
+        self.holds_aborts = False
+        self.transfers: dict[TransferId, FakeTransfer] = {}
+        self.asked: list[tuple[str, str, TransferId]] = []
+
+    async def reserve(
+        self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
+    ) -> FakeTransfer:
+        self.asked.append((address, peer_incarnation, transfer_id))
+        await self.may_reserve.wait()
+        if self.error is not None:
+            raise self.error
+        transfer = FakeTransfer(transfer_id, num_tokens)
+        if not self.holds_commits:
+            transfer.may_commit.set()
+        if not self.holds_aborts:
+            transfer.may_abort.set()
+        self.transfers[transfer_id] = transfer
+        return transfer
+
+    async def close(self) -> None:
+        pass
+
+
 class Gateway:
     """One session with the worker: sends commands, keeps what comes up."""
 
@@ -98,7 +159,7 @@ class Gateway:
             yield worker_pb2.DecodeCommands(commands=[command])
 
     def admit(self, request_id: str, prompt: list[int], *, attempt: int = 1, **fields: Any) -> None:
-        is_local = fields.pop("local", False)
+        is_local, from_decode = fields.pop("local", False), fields.pop("from_decode", False)
         sampling = inference_pb2.SamplingParams(max_tokens=fields.pop("max_tokens", 4), temperature=0.0, seed=1)
         spec = worker_pb2.SequenceSpec(
             id=worker_pb2.AttemptId(request_id=request_id, attempt=attempt),
@@ -107,12 +168,27 @@ class Gateway:
             deadline_ms=fields.pop("deadline_ms", 30_000),
             **fields,
         )
-        admit = worker_pb2.Admit(sequence=spec, local_prefill=is_local)
+        admit = worker_pb2.Admit(sequence=spec, local_prefill=is_local, from_decode=from_decode)
         self._commands.put_nowait(worker_pb2.DecodeCommand(admit=admit))
 
     def cancel(self, request_id: str, *, attempt: int = 1) -> None:
         attempt_id = worker_pb2.AttemptId(request_id=request_id, attempt=attempt)
         self._commands.put_nowait(worker_pb2.DecodeCommand(cancel=worker_pb2.Cancel(id=attempt_id)))
+
+    def pause(self, request_id: str, *, attempt: int = 1) -> None:
+        attempt_id = worker_pb2.AttemptId(request_id=request_id, attempt=attempt)
+        self._commands.put_nowait(worker_pb2.DecodeCommand(pause=worker_pb2.Pause(id=attempt_id)))
+
+    def unpause(self, request_id: str, *, attempt: int = 1) -> None:
+        attempt_id = worker_pb2.AttemptId(request_id=request_id, attempt=attempt)
+        self._commands.put_nowait(worker_pb2.DecodeCommand(unpause=worker_pb2.Unpause(id=attempt_id)))
+
+    def hand_over(self, request_id: str, *, attempt: int = 1, next_attempt: int = 2) -> None:
+        attempt_id = worker_pb2.AttemptId(request_id=request_id, attempt=attempt)
+        message = worker_pb2.HandOver(
+            id=attempt_id, next_attempt=next_attempt, decode_address="other:1", decode_incarnation="d" * 32
+        )
+        self._commands.put_nowait(worker_pb2.DecodeCommand(hand_over=message))
 
     def send(self, command: worker_pb2.DecodeCommand) -> None:
         self._commands.put_nowait(command)
@@ -159,6 +235,7 @@ class Bench:
 
     worker: DecodeWorker
     receiver: FakeReceiver
+    links: "FakeLinks"
     runner: GatedRunner
     allocator: PageAllocator
     metrics: WorkerMetrics
@@ -194,7 +271,14 @@ class Bench:
 async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
     benches: list[Bench] = []
 
-    def make(*, max_batch: int = 4, max_admitted: int = 8, chunk_tokens: int = 8) -> Bench:
+    def make(
+        *,
+        max_batch: int = 4,
+        max_admitted: int = 8,
+        chunk_tokens: int = 8,
+        step_timeout_s: float = 0.0,
+        exact: bool = False,
+    ) -> Bench:
         allocator = PageAllocator(NUM_PAGES)
         runner = GatedRunner()
         layout = PageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=PAGE_SIZE, dtype=torch.float32)
@@ -203,22 +287,29 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
             pool=SimpleNamespace(num_pages=NUM_PAGES, layout=layout),
             allocator=allocator,
             runner=runner,
+            model=SimpleNamespace(exact=exact),
         )
         metrics = WorkerMetrics(worker_id="decode-0")
+        links = FakeLinks()
         worker = DecodeWorker(
             parts=cast(Any, parts),
+            links=cast(Any, links),
             incarnation="a" * 32,
             limits=Limits(max_batch=max_batch, max_admitted=max_admitted, chunk_tokens=chunk_tokens),
             metrics=metrics,
+            step_timeout_s=step_timeout_s,
         )
         receiver = FakeReceiver(worker)
         worker.attach(cast(Any, receiver))
-        benches.append(Bench(worker, receiver, runner, allocator, metrics))
+        benches.append(Bench(worker, receiver, links, runner, allocator, metrics))
         return benches[-1]
 
     yield make
     for bench in benches:
         bench.runner.gate.set()
+        bench.links.may_reserve.set()
+        for transfer in bench.links.transfers.values():
+            transfer.may_abort.set()
         await bench.worker.close()
         for gateway in bench.gateways:
             gateway.drop()

@@ -24,8 +24,9 @@ def next_token(token_ids: list[int]) -> int:
 class FakeRunner:
     """Sees that no token is computed without a used page of its own, and that replay is one token at a time."""
 
-    def __init__(self, allocator: PageAllocator) -> None:
+    def __init__(self, allocator: PageAllocator, *, replays_in_chunks: bool) -> None:
         self.allocator = allocator
+        self.replays_in_chunks = replays_in_chunks
         self.broken: set[Hashable] = set()
         self.batches: list[int] = []
 
@@ -43,7 +44,10 @@ class FakeRunner:
             assert all(self.allocator.state(page) == "used" for page in sequence.page_table)
             assert not seen & set(sequence.page_table)
             seen |= set(sequence.page_table)
-            assert end <= sequence.num_prompt_tokens or item.num_scheduled_tokens == 1
+            chunked = sequence.num_prompt_tokens
+            if self.replays_in_chunks:
+                chunked = max(chunked, sequence.num_prompt_tokens + sequence.num_emitted_tokens - 1)
+            assert end <= chunked or item.num_scheduled_tokens == 1
             if sequence.sequence_id in self.broken:
                 outcomes.append(NonFiniteLogits("NaN"))
             else:
@@ -52,15 +56,18 @@ class FakeRunner:
 
 
 class Bench:
-    def __init__(self, *, num_pages: int = 64, max_batch: int = 8, step_tokens: int = 16) -> None:
+    def __init__(
+        self, *, num_pages: int = 64, max_batch: int = 8, step_tokens: int = 16, replays_in_chunks: bool = False
+    ) -> None:
         self.allocator = PageAllocator(num_pages)
-        self.runner = FakeRunner(self.allocator)
+        self.runner = FakeRunner(self.allocator, replays_in_chunks=replays_in_chunks)
         self.reports: list[StepReport] = []
         self.loop = DecodeLoop(
             runner=self.runner,
             allocator=self.allocator,
             page_size=PAGE_SIZE,
             scheduler=BatchScheduler(max_batch=max_batch, step_tokens=step_tokens, min_prefill_tokens=1),
+            replays_in_chunks=replays_in_chunks,
             clock=ManualClock(),
             on_report=self.reports.append,
         )
@@ -131,6 +138,23 @@ def test_a_resumed_sequence_replays_and_goes_on_where_it_was(is_local: bool) -> 
     start("a", [7, 8, 9], max_tokens=8, emitted=answer[:5])
     bench.run()
     assert bench.tokens("a") == dict(list(enumerate(answer))[5:])
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize(("replays_in_chunks", "num_steps"), [(True, 256 // 64 + 1), (False, 256)])
+def test_a_long_replay_takes_few_steps_where_chunks_are_exact(
+    is_local: bool, replays_in_chunks: bool, num_steps: int
+) -> None:
+    bench = Bench(num_pages=200, step_tokens=64, replays_in_chunks=replays_in_chunks)
+    answer = expected([7, 8, 9], 260)
+    start = bench.local if is_local else bench.handed_over
+    start("a", [7, 8, 9], max_tokens=260, emitted=answer[:256])
+    while not bench.tokens("a"):
+        bench.loop.step()
+    # The step that samples is reported with the next one; a local prompt may take a step of its own.
+    assert num_steps <= len(bench.runner.batches) - 1 <= num_steps + 1
+    bench.run()
+    assert bench.tokens("a") == dict(list(enumerate(answer))[256:])
 
 
 def test_a_stop_token_ends_it_and_is_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,11 +228,14 @@ SPECS = st.lists(
 )
 
 
-@given(SPECS, st.integers(1, 8), st.integers(1, 24))
+@given(SPECS, st.integers(1, 8), st.integers(1, 24), st.booleans())
 def test_any_mix_gives_each_its_own_answer_and_leaves_no_page(
-    specs: list[tuple[list[int], int, int, bool, int, int | None]], max_batch: int, step_tokens: int
+    specs: list[tuple[list[int], int, int, bool, int, int | None]],
+    max_batch: int,
+    step_tokens: int,
+    replays_in_chunks: bool,
 ) -> None:
-    bench = Bench(num_pages=400, max_batch=max_batch, step_tokens=step_tokens)
+    bench = Bench(num_pages=400, max_batch=max_batch, step_tokens=step_tokens, replays_in_chunks=replays_in_chunks)
     for step in range(400):
         for key, (prompt, max_tokens, emitted, is_local, arrival, cancelled) in enumerate(specs):
             num_emitted = min(emitted, max_tokens - 1)
@@ -233,3 +260,90 @@ def test_any_mix_gives_each_its_own_answer_and_leaves_no_page(
             assert tokens.items() <= answer.items()
     assert max(bench.runner.batches, default=0) <= max_batch
     assert bench.reports[-1].pages == (400, 400, 0, 0, 0)
+
+
+def test_a_pause_comes_after_the_report_of_the_step_before_it() -> None:
+    bench = Bench()
+    answer = expected([1, 2, 3], 8)
+    bench.local("a", [1, 2, 3], max_tokens=8)
+    for _ in range(4):
+        bench.loop.step()
+    assert len(bench.tokens("a")) == 3, "the fourth step is not reported yet"
+    bench.loop.pause("a")
+    (paused,) = bench.reports[-1].paused
+    assert list(bench.tokens("a").values()) == answer[:4]
+    assert (paused.num_generated_tokens, paused.num_computed_tokens, paused.next_token_id) == (4, 6, answer[3])
+    assert len(paused.page_ids) == 2
+    assert not bench.loop.step()
+    bench.loop.pause("a")
+    assert sum(len(report.paused) for report in bench.reports) == 1
+    bench.loop.unpause("a")
+    bench.loop.unpause("a")
+    bench.run()
+    assert list(bench.tokens("a").values()) == answer
+    assert bench.reports[-1].pages == (64, 64, 0, 0, 0)
+
+
+def test_a_paused_sequence_can_be_freed() -> None:
+    bench = Bench()
+    bench.local("a", [1, 2, 3], max_tokens=8)
+    bench.loop.step()
+    bench.loop.pause("a")
+    bench.loop.free("a")
+    bench.loop.unpause("a")
+    bench.loop.pause("a")
+    bench.run()
+    assert bench.reports[-1].pages == (64, 64, 0, 0, 0)
+    assert not bench.loop._paused
+
+
+def test_a_prompt_is_computed_and_tokens_are_replayed_before_a_pause() -> None:
+    bench = Bench(step_tokens=2)
+    answer = expected([1, 2, 3, 4, 5], 6)
+    bench.local("a", [1, 2, 3, 4, 5], max_tokens=6)
+    bench.local("b", [1, 2, 3, 4, 5], max_tokens=6, emitted=answer[:3])
+    bench.loop.pause("a")
+    bench.loop.pause("b")
+    bench.run()
+    paused = {entry.key: entry for report in bench.reports for entry in report.paused}
+    assert {key: entry.num_generated_tokens for key, entry in paused.items()} == {"a": 1, "b": 3}
+    assert bench.tokens("a") == {0: answer[0]}
+    assert not bench.tokens("b")
+    for key in "ab":
+        bench.loop.unpause(key)
+    bench.run()
+    assert list(bench.tokens("a").values()) == answer
+    assert list(bench.tokens("b").values()) == answer[3:]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["pause", "unpause", "step"])), max_size=60),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_pauses_at_any_time_change_no_token(
+    moves: list[tuple[int, str]], max_batch: int, replays_in_chunks: bool
+) -> None:
+    bench = Bench(max_batch=max_batch, step_tokens=3, replays_in_chunks=replays_in_chunks)
+    prompts = [[index + 1] * (2 * index + 1) for index in range(4)]
+    for key, prompt in enumerate(prompts):
+        emitted = expected(prompt, key)
+        start = bench.local if key % 2 == 0 else bench.handed_over
+        start(key, prompt, max_tokens=6, emitted=emitted)
+    for key, move in moves:
+        if move == "step":
+            bench.loop.step()
+        else:
+            getattr(bench.loop, move)(key)
+    for key in range(4):
+        bench.loop.unpause(key)
+    bench.run()
+    for key, prompt in enumerate(prompts):
+        assert bench.tokens(key) == dict(list(enumerate(expected(prompt, 6)))[key:])
+    for report in bench.reports:
+        for paused in report.paused:
+            assert isinstance(paused.key, int)
+            sequence_length = len(prompts[paused.key]) + paused.num_generated_tokens
+            assert paused.num_computed_tokens == sequence_length - 1
+            assert len(paused.page_ids) == -(-paused.num_computed_tokens // PAGE_SIZE)
+    assert bench.reports[-1].pages == (64, 64, 0, 0, 0)

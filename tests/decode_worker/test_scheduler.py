@@ -48,7 +48,7 @@ def test_the_book_balances(operations: list[tuple[int, int]]) -> None:
 
 def test_a_handed_over_sequence_decodes_one_token_a_step() -> None:
     s = BatchScheduler(max_batch=4, step_tokens=64)
-    s.add("a", Progress(num_prompt_tokens=10, num_tokens=11, num_computed_tokens=10))
+    s.add("a", Progress(num_chunked_tokens=10, num_tokens=11, num_computed_tokens=10))
     assert s.next_step() == [Work("a", 10, 1, True)]
     assert s.next_step() == [Work("a", 11, 1, True)]
     s.remove("a")
@@ -57,7 +57,7 @@ def test_a_handed_over_sequence_decodes_one_token_a_step() -> None:
 
 def test_emitted_tokens_are_replayed_one_by_one_without_sampling() -> None:
     s = BatchScheduler(max_batch=4, step_tokens=64)
-    s.add("a", Progress(num_prompt_tokens=10, num_tokens=13, num_computed_tokens=10))
+    s.add("a", Progress(num_chunked_tokens=10, num_tokens=13, num_computed_tokens=10))
     assert [s.next_step()[0] for _ in range(4)] == [
         Work("a", 10, 1, False),
         Work("a", 11, 1, False),
@@ -68,8 +68,8 @@ def test_emitted_tokens_are_replayed_one_by_one_without_sampling() -> None:
 
 def test_a_local_prompt_is_chunked_beside_the_batch_and_stops_at_the_replay() -> None:
     s = BatchScheduler(max_batch=4, step_tokens=8, min_prefill_tokens=1)
-    s.add("d", Progress(num_prompt_tokens=5, num_tokens=6, num_computed_tokens=5))
-    s.add("p", Progress(num_prompt_tokens=9, num_tokens=11, num_computed_tokens=0))
+    s.add("d", Progress(num_chunked_tokens=5, num_tokens=6, num_computed_tokens=5))
+    s.add("p", Progress(num_chunked_tokens=9, num_tokens=11, num_computed_tokens=0))
     assert s.next_step() == [Work("d", 5, 1, True), Work("p", 0, 7, False)]
     assert s.next_step() == [Work("d", 6, 1, True), Work("p", 7, 2, False)]
     assert s.next_step() == [Work("d", 7, 1, True), Work("p", 9, 1, False)]
@@ -78,7 +78,7 @@ def test_a_local_prompt_is_chunked_beside_the_batch_and_stops_at_the_replay() ->
 
 def test_a_prompt_that_ends_samples_its_first_token() -> None:
     s = BatchScheduler(max_batch=4, step_tokens=8, min_prefill_tokens=1)
-    s.add("p", Progress(num_prompt_tokens=8, num_tokens=8, num_computed_tokens=0))
+    s.add("p", Progress(num_chunked_tokens=8, num_tokens=8, num_computed_tokens=0))
     assert s.next_step() == [Work("p", 0, 8, True)]
     assert s.next_step() == [Work("p", 8, 1, True)]
 
@@ -86,22 +86,22 @@ def test_a_prompt_that_ends_samples_its_first_token() -> None:
 def test_a_full_batch_does_not_starve_prompts() -> None:
     s = BatchScheduler(max_batch=9, step_tokens=4, min_prefill_tokens=2)
     for key in range(8):
-        s.add(key, Progress(num_prompt_tokens=1, num_tokens=2, num_computed_tokens=1))
-    s.add("p", Progress(num_prompt_tokens=4, num_tokens=4, num_computed_tokens=0))
+        s.add(key, Progress(num_chunked_tokens=1, num_tokens=2, num_computed_tokens=1))
+    s.add("p", Progress(num_chunked_tokens=4, num_tokens=4, num_computed_tokens=0))
     assert Work("p", 0, 2, False) in s.next_step()
     assert Work("p", 2, 2, True) in s.next_step()
 
 
 def test_a_small_budget_is_kept_by_prompts_that_are_alone() -> None:
     s = BatchScheduler(max_batch=4, step_tokens=4)
-    s.add("p", Progress(num_prompt_tokens=9, num_tokens=9, num_computed_tokens=0))
+    s.add("p", Progress(num_chunked_tokens=9, num_tokens=9, num_computed_tokens=0))
     assert [s.next_step()[0].num_tokens for _ in range(3)] == [4, 4, 1]
 
 
 def test_a_place_in_the_batch_is_given_in_order_when_one_is_free() -> None:
     s = BatchScheduler(max_batch=2, step_tokens=64)
     for key in "abc":
-        s.add(key, Progress(num_prompt_tokens=1, num_tokens=2, num_computed_tokens=1))
+        s.add(key, Progress(num_chunked_tokens=1, num_tokens=2, num_computed_tokens=1))
     assert [work.key for work in s.next_step()] == ["a", "b"]
     assert (s.num_running, s.num_waiting) == (2, 1)
     s.remove("a")

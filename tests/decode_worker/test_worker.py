@@ -10,7 +10,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kv_transfer.protocol.messages import TransferId
 from protos import inference_pb2, worker_pb2
 from services.runtime import telemetry
-from services.runtime.errors import DeadlineExceeded, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
+from services.runtime.errors import (
+    DeadlineExceeded,
+    InvariantViolated,
+    RequestCancelled,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
+from services.runtime.session import SessionLimits
 
 Make = Callable[..., Any]
 
@@ -24,6 +32,7 @@ def answer(prompt: list[int], num_tokens: int) -> dict[int, int]:
 
 async def test_gateways_hear_at_once_that_pages_came_free(make_bench: Make) -> None:
     bench = make_bench()
+    bench.worker.sessions._limits = SessionLimits(beat_s=60)  # so that it is not the regular beat that brings it
     gateway = bench.gateway()
     bench.runner.pause_at_step = 3
     gateway.admit("r", [1, 2, 3], max_tokens=9, local=True)
@@ -32,8 +41,7 @@ async def test_gateways_hear_at_once_that_pages_came_free(make_bench: Make) -> N
     gateway.cancel("r")
     bench.runner.gate.set()
     await bench.until_free()
-    async with asyncio.timeout(0.5):  # the regular beat is a second
-        await bench.until(lambda: gateway.messages[-1].load.pages.used == 0 and not gateway.messages[-1].load.running)
+    await bench.until(lambda: gateway.messages[-1].load.pages.used == 0 and not gateway.messages[-1].load.running)
 
 
 async def test_a_handed_over_request_is_decoded_from_index_one(make_bench: Make) -> None:
@@ -149,7 +157,7 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
         bench.runner.gate.clear()
         other.admit("first", [1], max_tokens=8, local=True)
         await other.event("first", "admitted")
-        await asyncio.sleep(0.02)
+        await bench.until(lambda: bench.runner.num_steps > 0)
     deadline_ms = 80 if how == "deadline" else 30_000
     if phase in ("decoding", "local"):
         bench.runner.gate.clear()
@@ -376,3 +384,37 @@ async def test_the_phases_are_spans_under_the_request(make_bench: Make, monkeypa
     assert decode.parent.span_id == prefill.parent.span_id == int("cd" * 8, 16)
     assert prefill.end_time <= decode.start_time <= decode.end_time
     assert decode.attributes["tandem.tokens"] == 4
+
+
+async def test_an_engine_that_hangs_fails_everything_and_ends_the_worker(make_bench: Make) -> None:
+    bench = make_bench(step_timeout_s=1.0)
+    bench.runner.gate.clear()
+    gateway = bench.gateway()
+    gateway.admit("r", [1] * 6, local=True)
+    await gateway.event("r", "admitted")
+    await bench.until(lambda: bench.worker._engine.current_run is not None)
+    for _ in range(3):
+        assert not bench.worker.failed.done()
+        bench.worker.check_engine(0.5)
+    bench.worker.check_engine(0.5)
+    with pytest.raises(InvariantViolated, match="did not end"):
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 5)
+    assert (await gateway.event("r", "failed")).code == worker_pb2.ERROR_CODE_INTERNAL
+    gateway.admit("s", [1])
+    assert (await gateway.event("s", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
+    await asyncio.wait_for(bench.worker.close(), 10)
+
+
+async def test_what_is_left_at_the_end_of_a_drain_is_told(make_bench: Make) -> None:
+    bench = make_bench()
+    bench.runner.gate.clear()
+    gateway = bench.gateway()
+    gateway.admit("r", [1] * 6, local=True)
+    await gateway.event("r", "admitted")
+    bench.worker.begin_drain()
+    closing = asyncio.create_task(bench.worker.close())
+    assert (await gateway.event("r", "failed")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
+    bench.runner.gate.set()
+    await asyncio.wait_for(closing, 10)
+    assert not len(bench.worker._attempts)
+    assert gateway.kinds("r").count("failed") == 1

@@ -102,6 +102,17 @@ class Attempt:
     spec: worker_pb2.SequenceSpec
     request: Any
     worker: "ScriptedWorker"
+    pause_asked: bool = False
+    unpaused: asyncio.Event = field(default_factory=asyncio.Event)
+    hand_overs: list[worker_pb2.HandOver] = field(default_factory=list)
+
+    async def between_steps(self, num_tokens: int) -> None:
+        """Stops here if the gateway has asked for it."""
+        if self.pause_asked:
+            self.emit(worker_pb2.Paused(num_tokens=num_tokens))
+            await self.unpaused.wait()
+            self.unpaused.clear()
+            self.pause_asked = False
 
     @property
     def key(self) -> tuple[str, int]:
@@ -130,6 +141,10 @@ class Attempt:
 Script = Callable[[Attempt], Awaitable[None]]
 
 
+async def no_hand_over(attempt: Attempt) -> None:
+    """Never answers."""
+
+
 @dataclass
 class ScriptedWorker:
     """A worker that does what its `script` says for each attempt, on a real socket and with a real lease."""
@@ -137,6 +152,7 @@ class ScriptedWorker:
     role: Any
     worker_id: str
     script: Script
+    on_hand_over: Script = no_hand_over
     incarnation: str = field(default_factory=new_incarnation)
     attempts: list[Attempt] = field(default_factory=list)
     cancelled: list[tuple[str, int]] = field(default_factory=list)
@@ -149,6 +165,7 @@ class ScriptedWorker:
     is_drained: bool = False
     max_sequence_tokens: int = CONTEXT_TOKENS
     fingerprint: str = "same"
+    arithmetic: str = ""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self, redis_url: str, cluster: str) -> None:
@@ -159,6 +176,9 @@ class ScriptedWorker:
                 "admit" if self.role == "decode" else "prefill": self._take,
                 "cancel": self._cancel,
                 "drain": self._drain,
+                "pause": self._pause,
+                "unpause": self._unpause,
+                "hand_over": self._hand_over,
             },
             load=lambda: self.load,
             on_session_closed=lambda session: None,
@@ -179,6 +199,7 @@ class ScriptedWorker:
             model="tiny",
             exact=True,
             page_size=16,
+            arithmetic=self.arithmetic,
             layout_fingerprint=self.fingerprint,
             max_sequence_tokens=self.max_sequence_tokens,
             pages_total=100,
@@ -212,20 +233,45 @@ class ScriptedWorker:
     async def _cancel(self, session: Session, cancel: worker_pb2.Cancel) -> None:
         self.cancelled.append((cancel.id.request_id, cancel.id.attempt))
 
-    async def _drain(self, session: Session, drain: worker_pb2.DrainWorker) -> None:
-        self.is_drained = True
+    def attempt(self, message: Any) -> Attempt:
+        """The attempt that a command names."""
+        key = (message.id.request_id, message.id.attempt)
+        return next(attempt for attempt in self.attempts if attempt.key == key)
+
+    def drain(self) -> None:
+        """Begins to leave, as after SIGTERM."""
         self.load.state = cluster_pb2.WORKER_STATE_DRAINING
         self.sessions.load_changed()
+
+    async def _pause(self, session: Session, pause: worker_pb2.Pause) -> None:
+        self.attempt(pause).pause_asked = True
+
+    async def _unpause(self, session: Session, unpause: worker_pb2.Unpause) -> None:
+        self.attempt(unpause).unpaused.set()
+
+    async def _hand_over(self, session: Session, hand_over: worker_pb2.HandOver) -> None:
+        attempt = self.attempt(hand_over)
+        attempt.hand_overs.append(hand_over)
+        self._tasks.add(asyncio.ensure_future(self.on_hand_over(attempt)))
+
+    async def _drain(self, session: Session, drain: worker_pb2.DrainWorker) -> None:
+        self.is_drained = True
+        self.drain()
 
 
 class Pair:
     """What a prefill and a decode script share: the answer, and the moment of the handoff."""
 
-    def __init__(self, answer: Sequence[int], *, reason: Any = STOP, group: int = 1) -> None:
+    def __init__(self, answer: Sequence[int], *, reason: Any = STOP, group: int = 1, step_s: float = 0.001) -> None:
         self.answer = list(answer)
         self.reason = reason
         self.group = group
+        self.step_s = step_s
         self.handed_off: dict[tuple[str, int], asyncio.Event] = {}
+
+    def step_s_of(self, attempt: Attempt) -> float:
+        """How long the worker takes for a step."""
+        return self.step_s
 
     def event(self, attempt: Attempt) -> asyncio.Event:
         return self.handed_off.setdefault(attempt.key, asyncio.Event())
@@ -246,6 +292,11 @@ class Pair:
         attempt.emit(worker_pb2.HandedOff(num_pages=1, num_bytes=64, exposed_s=0.001, transport="none"))
         self.event(attempt).set()
 
+    async def hand_over(self, attempt: Attempt) -> None:
+        attempt.emit(worker_pb2.HandedOff(num_pages=1, num_bytes=64, exposed_s=0.001, transport="none"))
+        key = (attempt.key[0], attempt.hand_overs[-1].next_attempt)
+        self.handed_off.setdefault(key, asyncio.Event()).set()
+
     async def decode(self, attempt: Attempt) -> None:
         attempt.emit(worker_pb2.Admitted())
         first = len(attempt.spec.emitted_token_ids)
@@ -258,8 +309,9 @@ class Pair:
     async def generate(self, attempt: Attempt, first: int, last: int | None = None) -> None:
         last = self.num_answer(attempt) if last is None else last
         for index in range(first, last, self.group):
+            await attempt.between_steps(index)
             attempt.tokens(index, self.answer[index : min(index + self.group, last)])
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(self.step_s_of(attempt))
         if last == self.num_answer(attempt):
             attempt.finish(self.last_reason(attempt))
 
@@ -293,7 +345,7 @@ class System:
         for number in range(prefill):
             await self.add(ScriptedWorker("prefill", f"prefill-{number}", pair.prefill))
         for number in range(decode):
-            await self.add(ScriptedWorker("decode", f"decode-{number}", pair.decode))
+            await self.add(ScriptedWorker("decode", f"decode-{number}", pair.decode, on_hand_over=pair.hand_over))
 
     async def complete(self, **body: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"prompt": [5, 6, 7], **body})

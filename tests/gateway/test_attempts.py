@@ -12,6 +12,7 @@ from gateway.sessions import (
     Failed,
     Finished,
     HandedOff,
+    Load,
     Peer,
     Refused,
     SequenceOrder,
@@ -30,6 +31,7 @@ class Session:
     def __init__(self):
         self.peer = Peer(worker_id="w", incarnation="0" * 32, address="h:1")
         self.sent, self.cancelled, self.is_open = [], 0, False
+        self.load = Load()
 
     def open(self, key, route):
         self.is_open = True
@@ -41,7 +43,7 @@ class Session:
         self.is_open = False
         self.cancelled += 1
 
-    def admit(self, order, *, is_local_prefill):
+    def admit(self, order, *, is_local_prefill, is_from_decode=False):
         self.sent.append("admit")
 
     def prefill(self, order, *, decode):

@@ -232,6 +232,7 @@ def check_request(loaded_model):
         placements=None,
         metrics=Metrics(),
         gateway_incarnation="0" * 32,
+        quarantine=set(),
     )
 
     async def accept(api, body):
@@ -538,7 +539,7 @@ async def test_fault_of_our_own_shows_no_internals(system, monkeypatch, caplog):
     def explode(*arguments):
         raise RuntimeError("secret detail /etc/x")
 
-    monkeypatch.setattr(system.gateway.requests, "_check", explode)
+    monkeypatch.setattr(system.gateway.requests, "accept", explode)
     response = await system.complete()
     check_error(response, 500)
     assert "secret" not in response.text

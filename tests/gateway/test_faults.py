@@ -20,6 +20,7 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
+from services.scheduling.retry_budget import RetryBudget, RetryLimits
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
 
@@ -658,6 +659,267 @@ async def test_a_stream_that_outlasts_the_drain_ends_with_an_error(make_system, 
     events = read_sse((await request).text)
     assert events[-1]["error"]["code"] == "server_overloaded"
     assert "[DONE]" not in events
+
+
+async def test_a_death_after_the_handoff_goes_to_the_prefill_worker_that_keeps_the_pages(
+    make_system, worker_type, pair, answer
+):
+    system = await make_system(routing="round_robin")
+
+    async def dies(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        await pair.event(attempt).wait()
+        attempt.emit(worker_pb2.DecodeStarted())
+        await attempt.worker.die()
+
+    for number in range(3):
+        await system.add(worker_type("prefill", f"prefill-{number}", pair.prefill))
+    await system.add(worker_type("decode", "decode-0", dies))
+    body = asyncio.create_task(system.complete(max_tokens=100, return_token_ids=True))
+    await system.until(lambda: not system.gateway.is_ready() and bool(system.workers["decode-0"].attempts))
+    await system.add(worker_type("decode", "decode-1", pair.decode))
+    assert delivered([(await body).json()]) == (ANSWER_TEXT, answer)
+    asked = [worker for worker in system.workers.values() if worker.role == "prefill" and worker.attempts]
+    assert [[attempt.key[1] for attempt in worker.attempts] for worker in asked] == [[1, 2]]
+
+
+async def test_pages_are_not_kept_for_ever(make_system, worker_type, pair, monkeypatch):
+    monkeypatch.setattr("gateway.running.KEPT_PROMPT_S", 0.0)
+    system = await make_system(routing="round_robin")
+    prefills = [await system.add(worker_type("prefill", f"prefill-{number}", pair.prefill)) for number in range(2)]
+
+    async def fails_once(attempt):
+        if attempt.key[1] > 1:
+            return await pair.decode(attempt)
+        attempt.emit(worker_pb2.Admitted())
+        await pair.event(attempt).wait()
+        attempt.fail(WorkerUnavailable("no more"))
+
+    await system.add(worker_type("decode", "decode-0", fails_once))
+    for _ in range(4):
+        await system.complete(max_tokens=100)
+    seen = [{attempt.key[0] for attempt in worker.attempts} for worker in prefills]
+    assert seen[0] == seen[1]
+    assert [len(worker.attempts) for worker in prefills] == [4, 4]
+
+
+async def test_a_transfer_that_fails_is_tried_with_another_decode_worker_first(make_system, worker_type, pair):
+    system = await make_system()
+    failed = []
+
+    async def fails_once(attempt):
+        if failed:
+            return await pair.prefill(attempt)
+        failed.append(attempt)
+        attempt.fail(TransferFailed("the way broke"))
+
+    await system.add(worker_type("prefill", "prefill-0", fails_once))
+    for number in range(2):
+        worker = worker_type("decode", f"decode-{number}", pair.decode)
+        worker.load.pages.free -= 50 * number  # the first one would be taken each time
+        await system.add(worker)
+    assert (await system.complete(max_tokens=100)).json()["choices"][0]["text"] == ANSWER_TEXT
+    assert [len(system.workers[f"decode-{number}"].attempts) for number in range(2)] == [1, 1]
+
+
+def total(system, name):
+    text = system.gateway.metrics.render([]).decode()
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+
+async def test_retries_wait_for_their_turn_and_none_is_lost(make_system, worker_type, pair, monkeypatch):
+    monkeypatch.setattr(
+        "gateway.recovery.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 20.0, 2.0), now_s=now_s)
+    )
+    system = await make_system()
+
+    async def fails_once(attempt):
+        if attempt.key[1] == 1:
+            attempt.fail(TransferFailed("the way broke"))
+        else:
+            await pair.prefill(attempt)
+
+    await system.add(worker_type("prefill", "prefill-0", fails_once))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    started_s = time.monotonic()
+    answers = await asyncio.gather(*(system.complete(max_tokens=100) for _ in range(12)))
+    assert [body.json()["choices"][0]["text"] for body in answers] == [ANSWER_TEXT] * 12
+    assert total(system, "tandem_delayed_retries_total") == 10
+    assert time.monotonic() - started_s >= 0.4
+
+
+async def test_a_deadline_ends_the_wait_for_a_turn(make_system, worker_type, pair, monkeypatch):
+    monkeypatch.setattr(
+        "gateway.recovery.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 0.05, 1.0), now_s=now_s)
+    )
+    system = await make_system(max_request_s=0.5, failover_wait_s=60.0)
+
+    async def fails(attempt):
+        attempt.fail(TransferFailed("the way broke"))
+
+    await system.add(worker_type("prefill", "prefill-0", fails))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    assert (await system.complete(max_tokens=100)).status_code == 504
+
+
+async def test_deaths_do_not_draw_on_the_budget(make_system, worker_type, pair, monkeypatch):
+    monkeypatch.setattr(
+        "gateway.recovery.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 0.001, 0.0), now_s=now_s)
+    )
+    system = await make_system(failover_wait_s=60.0)
+
+    async def dies(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        await pair.generate(attempt, 0, 3)
+        await attempt.worker.die()
+
+    await system.add(worker_type("decode", "decode-0", dies))
+    requests = [asyncio.create_task(system.complete(max_tokens=100)) for _ in range(3)]
+    await system.until(lambda: len(system.workers["decode-0"].attempts) == 3)
+    await system.add(worker_type("decode", "decode-1", pair.decode))
+    for request in requests:
+        assert (await request).json()["choices"][0]["text"] == ANSWER_TEXT
+    assert total(system, "tandem_delayed_retries_total") == 0
+
+
+async def test_a_worker_that_fails_again_and_again_is_left_alone_and_comes_back(make_system, worker_type, pair):
+    system, is_broken = await make_system(routing="round_robin"), True
+
+    async def fails(attempt):
+        if not is_broken:
+            return await pair.decode(attempt)
+        attempt.emit(worker_pb2.Admitted())
+        attempt.fail(InternalError("broken"))
+
+    broken = await system.add(worker_type("decode", "decode-0", fails))
+    await system.add(worker_type("decode", "decode-1", pair.decode))
+    prompts = iter(range(5, 100))
+
+    async def ask():
+        response = await system.complete(prompt=[next(prompts)], max_tokens=100)
+        assert response.json()["choices"][0]["text"] == ANSWER_TEXT
+
+    while total(system, "tandem_open_breakers") == 0:
+        assert len(broken.attempts) < 3
+        await ask()
+    assert len(broken.attempts) == 3
+    for _ in range(4):
+        await ask()
+    assert len(broken.attempts) == 3
+    is_broken = False
+    async with asyncio.timeout(20):
+        while total(system, "tandem_open_breakers"):
+            await ask()
+            await asyncio.sleep(0.05)
+    assert len(broken.attempts) == 4
+
+
+async def test_a_way_that_is_cut_is_gone_around(make_system, worker_type, pair):
+    system = await make_system(routing="round_robin")
+    tried = []
+
+    async def cut_off_from_0(attempt):
+        if attempt.request.decode_incarnation == system.workers["decode-0"].incarnation:
+            tried.append(attempt)
+            attempt.fail(TransferFailed("the way is cut"))
+        else:
+            await pair.prefill(attempt)
+
+    await system.add(worker_type("prefill", "prefill-0", cut_off_from_0))
+    for number in range(2):
+        await system.add(worker_type("decode", f"decode-{number}", pair.decode))
+    for _ in range(20):
+        assert (await system.complete(max_tokens=100)).json()["choices"][0]["text"] == ANSWER_TEXT
+    assert len(tried) == 3
+
+
+async def test_the_last_worker_is_never_left_alone(make_system, worker_type, pair):
+    system, failures = await make_system(), []
+
+    async def fails_often(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        if attempt.key[1] == 1:
+            failures.append(attempt)
+            attempt.fail(InternalError("broken"))
+        else:
+            attempt.emit(worker_pb2.DecodeStarted())
+            await pair.generate(attempt, 0)
+
+    await system.add(worker_type("decode", "decode-0", fails_often))
+    for number in range(5):
+        response = await system.complete(prompt=[5 + number], max_tokens=100)
+        assert response.json()["choices"][0]["text"] == ANSWER_TEXT
+    assert len(failures) == 5
+
+
+async def test_a_gateway_that_slept_blames_nobody(make_system, worker_type, pair, monkeypatch):
+    monkeypatch.setattr("gateway.sessions.SILENCE_LIMIT_S", 1.5)
+    system = await make_system()
+    worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+    session = system.gateway.topology.decode_session("decode-0")
+    await asyncio.sleep(0.3)
+    time.sleep(2.5)  # noqa: ASYNC251 - this is the process that does not listen
+    await asyncio.sleep(0.5)
+    assert session.is_up
+    assert (await system.complete(max_tokens=100)).status_code == 200
+    assert len(worker.sessions.sessions) == 1
+
+
+async def test_a_gateway_that_sleeps_now_and_then_still_finds_the_silent(make_system, worker_type, monkeypatch):
+    monkeypatch.setattr("gateway.sessions.SILENCE_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.topology.OWN_PAUSE_S", 0.1)
+    system = await make_system()
+    frozen = await system.add(worker_type("decode", "decode-0", hold))
+    session = system.gateway.topology.decode_session("decode-0")
+    monkeypatch.setattr(frozen.sessions, "_wait", lambda session: asyncio.sleep(3600))
+    async with asyncio.timeout(15):
+        while session.is_up:
+            time.sleep(0.4)  # noqa: ASYNC251
+            await asyncio.sleep(0.3)
+
+
+async def test_workers_are_exact_only_together(make_system, worker_type, pair):
+    system = await make_system()
+    await system.add(worker_type("prefill", "prefill-0", pair.prefill, arithmetic="avx2"))
+    await system.add(worker_type("decode", "decode-0", pair.decode, arithmetic="avx2"))
+    topology = system.gateway.topology
+    assert [(member.is_exact, member.arithmetic) for member in topology.members()] == [(True, "avx2")] * 2
+    other = await system.add(worker_type("decode", "decode-1", pair.decode, arithmetic="avx512"))
+    assert [member.is_exact for member in topology.members()] == [False] * 3
+    other.drain()
+    await system.until(lambda: [member.is_exact for member in topology.members()] == [True] * 3)
+
+
+async def test_a_leaving_gateway_takes_requests_for_a_moment_and_then_none(make_system, worker_type, pair):
+    system = await make_system(drain_s=20.0, linger_s=1.5)
+    release = asyncio.Event()
+
+    async def waits(attempt):
+        await release.wait()
+        await pair.decode(attempt)
+
+    decode = await system.add(worker_type("decode", "decode-0", waits))
+    first = asyncio.create_task(system.complete(max_tokens=100))
+    await system.until(lambda: len(decode.attempts) == 1)
+    stopping = asyncio.create_task(system.gateway.stop())
+    await asyncio.sleep(0)
+    assert (await system.http.get("/ready")).status_code == 503
+    second = asyncio.create_task(system.complete(max_tokens=100))
+    await system.until(lambda: len(decode.attempts) == 2)
+
+    async def is_refused():
+        response = await system.complete(model="another", max_tokens=100)
+        assert response.status_code in (404, 503)
+        return response.status_code == 503 and "leaving" in response.json()["error"]["message"]
+
+    async with asyncio.timeout(10):
+        while not await is_refused():  # noqa: ASYNC110 - across sockets
+            await asyncio.sleep(0.1)
+    release.set()
+    for request in (first, second):
+        assert (await request).json()["choices"][0]["text"] == ANSWER_TEXT
+    await stopping
 
 
 def _free_port() -> int:

@@ -146,19 +146,25 @@ class WorkerProcess:
 def start_worker(
     tiny_model: Path, redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., WorkerProcess]]:
-    """`start_worker("decode", worker_id, kv_pages=64, …)` starts a process; flags as in its settings."""
+    """`start_worker("decode", worker_id, kv_pages=64, …)` starts a process; flags as in its settings.
+
+    `before` is a piece of Python that the process runs before it begins.
+    """
     started: list[WorkerProcess] = []
     cluster = f"workers-{os.getpid()}"
 
     def store() -> Store:
         return Store(redis_url, cluster=cluster, timeout_s=5.0)
 
-    def start(role: str, worker_id: str, **flags: Any) -> WorkerProcess:
+    def start(role: str, worker_id: str, *, before: str | None = None, **flags: Any) -> WorkerProcess:
         flags = {"model": tiny_model, "redis": redis_url, "cluster": cluster, "threads": 1, "kv_pages": 256} | flags
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
         log = tmp_path_factory.mktemp(worker_id) / "log"
         environment = dict(os.environ, TANDEM_DIE_WITH_PARENT=str(os.getpid()))
-        command = [sys.executable, "-m", f"{role}_worker", f"--id={worker_id}", *arguments]
+        program = ["-m", f"{role}_worker"]
+        if before is not None:
+            program = ["-c", f"{before}\nfrom {role}_worker.__main__ import main, process\nprocess.run(main)"]
+        command = [sys.executable, *program, f"--id={worker_id}", *arguments]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         started.append(WorkerProcess(worker_id, process, log, store))
@@ -179,6 +185,14 @@ class Answer:
     attempt: int
     events: list[str] = field(default_factory=list)
     tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, Any] = field(default_factory=dict)
+    spec: worker_pb2.SequenceSpec | None = None
+    decode: int = 0
+    """Which of the gateway's decode workers it was admitted at."""
+    num_cached_tokens: int = 0
+    """Of its PrefillStarted."""
+    num_paused_tokens: int | None = None
+    """Of its Paused."""
     error: worker_pb2.Failed | worker_pb2.Refused | None = None
     handed_off: worker_pb2.HandedOff | None = None
     reason: int = 0
@@ -196,14 +210,23 @@ class Answer:
                 self.changed.clear()
                 await self.changed.wait()
 
-    def take(self, event: worker_pb2.WorkerEvent) -> None:
+    def take(self, event: worker_pb2.WorkerEvent, role: str) -> None:
+        """Notes an event; a HandedOff of a decode worker is called `moved`."""
         kind = event.WhichOneof("event") or ""
+        kind = "moved" if (kind, role) == ("handed_off", "decode") else kind
         self.events.append(kind)
         if kind == "tokens":
             for offset, token_id in enumerate(event.tokens.token_ids):
                 index = event.tokens.first_index + offset
                 assert index not in self.tokens, f"token {index} came twice"
                 self.tokens[index] = token_id
+                if event.tokens.logprobs:
+                    entry = event.tokens.logprobs[offset]
+                    self.logprobs[index] = (entry.logprob, [(top.token_id, top.logprob) for top in entry.top])
+        elif kind == "prefill_started":
+            self.num_cached_tokens = event.prefill_started.num_cached_tokens
+        elif kind == "paused":
+            self.num_paused_tokens = event.paused.num_tokens
         elif kind in ("failed", "refused"):
             self.error = getattr(event, kind)
         elif kind == "handed_off":
@@ -217,6 +240,7 @@ class WorkerSession:
     """One open session of the scripted gateway."""
 
     def __init__(self, gateway: "ScriptedGateway", role: str, address: str) -> None:
+        self.role = role
         self._gateway = gateway
         self._channel = make_channel(address)
         stub: Any = getattr(worker_pb2_grpc, f"{role.capitalize()}WorkerStub")(self._channel)
@@ -224,7 +248,8 @@ class WorkerSession:
         self._commands_class: Any = getattr(worker_pb2, f"{role.capitalize()}Commands")
         self._call = stub.Session()
         self.load: worker_pb2.WorkerLoad | None = None
-        self.num_messages = 0
+        self.arrivals_s: list[float] = []
+        """When messages came, of the monotonic clock."""
         self.error: grpc.aio.AioRpcError | None = None
         self._writing = asyncio.Lock()
         self._reader = asyncio.create_task(self._read())
@@ -237,10 +262,10 @@ class WorkerSession:
     async def _read(self) -> None:
         try:
             async for message in self._call:
-                self.num_messages += 1
+                self.arrivals_s.append(time.monotonic())
                 self.load = message.load
                 for event in message.events:
-                    self._gateway.take(event)
+                    self._gateway.take(event, self.role)
         except grpc.aio.AioRpcError as error:
             self.error = error
         except asyncio.CancelledError:
@@ -261,22 +286,28 @@ class ScriptedGateway:
         self.answers: dict[tuple[str, int], Answer] = {}
         self.prefill: WorkerSession | None = None
         self.decode: WorkerSession | None = None
-        self._decode_peer = ("", "")
+        self.decodes: list[WorkerSession] = []
+        """All sessions with decode workers; the first is `decode`."""
+        self._decode_peers: list[tuple[str, str]] = []
 
     async def connect(self, *, prefill: tuple[str, str] | None = None, decode: tuple[str, str] | None = None) -> None:
-        """Opens sessions; each peer is (address, incarnation)."""
+        """Opens sessions; each peer is (address, incarnation). More decode workers come with more calls."""
         for role, peer in (("prefill", prefill), ("decode", decode)):
             if peer is not None:
                 session = WorkerSession(self, role, peer[0])
                 hello = worker_pb2.SessionHello(gateway_incarnation=self.incarnation, worker_incarnation=peer[1])
                 await session.send(hello=hello)
-                setattr(self, role, session)
-        self._decode_peer = decode or ("", "")
+                if role == "prefill":
+                    self.prefill = session
+                if role == "decode":
+                    self.decodes.append(session)
+                    self._decode_peers.append(peer)
+                    self.decode = self.decodes[0]
 
-    def take(self, event: worker_pb2.WorkerEvent) -> None:
+    def take(self, event: worker_pb2.WorkerEvent, role: str) -> None:
         answer = self.answers.get((event.id.request_id, event.id.attempt))
         if answer is not None:
-            answer.take(event)
+            answer.take(event, role)
 
     async def begin(
         self,
@@ -284,6 +315,8 @@ class ScriptedGateway:
         prompt: list[int],
         *,
         local: bool = False,
+        decode: int = 0,
+        from_decode: bool = False,
         attempt: int = 1,
         emitted: list[int] | None = None,
         deadline_ms: int = 60_000,
@@ -291,7 +324,10 @@ class ScriptedGateway:
         traceparent: str = "",
         **sampling: Any,
     ) -> Answer:
-        """Admits a request and, once admitted, has it prefilled. Returns before it has ended."""
+        """Admits a request and, once admitted, has it prefilled, unless it comes from a decode worker.
+
+        Returns before it has ended.
+        """
         answer = self.answers[request_id, attempt] = Answer(request_id, attempt)
         given = {"max_tokens": 16, "temperature": 0.0, "seed": 1} | sampling
         spec = worker_pb2.SequenceSpec(
@@ -303,12 +339,13 @@ class ScriptedGateway:
             deadline_ms=deadline_ms,
             traceparent=traceparent,
         )
-        assert self.decode is not None
-        await self.decode.send(admit=worker_pb2.Admit(sequence=spec, local_prefill=local))
+        answer.spec, answer.decode = spec, decode
+        admit = worker_pb2.Admit(sequence=spec, local_prefill=local, from_decode=from_decode)
+        await self.decodes[decode].send(admit=admit)
         await answer.until("admitted", "refused")
-        if answer.error is None and not local:
+        if answer.error is None and not local and not from_decode:
             assert self.prefill is not None
-            address, incarnation = self._decode_peer
+            address, incarnation = self._decode_peers[decode]
             message = worker_pb2.Prefill(sequence=spec, decode_address=address, decode_incarnation=incarnation)
             await self.prefill.send(prefill=message)
         return answer
@@ -320,17 +357,52 @@ class ScriptedGateway:
         assert answer.error is None, answer.error
         return answer.token_ids
 
+    async def pause(self, answer: Answer) -> None:
+        """Has the attempt paused; returns when it is, or has ended."""
+        attempt_id = worker_pb2.AttemptId(request_id=answer.request_id, attempt=answer.attempt)
+        await self.decodes[answer.decode].send(pause=worker_pb2.Pause(id=attempt_id))
+        await answer.until("paused", "finished", "failed")
+
+    async def unpause(self, answer: Answer) -> None:
+        """Has a paused attempt go on."""
+        attempt_id = worker_pb2.AttemptId(request_id=answer.request_id, attempt=answer.attempt)
+        await self.decodes[answer.decode].send(unpause=worker_pb2.Unpause(id=attempt_id))
+
+    async def admit_from_decode(self, answer: Answer, emitted: list[int], *, decode: int) -> Answer:
+        """Has another decode worker admit a paused answer as the next attempt."""
+        moved = self.answers[answer.request_id, answer.attempt + 1] = Answer(answer.request_id, answer.attempt + 1)
+        spec = worker_pb2.SequenceSpec()
+        assert answer.spec is not None
+        spec.CopyFrom(answer.spec)
+        spec.id.attempt = moved.attempt
+        spec.emitted_token_ids[:] = emitted
+        moved.spec, moved.decode = spec, decode
+        await self.decodes[decode].send(admit=worker_pb2.Admit(sequence=spec, from_decode=True))
+        await moved.until("admitted", "refused")
+        return moved
+
+    async def hand_over(self, answer: Answer, moved: Answer) -> None:
+        """Tells the first worker to send the pages to the second. Returns at once."""
+        address, incarnation = self._decode_peers[moved.decode]
+        message = worker_pb2.HandOver(
+            id=worker_pb2.AttemptId(request_id=answer.request_id, attempt=answer.attempt),
+            next_attempt=moved.attempt,
+            decode_address=address,
+            decode_incarnation=incarnation,
+        )
+        await self.decodes[answer.decode].send(hand_over=message)
+
     async def cancel(self, answer: Answer) -> None:
-        """Cancels an attempt at both workers."""
+        """Cancels an attempt at all workers."""
         cancel = worker_pb2.Cancel(id=worker_pb2.AttemptId(request_id=answer.request_id, attempt=answer.attempt))
-        for session in (self.prefill, self.decode):
+        for session in (self.prefill, *self.decodes):
             if session is not None:
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await session.send(cancel=cancel)
 
     async def drop(self) -> None:
         """Breaks all sessions."""
-        for session in (self.prefill, self.decode):
+        for session in (self.prefill, *self.decodes):
             if session is not None:
                 await session.drop()
 

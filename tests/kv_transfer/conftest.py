@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kv_transfer.link import SERVICE_NAME, LinkIdentity
+from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
@@ -19,7 +20,13 @@ from kv_transfer.sending import SendLinks, SendTransfer
 from protos import link_pb2_grpc
 from services.engine.pages import PageAllocator, PageLayout, PagePool
 from services.runtime.clock import Deadline
-from services.runtime.errors import InvariantViolated, TandemError
+from services.runtime.errors import (
+    InvariantViolated,
+    NoFreePages,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
 from services.runtime.rpc import make_server
 
 
@@ -45,9 +52,11 @@ class Target:
     num_cached_tokens: int = 0
     refuse: TandemError | None = None
     refuse_commit: TandemError | None = None
+    pool_is_full: bool = False
     held: dict[TransferId, list[int]] = field(default_factory=dict)
     committed: dict[TransferId, list[int]] = field(default_factory=dict)
     released: list[tuple[TransferId, TandemError]] = field(default_factory=list)
+    abandoned: list[tuple[TransferId, TandemError]] = field(default_factory=list)
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
     arrived: dict[str, asyncio.Event] = field(default_factory=dict)
 
@@ -58,6 +67,8 @@ class Target:
         if self.refuse is not None:
             raise self.refuse
         await self._pass("reserve")
+        if self.pool_is_full:
+            raise NoFreePages("full")
         # Taken from the front and turned around, so that neighbours in the prompt are none in memory.
         count = self.pool.layout.num_pages_for(num_tokens)
         page_ids = self.allocator.allocate(count, state="reserved")[::-1]
@@ -78,6 +89,12 @@ class Target:
         self.allocator.release(self.held.pop(transfer_id))
         self.released.append((transfer_id, error))
 
+    async def abandon(self, transfer_id: TransferId, error: TandemError) -> None:
+        page_ids = self.committed.pop(transfer_id, None)
+        if page_ids is not None:
+            self.allocator.release(page_ids)
+            self.abandoned.append((transfer_id, error))
+
     def gate(self, step: str) -> None:
         self.gates[step], self.arrived[step] = asyncio.Event(), asyncio.Event()
 
@@ -89,12 +106,13 @@ class Target:
 
 @dataclass
 class Pair:
-    """A sender and a receiver that are connected."""
+    """A sender and a receiver that are connected. `allocator` has the books of the `source` pool."""
 
     links: SendLinks
     receiver: LinkReceiver
     target: Target
     source: PagePool
+    allocator: PageAllocator
     address: str
     incarnation: str
     num_started: int = 0
@@ -121,6 +139,22 @@ class Pair:
         arrived = tokens_of(self.target.pool, self.target.committed[transfer.id], num_tokens)
         assert torch.equal(sent, arrived)
 
+    async def assert_works(self) -> None:
+        """After whatever happened, a handoff between the two still does what it should.
+
+        At once, or with the second try where the first one met a Link that was about to end.
+        """
+        self.target.gates.clear()
+        table = [9, 3, 4][: self.source.layout.num_pages_for(40)]
+        num_lost = self.links.counters[Reason.LINK_LOST]
+        try:
+            transfer = await self.hand_over(table, 40)
+        except (TransferFailed, WorkerUnavailable):
+            assert self.links.counters[Reason.LINK_LOST] == num_lost + 1
+            await self.wait_all_free()
+            transfer = await self.hand_over(table, 40)
+        self.assert_arrived(transfer, table, 40)
+
     async def wait_all_free(self) -> None:
         """The receiver holds nothing: everything was released or committed."""
         await eventually(lambda: not self.target.held and self.receiver.num_transfers == 0)
@@ -138,8 +172,10 @@ async def eventually(condition: Callable[[], bool], *, within_s: float = 8.0) ->
             await asyncio.sleep(0.005)
 
 
-def identity(name: str, *, fingerprint: str = "f" * 32, host_id: str = "here") -> LinkIdentity:
-    return LinkIdentity(name, secrets.token_hex(16), fingerprint, True, host_id)
+def identity(
+    name: str, *, fingerprint: str = "f" * 32, host_id: str = "here", exact: bool = True, arithmetic: str = ""
+) -> LinkIdentity:
+    return LinkIdentity(name, secrets.token_hex(16), fingerprint, exact, host_id, arithmetic)
 
 
 @asynccontextmanager
@@ -170,11 +206,13 @@ async def make_pair() -> AsyncIterator[PairMaker]:
             receiver_transports: tuple[str, ...] | None = None,
         ) -> Pair:
             source = source or make_pool(seed=1)
+            allocator = PageAllocator(source.num_pages)
             target = Target(pool or make_pool(seed=2))
             own = receiver_identity or identity("decode-0")
             receiver = LinkReceiver(
                 identity=own,
                 pool=target.pool,
+                generations=target.allocator,
                 target=target,
                 transports=receiver_transports or (transport,),
                 ring=RingConfig(slot_bytes=slot_bytes, ring_bytes=4 * slot_bytes),
@@ -184,10 +222,11 @@ async def make_pair() -> AsyncIterator[PairMaker]:
             links = SendLinks(
                 identity=sender_identity or identity("prefill-0"),
                 pool=source,
+                generations=allocator,
                 transports=(transport,),
                 timeouts=timeouts,
             )
             stack.push_async_callback(links.close)
-            return Pair(links, receiver, target, source, address, own.incarnation)
+            return Pair(links, receiver, target, source, allocator, address, own.incarnation)
 
         yield make

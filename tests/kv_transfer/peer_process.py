@@ -17,7 +17,7 @@ from kv_transfer.protocol.messages import TransferId
 from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
 from kv_transfer.sending import SendLinks
 from protos import link_pb2_grpc
-from services.engine.pages import PageLayout, PagePool
+from services.engine.pages import PageAllocator, PageLayout, PagePool
 from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError
 from services.runtime.rpc import make_server
@@ -44,6 +44,9 @@ class Target:
     async def release(self, transfer_id: TransferId, error: TandemError) -> None:
         self._held.pop(transfer_id)
 
+    async def abandon(self, transfer_id: TransferId, error: TandemError) -> None:
+        self._pipe.send({"event": "abandoned"})
+
 
 async def receive(pipe: Connection, settings: dict[str, str], pool: PagePool) -> None:
     identity = LinkIdentity("decode-0", secrets.token_hex(16), "f" * 32, True)
@@ -51,6 +54,7 @@ async def receive(pipe: Connection, settings: dict[str, str], pool: PagePool) ->
         identity=identity,
         pool=pool,
         target=Target(pool, pipe),
+        generations=PageAllocator(pool.num_pages),
         transports=(settings["transport"],),
         ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000),
     )
@@ -65,6 +69,7 @@ async def send(pipe: Connection, settings: dict[str, str], pool: PagePool) -> No
     links = SendLinks(
         identity=LinkIdentity("prefill-0", secrets.token_hex(16), "f" * 32, True),
         pool=pool,
+        generations=PageAllocator(pool.num_pages),
         transports=(settings["transport"],),
     )
     pipe.send({"event": "ready"})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
 
 from kv_transfer.link import MAX_OUTBOX, MalformedMessage, Outbox, channel_key, from_wire, to_wire
 from kv_transfer.protocol.counters import Reason
-from kv_transfer.protocol.failures import code_of, error_from
+from kv_transfer.protocol.failures import abort_of, again, code_of, error_from
 from kv_transfer.protocol.messages import (
     Abort,
     AbortAck,
@@ -34,7 +35,7 @@ from services.runtime.rpc import make_channel
 from tests.kv_transfer.conftest import Pair, PairMaker
 
 ID = TransferId("request", 3)
-LAYOUT = WireLayout("f" * 32, 16, "bfloat16", 8, 32, 128, True)
+LAYOUT = WireLayout("f" * 32, 16, "bfloat16", 8, 32, 128, True, "avx2")
 HELLO = Hello("prefill-0", "a" * 32, "b" * 32, LAYOUT, ("shm", "tcp"), "host")
 ACK = HelloAck("decode-0", "b" * 32, LAYOUT, "tcp", "127.0.0.1:1", "cd" * 16, b"t" * 32, 8, 2**20)
 MESSAGES: list[Message] = [
@@ -46,6 +47,7 @@ MESSAGES: list[Message] = [
     Seal(ID, 1, 2, 3, 4, b"d" * 16, 5, 6),
     Committed(ID),
     Abort(ID, "TransferFailed", "why"),
+    Abort(ID, "NoFreePages", "why", 2500),
     Abort(None, "LayoutMismatch", "why"),
     AbortAck(ID),
     Heartbeat(),
@@ -54,8 +56,11 @@ MESSAGES: list[Message] = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_survives_the_wire(message: Message) -> None:
-    wire = link_pb2.LinkMessage.FromString(to_wire(message).SerializeToString())
-    assert from_wire(wire) == message
+    assert _over_the_wire(message) == message
+
+
+def _over_the_wire(message: Message) -> Any:
+    return from_wire(link_pb2.LinkMessage.FromString(to_wire(message).SerializeToString()))
 
 
 def _hello(**changes: object) -> link_pb2.LinkMessage:
@@ -76,6 +81,7 @@ def _hello(**changes: object) -> link_pb2.LinkMessage:
         link_pb2.LinkMessage(hello_ack=link_pb2.LinkHelloAck(channel_token=b"short")),
         _hello(dtype="float8"),
         _hello(page_size=0),
+        _hello(arithmetic="x" * 257),
         _hello(page_size=2**31, num_layers=2**31, head_dim=2**31),
     ],
 )
@@ -93,12 +99,25 @@ def test_a_channels_key_is_bound_to_the_pair() -> None:
 
 def test_errors_keep_their_class_over_the_link() -> None:
     for cls in (errors.NoFreePages, errors.LayoutMismatch, errors.RequestCancelled, errors.DeadlineExceeded):
-        error = error_from(code_of(cls("text")), "text")
+        error = error_from(abort_of(ID, cls("text")))
         assert type(error) is cls
         assert error.message == "text"
+        assert error.retry_after_s is None
     assert code_of(ChannelTimeout("late")) == "TransferFailed"
     assert code_of(errors.RateLimited("other")) == "TransferFailed"
-    assert type(error_from("SystemExit", "x")) is errors.TransferFailed
+    assert type(error_from(Abort(ID, "SystemExit", "x"))) is errors.TransferFailed
+
+
+@pytest.mark.parametrize(
+    ("retry_after_s", "told_ms"), [(1.5, 1500), (0.0001, 1), (None, 0), (0.0, 0), (-1.0, 0), (1e12, 86_400_000)]
+)
+def test_errors_keep_the_time_after_which_to_ask_again(retry_after_s: float | None, told_ms: int) -> None:
+    abort = abort_of(ID, errors.NoFreePages("full", retry_after_s=retry_after_s))
+    assert abort.retry_after_ms == told_ms
+    arrived = error_from(_over_the_wire(abort))
+    assert type(arrived) is errors.NoFreePages
+    assert arrived.retry_after_s == (told_ms / 1000 or None)
+    assert again(arrived).retry_after_s == arrived.retry_after_s
 
 
 async def test_an_outbox_that_nobody_reads_is_an_error() -> None:

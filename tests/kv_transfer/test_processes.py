@@ -23,7 +23,7 @@ from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.receiving import LinkReceiver, RingConfig
 from kv_transfer.sending import SendLinks
-from services.engine.pages import PagePool
+from services.engine.pages import PageAllocator, PagePool
 from services.runtime.clock import Deadline
 from services.runtime.errors import TransferFailed, WorkerUnavailable
 from tests.kv_transfer import peer_process
@@ -87,7 +87,10 @@ async def reserve(links: SendLinks, ready: dict[str, Any], name: str, num_tokens
 def make_links(pool: PagePool, transport: str) -> SendLinks:
     # The host's real name, as the other process finds it too.
     return SendLinks(
-        identity=LinkIdentity("prefill-0", "0" * 32, FINGERPRINT, True), pool=pool, transports=(transport,)
+        identity=LinkIdentity("prefill-0", "0" * 32, FINGERPRINT, True),
+        pool=pool,
+        generations=PageAllocator(pool.num_pages),
+        transports=(transport,),
     )
 
 
@@ -143,6 +146,7 @@ async def test_the_death_of_the_sender_frees_the_receivers_pages(transport: str)
     receiver = LinkReceiver(
         identity=LinkIdentity("decode-0", own.incarnation, FINGERPRINT, True),
         pool=target.pool,
+        generations=target.allocator,
         target=target,
         transports=(transport,),
         ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000),
@@ -182,7 +186,9 @@ async def test_a_frozen_peer_is_dead_after_three_seconds(transport: str, frozen:
         return
     target = Target(make_pool(seed=2))
     own = LinkIdentity("decode-0", "1" * 32, FINGERPRINT, True)
-    receiver = LinkReceiver(identity=own, pool=target.pool, target=target, transports=(transport,))
+    receiver = LinkReceiver(
+        identity=own, pool=target.pool, generations=target.allocator, target=target, transports=(transport,)
+    )
     async with serving(receiver) as address:
         settings = {"address": address, "incarnation": own.incarnation}
         async with peer(role="sender", transport=transport, page_size=16, **settings) as sender:

@@ -137,7 +137,9 @@ class Gateway:
             yield worker_pb2.PrefillCommands(commands=[command])
 
     def prefill(self, request_id: str, prompt: list[int], *, attempt: int = 1, **fields: Any) -> None:
-        sampling = inference_pb2.SamplingParams(max_tokens=fields.pop("max_tokens", 8), temperature=0.0, seed=1)
+        sampling = inference_pb2.SamplingParams(
+            max_tokens=fields.pop("max_tokens", 8), temperature=0.0, seed=fields.pop("seed", 1)
+        )
         if "logprobs" in fields:
             sampling.logprobs = fields.pop("logprobs")
         spec = worker_pb2.SequenceSpec(
@@ -205,9 +207,13 @@ class Bench:
                 await asyncio.sleep(0.002)
 
     async def until_free(self) -> None:
-        """Waits until every page is free and every account is even."""
-        nothing = Load(NUM_PAGES, NUM_PAGES, 0, 0, 0)
-        await self.until(lambda: self.worker.load() == nothing)
+        """Waits until nobody holds a page and every account is even. Pages may be kept."""
+
+        def is_nothing(load: Load) -> bool:
+            free, cached = load.pages_free, load.pages_cached
+            return load == Load(NUM_PAGES, free, cached, 0, 0) and free + cached == NUM_PAGES
+
+        await self.until(lambda: is_nothing(self.worker.load()))
         assert not self.worker._tasks
         assert not len(self.worker._attempts)
         self.allocator.check_integrity()
@@ -217,7 +223,7 @@ class Bench:
 async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
     benches: list[Bench] = []
 
-    def make(*, chunk_tokens: int = 8, max_waiting: int = 4) -> Bench:
+    def make(*, chunk_tokens: int = 8, max_waiting: int = 4, step_timeout_s: float = 0.0) -> Bench:
         allocator = PageAllocator(NUM_PAGES)
         runner = GatedRunner()
         links = FakeLinks()
@@ -235,6 +241,7 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
             incarnation="a" * 32,
             limits=Limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting),
             metrics=metrics,
+            step_timeout_s=step_timeout_s,
         )
         benches.append(Bench(worker, links, runner, allocator, metrics))
         return benches[-1]

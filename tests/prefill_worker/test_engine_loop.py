@@ -154,3 +154,37 @@ def test_any_mix_and_any_release_gives_the_same_tokens_and_leaves_no_page(
         bench.loop.release(key)
     bench.loop.step()
     assert bench.reports[-1].pages == (120, 120, 0, 0, 0)
+
+
+def test_kept_pages_serve_one_taking_and_come_back_in_order() -> None:
+    bench = Bench()
+    pages = tuple(bench.begin("a", [1] * 10).page_table)
+    bench.run()
+    bench.loop.release("a", is_kept=True)
+    bench.loop.step()
+    assert bench.reports[-1].pages == (64, 61, 3, 0, 0)
+    assert bench.loop.take_kept("a", "b") == pages
+    assert bench.loop.take_kept("a", "c") is None
+    bench.loop.step()
+    assert bench.reports[-1].pages == (64, 61, 0, 0, 3)
+    bench.loop.release("b")
+    bench.run()
+    assert bench.reports[-1].pages == (64, 64, 0, 0, 0)
+    assert bench.runner.num_steps == 2
+
+
+def test_of_kept_pages_that_lost_one_the_rest_is_freed() -> None:
+    bench = Bench(num_pages=4)
+    bench.begin("a", [1] * 10)
+    bench.run()
+    bench.loop.release("a", is_kept=True)
+    bench.begin("b", [1] * 8)
+    assert bench.allocator.counts() == (4, 0, 2, 0, 2)
+    assert bench.loop.take_kept("a", "c") is None
+    assert bench.allocator.counts() == (4, 2, 0, 0, 2)
+    bench.loop.drop_kept("a")
+    bench.run()
+    bench.loop.release("b", is_kept=True)
+    bench.loop.drop_kept("b")
+    bench.run()
+    assert bench.reports[-1].pages == (4, 4, 0, 0, 0)

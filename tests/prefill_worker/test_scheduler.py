@@ -178,3 +178,18 @@ def test_every_token_is_computed_once_in_order_and_steps_are_full(
         remaining = {key: left for key, left in remaining.items() if left}
         assert len(s) == len(remaining)
     assert not remaining
+
+
+def test_a_computed_prompt_overtakes_the_queue_where_its_pages_fit() -> None:
+    queue = PromptQueue(max_waiting=4, num_pages=10, ahead_tokens=8)
+    for key in ("a", "b"):
+        queue.enter(key, PromptSize(num_tokens=16, num_pages=4))
+    assert queue.next_turns() == ["a"]
+    assert not queue.enter_computed("large", PromptSize(num_tokens=28, num_pages=7))
+    assert queue.enter_computed("small", PromptSize(num_tokens=24, num_pages=6))
+    assert (queue.num_inside, queue.num_waiting, queue.promised_pages, queue.waiting_tokens) == (2, 1, 10, 32)
+    queue.computed("a", 16)
+    assert queue.next_turns() == [], "its pages are in the books"
+    queue.leave("small")
+    assert queue.next_turns() == ["b"]
+    assert queue.promised_pages == 8

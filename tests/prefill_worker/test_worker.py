@@ -10,7 +10,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from protos import inference_pb2, worker_pb2
 from services.runtime import telemetry
 from services.runtime.attempts import AttemptKey
-from services.runtime.errors import NoFreePages, RequestCancelled, TransferFailed
+from services.runtime.errors import InvariantViolated, NoFreePages, RequestCancelled, TransferFailed
+from services.runtime.session import SessionLimits
 
 Make = Callable[..., Any]
 
@@ -38,11 +39,11 @@ async def test_the_first_token_goes_out_before_the_pages_are_committed(make_benc
 
 async def test_gateways_hear_at_once_that_pages_came_free(make_bench: Make) -> None:
     bench = make_bench()
+    bench.worker.sessions._limits = SessionLimits(beat_s=60)  # so that it is not the regular beat that brings it
     gateway = bench.gateway()
     gateway.prefill("r", [1, 2, 3])
     await gateway.event("r", "handed_off")
-    async with asyncio.timeout(0.5):  # the regular beat is a second
-        await bench.until(lambda: gateway.loads[-1].pages.used == 0 and gateway.loads[-1].running == 0)
+    await bench.until(lambda: gateway.loads[-1].pages.used == 0 and gateway.loads[-1].running == 0)
 
 
 async def test_complete_pages_are_sent_chunk_by_chunk(make_bench: Make) -> None:
@@ -365,3 +366,37 @@ async def test_the_phases_are_spans_under_the_request(make_bench: Make, monkeypa
     assert prefill.start_time <= chunks[0].start_time <= chunks[-1].end_time <= prefill.end_time
     assert chunks[0].end_time <= transfer.start_time <= prefill.end_time, "the transfer overlaps the computation"
     assert transfer.attributes["tandem.pages"] == 5
+
+
+async def test_an_engine_that_hangs_fails_everything_and_ends_the_worker(make_bench: Make) -> None:
+    bench = make_bench(step_timeout_s=1.0)
+    bench.runner.gate.clear()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20)
+    await gateway.event("r", "prefill_started")
+    await bench.until(lambda: bench.worker._engine.current_run is not None)
+    for _ in range(3):
+        assert not bench.worker.failed.done()
+        bench.worker.check_engine(0.5)
+    bench.worker.check_engine(0.5)
+    with pytest.raises(InvariantViolated, match="did not end"):
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 5)
+    assert (await gateway.event("r", "failed")).code == worker_pb2.ERROR_CODE_INTERNAL
+    gateway.prefill("s", [1])
+    assert (await gateway.event("s", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
+    await asyncio.wait_for(bench.worker.close(), 10)
+
+
+async def test_what_is_left_at_the_end_of_a_drain_is_told(make_bench: Make) -> None:
+    bench = make_bench()
+    bench.runner.gate.clear()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20)
+    await gateway.event("r", "prefill_started")
+    bench.worker.begin_drain()
+    closing = asyncio.create_task(bench.worker.close())
+    assert (await gateway.event("r", "failed")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
+    bench.runner.gate.set()
+    await asyncio.wait_for(closing, 10)
+    assert not len(bench.worker._attempts)
+    assert gateway.kinds("r").count("failed") == 1

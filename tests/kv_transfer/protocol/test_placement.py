@@ -131,3 +131,81 @@ def test_a_closed_table_answers_for_all_and_takes_nothing_more(table: PlacementT
     assert table.close() == [ChunkRevoked(A, 0)]
     assert table.add(place(A, 2, 2)) == [ChunkRevoked(A, 0)]
     assert table.add(place(B, 3, 2, is_wanted=False)) == []
+
+
+def test_a_page_that_was_given_away_loses_its_chunk_for_that_reason(table: PlacementTable) -> None:
+    table.add(place(A, 0, 4))
+    table.begin(0, 2 * PAGE)
+    assert table.finish(0, None, Reason.STALE_GENERATION) == [ChunkLost(A, 0, Reason.STALE_GENERATION)]
+
+
+def test_a_chunk_is_answered_at_once_between_two_copies(table: PlacementTable) -> None:
+    table.add(place(A, 0, 4))
+    table.begin(0, 2 * PAGE)
+    table.finish(0, DIGESTS[0])
+    assert table.revoke(A) == [ChunkRevoked(A, 0)]
+
+
+def test_a_chunk_that_was_answered_is_not_answered_again(table: PlacementTable) -> None:
+    table.add(place(A, 0, 2))
+    table.add(place(B, 1, 2))
+    table.revoke(A)
+    assert table.begin(1, 2 * PAGE) == (Write(B, 10, 2), [])
+
+
+def test_an_unwanted_chunk_that_is_left_out_is_not_answered(table: PlacementTable) -> None:
+    table.add(place(A, 0, 4, is_wanted=False))
+    assert table.begin(1, 0) == (Drop(None), [])
+    assert len(table) == 0
+    # Its numbers have gone by, whoever claims them again.
+    assert table.add(place(B, 2, 2)) == []
+    assert table.begin(1, 2 * PAGE) == (Drop(Reason.REPLAYED_FRAME), [])
+
+
+def test_an_unwanted_header_after_its_frames_is_not_answered(table: PlacementTable) -> None:
+    table.add(place(B, 5, 2))
+    table.begin(5, 2 * PAGE)
+    table.finish(5, DIGESTS[0])
+    assert table.add(place(A, 4, 2, is_wanted=False)) == []
+
+
+def test_a_header_for_the_number_that_just_went_by_is_lost(table: PlacementTable) -> None:
+    table.add(place(A, 0, 2))
+    table.begin(0, 2 * PAGE)
+    table.finish(0, DIGESTS[0])
+    assert table.add(place(B, 0, 2)) == [ChunkLost(B, 0, Reason.LOST_FRAME)]
+
+
+def test_a_closed_table_answers_for_a_chunk_whose_copy_was_revoked(table: PlacementTable) -> None:
+    table.add(place(A, 0, 4))
+    table.begin(0, 2 * PAGE)
+    table.revoke(A)
+    assert table.close() == [ChunkRevoked(A, 0)]
+    assert table.close() == []
+    assert len(table) == 0
+
+
+def test_only_a_number_that_can_come_next_is_waited_for(table: PlacementTable) -> None:
+    assert table.can_be_claimed(0, PAGE)
+    assert not table.can_be_claimed(1, PAGE)
+    table.add(place(A, 0, 4))
+    assert table.can_be_claimed(2, PAGE)
+    assert not table.can_be_claimed(3, PAGE)
+    assert table.can_be_claimed(9, 0)  # the end of a chunk that was left out
+    table.begin(1, 0)
+    assert table.can_be_claimed(2, PAGE)
+
+
+def test_a_frame_waits_for_its_header_also_where_a_later_one_came_first(table: PlacementTable) -> None:
+    table.add(place(B, 1, 2))
+    assert table.begin(0, 2 * PAGE) == (Wait(), [])
+    table.add(place(A, 0, 2))
+    assert table.begin(0, 2 * PAGE) == (Write(A, 10, 2), [])
+
+
+def test_a_chunk_is_placed_with_its_last_frame_and_not_before(table: PlacementTable) -> None:
+    table.add(place(A, 0, 4))
+    table.begin(0, 2 * PAGE)
+    assert table.finish(0, DIGESTS[0]) == []
+    table.begin(1, 2 * PAGE)
+    assert table.finish(1, DIGESTS[1]) == [ChunkPlaced(A, 0, chain_digest(DIGESTS[:2]))]

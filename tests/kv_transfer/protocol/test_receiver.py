@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
 from kv_transfer.protocol.actions import (
+    AbandonPages,
     Action,
     CommitPages,
     FailLink,
     Place,
     ReleasePages,
+    ReportEnded,
     ReservePages,
     Revoke,
     Send,
@@ -25,18 +28,26 @@ from kv_transfer.protocol.messages import (
     ChunkHeader,
     Committed,
     Granted,
+    Heartbeat,
     Hello,
     Message,
     Reserve,
     Seal,
     TransferId,
     WireLayout,
-    chain_digest,
+    seal_digest,
 )
 from kv_transfer.protocol.placement import ChunkLost, ChunkPlaced, ChunkRevoked
 from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, layouts_fit, link_fault
 from kv_transfer.protocol.timing import Timeouts
-from services.runtime.errors import DeadlineExceeded, RequestCancelled
+from services.runtime.errors import (
+    DeadlineExceeded,
+    NoFreePages,
+    RequestCancelled,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
 
 LAYOUT = WireLayout("f", 4, "float32", 1, 1, 1, True)
 PAGE = LAYOUT.page_bytes
@@ -74,8 +85,15 @@ def chunk(index: int = 0, **changes: int) -> ChunkHeader:
 
 
 def seal(**changes: object) -> Seal:
-    good = Seal(ID, 2, 4, 4 * PAGE, NUM_TOKENS, chain_digest(DIGESTS[:2]), first_token_id=7, sampling_position=16)
-    return dataclasses.replace(good, **changes)  # type: ignore[arg-type]
+    """As good as it gets with these changes: the digest fits them, unless it is given."""
+    good = Seal(ID, 2, 4, 4 * PAGE, NUM_TOKENS, b"", first_token_id=7, sampling_position=16)
+    changed = dataclasses.replace(good, **changes)  # type: ignore[arg-type]
+    return changed if "digest" in changes else dataclasses.replace(changed, digest=digest_of(changed))
+
+
+def digest_of(sealed: Seal, digests: Sequence[bytes] = DIGESTS) -> bytes:
+    headers = [chunk(index) for index in range(sealed.num_chunks)]
+    return seal_digest(sealed, [(each.first_page, each.num_pages, digests[each.chunk_index]) for each in headers])
 
 
 def sent(actions: list[Action], kind: type[Message]) -> list[Message]:
@@ -90,7 +108,7 @@ def test_a_good_transfer_is_committed() -> None:
     harness = Harness()
     harness.stream()
     assert harness.hear(seal()) == [CommitPages(ID, 7, 16)]
-    assert sent(harness.link.committed(ID), Committed) == [Committed(ID)]
+    assert harness.link.committed(ID) == [Send(Committed(ID)), ReportEnded(ID, None)]
     assert not harness.link.transfers
     assert harness.counters.snapshot() == {}
 
@@ -105,7 +123,6 @@ def test_a_good_transfer_is_committed() -> None:
         {"num_tokens": NUM_TOKENS - 1},
         {"num_tokens": NUM_TOKENS + 1},
         {"digest": bytes(16)},
-        {"digest": chain_digest(reversed(DIGESTS[:2]))},
     ],
 )
 def test_a_seal_that_differs_in_anything_fails(changes: dict[str, object]) -> None:
@@ -117,12 +134,46 @@ def test_a_seal_that_differs_in_anything_fails(changes: dict[str, object]) -> No
     assert harness.counters[Reason.SEAL_MISMATCH] == 1
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first_token_id": 8},
+        {"sampling_position": 17},
+        {"id": TransferId("another", 1)},
+        {"id": TransferId(ID.request_id, ID.attempt + 1)},
+        {"num_pages": 3},
+        {"num_bytes": 1},
+        {"num_tokens": 1},
+    ],
+)
+def test_the_seals_digest_is_over_all_that_it_says(changes: dict[str, object]) -> None:
+    assert seal(**changes).digest != seal().digest
+
+
+def test_a_seal_over_other_chunks_fails() -> None:
+    for digests in (DIGESTS[1::-1], (DIGESTS[0], DIGESTS[0])):
+        harness = Harness()
+        harness.stream()
+        assert failed(harness.hear(seal(digest=digest_of(seal(), digests))))
+        assert harness.counters[Reason.SEAL_MISMATCH] == 1
+
+
+def test_pages_that_changed_places_fail() -> None:
+    harness = Harness()
+    harness.reserve()
+    for index in range(2):
+        harness.hear(chunk(index, first_page=2 - 2 * index))
+        harness.link.placement(ChunkPlaced(ID, index, DIGESTS[index]))
+    assert failed(harness.hear(seal()))
+    assert harness.counters[Reason.SEAL_MISMATCH] == 1
+
+
 def test_a_seal_over_missing_pages_fails() -> None:
     harness = Harness()
     harness.reserve()
     harness.hear(chunk(0))
     harness.link.placement(ChunkPlaced(ID, 0, DIGESTS[0]))
-    actions = harness.hear(seal(num_chunks=1, num_pages=2, num_bytes=2 * PAGE, digest=chain_digest(DIGESTS[:1])))
+    actions = harness.hear(seal(num_chunks=1, num_pages=2, num_bytes=2 * PAGE))
     assert failed(actions)
 
 
@@ -349,6 +400,9 @@ def test_no_memory_is_taken_for_an_absurd_reserve() -> None:
     [
         ({}, True),
         ({"page_size": 64}, True),
+        ({"page_size": 1}, True),
+        ({"page_size": 0}, False),
+        ({"arithmetic": "other kernels"}, True),
         ({"exact": False}, True),
         ({"fingerprint": "g"}, False),
         ({"dtype": "bfloat16"}, False),
@@ -360,8 +414,311 @@ def test_no_memory_is_taken_for_an_absurd_reserve() -> None:
 def test_which_layouts_fit(changes: dict[str, object], fits: bool) -> None:
     other = dataclasses.replace(LAYOUT, **changes)  # type: ignore[arg-type]
     assert layouts_fit(LAYOUT, other) is fits
+    assert layouts_fit(other, LAYOUT) is fits
     hello = Hello("p", "1", "2", other, ("tcp",), "h")
     expected = None if fits else Reason.LAYOUT_MISMATCH
     assert link_fault(hello, layout=LAYOUT, incarnation="2", protocol_version=1) is expected
     assert link_fault(hello, layout=LAYOUT, incarnation="3", protocol_version=1) is Reason.STALE_INCARNATION
     assert link_fault(hello, layout=LAYOUT, incarnation="2", protocol_version=2) is Reason.LAYOUT_MISMATCH
+
+
+def ended(actions: list[Action]) -> list[TandemError | None]:
+    return [action.error for action in actions if isinstance(action, ReportEnded)]
+
+
+def test_more_cached_tokens_than_there_are_is_no_reservation() -> None:
+    harness = Harness()
+    harness.hear(Reserve(ID, NUM_TOKENS, 10_000))
+    assert failed(harness.link.reserved(ID, 4, NUM_TOKENS + 1))
+    whole = TransferId("whole", 1)
+    harness.hear(Reserve(whole, 16, 10_000))
+    assert harness.link.reserved(whole, 4, 16) == [Send(Granted(whole, 16))]
+
+
+def test_a_refusal_says_when_to_ask_again() -> None:
+    harness = Harness()
+    harness.hear(Reserve(ID, NUM_TOKENS, 10_000))
+    error = NoFreePages("full")
+    error.retry_after_s = 0.25
+    (abort,) = sent(harness.link.reserve_failed(ID, error), Abort)
+    assert abort == Abort(ID, "NoFreePages", "full", retry_after_ms=250)
+
+
+def test_a_refusal_of_what_was_aborted_meanwhile_is_not_told() -> None:
+    harness = Harness()
+    harness.hear(Reserve(ID, NUM_TOKENS, 10_000))
+    harness.hear(Abort(ID, "RequestCancelled", "x"))
+    actions = harness.link.reserve_failed(ID, NoFreePages("full"))
+    assert [type(error) for error in ended(actions)] == [RequestCancelled]
+    assert actions[1:] == [Send(AbortAck(ID))]
+
+
+def test_a_repeated_reserve_is_answered_only_when_there_is_an_answer() -> None:
+    harness = Harness()
+    harness.hear(Reserve(ID, NUM_TOKENS, 10_000))
+    assert harness.hear(Reserve(ID, NUM_TOKENS, 10_000)) == []
+    harness.link.reserved(ID, 4, 0)
+    assert harness.hear(Reserve(ID, NUM_TOKENS - 1, 10_000)) == []
+
+
+@pytest.mark.parametrize("phase", ["failed", "committing"])
+def test_a_chunk_after_the_end_is_discarded(phase: str) -> None:
+    harness = Harness()
+    harness.stream()
+    if phase == "committing":
+        harness.hear(seal())
+    else:
+        harness.hear(chunk(2, channel_seq=2, first_page=3, num_pages=2))  # out of the reservation
+    before = harness.counters[Reason.LATE_MESSAGE]
+    (place,) = harness.hear(chunk(3, channel_seq=9, first_page=0, num_pages=1))
+    assert isinstance(place, Place)
+    assert not place.is_wanted
+    assert harness.counters[Reason.LATE_MESSAGE] == before + 1
+
+
+def test_only_the_first_seal_counts() -> None:
+    harness = Harness()
+    harness.hear(Reserve(ID, NUM_TOKENS, 10_000))
+    assert harness.hear(seal()) == []
+    assert harness.counters[Reason.LATE_MESSAGE] == 1  # before there was anything to seal
+    harness.link.reserved(ID, 4, 0)
+    for index in range(2):
+        harness.hear(chunk(index))
+    harness.link.placement(ChunkPlaced(ID, 0, DIGESTS[0]))
+    harness.hear(seal())
+    assert harness.hear(seal(digest=bytes(16), first_token_id=8)) == []
+    assert harness.counters[Reason.LATE_MESSAGE] == 2
+    assert harness.link.placement(ChunkPlaced(ID, 1, DIGESTS[1])) == [CommitPages(ID, 7, 16)]
+    assert harness.hear(seal()) == []
+    assert harness.counters[Reason.LATE_MESSAGE] == 3
+
+
+def test_while_the_worker_takes_the_pages_its_answer_stands() -> None:
+    harness = Harness()
+    harness.stream()
+    harness.hear(seal())
+    assert harness.link.abort(ID, RequestCancelled("x")) == []
+    assert harness.link.link_lost(WorkerUnavailable("gone")) == []
+    assert harness.link.committed(ID) == [Send(Committed(ID)), ReportEnded(ID, None)]
+
+
+def test_the_deadline_does_not_touch_what_is_being_committed_or_has_failed() -> None:
+    harness = Harness()
+    harness.stream()
+    harness.hear(seal(), now=9.9)
+    harness.hear(Heartbeat(), now=10.0)
+    harness.link.tick(10.0, 0)
+    assert harness.counters[Reason.DEADLINE] == 0
+    failing = Harness()
+    failing.reserve()
+    failing.hear(chunk(0))
+    failing.hear(Abort(ID, "RequestCancelled", "x"), now=9.9)
+    failing.link.tick(10.0, 1)
+    assert failing.counters[Reason.DEADLINE] == 0
+
+
+@pytest.mark.parametrize("outcome", ["committed", "refused"])
+def test_a_sender_that_gave_up_during_the_commit_is_not_told_of_it(outcome: str) -> None:
+    harness = Harness()
+    harness.stream()
+    harness.hear(seal())
+    assert harness.hear(Abort(ID, "RequestCancelled", "first")) == []
+    assert harness.hear(Abort(ID, "TransferFailed", "second")) == []
+    if outcome == "committed":
+        abandon, end, ack = harness.link.committed(ID)
+        assert isinstance(abandon, AbandonPages)
+        assert (type(abandon.error), abandon.error.message) == (RequestCancelled, "first")
+        assert (end, ack) == (ReportEnded(ID, None), Send(AbortAck(ID)))
+        return
+    revoke, release = harness.link.commit_failed(ID, TransferFailed("no"))
+    assert revoke == Revoke(ID)
+    assert isinstance(release, ReleasePages)
+    assert isinstance(release.error, RequestCancelled)
+    actions = harness.link.released(ID)
+    assert [type(error) for error in ended(actions)] == [RequestCancelled]
+    assert actions[1:] == [Send(AbortAck(ID))]
+
+
+def test_a_commit_that_fails_is_told() -> None:
+    harness = Harness()
+    harness.stream()
+    harness.hear(seal())
+    assert sent(harness.link.commit_failed(ID, TransferFailed("no")), Abort) == [Abort(ID, "TransferFailed", "no")]
+
+
+def test_an_abort_that_crosses_the_commit_ends_what_was_begun() -> None:
+    harness = Harness()
+    harness.stream()
+    harness.hear(seal())
+    harness.link.committed(ID)
+    for _ in range(2):
+        abandon, ack = harness.hear(Abort(ID, "RequestCancelled", "x"))
+        assert isinstance(abandon, AbandonPages)
+        assert isinstance(abandon.error, RequestCancelled)
+        assert ack == Send(AbortAck(ID))
+
+
+def alive(harness: Harness, begin_s: int, end_s: int) -> list[Action]:
+    """The actions of all ticks, once a second, of a Link whose sender is well."""
+    actions: list[Action] = []
+    for now in range(begin_s, end_s + 1):
+        harness.hear(Heartbeat(), now=float(now))
+        actions += [each for each in harness.link.tick(float(now), now) if each != Send(Heartbeat())]
+    return actions
+
+
+def test_a_worker_that_does_not_reserve_in_time_fails_the_transfer_and_gets_its_pages_back() -> None:
+    harness = Harness()
+    harness.hear(Reserve(ID, NUM_TOKENS, 100_000))
+    assert alive(harness, 0, 7) == []
+    (abort,) = sent(alive(harness, 8, 8), Abort)
+    assert alive(harness, 9, 30) == []
+    assert isinstance(abort, Abort)
+    assert abort.code == "TransferFailed"
+    assert harness.counters[Reason.WORKER_SILENT] == 1
+    assert [type(action) for action in harness.link.reserved(ID, 4, 0)] == [ReleasePages]
+
+
+@pytest.mark.parametrize("has_aborted", [False, True])
+def test_a_commit_that_succeeds_too_late_is_abandoned(has_aborted: bool) -> None:
+    harness = Harness()
+    harness.stream()
+    harness.hear(seal())
+    if has_aborted:
+        harness.hear(Abort(ID, "RequestCancelled", "x"))
+    assert alive(harness, 0, 7) == []
+    aborts = sent(alive(harness, 8, 30), Abort)
+    assert len(aborts) == (0 if has_aborted else 1)
+    assert harness.counters[Reason.WORKER_SILENT] == 1
+    (abandon, *_) = harness.link.committed(ID)
+    assert isinstance(abandon, AbandonPages)
+    assert isinstance(abandon.error, RequestCancelled if has_aborted else TransferFailed)
+
+
+def test_a_worker_that_does_not_release_is_counted_once_and_nobody_is_told_that_the_pages_are_free() -> None:
+    harness = Harness()
+    harness.reserve()
+    harness.hear(Abort(ID, "RequestCancelled", "x"))
+    assert alive(harness, 0, 30) == []
+    assert harness.counters[Reason.WORKER_SILENT] == 1
+    assert sent(harness.link.released(ID), AbortAck) == [AbortAck(ID)]
+
+
+def test_a_worker_that_answered_owes_nothing() -> None:
+    harness = Harness()
+    harness.hear(Reserve(ID, NUM_TOKENS, 100_000))
+    alive(harness, 0, 7)
+    harness.link.reserved(ID, 4, 0)
+    assert alive(harness, 8, 30) == []
+    assert harness.counters[Reason.WORKER_SILENT] == 0
+
+
+def test_the_third_wrong_checksum_ends_the_link_and_nothing_else_does() -> None:
+    harness = Harness()
+    for attempt in range(1, 8):
+        transfer_id = TransferId("r", attempt)
+        harness.hear(Reserve(transfer_id, NUM_TOKENS, 10_000))
+        harness.link.reserved(transfer_id, 4, 0)
+        harness.hear(dataclasses.replace(chunk(0, channel_seq=attempt), id=transfer_id))
+        is_wrong = attempt > 4
+        reason = Reason.CHECKSUM_MISMATCH if is_wrong else Reason.WRONG_SIZE
+        actions = harness.link.placement(ChunkLost(transfer_id, 0, reason))
+        assert any(isinstance(action, FailLink) for action in actions) is (attempt == 7)
+
+
+def test_giving_up_what_is_not_known_is_nothing() -> None:
+    harness = Harness()
+    assert harness.link.abort(ID, RequestCancelled("x")) == []
+    harness.reserve()
+    assert failed(harness.link.abort(ID, RequestCancelled("x")))
+
+
+def test_an_acknowledgement_ends_nothing() -> None:
+    harness = Harness()
+    harness.reserve()
+    assert harness.hear(AbortAck(ID)) == []
+    assert harness.hear(chunk(0))[0] == Place(ID, 0, 0, 1, 0, 2, is_wanted=True)
+
+
+def test_a_lost_link_is_lost_once_and_says_nothing_more() -> None:
+    harness = Harness()
+    harness.reserve()
+    actions = harness.link.link_lost(WorkerUnavailable("gone"))
+    assert [type(action) for action in actions] == [Revoke, ReleasePages]
+    assert harness.link.link_lost(WorkerUnavailable("gone")) == []
+    assert harness.counters[Reason.LINK_LOST] == 1
+    assert harness.link.tick(60.0, 0) == []
+
+
+def test_the_receiver_beats_once_a_second() -> None:
+    harness = Harness()
+    beats = []
+    for tenth in range(1, 31):
+        harness.hear(Heartbeat(), now=tenth / 10)
+        if Send(Heartbeat()) in harness.link.tick(tenth / 10, 0):
+            beats.append(tenth / 10)
+    assert beats == [1.0, 2.0, 3.0]
+
+
+def test_a_transfer_has_at_least_one_token() -> None:
+    harness = Harness()
+    assert sent(harness.hear(Reserve(ID, 0, 10_000)), Abort)
+    assert harness.counters[Reason.PROTOCOL_VIOLATION] == 1
+    assert harness.hear(Reserve(ID, 1, 10_000)) == [ReservePages(ID, 1)]
+
+
+def test_a_chunk_may_have_one_page() -> None:
+    harness = Harness()
+    harness.reserve()
+    assert harness.hear(chunk(0, num_pages=1)) == [Place(ID, 0, 0, 1, 0, 1, is_wanted=True)]
+
+
+def test_a_chunk_of_an_unknown_transfer_is_discarded_once() -> None:
+    harness = Harness()
+    harness.hear(chunk(0))
+    assert harness.hear(chunk(0)) == []
+    assert harness.counters[Reason.DUPLICATE_CHUNK] == 1
+    assert harness.counters[Reason.LATE_MESSAGE] == 1
+
+
+def test_a_channel_that_owes_nothing_is_not_stalled() -> None:
+    harness = Harness()
+    harness.reserve()
+    for second in range(1, 9):
+        harness.hear(Heartbeat(), now=float(second))
+        assert not any(isinstance(action, FailLink) for action in harness.link.tick(float(second), 0))
+    # Time in which nothing was owed does not count, also where nobody looked at the clock.
+    harness.hear(chunk(0, num_pages=1), now=15.9)
+    quiet = Harness()
+    quiet.hear(Reserve(ID, NUM_TOKENS, 100_000))
+    quiet.link.reserved(ID, 4, 0)
+    quiet.hear(chunk(0), now=6.0)
+    assert not any(isinstance(action, FailLink) for action in quiet.link.tick(6.1, 0))
+
+
+def test_an_older_attempt_that_ended_is_not_superseded() -> None:
+    harness = Harness()
+    harness.hear(Reserve(ID, NUM_TOKENS, 10_000))
+    harness.link.reserve_failed(ID, NoFreePages("full"))
+    newer = TransferId(ID.request_id, 2)
+    assert harness.hear(Reserve(newer, NUM_TOKENS, 10_000)) == [ReservePages(newer, NUM_TOKENS)]
+
+
+def test_a_stale_generation_fails_the_transfer_and_is_counted() -> None:
+    harness = Harness()
+    harness.reserve()
+    harness.hear(chunk(0))
+    assert failed(harness.link.placement(ChunkLost(ID, 0, Reason.STALE_GENERATION)))
+    assert harness.counters[Reason.STALE_GENERATION] == 1
+
+
+def test_a_chunk_that_was_placed_before_the_failure_is_not_committed_after_it() -> None:
+    """The channel's answer and the abort cross between two threads."""
+    harness = Harness()
+    harness.reserve()
+    harness.hear(chunk(0))
+    harness.hear(chunk(1))
+    harness.hear(seal())
+    harness.hear(Abort(ID, "RequestCancelled", "x"))
+    assert harness.link.placement(ChunkPlaced(ID, 0, DIGESTS[0])) == []
+    assert [type(action) for action in harness.link.placement(ChunkPlaced(ID, 1, DIGESTS[1]))] == [ReleasePages]

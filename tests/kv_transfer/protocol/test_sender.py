@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from kv_transfer.protocol.actions import (
@@ -27,7 +29,7 @@ from kv_transfer.protocol.messages import (
     Seal,
     TransferId,
     WireLayout,
-    chain_digest,
+    seal_digest,
 )
 from kv_transfer.protocol.sender import SenderLink
 from kv_transfer.protocol.timing import Timeouts
@@ -72,7 +74,9 @@ def test_a_good_transfer(link: SenderLink) -> None:
     assert seal(link) == []
     assert link.chunk_posted(ID, 0, DIGESTS[0], 0.0) == []
     (sealed,) = link.chunk_posted(ID, 1, DIGESTS[1], 0.0)
-    assert sealed == Send(Seal(ID, 2, 4, 4 * page, NUM_TOKENS, chain_digest(DIGESTS[:2]), 7, 16))
+    manifest = Seal(ID, 2, 4, 4 * page, NUM_TOKENS, b"", 7, 16)
+    digest = seal_digest(manifest, [(0, 3, DIGESTS[0]), (3, 1, DIGESTS[1])])
+    assert sealed == Send(dataclasses.replace(manifest, digest=digest))
     assert link.on_message(Committed(ID), 0.0) == [ReportCommitted(ID, 4, 4 * page), ReportReleased(ID)]
     assert not link.transfers
 
@@ -198,3 +202,24 @@ def test_a_message_out_of_turn_ends_the_link() -> None:
     link = SenderLink(layout=LAYOUT, frame_pages=2, timeouts=Timeouts(), counters=counters, now=0.0)
     assert [type(action) for action in link.on_message(Reserve(ID, 1, 1), 0.0)] == [FailLink]
     assert counters[Reason.PROTOCOL_VIOLATION] == 1
+
+
+def test_a_refusal_says_when_to_ask_again(link: SenderLink) -> None:
+    link.reserve(ID, NUM_TOKENS, deadline=100.0, now=0.0)
+    actions = link.on_message(Abort(ID, "NoFreePages", "full", retry_after_ms=250), 0.0)
+    (error,) = [action.error for action in actions if isinstance(action, ReportFailed)]
+    assert error.retry_after_s == 0.25
+
+
+def test_pages_that_were_given_away_fail_the_transfer() -> None:
+    counters = Counters()
+    link = SenderLink(layout=LAYOUT, frame_pages=2, timeouts=Timeouts(), counters=counters, now=0.0)
+    grant(link)
+    link.send(ID, 0, [1, 2])
+    link.send(ID, 2, [3, 4])
+    actions = link.chunk_stale(ID, 0.0)
+    assert errors(actions) == [TransferFailed]
+    assert any(isinstance(action, Send) and isinstance(action.message, Abort) for action in actions)
+    assert ReportReleased(ID) not in actions
+    assert counters[Reason.STALE_GENERATION] == 1
+    assert link.chunk_skipped(ID) == [ReportReleased(ID)]

@@ -322,6 +322,18 @@ async def test_closing_without_redis_takes_its_time_and_no_more(
     assert time.monotonic() - began_s < 1.5
 
 
+async def test_closing_outlasts_a_short_outage(placements: PlacementStore, redis_server: EmbeddedRedis) -> None:
+    writer = PlacementWriter(placements)
+    writer.start()
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    writer.post(placement("r1", State.QUEUED))
+    closing = asyncio.create_task(writer.close(timeout_s=10))
+    await asyncio.sleep(0.4)
+    os.kill(redis_server.pid, signal.SIGCONT)
+    await closing
+    assert writer.num_written == 1
+
+
 async def test_closing_writes_what_waits(placements: PlacementStore) -> None:
     writer = PlacementWriter(placements, flush_interval_s=60)
     writer.start()

@@ -273,11 +273,27 @@ async def test_garbage_under_its_key_does_not_keep_a_worker_out(
     await watcher.until(here, timeout_s=4)
 
 
+async def test_a_worker_that_does_not_name_its_arithmetic_is_known_all_the_same(
+    client: "redis.Redis", store: Store, new_record: NewRecord
+) -> None:
+    named = new_record(arithmetic="avx2/abc")
+    unnamed = new_record(id="older")
+    fields = msgspec.to_builtins(unnamed)
+    del fields["arithmetic"]
+    for record, raw in ((named, msgspec.json.encode(named)), (unnamed, msgspec.json.encode(fields))):
+        key = f"tandem:{{test}}:worker:{record.id}"
+        client.hset(key, mapping={"order": record.order, "record": raw, "state": "ready"})
+        client.sadd("tandem:{test}:workers", record.id)
+    _, records = await list_workers(store)
+    assert {record.id: record.arithmetic for record in records.values()} == {"prefill-0": "avx2/abc", "older": ""}
+
+
 async def test_a_list_of_garbage_is_counted_and_left_out(
     client: "redis.Redis", store: Store, new_record: NewRecord
 ) -> None:
     good = new_record()
     bad_fields = [{"pid": -1}, {"pid": "x"}, {"role": "king"}, {"id": "a b"}, {"incarnation": "x"}, {"exact": 1}]
+    bad_fields += [{"arithmetic": 5}, {"arithmetic": "x" * 600}]
     values: list[tuple[str, str, bytes]] = [("prefill-0", good.order, msgspec.json.encode(good))]
     for index, changes in enumerate(bad_fields):
         fields = msgspec.to_builtins(good) | {"id": f"bad-{index}"} | changes
@@ -364,7 +380,7 @@ async def test_a_lease_costs_no_request_of_the_event_loop(
     began_s = time.monotonic()
     for index in range(1000):
         lease.update(running=index, state="ready" if index % 2 else "draining")
-    assert time.monotonic() - began_s < 0.2
+    assert time.monotonic() - began_s < 2.0  # a call to the frozen server would take longer, each time
     released = asyncio.create_task(asyncio.to_thread(lease.release))
     async with asyncio.timeout(3):
         await released

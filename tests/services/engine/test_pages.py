@@ -4,7 +4,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from services.engine.pages import PageAllocator, PageCounts, PageLayout, PageLease, PagePool, num_pages_for
+from services.engine.pages import (
+    CachedPages,
+    PageAllocator,
+    PageCounts,
+    PageLayout,
+    PageLease,
+    PagePool,
+    num_pages_for,
+)
 from services.runtime.errors import InvariantViolated, NoFreePages
 
 LAYOUT = PageLayout(num_layers=3, num_kv_heads=2, head_dim=8, page_size=4, dtype=torch.bfloat16)
@@ -129,6 +137,10 @@ class TestAllocator:
             lambda: allocator.release([-1]),
             lambda: allocator.release([3]),
             lambda: allocator.generation(-1),
+            lambda: allocator.generations([0, -1]),
+            lambda: allocator.generations([0, 3]),
+            lambda: allocator.cache([2]),
+            lambda: allocator.cache(allocator.allocate(1, state="reserved")),
             lambda: allocator.unpromise(1),
             lambda: allocator.promise(-1),
             lambda: allocator.allocate(-1, state="used"),
@@ -147,7 +159,11 @@ class TestAllocator:
             (lambda a: a._states.__setitem__(2, 1), "1 pages said to be cached|0 pages said to be cached, 1 are"),
             (lambda a: a._num_in_state.__setitem__(0, 7), "7 pages said to be free, 3 are.*add up to 8"),
             (lambda a: setattr(a, "_num_promised", 4), "4 pages promised of 3 free"),
-            (lambda a: a._generations.__setitem__(0, 0), "held but was never allocated"),
+            (lambda a: a._generations.__setitem__(0, 0), "used but was never allocated"),
+            (lambda a: a._cachings.__setitem__(2, 0), r"list of cached pages is wrong about pages \[2\]"),
+            (lambda a: (a.cache([0]), a._cachings.clear()), r"list of cached pages is wrong about pages \[0\]"),
+            (lambda a: (a.cache([0]), a._generations.__setitem__(0, 0)), "cached but was never allocated"),
+            (lambda a: (a.cache([0]), a._references.__setitem__(0, 1)), "page 0 is cached with 1 holders"),
         ],
     )
     def test_integrity_check_finds(self, break_it, complaint: str) -> None:  # type: ignore[no-untyped-def]
@@ -157,6 +173,103 @@ class TestAllocator:
         break_it(allocator)
         with pytest.raises(InvariantViolated, match=complaint):
             allocator.check_integrity()
+
+
+class TestCache:
+    def test_cached_pages_are_taken_again_as_they_were(self) -> None:
+        allocator = PageAllocator(4)
+        page_ids = allocator.allocate(3, state="used")[::-1]
+        generations = allocator.generations(page_ids)
+        cached = allocator.cache(page_ids)
+        assert cached.page_ids == tuple(page_ids)
+        assert allocator.counts() == PageCounts(total=4, free=1, cached=3, reserved=0, used=0)
+        assert allocator.num_available_pages == 4
+        assert allocator.take_cached(cached)
+        assert allocator.counts() == PageCounts(total=4, free=1, cached=0, reserved=0, used=3)
+        assert allocator.generations(page_ids) == generations
+        assert [allocator.num_references(page_id) for page_id in page_ids] == [1, 1, 1]
+        allocator.check_integrity()
+
+    def test_an_allocation_takes_free_pages_then_those_cached_first(self) -> None:
+        allocator = PageAllocator(6)
+        first, second = allocator.allocate(2, state="used"), allocator.allocate(2, state="used")
+        cached_first, cached_second = allocator.cache(second), allocator.cache(first)
+        assert not {*allocator.allocate(2, state="used")} & {*first, *second}
+        before = allocator.generation(second[0])
+        assert allocator.allocate(1, state="reserved") == [second[0]]
+        assert allocator.generation(second[0]) == before + 1
+        assert not allocator.take_cached(cached_first)
+        assert allocator.state(second[1]) == "cached"  # a refusal changes nothing
+        assert allocator.take_cached(cached_second)
+        allocator.check_integrity()
+
+    def test_taking_pages_back_makes_them_the_youngest_again(self) -> None:
+        allocator = PageAllocator(2)
+        (one,), (other,) = allocator.allocate(1, state="used"), allocator.allocate(1, state="used")
+        cached_one = allocator.cache([one])
+        allocator.cache([other])
+        assert allocator.take_cached(cached_one)
+        allocator.cache([one])
+        assert allocator.allocate(1, state="used") == [other]
+
+    def test_a_handle_serves_once(self) -> None:
+        allocator = PageAllocator(2)
+        page_ids = allocator.allocate(2, state="used")
+        cached = allocator.cache(page_ids)
+        assert allocator.take_cached(cached)
+        assert not allocator.take_cached(cached)
+        again = allocator.cache(page_ids)
+        assert not allocator.take_cached(cached)  # the same pages, but who cached them now may have changed them
+        allocator.drop_cached(cached)
+        assert allocator.take_cached(again)
+
+    def test_what_is_dropped_is_free_and_stays_whoever_has_it_next(self) -> None:
+        allocator = PageAllocator(3)
+        cached = allocator.cache(allocator.allocate(3, state="used"))
+        (evicted,) = allocator.allocate(1, state="used")
+        allocator.drop_cached(cached)
+        assert allocator.counts() == PageCounts(total=3, free=2, cached=0, reserved=0, used=1)
+        allocator.drop_cached(cached)
+        assert allocator.state(evicted) == "used"
+        assert not allocator.take_cached(cached)
+        allocator.check_integrity()
+
+    def test_a_promise_keeps_cached_pages_from_being_taken(self) -> None:
+        allocator = PageAllocator(4)
+        cached = allocator.cache(allocator.allocate(3, state="used"))
+        allocator.promise(2)
+        assert not allocator.take_cached(cached)
+        allocator.check_integrity()
+        allocator.unpromise(1)
+        assert allocator.take_cached(cached)
+        allocator.check_integrity()
+
+    def test_shared_pages_are_not_cached(self) -> None:
+        allocator = PageAllocator(2)
+        page_ids = allocator.allocate(1, state="used")
+        allocator.retain(page_ids)
+        with pytest.raises(InvariantViolated, match="2 holders"):
+            allocator.cache(page_ids)
+
+    def test_a_lease_goes_into_the_cache_and_comes_back(self) -> None:
+        allocator = PageAllocator(5)
+        lease = PageLease(allocator, num_promised_pages=4)
+        lease.grow(2, state="used")
+        page_ids = lease.page_ids[:]
+        cached = lease.cache()
+        assert lease.is_closed
+        assert lease.page_ids == []
+        assert allocator.num_promised_pages == 0
+        lease.close()
+        assert allocator.counts().cached == 2
+        with pytest.raises(InvariantViolated, match="closed"):
+            lease.cache()
+        again = PageLease.from_cached(allocator, cached)
+        assert again is not None
+        assert again.page_ids == page_ids
+        assert PageLease.from_cached(allocator, cached) is None
+        again.close()
+        assert allocator.counts().free == 5
 
 
 class TestLease:
@@ -230,10 +343,11 @@ class TestLease:
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Random use by many holders against a model that is a dict of page → number of holders."""
+    """Random use by many holders against a model: page → number of holders, and cached pages by age."""
 
     leases = Bundle("leases")
     shares = Bundle("shares")
+    cachings = Bundle("cachings")
     num_pages = 12
 
     def __init__(self) -> None:
@@ -242,6 +356,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.holders: dict[int, int] = {}
         self.generations: dict[int, int] = {}
         self.open: set[PageLease] = set()
+        self.cached: dict[int, CachedPages] = {}
 
     @rule(target=leases, num_promised=st.integers(0, 8))
     def admit(self, num_promised: int) -> object:
@@ -265,8 +380,13 @@ class AllocatorMachine(RuleBasedStateMachine):
             with pytest.raises(NoFreePages):
                 lease.grow(count, state=state)  # type: ignore[arg-type]
             return
+        num_evicted = max(0, count - (self.num_pages - len(self.holders) - len(self.cached)))
+        oldest = list(self.cached)[:num_evicted]
         pages = lease.grow(count, state=state)  # type: ignore[arg-type]
         assert len(set(pages)) == count
+        assert {*pages} & {*self.cached} == {*oldest}
+        for page in oldest:
+            del self.cached[page]
         for page in pages:
             assert page not in self.holders
             assert self.allocator.generation(page) != self.generations.get(page, 0)
@@ -292,6 +412,39 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.release(pages)
         self._let_go(pages)
 
+    @rule(target=cachings, lease=leases)
+    def cache(self, lease: PageLease) -> object:
+        pages = lease.page_ids[:]
+        is_cachable = all(self.holders[page] == 1 and self.allocator.state(page) == "used" for page in pages)
+        if lease.is_closed or not is_cachable:
+            return multiple()
+        cached = lease.cache()
+        self.open.discard(lease)
+        for page in pages:
+            del self.holders[page]
+            self.cached[page] = cached
+        return cached
+
+    @rule(target=leases, cached=cachings)
+    def take_cached(self, cached: CachedPages) -> object:
+        is_there = all(self.cached.get(page) is cached for page in cached.page_ids)
+        available = self.num_pages - len(self.holders) - sum(lease.num_promised_pages for lease in self.open)
+        lease = PageLease.from_cached(self.allocator, cached)
+        assert (lease is not None) == (is_there and len(cached.page_ids) <= available)
+        if lease is None:
+            return multiple()
+        self.open.add(lease)
+        assert lease.page_ids == [*cached.page_ids]
+        for page in cached.page_ids:
+            del self.cached[page]
+            self.holders[page] = 1
+        return lease
+
+    @rule(cached=cachings)
+    def drop_cached(self, cached: CachedPages) -> None:
+        self.allocator.drop_cached(cached)
+        self.cached = {page: by for page, by in self.cached.items() if by is not cached}
+
     @rule(lease=leases)
     def close(self, lease: PageLease) -> None:
         pages = lease.page_ids[:]
@@ -311,8 +464,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.check_integrity()
         counts = self.allocator.counts()
         assert counts.total == self.num_pages == sum(counts[1:])
-        assert counts.free == self.num_pages - len(self.holders)
-        assert counts.cached == 0
+        assert counts.free == self.num_pages - len(self.holders) - len(self.cached)
+        assert counts.cached == len(self.cached)
+        assert all(self.allocator.state(page) == "cached" for page in self.cached)
+        pages = list(range(self.num_pages))
+        assert self.allocator.generations(pages) == tuple(self.generations.get(page, 0) for page in pages)
         assert self.allocator.num_promised_pages == sum(lease.num_promised_pages for lease in self.open)
         for page, count in self.holders.items():
             assert self.allocator.num_references(page) == count

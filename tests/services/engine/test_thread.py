@@ -5,7 +5,7 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 
-from services.engine.thread import EngineThread
+from services.engine.thread import EngineThread, StepWatch
 from services.runtime.errors import DeadlineExceeded, InvariantViolated, WorkerUnavailable
 
 WAIT_S = 10.0
@@ -64,13 +64,17 @@ def test_steps_run_while_there_is_work_then_sleep(harness: Harness) -> None:
     assert harness.steps == steps  # no spinning
 
 
-def test_wake_makes_an_idle_thread_step(harness: Harness) -> None:
+def test_wake_makes_an_idle_thread_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "services.engine.thread._IDLE_WAIT_S", 10 * WAIT_S
+    )  # so that it is the wake-up that ends the sleep
+    harness = Harness()
+    harness.thread.start()
     harness.thread.submit(lambda: None).result(WAIT_S)
     eventually(lambda: harness.steps == 1)
-    started = time.monotonic()
     harness.thread.wake()
     eventually(lambda: harness.steps == 2)
-    assert time.monotonic() - started < 0.5  # by the wake-up, not by the bounded sleep
+    harness.thread.stop(timeout_s=WAIT_S)
 
 
 def test_a_command_gets_in_between_steps_of_endless_work(harness: Harness) -> None:
@@ -249,3 +253,50 @@ def test_submissions_from_many_threads_all_get_an_answer_while_it_stops() -> Non
     for future in futures:
         error = future.exception(WAIT_S)
         assert error is None or isinstance(error, WorkerUnavailable)
+
+
+def test_a_step_that_does_not_end_is_noticed_and_left_behind() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def step() -> bool:
+        entered.set()
+        leave.wait(WAIT_S)
+        return True
+
+    thread = EngineThread(step, on_fatal=lambda error: None)
+    watch = StepWatch(thread, timeout_s=2.0)
+    thread.start()
+    assert not watch.is_stuck(100.0), "an idle engine is not stuck"
+    thread.wake()
+    assert entered.wait(WAIT_S)
+    assert [watch.is_stuck(1.0) for _ in range(5)] == [False, False, False, True, True]
+    queued = thread.submit(lambda: 1)
+    thread.abandon("stuck")
+    for future in (queued, thread.submit(lambda: 2)):
+        with pytest.raises(WorkerUnavailable):
+            future.result(WAIT_S)
+    thread.stop(timeout_s=0.0)
+    assert thread.is_alive, "nobody waited for it"
+    leave.set()
+    eventually(lambda: not thread.is_alive)
+
+
+def test_steps_that_end_are_not_stuck_however_many(harness: Harness) -> None:
+    watch = StepWatch(harness.thread, timeout_s=1.0)
+    harness.thread.submit(lambda: harness.add_work(10**9)).result(WAIT_S)
+    for _ in range(5):
+        steps = harness.steps
+        eventually(lambda steps=steps: harness.steps > steps + 1)  # type: ignore[misc]
+        assert not watch.is_stuck(50.0)
+
+
+def test_a_watch_without_a_limit_finds_nothing() -> None:
+    entered, leave = threading.Event(), threading.Event()
+    thread = EngineThread(lambda: bool(entered.set() or leave.wait(WAIT_S)) and False, on_fatal=lambda error: None)
+    watch = StepWatch(thread, timeout_s=0.0)
+    thread.start()
+    thread.wake()
+    assert entered.wait(WAIT_S)
+    assert not any(watch.is_stuck(1e6) for _ in range(3))
+    leave.set()
+    thread.stop(timeout_s=WAIT_S)

@@ -228,10 +228,11 @@ async def test_every_payload_has_its_place(served: tuple[Worker, Any]) -> None:
         worker_pb2.DecodeStarted(),
         worker_pb2.Finished(),
         worker_pb2.Failed(),
+        worker_pb2.Paused(),
     ]
     for payload in payloads:
         worker.sessions.emit(source, "r", 1, payload)
-    kinds = [event.WhichOneof("event") for event in await events_of(call, 8)]
+    kinds = [event.WhichOneof("event") for event in await events_of(call, len(payloads))]
     expected = {field.name for field in worker_pb2.WorkerEvent.DESCRIPTOR.oneofs_by_name["event"].fields}
     assert set(kinds) == expected
     assert len(kinds) == len(expected)
@@ -379,3 +380,16 @@ async def test_a_worker_that_leaves_says_so(served: tuple[Worker, Any]) -> None:
     worker.sessions.close()
     assert type(await status_of(call)) is errors.WorkerUnavailable
     assert len(worker.closed) == 1
+
+
+async def test_what_was_emitted_before_a_worker_leaves_arrives(served: tuple[Worker, Any]) -> None:
+    worker, stub = served
+    call = await opened(stub)
+    (source,) = worker.sessions.sessions
+    for index in range(5000):
+        worker.sessions.emit(source, f"r{index}", 1, worker_pb2.Failed())
+    worker.sessions.close()
+    worker.sessions.emit(source, "late", 1, worker_pb2.Failed())
+    events = await events_of(call, 5000)
+    assert [event.id.request_id for event in events] == [f"r{index}" for index in range(5000)]
+    assert type(await status_of(call)) is errors.WorkerUnavailable

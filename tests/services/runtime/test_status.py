@@ -25,6 +25,8 @@ def test_the_table_is_the_agreed_one() -> None:
         errors.RequestCancelled: (grpc.StatusCode.CANCELLED, 499),
         errors.LayoutMismatch: (grpc.StatusCode.FAILED_PRECONDITION, 500),
         errors.InvariantViolated: (grpc.StatusCode.INTERNAL, 500),
+        errors.Quarantined: (grpc.StatusCode.INTERNAL, 500),
+        errors.WorkerLost: (grpc.StatusCode.UNAVAILABLE, 503),
     }
     for cls, (code, http) in expected.items():
         assert (status.grpc_status(cls("x")), status.http_status(cls("x"))) == (code, http)

@@ -120,6 +120,13 @@ class FakeWorker:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.idle = asyncio.Event()
         self.calls: list[str] = []
+        self.looks: list[float] = []
+        self.is_stuck = False
+
+    def check_engine(self, elapsed_s: float) -> None:
+        self.looks.append(elapsed_s)
+        if self.is_stuck and not self.failed.done():
+            self.failed.set_exception(InvariantViolated("stuck"))
 
     def begin_drain(self) -> None:
         self.calls.append("drain")
@@ -188,6 +195,32 @@ async def test_a_worker_that_fails_ends_its_life_with_its_error(is_draining: boo
     assert (worker.calls[-1], server.calls[-1]) == ("close", "stop")
 
 
+async def test_a_drain_ends_at_its_limit_with_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    worker, server, lease, stop = FakeWorker(), FakeServer(), FakeLease(), asyncio.Event()
+    stop.set()
+    life = worker_host.serve_until_drained(worker, server, lease, stop, drain_timeout_s=0.02)  # type: ignore[arg-type]
+    await asyncio.wait_for(life, 10)
+    assert (worker.calls, server.calls[-1], lease.states[-1]) == (["drain", "close"], "stop", "draining")
+    assert "longer than its limit" in caplog.text
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+async def test_an_engine_that_hangs_is_noticed_in_time(monkeypatch: pytest.MonkeyPatch, is_draining: bool) -> None:
+    monkeypatch.setattr(worker_host, "WATCH_INTERVAL_S", 0.01)
+    worker, server, stop = FakeWorker(), FakeServer(), asyncio.Event()
+    life = asyncio.create_task(worker_host.serve_until_drained(worker, server, None, stop))  # type: ignore[arg-type]
+    if is_draining:
+        stop.set()
+    async with asyncio.timeout(10):
+        while len(worker.looks) < 3:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.001)
+    assert set(worker.looks) == {0.01}
+    worker.is_stuck = True
+    with pytest.raises(InvariantViolated):
+        await asyncio.wait_for(life, 10)
+    assert worker.calls[-1] == "close"
+
+
 async def test_a_load_that_ends_before_a_signal_is_used() -> None:
     assert await worker_host.load_or_stop(lambda: 42, None, asyncio.Event()) == 42
     with pytest.raises(ZeroDivisionError):
@@ -206,6 +239,11 @@ def test_settings_have_sane_defaults_and_exclude_each_other() -> None:
     settings = config.load(WorkerConfig, REQUIRED, prog="test", environ={})
     assert (settings.host, settings.port, settings.page_size, settings.chunk_tokens) == ("127.0.0.1", 0, 16, 512)
     assert settings.address(7) == "127.0.0.1:7"
+    assert (settings.drain_timeout, settings.step_timeout) == (None, 120.0)
+    given = config.load(WorkerConfig, [*REQUIRED, "--drain-timeout=2.5", "--step-timeout=0"], prog="test", environ={})
+    assert (given.drain_timeout, given.step_timeout) == (2.5, 0.0)
+    with pytest.raises(ConfigError, match="--drain-timeout"):
+        config.load(WorkerConfig, [*REQUIRED, "--drain-timeout=-1"], prog="test", environ={})
     assert settings.record_fields(incarnation="a" * 32)["model"] == "some"
     with pytest.raises(ConfigError, match="--kv-memory"):
         config.load(WorkerConfig, [*REQUIRED, "--kv-pages=5", "--kv-memory=1GiB"], prog="test", environ={})

@@ -1,0 +1,692 @@
+"""The named requests of this gateway: one generation each, however many clients read it, and from wherever.
+
+A generation runs while somebody reads it. When the last reader leaves it is cancelled at once, and its tokens stay, so
+that a reader who comes back goes on from there. What another gateway needs is written behind to
+`services.cluster.journal`; without Redis everything works on, on this gateway only.
+"""
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall, StoredChoice, Usage
+from gateway.fan_out import merged
+from gateway.journal import (
+    START,
+    TOKEN_COST_BYTES,
+    Answer,
+    AnswerReader,
+    Position,
+    Shown,
+    decode_call,
+    digest_of,
+    encode_call,
+    encode_end,
+    event_id,
+    event_id_error,
+    name_of,
+    parse_event_id,
+    restore,
+)
+from gateway.lifecycle import Requests
+from gateway.validation import GREEDY_TEMPERATURE, Sampling, check_idempotency_key, check_name
+from services.cluster.journal import Claimed, Held, JournalStore, JournalWriter, Mode, Outcome, Record
+from services.runtime.clock import Deadline
+from services.runtime.errors import (
+    AlreadyExists,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    RequestCancelled,
+    StoreUnavailable,
+    TandemError,
+    WorkerUnavailable,
+)
+
+KEPT_S = 60.0
+"""Time that a journal nobody reads stays in memory."""
+MAX_KEPT_BYTES = 64 * 2**20
+"""Of all those journals, about; the oldest give way."""
+BEAT_INTERVAL_S = 1.0
+"""Running journals are written this often also without news, so that a gateway that lost one notices."""
+RETRY_AFTER_S = 1.0
+FIND_S = 2.0
+"""Time that a request which can only be gone on with waits for a Redis that does not answer."""
+FIND_RETRY_S = 0.1
+MAX_REMAINING_S = 24 * 3600.0
+"""Of a resumed call that gives no deadline; the gateway's own maximum applies on top of it."""
+DERIVED_ID_PREFIX = "key-"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a client asks of a named request.
+
+    `call` None: only to go on with what is known. `digest` is that of the body. `positions` None: from the start.
+    """
+
+    name: str
+    request_id: str
+    call: Call | None = None
+    digest: str = ""
+    alias: str = ""
+    positions: Sequence[Position] | None = None
+    next_index: int | None = None
+    """Instead of `positions`, for a call with one answer."""
+    remaining_s: float = MAX_REMAINING_S
+
+    @property
+    def joins(self) -> bool:
+        """Whether it may continue what exists; otherwise its name must be free."""
+        keyed = self.call is not None and bool(self.call.idempotency_key)
+        return keyed or self.is_continuation
+
+    @property
+    def is_continuation(self) -> bool:
+        """Whether the client has a part already, or has no body to begin anew with."""
+        return self.call is None or self.positions is not None or self.next_index is not None
+
+    def positions_in(self, num_answers: int) -> list[Position]:
+        """Where to begin in each answer. Raises InvalidRequest if the position is one of another number of answers."""
+        if self.next_index is not None:
+            return [Position(self.next_index, Shown.TOKENS if self.next_index else Shown.NOTHING)]
+        if self.positions is None:
+            return [START] * num_answers
+        if len(self.positions) != num_answers:
+            raise event_id_error(f"it is of {len(self.positions)} answers, and the call has {num_answers}")
+        return list(self.positions)
+
+    def check(self, journal: "Journal") -> None:
+        """Raises AlreadyExists if the journal is of another body, InvalidRequest if the position is of another one."""
+        if not journal.digest or journal.call is None:
+            # Nobody has found out yet whether there is one.
+            return
+        if self.digest and self.digest != journal.digest:
+            raise _conflict()
+        if self.positions is not None and self.request_id != journal.request_id:
+            raise event_id_error("it is of another request")
+
+
+def ask_for(call: Call, digest: str, *, last_event_id: str | None = None) -> Ask | None:
+    """What a named call asks for; None if it has no name. Sets the id of a call that has only a key.
+
+    Raises InvalidRequest for a name, a key or an id of an event that breaks its rule.
+    """
+    if call.request_id is not None:
+        check_name(call.request_id, field_name="request_id")
+    if call.tenant:
+        check_name(call.tenant, field_name="tenant")
+    alias = ""
+    if call.idempotency_key:
+        check_idempotency_key(call.idempotency_key)
+        derived_id = DERIVED_ID_PREFIX + name_of("key", call.tenant, call.idempotency_key)
+        if call.request_id is not None:
+            alias = _name(call.tenant, call.request_id)
+        call.request_id = call.request_id or derived_id
+        name = _name(call.tenant, derived_id)
+    elif call.request_id is not None:
+        name = _name(call.tenant, call.request_id)
+    elif last_event_id is not None:
+        raise event_id_error("the request needs the X-Request-Id or the Idempotency-Key that it had before")
+    else:
+        return None
+    positions: list[Position] | None = None
+    if last_event_id is not None:
+        named_id, positions = parse_event_id(last_event_id)
+        if call.idempotency_key:
+            call.request_id = named_id
+            check_name(named_id, field_name="Last-Event-ID")
+        elif named_id != call.request_id:
+            raise event_id_error("it is of another request")
+    remaining_s = MAX_REMAINING_S if call.deadline is None else call.deadline.remaining_s()
+    digest = digest_of("call", call.tenant, digest)
+    return Ask(name, call.request_id, call, digest, alias, positions, remaining_s=remaining_s)
+
+
+def ask_to_resume(request_id: str, tenant: str, *, next_index: int, remaining_s: float) -> Ask:
+    """Asks for the rest of what is known by this id. Raises InvalidRequest for an id that breaks the rule."""
+    check_name(request_id, field_name="request_id")
+    if tenant:
+        check_name(tenant, field_name="tenant")
+    return Ask(_name(tenant, request_id), request_id, next_index=next_index, remaining_s=remaining_s)
+
+
+def _name(tenant: str, request_id: str) -> str:
+    return name_of("request", tenant, request_id)
+
+
+@dataclass(eq=False)
+class Journal:
+    """One named request on this gateway. Belongs to the event loop."""
+
+    names: list[str]
+    request_id: str
+    digest: str
+    alias: str = ""
+    created_unix_s: int = 0
+    call: StoredCall | None = None
+    """As it was accepted, without tokens; None until then."""
+    generations: list[Generation] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    record: Record | None = None
+    task: "asyncio.Task[None] | None" = None
+    is_stopping: bool = False
+    """The task was told to end, and its tokens will not come."""
+    error: BaseException | None = None
+    """What ended the last generation."""
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    readers: "set[asyncio.Event]" = field(default_factory=set)
+    num_users: int = 0
+    """Clients that are attached or about to be."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all answers are complete."""
+        return bool(self.answers) and all(answer.is_finished for answer in self.answers)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether tokens will come."""
+        return self.task is not None and not self.task.done() and not self.is_stopping
+
+    @property
+    def cost_bytes(self) -> int:
+        """What it takes in memory, about."""
+        prompts = {id(choice.prompt_token_ids): len(choice.prompt_token_ids) for choice in self._choices()}
+        return TOKEN_COST_BYTES * sum(prompts.values()) + sum(answer.cost_bytes for answer in self.answers) + 4096
+
+    def wake(self) -> None:
+        """Lets every reader look again."""
+        for event in self.readers:
+            event.set()
+
+    def _choices(self) -> Sequence[StoredChoice]:
+        return () if self.call is None else self.call.choices
+
+
+class Part(msgspec.Struct):
+    """The next part of one answer for one reader. `is_first`: the client knew nothing of this answer."""
+
+    choice: int
+    delta: Delta
+    is_first: bool
+    event_id: str
+    """After this part the client is there."""
+
+
+class Reader:
+    """One client's view of a named request, from its own position on."""
+
+    def __init__(self, requests: Requests, journal: Journal, positions: Sequence[Position]) -> None:
+        self.request_id = journal.request_id
+        self.created_unix_s = journal.created_unix_s
+        self.generations = journal.generations
+        self.answers = journal.answers
+        self.positions = list(positions)
+        self._journal = journal
+        self._answer_readers = [
+            AnswerReader(answer, requests.new_text(generation), position)
+            for answer, generation, position in zip(journal.answers, journal.generations, positions, strict=True)
+        ]
+
+    async def parts(self) -> AsyncGenerator[Part, None]:
+        """What comes after the reader's position until all answers are complete; use with `contextlib.aclosing`.
+
+        Raises what ended the generation, and InvalidRequest for a position that the answers do not have.
+        """
+        journal = self._journal
+        news = asyncio.Event()
+        journal.readers.add(news)
+        try:
+            while not all(reader.is_done for reader in self._answer_readers):
+                news.clear()
+                has_read = False
+                for choice, reader in enumerate(self._answer_readers):
+                    for delta in reader.read():
+                        has_read = True
+                        yield self._part(choice, reader, delta)
+                if has_read:
+                    continue
+                if not journal.is_running and not journal.is_finished:
+                    raise journal.error or RequestCancelled("the request was cancelled")
+                await news.wait()
+        finally:
+            journal.readers.discard(news)
+
+    def usages(self) -> list[tuple[Usage, Sequence[int]]]:
+        """(usage, prompt) of each answer, once all are complete."""
+        prompts = [generation.prompt_token_ids for generation in self.generations]
+        return [
+            (answer.usage, prompt)
+            for answer, prompt in zip(self.answers, prompts, strict=True)
+            if answer.usage is not None
+        ]
+
+    def _part(self, choice: int, reader: AnswerReader, delta: Delta) -> Part:
+        is_first = self.positions[choice].shown is Shown.NOTHING
+        self.positions[choice] = reader.position
+        return Part(choice, delta, is_first, event_id(self.request_id, self.positions))
+
+
+class Journals:
+    """All named requests of this gateway; `gateway_incarnation` names it as their owner."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        store: JournalStore,
+        *,
+        gateway_incarnation: str,
+        kept_s: float = KEPT_S,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:
+        self._requests = requests
+        self._store = store
+        self._writer = JournalWriter(store, on_taken_over=self._end_taken_over)
+        self._gateway_incarnation = gateway_incarnation
+        self._kept_s = kept_s
+        self._max_kept_bytes = max_kept_bytes
+        self._journals: dict[str, Journal] = {}
+        self._kept: OrderedDict[Journal, tuple[float, int]] = OrderedDict()
+        self._num_kept_bytes = 0
+        self._tasks: dict[asyncio.Task[None], Journal] = {}
+        self._beat: asyncio.Task[None] | None = None
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """What the journals that nobody reads take, about."""
+        return self._num_kept_bytes
+
+    def start(self) -> None:
+        """Begins to write to Redis and to forget, on the running loop."""
+        self._writer.start()
+        self._beat = asyncio.create_task(self._beat_on(), name="journals")
+
+    async def close(self) -> None:
+        """Ends all generations and writes what waits."""
+        if self._beat is not None:
+            self._beat.cancel()
+            await asyncio.wait((self._beat,))
+        tasks = list(self._tasks)
+        for task, journal in list(self._tasks.items()):
+            journal.error = Overloaded("the gateway is leaving", retry_after_s=RETRY_AFTER_S)
+            self._stop(journal, task)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._writer.close()
+
+    @contextlib.asynccontextmanager
+    async def attach(self, ask: Ask) -> AsyncIterator[Reader]:
+        """A reader of the named request, which is started, continued or only looked up, as it stands.
+
+        The last one to leave the block cancels the generation. Raises AlreadyExists where the name is taken by another
+        body, or is running and the client did not ask to join it; NotFound where nothing is known to go on with; and
+        whatever `Requests.accept` raises.
+        """
+        journal = self._find(ask)
+        journal.num_users += 1
+        self._keep_no_longer(journal)
+        try:
+            async with journal.opening:
+                ask.check(journal)
+                if not journal.is_running and not journal.is_finished:
+                    await self._begin(journal, ask)
+                ask.check(journal)
+            positions = ask.positions_in(len(journal.answers))
+            yield Reader(self._requests, journal, positions)
+        finally:
+            self._leave(journal)
+
+    def _find(self, ask: Ask) -> Journal:
+        """The journal that the client means, or a new one in its place."""
+        journal = self._journals.get(ask.name)
+        if journal is not None:
+            if ask.joins:
+                ask.check(journal)
+                return journal
+            if journal.is_running or journal.opening.locked():
+                raise AlreadyExists(f"a request with the id {ask.request_id} is running", field="request_id")
+            self._forget(journal)
+        journal = Journal([ask.name, ask.alias] if ask.alias else [ask.name], ask.request_id, ask.digest)
+        for name in journal.names:
+            self._journals[name] = journal
+        return journal
+
+    async def _begin(self, journal: Journal, ask: Ask) -> None:
+        """Starts the generation, from the tokens that are known here or in Redis. Raises what `attach` raises."""
+        await self._wait_for_earlier(journal)
+        if journal.call is not None:
+            accepted = await self._resumed(journal, ask)
+        elif ask.call is None:
+            accepted = await self._looked_up(journal, ask)
+        else:
+            accepted = await self._accepted(journal, ask, ask.call)
+        if accepted is None:
+            return
+        journal.error, journal.is_stopping = None, False
+        journal.task = task = asyncio.create_task(self._generate(journal, accepted), name="journal")
+        self._tasks[task] = journal
+        task.add_done_callback(functools.partial(self._forget_task, accepted))
+
+    async def _wait_for_earlier(self, journal: Journal) -> None:
+        """A generation of this id that was told to end gives the id back before the next one takes it."""
+        ending = [
+            task
+            for task, other in self._tasks.items()
+            if other.request_id == journal.request_id and other.is_stopping and not task.done()
+        ]
+        if ending:
+            await asyncio.wait(ending)
+
+    async def _accepted(self, journal: Journal, ask: Ask, call: Call) -> AcceptedCall | None:
+        """The first time that this gateway meets the name with a body."""
+        may_start = not ask.is_continuation or _is_repeatable(call)
+        mode = Mode.JOIN if ask.joins else Mode.REPLACE
+        while True:
+            accepted = await self._requests.accept(call)
+            with contextlib.ExitStack() as undo:
+                undo.enter_context(accepted)
+                held = await self._make(journal, ask, accepted, mode if may_start else Mode.FIND)
+                if held is None:
+                    undo.pop_all()
+                    return accepted
+            try:
+                return self._adopted_from(journal, held, ask)
+            except _UnusableError:
+                mode = Mode.REPLACE
+                if not may_start:
+                    raise _not_known() from None
+
+    async def _make(self, journal: Journal, ask: Ask, accepted: AcceptedCall, mode: Mode) -> Held | None:
+        """Opens the journal for an accepted call; gives the one that is held in Redis instead, if there is one."""
+        stored = accepted.to_stored()
+        ask.positions_in(len(stored.choices))
+        journal.digest, journal.alias = ask.digest, ask.alias
+        self._open(journal, stored, [Answer() for _ in stored.choices], int(time.time()))
+        journal.generations = accepted.generations
+        try:
+            claimed = await self._claim(journal, mode)
+            if claimed.outcome is Outcome.OTHER:
+                raise _conflict()
+            if claimed.outcome is Outcome.NONE:
+                raise _not_known()
+        except BaseException:
+            journal.call = None
+            raise
+        return claimed.held
+
+    async def _looked_up(self, journal: Journal, ask: Ask) -> AcceptedCall | None:
+        """The first time that this gateway meets the name, and there is no body."""
+        finder = Record(journal.names[0], "", ask.request_id, self._gateway_incarnation, b"", [[]], [b""])
+        claimed = await self._find_in_store(finder, checks_digest=False)
+        if claimed.held is None:
+            raise _not_known()
+        try:
+            return self._adopted_from(journal, claimed.held, ask)
+        except _UnusableError:
+            raise _not_known() from None
+
+    async def _resumed(self, journal: Journal, ask: Ask) -> AcceptedCall | None:
+        """Goes on with what this gateway has begun, or another one since."""
+        claimed = await self._claim(journal, Mode.JOIN)
+        if claimed.held is not None:
+            self._merge(journal, claimed.held)
+        return self._adopted(journal, ask)
+
+    def _adopted(self, journal: Journal, ask: Ask) -> AcceptedCall | None:
+        """The call with the tokens that are known; None if nothing of it is left to do."""
+        assert journal.call is not None
+        choices = [
+            msgspec.structs.replace(choice, emitted_token_ids=tuple(answer.token_ids))
+            for choice, answer in zip(journal.call.choices, journal.answers, strict=True)
+        ]
+        traceparent = "" if ask.call is None else ask.call.traceparent
+        call = msgspec.structs.replace(
+            journal.call, choices=choices, remaining_s=ask.remaining_s, traceparent=traceparent
+        )
+        accepted = self._requests.adopt(call)
+        journal.generations = accepted.generations
+        if not journal.is_finished:
+            return accepted
+        with accepted:
+            return None
+
+    def _adopted_from(self, journal: Journal, held: Held, ask: Ask) -> AcceptedCall | None:
+        """Takes the journal as it is held in Redis, and goes on with it. Raises _UnusableError: that is none."""
+        decoded = decode_call(held.call, request_id=held.request_id)
+        if decoded is None or len(decoded[0].choices) != len(held.token_ids):
+            journal.call = None
+            raise _UnusableError
+        stored, created_unix_s = decoded
+        journal.digest = held.digest
+        answers = [
+            Answer() if choice.sampling.logprobs is not None else restore(token_ids, end)
+            for choice, token_ids, end in zip(stored.choices, held.token_ids, held.ends, strict=True)
+        ]
+        self._open(journal, stored, answers, created_unix_s)
+        assert journal.record is not None
+        _continue_record(journal.record, held)
+        if self._journals.setdefault(held.name, journal) is journal and held.name not in journal.names:
+            journal.names.append(held.name)
+        try:
+            return self._adopted(journal, ask)
+        except AlreadyExists:
+            journal.call = None
+            raise
+        except InvalidRequest as error:
+            journal.call = None
+            raise _UnusableError from error
+
+    async def _claim(self, journal: Journal, mode: Mode) -> Claimed:
+        """Makes the journal in Redis or reads the one that is there, before any token reaches a client.
+
+        Without Redis it is as if it was made, and written as soon as Redis is there. Where nothing may be made, it
+        raises StoreUnavailable.
+        """
+        record = journal.record
+        assert record is not None
+        if mode is Mode.FIND:
+            return await self._find_in_store(record)
+        try:
+            return await self._store.claim(mode, record)
+        except StoreUnavailable:
+            self._writer.post(record)
+            return Claimed(Outcome.MADE)
+
+    async def _find_in_store(self, record: Record, *, checks_digest: bool = True) -> Claimed:
+        """Reads the journal, and asks for FIND_S: a client that has a part of an answer has nowhere else to go.
+
+        Raises StoreUnavailable, after which the client may come again.
+        """
+        deadline = Deadline.after(FIND_S)
+        while True:
+            try:
+                return await self._store.claim(Mode.FIND, record, checks_digest=checks_digest)
+            except StoreUnavailable:
+                if deadline.has_passed():
+                    raise
+                await asyncio.sleep(FIND_RETRY_S)
+
+    def _open(
+        self,
+        journal: Journal,
+        stored: StoredCall,
+        answers: list[Answer],
+        created_unix_s: int,
+    ) -> None:
+        """Books the call and its answers, and what is written of them."""
+        journal.call = msgspec.structs.replace(stored, remaining_s=0.0, traceparent="")
+        journal.request_id = stored.request_id
+        journal.answers = answers
+        journal.created_unix_s = created_unix_s
+        # Log-probabilities are not written, so neither are the tokens that they belong to: another gateway computes
+        # both anew.
+        token_ids: list[list[int]] = [
+            [] if choice.sampling.logprobs is not None else answer.token_ids
+            for choice, answer in zip(stored.choices, answers, strict=True)
+        ]
+        journal.record = Record(
+            name=journal.names[0],
+            digest=journal.digest,
+            request_id=journal.request_id,
+            owner=self._gateway_incarnation,
+            call=encode_call(stored, created_unix_s=created_unix_s),
+            token_ids=token_ids,
+            ends=[_end_of(answer, choice.sampling) for answer, choice in zip(answers, stored.choices, strict=True)],
+            alias=journal.alias,
+        )
+
+    def _merge(self, journal: Journal, held: Held) -> None:
+        """Takes what another gateway added to what this one has."""
+        record = journal.record
+        assert record is not None
+        if held.life != record.life or len(held.token_ids) != len(journal.answers):
+            record.is_over = True
+            return
+        for answer, generation, token_ids, end in zip(
+            journal.answers, journal.generations, held.token_ids, held.ends, strict=True
+        ):
+            if generation.sampling.logprobs is not None or answer.is_finished:
+                continue
+            num_known = len(answer.token_ids)
+            if token_ids[:num_known] == answer.token_ids:
+                restored = restore(token_ids, end)
+                answer.token_ids += token_ids[num_known:]
+                answer.finish_reason, answer.usage = restored.finish_reason, restored.usage
+                record.ends[generation.choice] = _end_of(answer, generation.sampling)
+        _continue_record(record, held)
+
+    async def _generate(self, journal: Journal, accepted: AcceptedCall) -> None:
+        """Fills the journal to its end. What ends it early is left in `journal.error`."""
+        unfinished = [
+            generation
+            for generation, answer in zip(accepted.generations, journal.answers, strict=True)
+            if not answer.is_finished
+        ]
+        try:
+            with accepted:
+                async with contextlib.aclosing(merged([self._requests.run(each) for each in unfinished])) as parts:
+                    async for index, delta in parts:
+                        self._add(journal, unfinished[index].choice, delta)
+        except Exception as error:  # noqa: BLE001 - the boundary: every reader raises it
+            journal.error = error
+        finally:
+            journal.task = None
+            journal.wake()
+            if not journal.num_users:
+                self._keep(journal)
+
+    def _add(self, journal: Journal, choice: int, delta: Delta) -> None:
+        answer = journal.answers[choice]
+        answer.add(delta)
+        journal.wake()
+        if journal.record is not None:
+            if answer.is_finished:
+                journal.record.ends[choice] = _end_of(answer, journal.generations[choice].sampling)
+            self._writer.post(journal.record)
+
+    def _end_taken_over(self, record: Record) -> None:
+        """Another gateway goes on with a request of ours."""
+        for task, journal in list(self._tasks.items()):
+            if journal.record is record and journal.is_running:
+                journal.error = WorkerUnavailable("the request goes on at another gateway", retry_after_s=RETRY_AFTER_S)
+                self._stop(journal, task)
+
+    def _leave(self, journal: Journal) -> None:
+        journal.num_users -= 1
+        if journal.num_users:
+            return
+        if journal.task is not None:
+            self._stop(journal, journal.task)
+        else:
+            self._keep(journal)
+
+    def _stop(self, journal: Journal, task: "asyncio.Task[None]") -> None:
+        """Ends the generation at once; a second cancel would interrupt its cleaning up."""
+        if not journal.is_stopping:
+            journal.is_stopping = True
+            task.cancel()
+
+    def _forget_task(self, accepted: AcceptedCall, task: "asyncio.Task[None]") -> None:
+        journal = self._tasks.pop(task)
+        if journal.task is task:
+            # It was cancelled before its first step.
+            with accepted:
+                journal.task = None
+            journal.wake()
+            if not journal.num_users:
+                self._keep(journal)
+
+    def _keep(self, journal: Journal) -> None:
+        """Nobody reads it any more: it stays for a while."""
+        if journal.call is None or self._journals.get(journal.names[0]) is not journal:
+            self._forget(journal)
+            return
+        self._keep_no_longer(journal)
+        num_bytes = journal.cost_bytes
+        self._kept[journal] = (time.monotonic(), num_bytes)
+        self._num_kept_bytes += num_bytes
+        while self._num_kept_bytes > self._max_kept_bytes:
+            self._forget(next(iter(self._kept)))
+
+    def _keep_no_longer(self, journal: Journal) -> None:
+        _, num_bytes = self._kept.pop(journal, (0.0, 0))
+        self._num_kept_bytes -= num_bytes
+
+    def _forget(self, journal: Journal) -> None:
+        self._keep_no_longer(journal)
+        for name in journal.names:
+            if self._journals.get(name) is journal:
+                del self._journals[name]
+
+    async def _beat_on(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_INTERVAL_S)
+            oldest_s = time.monotonic() - self._kept_s
+            while self._kept and next(iter(self._kept.values()))[0] < oldest_s:
+                self._forget(next(iter(self._kept)))
+            for journal in self._tasks.values():
+                if journal.record is not None:
+                    self._writer.post(journal.record)
+
+
+class _UnusableError(Exception):
+    """What Redis holds is no journal that can be gone on with."""
+
+
+def _continue_record(record: Record, held: Held) -> None:
+    """From now on the record continues what is held."""
+    record.name, record.life, record.epoch = held.name, held.life, held.epoch
+    record.is_in_redis, record.is_over = True, False
+    record.num_written = [
+        min(len(known), len(token_ids)) for known, token_ids in zip(record.token_ids, held.token_ids, strict=True)
+    ]
+    record.written_ends = [False] * len(held.ends)
+
+
+def _end_of(answer: Answer, sampling: Sampling) -> bytes:
+    """What is written of an answer's end; nothing of one whose tokens are not written."""
+    return encode_end(answer) if answer.is_finished and sampling.logprobs is None else b""
+
+
+def _is_repeatable(call: Call) -> bool:
+    """Whether the call gives the same answer wherever and whenever it runs."""
+    sampling = call.sampling
+    return bool(call.idempotency_key) or sampling.seed is not None or sampling.temperature < GREEDY_TEMPERATURE
+
+
+def _conflict() -> TandemError:
+    return AlreadyExists(
+        "another request was made with the same name and a different body",
+        field="Idempotency-Key",
+        code="idempotency_conflict",
+    )
+
+
+def _not_known() -> InvalidRequest:
+    return NotFound("nothing is known of this request, or not any more", field="request_id", code="stream_not_found")

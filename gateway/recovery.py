@@ -1,0 +1,223 @@
+"""What a failed attempt means for its request: whether it is tried again, when, and when never again.
+
+Three limits, for three dangers. `max_attempts` failures without a new token in between: the cluster cannot do it. The
+retry budget: failures that no death explains are tried again at a bounded rate, so that a fault which fails everything
+does not multiply the load. Two strikes: a request that its workers die of would take down one after the other.
+
+A strike is an attempt during which a worker process died that was computing the request. What makes it a poison
+request is that it happens again without a single new token in between. Any progress clears it, because a long answer
+may well lose two workers, or ten, to causes that are not its own, and then each of them got it a step further; a
+request that kills whoever computes it gets nowhere, since the next worker repeats the same computation up to the same
+point. Losing both workers of one attempt is one strike. A process that turns out to be alive, because only the
+connection broke, takes its strike back.
+
+A poison request has neighbours, which go with it from the first dead worker to the second one, and may have no token
+from there yet when that one dies. So those that the dead worker had only just begun are tried again one at a time:
+whoever gets a token is cleared, and the one that takes down the second worker was alone. Those that it had been
+computing for a while without harm do not wait, since nearly every death is nobody's fault; should they lose the same
+two workers as one that both had only just begun, that one is to blame, and they are tried again.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections import deque
+from typing import Protocol
+from weakref import WeakSet
+
+import msgspec
+
+from gateway.attempts import Attempt
+from gateway.candidates import Candidates
+from gateway.metrics import Metrics
+from gateway.running import RunningRequest, Strike
+from gateway.topology import Topology
+from services.runtime.clock import Clock, Deadline
+from services.runtime.errors import Quarantined, TandemError, WorkerLost
+from services.scheduling.retry_budget import RetryBudget
+
+QUARANTINED = "workers have died of this request; it is not computed for a while"
+MAX_STRIKES = 2
+MAX_FAILURES = 16
+"""Of one answer, however far it comes between them."""
+LAST_WORDS_S = 0.1
+"""What a dead process had sent is read within this time; who speaks later is alive."""
+TRIAL_WAIT_S = 2.0
+"""Longest wait for those that are tried alone before."""
+
+logger = logging.getLogger(__name__)
+
+
+class QuarantineList(Protocol):
+    """Fingerprints of requests that nobody computes; `services.cluster.quarantine` shares them among gateways."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, fingerprint: str) -> bool: ...
+
+    def add(self, fingerprint: str) -> None:
+        """Refused from now on, for a while."""
+        ...
+
+
+class Recovery:
+    """Decides about every failed attempt of this gateway."""
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        max_attempts: int,
+        failover_wait_s: float,
+        topology: Topology,
+        candidates: Candidates,
+        quarantine: QuarantineList,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._model_name = model_name
+        self._max_attempts = max_attempts
+        self._failover_wait_s = failover_wait_s
+        self._topology = topology
+        self._candidates = candidates
+        self._quarantine = quarantine
+        self._metrics = metrics
+        self._clock = clock
+        self._budget = RetryBudget(now_s=clock.monotonic())
+        self._struck: WeakSet[RunningRequest] = WeakSet()
+        self._on_trial: RunningRequest | None = None
+        self._awaiting_trial: deque[RunningRequest] = deque()
+
+    def note_accepted(self) -> None:
+        """A call was accepted: retries of others may be a little more."""
+        self._budget.note_request(self._clock.monotonic())
+
+    def check(self, request: RunningRequest) -> None:
+        """Raises Quarantined for a request that must not be computed."""
+        if len(self._quarantine) and self._fingerprint(request) in self._quarantine:
+            raise Quarantined(QUARANTINED)
+
+    async def after(self, request: RunningRequest, attempt: Attempt | None, failure: TandemError) -> None:
+        """Returns when the request may be tried again. Raises the failure or Quarantined where it may not."""
+        if attempt is not None:
+            await attempt.hear_out(LAST_WORDS_S)
+        request.close_attempt()
+        self._metrics.retries.inc()
+        reason = {"attempt": request.attempt_number, "reason": failure.message}
+        logger.warning("attempt failed", extra={"request_id": request.generation.request_id, **reason})
+        if attempt is not None and attempt.is_move and not attempt.is_decoding:
+            return  # It ran well where it was, so the request has nothing to do with it.
+        request.note_failure(attempt)
+        if attempt is not None:
+            self._candidates.note_failure(attempt)
+        try:
+            is_poison = await self._is_poison(request)
+        finally:
+            # Not before it is known who died: the next one on trial must not be sent there.
+            self.end_trial(request)
+        if is_poison:
+            self._metrics.quarantined.inc()
+            self._quarantine.add(self._fingerprint(request))
+            raise Quarantined(QUARANTINED) from failure
+        if request.num_failures_in_row >= self._max_attempts or request.num_failures >= MAX_FAILURES:
+            raise failure
+        if not isinstance(failure, WorkerLost):
+            await self._wait_for_turn(request)
+        if request.strikes and request.strikes[-1].is_fresh and self._counts(request.strikes[-1]):
+            await self._begin_trial(request)
+
+    def end_trial(self, request: RunningRequest) -> None:
+        """The request has got a token, has failed again or is over: the next one may be tried."""
+        if self._on_trial is request:
+            self._on_trial = None
+            if self._awaiting_trial:
+                self._awaiting_trial[0].mailbox.nudge()
+
+    async def _begin_trial(self, request: RunningRequest) -> None:
+        """Waits until nobody else is on trial, for a bounded time."""
+        waiting = self._awaiting_trial
+        waiting.append(request)
+        try:
+            await request.mailbox.rest(TRIAL_WAIT_S, until=lambda: self._on_trial is None and waiting[0] is request)
+        finally:
+            waiting.remove(request)
+            if self._on_trial is None and waiting:
+                waiting[0].mailbox.nudge()
+        if self._on_trial is None:
+            self._on_trial = request
+
+    async def _wait_for_turn(self, request: RunningRequest) -> None:
+        wait_s = self._budget.take(self._clock.monotonic(), max_wait_s=self._failover_wait_s)
+        if not wait_s:
+            return
+        self._metrics.delayed_retries.inc()
+        try:
+            await request.mailbox.rest(wait_s)
+        except BaseException:
+            self._budget.give_back()
+            raise
+
+    async def _is_poison(self, request: RunningRequest) -> bool:
+        if not request.strikes:
+            return False
+        self._struck.add(request)
+        await self._learn_of_a_death(request)
+        if len(request.strikes) < MAX_STRIKES:
+            return False
+        unclear = [strike.suspects for strike in request.strikes if not self._counts(strike)]
+        if unclear:
+            await self._learn_who_died(request, frozenset().union(*unclear))
+        if sum(map(self._counts, request.strikes)) < MAX_STRIKES:
+            return False
+        if not _is_fresh(request) and any(_takes_blame(other, request) for other in self._struck):
+            request.forget_strike()
+            return False
+        return True
+
+    def _counts(self, strike: Strike) -> bool:
+        return strike.is_certain or any(not self._topology.is_alive(suspect) for suspect in strike.suspects)
+
+    async def _learn_of_a_death(self, request: RunningRequest) -> None:
+        """A worker's death may be known from the other one first: waits a moment for its own connection to break."""
+        last = request.strikes[-1]
+        changes = self._topology.changes()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S), contextlib.aclosing(changes):
+                async for _ in changes:
+                    if self._counts(last):
+                        return
+
+    async def _learn_who_died(self, request: RunningRequest, suspects: frozenset[str]) -> None:
+        """Waits until each suspect has spoken again or is known to be gone, which silence tells at the latest."""
+        heard_of = asyncio.get_running_loop().time() + LAST_WORDS_S
+        patience = request.generation.deadline.sooner(Deadline.after(self._failover_wait_s, clock=self._clock))
+        changes = self._topology.changes()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience.remaining_s()), contextlib.aclosing(changes):
+                async for _ in changes:
+                    if not any(self._topology.is_silent_since(suspect, heard_of) for suspect in suspects):
+                        return
+
+    def _fingerprint(self, request: RunningRequest) -> str:
+        """The same for the same request, on every gateway; its seed, which is usually drawn, left out."""
+        generation = request.generation
+        sampling = msgspec.structs.replace(generation.sampling, seed=0)
+        named = (self._model_name, list(generation.prompt_token_ids), sampling)
+        return hashlib.sha256(msgspec.json.encode(named, order="sorted")).hexdigest()
+
+
+def _is_fresh(request: RunningRequest) -> bool:
+    """Whether no worker that died of it, perhaps, had got anywhere with it."""
+    return all(strike.is_fresh for strike in request.strikes)
+
+
+def _takes_blame(other: RunningRequest, request: RunningRequest) -> bool:
+    """Whether another request was fresh at both deaths, the last of which it shares with this one."""
+    if other is request or not _is_fresh(other):
+        return False
+    last = request.strikes[-1].suspects
+    if len(other.strikes) >= MAX_STRIKES:
+        return not last.isdisjoint(other.strikes[-1].suspects)
+    # It has not heard of the death yet.
+    return bool(other.strikes) and other.attempt is not None and other.attempt.is_fresh_at(last)

@@ -1,0 +1,109 @@
+"""Circuit breakers: what fails again and again is left alone for a while, then tried with one request. Pure.
+
+A breaker guards one worker or one pair of workers, under any hashable key; time is an argument, in seconds of one
+monotonic clock. Three errors within ten seconds open it. After one second it lets one request through as a probe; a
+success closes it, an error doubles the time until the next probe, up to a minute.
+
+`usable` has the last word on what an open breaker means: of a group never more than half is left alone, and never the
+last one. Where more than that is broken, the fault is elsewhere, or there is nothing better to try.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+MAX_ERRORS = 3
+WINDOW_S = 10.0
+FIRST_OPEN_S = 1.0
+MAX_OPEN_S = 60.0
+FORGET_AFTER_S = 600.0
+
+
+@dataclass(slots=True)
+class _Breaker:
+    errors_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ERRORS))
+    """When the last errors happened, while it is closed."""
+    opened_at_s: float | None = None
+    """None: closed."""
+    open_s: float = FIRST_OPEN_S
+    probe_at_s: float = 0.0
+    is_probing: bool = False
+    touched_s: float = 0.0
+
+    def lets_through(self, now_s: float) -> bool:
+        """Whether a request may go there: closed, or it would be the probe."""
+        return self.opened_at_s is None or (now_s >= self.probe_at_s and not self.is_probing)
+
+
+class Breakers:
+    """All breakers of one gateway."""
+
+    def __init__(self) -> None:
+        self._breakers: dict[Hashable, _Breaker] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Breakers that are open now, those with a probe under way included."""
+        return sum(breaker.opened_at_s is not None for breaker in self._breakers.values())
+
+    def is_open(self, key: Hashable) -> bool:
+        """Whether this one is."""
+        breaker = self._breakers.get(key)
+        return breaker is not None and breaker.opened_at_s is not None
+
+    def usable(self, group: Sequence[Key], now_s: float) -> list[Key]:
+        """Those of the group that a request may go to, in the group's order: at least half, rounded up, and one.
+
+        Of those that should be left alone, the ones that opened first are.
+        """
+        shut = [key for key in group if (breaker := self._breakers.get(key)) and not breaker.lets_through(now_s)]
+        if not shut:
+            return list(group)
+        shut.sort(key=lambda key: self._breakers[key].opened_at_s or 0.0)
+        left_alone = set(shut[: len(group) // 2])
+        return [key for key in group if key not in left_alone]
+
+    def begin(self, key: Hashable, now_s: float) -> bool:
+        """A request goes there. True: it is the probe, and its end must be reported, whatever it is."""
+        breaker = self._breakers.get(key)
+        if breaker is None or breaker.opened_at_s is None or not breaker.lets_through(now_s):
+            return False
+        breaker.is_probing = True
+        return True
+
+    def succeeded(self, key: Hashable) -> None:
+        """Something went well there: an open breaker is closed. Errors of a closed one only grow old."""
+        if self.is_open(key):
+            del self._breakers[key]
+
+    def failed(self, key: Hashable, now_s: float, *, is_probe: bool = False) -> None:
+        """An error. Of requests that were let through although it is open only the probe counts."""
+        breaker = self._breakers.get(key)
+        if breaker is None:
+            self._forget_old(now_s)
+            breaker = self._breakers[key] = _Breaker()
+        breaker.touched_s = now_s
+        if breaker.opened_at_s is None:
+            breaker.errors_s.append(now_s)
+            if len(breaker.errors_s) == MAX_ERRORS and now_s - breaker.errors_s[0] <= WINDOW_S:
+                breaker.opened_at_s = now_s
+                breaker.probe_at_s = now_s + breaker.open_s
+        elif is_probe:
+            breaker.is_probing = False
+            breaker.open_s = min(2 * breaker.open_s, MAX_OPEN_S)
+            breaker.probe_at_s = now_s + breaker.open_s
+
+    def abandoned(self, key: Hashable) -> None:
+        """The probe ended without saying anything about the other side; the next request is the probe."""
+        breaker = self._breakers.get(key)
+        if breaker is not None:
+            breaker.is_probing = False
+
+    def _forget_old(self, now_s: float) -> None:
+        """Workers come and go; what nobody has asked for ten minutes is not kept."""
+        for key, breaker in list(self._breakers.items()):
+            if now_s - breaker.touched_s > FORGET_AFTER_S and not breaker.is_probing:
+                del self._breakers[key]

@@ -1,0 +1,62 @@
+"""A short selection of the fault cases; `make test-faults` runs them all, and longer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.faults import cases
+from tests.faults.cases import Options, corrupting_plans, judge_corruption
+from tests.faults.harness import FaultCluster
+from tests.faults.load import Reference, Spec, make_specs
+from tests.faults.report import table
+
+SEED = 11
+
+
+@dataclass
+class Short:
+    """One cluster for all tests; the first makes the undisturbed answers."""
+
+    cluster: FaultCluster
+    specs: list[Spec]
+    options: Options = field(default_factory=lambda: Options(seed=SEED, is_quiet=True))
+    reference: Reference | None = None
+
+    def under_load(self, fault: str):  # type: ignore[no-untyped-def]
+        return cases.under_load(self.cluster, fault, self.options, self.specs, reference=self.reference)
+
+
+@pytest.fixture(scope="module")
+def short() -> Iterator[Short]:
+    flags = {"gateway": ["--max-attempts=20"]}
+    with FaultCluster(kv_pages=1024, plans=corrupting_plans(SEED), flags=flags) as cluster:
+        yield Short(cluster, make_specs(random.Random(SEED), 16, tokens=(16, 64)))
+
+
+async def test_kill_9_of_workers_changes_no_answer(short: Short) -> None:
+    async with short.under_load("kill_decode") as opened:
+        short.reference = opened.reference
+        await cases.kill_some(opened, ["decode"], 3)
+        await cases.kill_some(opened, ["prefill"], 2)
+        await cases.kill_some(opened, ["prefill", "decode"], 1)
+    assert opened.hits, "no stream was hit"
+    assert opened.row.is_good, table([opened.row])
+
+
+async def test_every_corruption_is_detected_and_changes_no_answer(short: Short) -> None:
+    async with short.under_load("corruption") as opened:
+        await cases.corrupt_some(opened, 40, timeout_s=30.0)
+    judge_corruption(opened)
+    assert opened.row.trials >= 40, "the faults were not injected"
+    assert len(opened.row.figures["injected"]) >= 6, opened.row.figures
+    assert opened.row.is_good, table([opened.row])
+
+
+async def test_cancelled_requests_leave_nothing_behind(short: Short) -> None:
+    row = await cases.cancel_some(short.cluster, short.options, 100)
+    assert row.figures["phases"].get("decoding"), "no cancel found its request running"
+    assert row.is_good, table([row])

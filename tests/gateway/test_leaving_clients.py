@@ -1,0 +1,284 @@
+"""Clients that leave, in every phase and over both APIs, and clients that do not read: nothing of them stays."""
+
+import asyncio
+import dataclasses
+import json
+import socket
+import time
+
+import grpc
+import pytest
+
+from protos import inference_pb2, inference_pb2_grpc, worker_pb2
+from services.runtime import rpc
+from services.runtime.errors import Overloaded
+
+NAMES = {
+    "unnamed": {},
+    "with an id": {"x-request-id": "mine"},
+    "with a key": {"idempotency-key": "the key"},
+}
+MAX_BUFFER_BYTES = 128 * 1024
+"""uvicorn stops at 64 KiB, and the last event comes on top of that."""
+
+
+async def never_answer(attempt):
+    await asyncio.sleep(0)
+
+
+async def admit_only(attempt):
+    attempt.emit(worker_pb2.Admitted())
+
+
+async def start_prefill(attempt):
+    attempt.emit(worker_pb2.PrefillStarted(queue_s=0.0))
+
+
+async def first_token(attempt):
+    attempt.emit(worker_pb2.PrefillStarted(queue_s=0.0))
+    attempt.tokens(0, [40])
+
+
+async def decode_some(attempt):
+    attempt.emit(worker_pb2.Admitted())
+    attempt.emit(worker_pb2.DecodeStarted())
+    attempt.tokens(0, [40, 41, 42])
+
+
+async def refuse(attempt):
+    attempt.refuse(Overloaded("no room"))
+
+
+PHASES = {
+    "asked": (None, never_answer),
+    "prefilling": (start_prefill, admit_only),
+    "handing off": (first_token, admit_only),
+    "decoding": (None, decode_some),
+}
+
+
+class Calls:
+    """The ways to ask, each as a coroutine that lasts until it is cancelled."""
+
+    def __init__(self, system, headers):
+        self.system, self.headers = system, headers
+        self.num_choices = 1
+
+    async def http_stream(self):
+        await self._post(stream=True)
+
+    async def http_whole(self):
+        await self._post(stream=False)
+
+    async def grpc_stream(self):
+        async with self._channel() as stub:
+            async for _ in stub.Generate(self._request(), metadata=self._metadata()):
+                pass
+
+    async def grpc_whole(self):
+        async with self._channel() as stub:
+            await stub.GenerateUnary(self._request(), metadata=self._metadata())
+
+    async def _post(self, stream):
+        self.num_choices = 2
+        body = {"prompt": [5, 6, 7], "n": 2, "stream": stream}
+        await self.system.http.post("/v1/completions", json=body, headers=self.headers)
+
+    def _channel(self):
+        system = self.system
+
+        class Opened:
+            async def __aenter__(self):
+                self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}")
+                return inference_pb2_grpc.InferenceStub(self.channel)
+
+            async def __aexit__(self, *exception):
+                await self.channel.close()
+
+        return Opened()
+
+    def _request(self):
+        return inference_pb2.GenerateRequest(text="x", request_id=self.headers.get("x-request-id", ""))
+
+    def _metadata(self):
+        return [(key, value) for key, value in self.headers.items() if key == "idempotency-key"]
+
+
+APIS = ["http_stream", "http_whole", "grpc_stream", "grpc_whole"]
+
+
+async def until_idle(system):
+    requests = system.gateway.requests
+    assert await requests.wait_until_idle(timeout_s=10)
+    assert (requests.num_running, requests.num_queued) == (0, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("phase", PHASES)
+async def test_workers_are_told_when_the_client_leaves(make_system, worker_type, phase, api, name):
+    system = await make_system()
+    prefill_script, decode_script = PHASES[phase]
+    workers = []
+    if prefill_script is not None:
+        workers.append(await system.add(worker_type("prefill", "prefill-0", prefill_script)))
+    workers.append(await system.add(worker_type("decode", "decode-0", decode_script)))
+    calls = Calls(system, NAMES[name])
+    asking = asyncio.create_task(getattr(calls, api)())
+    await system.until(lambda: all(len(worker.attempts) == calls.num_choices for worker in workers))
+    await asyncio.sleep(0.05)
+    assert not any(worker.cancelled for worker in workers)
+    started_s = time.monotonic()
+    asking.cancel()
+    for worker in workers:
+        keys = {attempt.key for attempt in worker.attempts}
+        await system.until(lambda worker=worker, keys=keys: set(worker.cancelled) == keys)
+    assert time.monotonic() - started_s < 1.5
+    await until_idle(system)
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("api", APIS)
+async def test_queue_forgets_who_left(make_system, worker_type, api, name):
+    system = await make_system()
+    await system.add(worker_type("decode", "decode-0", refuse))
+    calls = Calls(system, NAMES[name])
+    asking = asyncio.create_task(getattr(calls, api)())
+    await system.until(lambda: system.gateway.requests.num_queued == calls.num_choices)
+    asking.cancel()
+    await until_idle(system)
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_client_that_left_before_it_was_heard_costs_nothing(make_system, worker_type, monkeypatch):
+    """The connection is lost while the prompt is being tokenized."""
+    system = await make_system()
+    decode = await system.add(worker_type("decode", "decode-0", decode_some))
+    accept, is_lost = system.gateway.requests.accept, asyncio.Event()
+
+    async def slow_accept(call):
+        await is_lost.wait()
+        await asyncio.sleep(0.1)
+        return await accept(call)
+
+    monkeypatch.setattr(system.gateway.requests, "accept", slow_accept)
+    for headers in NAMES.values():
+        is_lost.clear()
+        asking = asyncio.create_task(Calls(system, headers).http_stream())
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        is_lost.set()
+        await asyncio.sleep(0.3)
+        await until_idle(system)
+    assert len(decode.attempts) == len(decode.cancelled)
+
+
+async def flood(attempt):
+    """Many tokens, and then nothing more: only a cancel ends it."""
+    attempt.emit(worker_pb2.Admitted())
+    attempt.emit(worker_pb2.DecodeStarted())
+    for index in range(0, 400, 2):
+        attempt.tokens(index, [261, 277])
+        await asyncio.sleep(0.001)
+
+
+def deaf_socket():
+    """A client's socket that takes next to nothing."""
+    opened = socket.socket()
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    opened.setblocking(False)
+    return opened
+
+
+async def post_raw(opened, system, body, headers):
+    content = json.dumps(body).encode()
+    lines = [f"{key}: {value}" for key, value in {"host": "x", "content-length": len(content), **headers}.items()]
+    head = "\r\n".join(["POST /v1/chat/completions HTTP/1.1", "content-type: application/json", *lines, "", ""])
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(opened, ("127.0.0.1", system.gateway.http_port))
+    await loop.sock_sendall(opened, head.encode() + content)
+
+
+def connections(system):
+    return system.gateway._http._server.server_state.connections
+
+
+def buffered_bytes(system):
+    transports = [connection.transport for connection in connections(system)]
+    return max((transport.get_write_buffer_size() for transport in transports if transport is not None), default=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_client_that_reads_nothing_is_dropped_and_disturbs_nobody(make_system, worker_type, monkeypatch, name):
+    monkeypatch.setattr("gateway.http_api.SLOW_CLIENT_LIMIT_S", 1.5)
+    system = await make_system()
+    decode = await system.add(worker_type("decode", "decode-0", flood))
+    for server in system.gateway._http._server.servers:
+        for listener in server.sockets:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "n": 4,
+        "max_tokens": 450,
+        "stream": True,
+        "logprobs": True,
+        "top_logprobs": 1,
+    }
+    highest = 0
+    with deaf_socket() as deaf:
+        await post_raw(deaf, system, body, NAMES[name])
+        await system.until(lambda: len(decode.attempts) == 4)
+        headers = {"last-event-id": "mine/-,-,-,-"} if name == "with an id" else {}
+        num_tokens = dict.fromkeys(range(4), 0)
+        async with (
+            asyncio.timeout(20),
+            system.http.stream(
+                "POST", "/v1/chat/completions", json=body, headers={**NAMES[name], **headers}
+            ) as response,
+        ):
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                highest = max(highest, buffered_bytes(system))
+                if line.startswith("data: "):
+                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                        num_tokens[choice["index"]] += len((choice["logprobs"] or {}).get("content", ()))
+                if all(count == 400 for count in num_tokens.values()):
+                    break
+        # Who reads has everything while the other one still hangs there; now that one is dropped too.
+        assert len(decode.attempts) == (8 if name == "unnamed" else 4)
+        await system.until(lambda: len(decode.cancelled) == len(decode.attempts))
+        await until_idle(system)
+    assert 0 < highest <= MAX_BUFFER_BYTES
+
+
+@pytest.mark.parametrize("name", ["unnamed", "with an id"])
+async def test_grpc_client_that_reads_nothing_is_dropped(make_system, worker_type, monkeypatch, name):
+    monkeypatch.setattr(rpc, "PUBLIC", dataclasses.replace(rpc.PUBLIC, write_timeout_s=0.5))
+    system = await make_system()
+    decode = await system.add(worker_type("decode", "decode-0", flood))
+    sent = []
+    from gateway import grpc_api
+
+    make_response = grpc_api._response
+
+    def counted(request_id, delta):
+        response = make_response(request_id, delta)
+        sent.append(response.ByteSize())
+        return response
+
+    monkeypatch.setattr("gateway.grpc_api._response", counted)
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024), ("grpc.so_rcvbuf", 1024)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}", options=options) as channel:
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=[5]),
+            request_id=NAMES[name].get("x-request-id", ""),
+            sampling=inference_pb2.SamplingParams(max_tokens=450, logprobs=1),
+        )
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+        await system.until(lambda: len(decode.attempts) == 1)
+        await system.until(lambda: len(decode.cancelled) == 1)
+        await until_idle(system)
+        assert sum(sent) <= 64 * 1024
+        call.cancel()

@@ -1,0 +1,327 @@
+"""Requests that kill their workers: two of them, never a third; and requests that only met bad luck."""
+
+import asyncio
+
+import pytest
+
+from protos import worker_pb2
+from services.runtime.errors import InternalError, TransferFailed, WorkerUnavailable
+from services.runtime.session import SessionLimits
+
+ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
+POISON = [9, 9, 9]
+
+
+@pytest.fixture
+def answer(tokenizer):
+    return [*tokenizer.encode(ANSWER_TEXT, add_special_tokens=False).ids, 1]
+
+
+@pytest.fixture
+def pair(pair_type, answer):
+    return pair_type(answer)
+
+
+def is_poison(attempt):
+    return list(attempt.spec.prompt_token_ids) == POISON
+
+
+class Poisonable:
+    """Scripts of workers that die of one prompt, at the given number of tokens."""
+
+    def __init__(self, pair, num_before=1):
+        self.pair = pair
+        self.num_before = num_before
+        self.dead = []
+
+    async def decode(self, attempt):
+        if not is_poison(attempt):
+            return await self.pair.decode(attempt)
+        attempt.emit(worker_pb2.Admitted())
+        first = len(attempt.spec.emitted_token_ids)
+        if not attempt.request.local_prefill:
+            await self.pair.event(attempt).wait()
+            first = max(first, 1)
+        attempt.emit(worker_pb2.DecodeStarted())
+        await self.pair.generate(attempt, first, max(first, self.num_before))
+        await self.die(attempt)
+
+    async def prefill(self, attempt):
+        if not is_poison(attempt):
+            return await self.pair.prefill(attempt)
+        attempt.emit(worker_pb2.PrefillStarted())
+        await self.die(attempt)
+
+    async def die(self, attempt):
+        await asyncio.sleep(0.02)
+        self.dead.append(attempt.worker)
+        await attempt.worker.die()
+
+
+def is_quarantined(response):
+    return response.status_code == 500 and response.json()["error"]["code"] == "request_quarantined"
+
+
+async def ask(system, prompt=(5, 6, 7), **body):
+    return await system.complete(**{"prompt": list(prompt), "max_tokens": 100, "return_token_ids": True, **body})
+
+
+@pytest.mark.parametrize("num_before", [1, 3])
+async def test_decode_workers_die_of_it(make_system, worker_type, pair, answer, num_before):
+    system, scripts = await make_system(), Poisonable(pair, num_before)
+    await system.add(worker_type("prefill", "prefill-0", pair.prefill))
+    for number in range(4):
+        await system.add(worker_type("decode", f"decode-{number}", scripts.decode))
+    assert is_quarantined(await ask(system, POISON, seed=1))
+    assert len(scripts.dead) == 2
+    # The same again is refused at once, with another seed, too; something else is served.
+    for seed in (1, 2, None):
+        assert is_quarantined(await ask(system, POISON, seed=seed))
+    assert len(scripts.dead) == 2
+    assert (await ask(system)).json()["choices"][0]["token_ids"] == answer
+    assert (await ask(system, POISON, temperature=0.5, max_tokens=num_before)).status_code == 200
+    assert len(scripts.dead) == 2
+
+
+async def test_prefill_workers_die_of_it(make_system, worker_type, pair, answer):
+    system, scripts = await make_system(), Poisonable(pair)
+    for number in range(4):
+        await system.add(worker_type("prefill", f"prefill-{number}", scripts.prefill))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    assert is_quarantined(await ask(system, POISON))
+    assert len(scripts.dead) == 2
+    assert (await ask(system)).json()["choices"][0]["token_ids"] == answer
+
+
+@pytest.mark.parametrize("says_that_it_begins", [True, False])
+async def test_a_death_that_the_other_worker_reports_first_counts(
+    make_system, worker_type, pair, monkeypatch, says_that_it_begins
+):
+    """The decode worker's word of the broken transfer may be here before the prefill worker's session breaks."""
+    monkeypatch.setattr("gateway.recovery.LAST_WORDS_S", 0.01)
+    system, dead = await make_system(), []
+
+    async def dies(attempt):
+        if says_that_it_begins:
+            attempt.emit(worker_pb2.PrefillStarted())
+        await asyncio.sleep(0.02)
+        dead.append(attempt)
+        receiver = next(other for other in system.workers["decode-0"].attempts if other.key == attempt.key)
+        receiver.fail(TransferFailed("the Link broke"))
+        await asyncio.sleep(0.05)
+        await attempt.worker.die()
+
+    for number in range(4):
+        worker = await system.add(worker_type("prefill", f"prefill-{number}", dies))
+        worker.sessions._limits = SessionLimits(beat_s=2.0)  # says nothing by chance before it dies
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    assert is_quarantined(await ask(system))
+    assert len(dead) == 2
+
+
+async def test_a_worker_that_died_before_it_could_say_that_it_began_counts(make_system, worker_type, pair):
+    """Only the decode worker knows, whose transfer was cut off."""
+    system, dead = await make_system(), []
+
+    async def dies(attempt):
+        await asyncio.sleep(0.02)
+        dead.append(attempt)
+        receiver = next(other for other in system.workers["decode-0"].attempts if other.key == attempt.key)
+        await attempt.worker.die()
+        await asyncio.sleep(0.02)
+        receiver.fail(WorkerUnavailable("the sender ended the Link"))
+
+    for number in range(4):
+        await system.add(worker_type("prefill", f"prefill-{number}", dies))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    assert is_quarantined(await ask(system))
+    assert len(dead) == 2
+
+
+async def test_transfers_that_fail_between_living_workers_are_no_strikes(make_system, worker_type, pair):
+    system = await make_system()
+
+    async def fails(attempt):
+        attempt.emit(worker_pb2.PrefillStarted())
+        attempt.fail(TransferFailed("the way broke"))
+
+    await system.add(worker_type("prefill", "prefill-0", fails))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    response = await ask(system)
+    assert response.json()["error"]["code"] == "transfer_failed"
+    assert len(system.workers["decode-0"].attempts) == 3
+
+
+async def test_engines_that_fail_count(make_system, worker_type, pair):
+    system = await make_system()
+
+    async def fails(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.fail(InternalError("the decode worker failed"))
+
+    for number in range(3):
+        await system.add(worker_type("decode", f"decode-{number}", fails))
+    assert is_quarantined(await ask(system))
+    assert sum(len(worker.attempts) for worker in system.workers.values()) == 2
+
+
+async def test_every_token_forgives_the_deaths_before(make_system, worker_type, pair, answer):
+    """A long answer that meets death after death, each a step further, is not to blame."""
+    system = await make_system()
+    names = iter(range(100))
+
+    async def dies_a_step_further(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        first = len(attempt.spec.emitted_token_ids)
+        if first < 6:
+            await pair.generate(attempt, first, first + 1)
+            await asyncio.sleep(0.02)
+            await attempt.worker.die()
+        else:
+            await pair.generate(attempt, first)
+
+    for number in names:
+        await system.add(worker_type("decode", f"decode-{number}", dies_a_step_further))
+        if number == 7:
+            break
+    assert (await ask(system)).json()["choices"][0]["token_ids"] == answer
+
+
+async def test_an_answer_has_not_endless_lives(make_system, worker_type, pair, answer):
+    system = await make_system()
+
+    async def fails_a_step_further(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        first = len(attempt.spec.emitted_token_ids)
+        attempt.tokens(first, [40])
+        attempt.fail(WorkerUnavailable("no more"))
+
+    await system.add(worker_type("decode", "decode-0", fails_a_step_further))
+    response = await ask(system)
+    assert response.json()["error"]["code"] == "worker_unavailable"
+    assert len(system.workers["decode-0"].attempts) == 16
+
+
+async def test_who_only_waited_there_is_not_to_blame(make_system, worker_type, pair, answer):
+    """Two workers die while the request waits in them for its part of the work."""
+    system = await make_system()
+
+    async def dies_before_it_begins(attempt):
+        await asyncio.sleep(0.02)
+        await attempt.worker.die()
+
+    for number in range(2):
+        await system.add(worker_type("prefill", f"prefill-{number}", dies_before_it_begins))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    assert (await ask(system)).json()["choices"][0]["token_ids"] == answer
+
+
+async def test_connections_that_break_are_no_deaths(make_system, worker_type, pair, answer):
+    """The same process is heard of again: it has not died of anything."""
+    system, broken = await make_system(), []
+
+    async def loses_its_connection(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        if len(broken) == 2:
+            return await pair.generate(attempt, 0)
+        broken.append(attempt)
+        await asyncio.sleep(0.02)
+        attempt.worker.sessions.close()
+
+    await system.add(worker_type("decode", "decode-0", loses_its_connection))
+    assert (await ask(system)).json()["choices"][0]["token_ids"] == answer
+    assert len(broken) == 2
+
+
+async def test_a_quarantine_is_known_to_other_gateways(make_system, worker_type, pair, answer):
+    system, scripts = await make_system(), Poisonable(pair)
+    other = await make_system()
+    for number in range(4):
+        await system.add(worker_type("decode", f"decode-{number}", scripts.decode))
+    await other.until(lambda: other.gateway.topology.num_ready("decode") == 4)
+    assert is_quarantined(await ask(system, POISON))
+    await other.until(lambda: len(other.gateway._quarantine) == 1)
+    assert is_quarantined(await ask(other, POISON))
+    assert len(scripts.dead) == 2
+    assert (await ask(other)).json()["choices"][0]["token_ids"] == answer
+
+
+async def test_neighbours_of_a_poison_request_are_served(make_system, worker_type, pair_type, answer):
+    pair = pair_type(answer, step_s=0.01)
+    system, scripts = await make_system(), Poisonable(pair, 4)
+    for number in range(3):
+        await system.add(worker_type("decode", f"decode-{number}", scripts.decode))
+    neighbours = [asyncio.create_task(ask(system)) for _ in range(6)]
+    poison = asyncio.create_task(ask(system, POISON))
+    for neighbour in neighbours:
+        assert (await neighbour).json()["choices"][0]["token_ids"] == answer
+    assert is_quarantined(await poison)
+    assert len(scripts.dead) == 2
+
+
+async def test_neighbours_that_lose_both_workers_with_it_are_served(make_system, worker_type, pair, answer):
+    """Nobody had a token from the second worker when the poison killed it; the first had known the neighbours."""
+    system, scripts = await make_system(), Poisonable(pair)
+
+    async def stuck(attempt):
+        if is_poison(attempt):
+            return await scripts.decode(attempt)
+        if len(scripts.dead) == 2:
+            return await pair.decode(attempt)
+        attempt.emit(worker_pb2.Admitted())
+        await pair.event(attempt).wait()
+        attempt.emit(worker_pb2.DecodeStarted())
+        if not attempt.spec.emitted_token_ids:
+            await pair.generate(attempt, 1, 5)
+        await asyncio.sleep(3600)
+
+    def num_tokens():
+        text = system.gateway.metrics.render([]).decode()
+        return float(next(line for line in text.splitlines() if line.startswith("tandem_generated")).split()[1])
+
+    await system.add(worker_type("prefill", "prefill-0", pair.prefill))
+    await system.add(worker_type("decode", "decode-0", stuck))
+    neighbours = [asyncio.create_task(ask(system)) for _ in range(4)]
+    await system.until(lambda: num_tokens() == 20)
+    poison = asyncio.create_task(ask(system, POISON))
+    await system.until(lambda: len(scripts.dead) == 1)
+    for number in (1, 2):
+        await system.add(worker_type("decode", f"decode-{number}", stuck))
+    for neighbour in neighbours:
+        assert (await neighbour).json()["choices"][0]["token_ids"] == answer
+    assert is_quarantined(await poison)
+    assert len(scripts.dead) == 2
+
+
+@pytest.mark.parametrize("teller", ["prefill", "decode"])
+async def test_neighbours_in_the_same_prefill_worker_are_served(make_system, worker_type, pair, answer, teller):
+    """All of them were being computed when it died, and the other worker's word may come first."""
+    system, scripts = await make_system(), Poisonable(pair)
+
+    async def prefill(attempt):
+        attempt.emit(worker_pb2.PrefillStarted())
+        await asyncio.sleep(0.15)
+        if not is_poison(attempt):
+            return await pair.prefill(attempt)
+        scripts.dead.append(attempt.worker)
+        for other in attempt.worker.attempts:
+            receiver = next(one for one in system.workers["decode-0"].attempts if one.key == other.key)
+            if teller == "decode" and not pair.event(other).is_set():
+                receiver.fail(WorkerUnavailable("the sender ended the Link"))
+        await asyncio.sleep(0.02)
+        await attempt.worker.die()
+
+    for number in range(2):
+        await system.add(worker_type("prefill", f"prefill-{number}", prefill))
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    asked = [asyncio.create_task(ask(system, prompt)) for prompt in ([1], POISON, [2], [3], [4], [5])]
+    await system.until(lambda: len(scripts.dead) == 2)
+    await system.add(worker_type("prefill", "prefill-2", prefill))
+    poison = asked.pop(1)
+    for neighbour in asked:
+        assert (await neighbour).json()["choices"][0]["token_ids"] == answer
+    assert is_quarantined(await poison)
+    assert len(scripts.dead) == 2

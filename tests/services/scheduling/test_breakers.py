@@ -1,0 +1,152 @@
+"""Circuit breakers: when they open, how they close, and what they may never take out."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduling.breakers import MAX_OPEN_S, Breakers
+
+GROUP = ["a", "b", "c", "d"]
+
+
+def opened(*keys, now_s=0.0):
+    breakers = Breakers()
+    for key in keys:
+        for _ in range(3):
+            breakers.failed(key, now_s)
+    return breakers
+
+
+def test_three_errors_within_ten_seconds_open_it():
+    breakers = Breakers()
+    for now_s in (0.0, 6.0, 11.0, 17.0):
+        breakers.failed("a", now_s)
+        assert not breakers.is_open("a")
+    assert breakers.usable(GROUP, 17.0) == GROUP
+    breakers.failed("a", 20.0)
+    assert (breakers.is_open("a"), breakers.num_open) == (True, 1)
+    assert breakers.usable(GROUP, 20.0) == ["b", "c", "d"]
+
+
+def test_errors_among_successes_count():
+    breakers = Breakers()
+    for _ in range(3):
+        breakers.succeeded("a")
+        breakers.failed("a", 0.0)
+    assert breakers.is_open("a")
+    breakers.succeeded("a")
+    breakers.failed("a", 0.0)
+    assert not breakers.is_open("a")
+
+
+def test_one_probe_at_a_time_and_twice_the_wait_after_each_that_fails():
+    breakers, now_s, waits = opened("a"), 0.0, []
+    for _ in range(8):
+        wait_s = next(s for s in range(1, 100) if "a" in breakers.usable(GROUP, now_s + s))
+        waits.append(wait_s)
+        now_s += wait_s
+        assert breakers.begin("a", now_s)
+        assert not breakers.begin("a", now_s)
+        assert "a" not in breakers.usable(GROUP, now_s)
+        breakers.failed("a", now_s)  # of somebody else, who was there before
+        assert "a" not in breakers.usable(GROUP, now_s + MAX_OPEN_S)
+        breakers.failed("a", now_s, is_probe=True)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+    now_s += 60
+    assert breakers.begin("a", now_s)
+    breakers.succeeded("a")
+    assert breakers.num_open == 0
+    assert not breakers.begin("a", now_s)
+
+
+def test_a_probe_that_says_nothing_leaves_its_place_to_the_next():
+    breakers = opened("a")
+    assert breakers.begin("a", 1.0)
+    breakers.abandoned("a")
+    assert breakers.usable(GROUP, 1.0) == GROUP
+    assert breakers.begin("a", 1.0)
+
+
+def test_half_of_the_group_and_the_last_one_stay():
+    assert opened("a").usable(["a"], 0.0) == ["a"]
+    assert opened("a", "b").usable(["a", "b"], 0.0) == ["b"]
+    assert opened("a", "b").usable(["a", "b", "c"], 0.0) == ["b", "c"]
+    assert opened(*"abcd").usable(GROUP, 0.0) == ["c", "d"]
+
+
+def test_workers_that_are_gone_are_forgotten():
+    breakers = Breakers()
+    for number in range(1000):
+        breakers.failed(number, float(number))
+    assert len(breakers._breakers) < 700
+
+
+class World:
+    """Workers that are healthy or not, and a gateway that sends to those that it may."""
+
+    def __init__(self, size):
+        self.breakers, self.now_s = Breakers(), 0.0
+        self.group = list(range(size))
+        self.is_healthy = dict.fromkeys(self.group, True)
+        self.running = []
+
+    def check(self):
+        usable = self.breakers.usable(self.group, self.now_s)
+        assert len(self.group) - len(usable) <= len(self.group) // 2
+        assert usable or not self.group
+        assert usable == [key for key in self.group if key in set(usable)]
+
+    def send(self, choice):
+        usable = self.breakers.usable(self.group, self.now_s)
+        key = usable[choice % len(usable)]
+        self.running.append((key, self.breakers.begin(key, self.now_s)))
+
+    def end(self, choice, is_cancelled):
+        if not self.running:
+            return
+        key, is_probe = self.running.pop(choice % len(self.running))
+        if is_cancelled:
+            if is_probe:
+                self.breakers.abandoned(key)
+        elif self.is_healthy[key]:
+            self.breakers.succeeded(key)
+        else:
+            self.breakers.failed(key, self.now_s, is_probe=is_probe)
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("pass"), st.floats(0, 30)),
+    st.tuples(st.just("turn"), st.integers(0, 9)),
+    st.tuples(st.just("send"), st.integers(0, 9)),
+    st.tuples(st.just("end"), st.integers(0, 9)),
+    st.tuples(st.just("cancel"), st.integers(0, 9)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 5), st.lists(EVENTS, max_size=120))
+def test_random_histories(size, events):
+    world = World(size)
+    for kind, value in events:
+        if kind == "pass":
+            world.now_s += value
+        elif kind == "turn":
+            key = world.group[value % size]
+            world.is_healthy[key] = not world.is_healthy[key]
+        elif kind == "send":
+            world.send(value)
+        else:
+            world.end(value, kind == "cancel")
+        world.check()
+    # What was sent ends, everybody is healthy again, and requests go on: nobody stays out.
+    while world.running:
+        world.end(0, False)
+    world.is_healthy = dict.fromkeys(world.group, True)
+    for turn in range(4 * size):
+        world.now_s += MAX_OPEN_S
+        world.send(turn)
+        world.end(0, False)
+        for key in world.breakers.usable(world.group, world.now_s):
+            if world.breakers.begin(key, world.now_s):
+                world.breakers.succeeded(key)
+    assert world.breakers.num_open == 0
+    assert world.breakers.usable(world.group, world.now_s) == world.group
