@@ -223,6 +223,15 @@ async def test_a_short_pause_of_the_peer_is_no_death() -> None:
 
 
 def _traces() -> set[str]:
-    """Whatever of a channel could outlive its processes: files in shared memory and names of sockets."""
-    sockets = Path("/proc/net/unix").read_text().split()
-    return {*os.listdir("/dev/shm"), *(name for name in sockets if name.startswith("@tandem-"))}
+    """What of a channel could outlive its peer: files in shared memory, and names of sockets that this process holds."""
+    held = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+    rows = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    sockets = {
+        row[7] for row in rows if len(row) > 7 and row[7].startswith("@tandem-") and f"socket:[{row[6]}]" in held
+    }
+    return sockets | {name for name in os.listdir("/dev/shm") if "tandem" in name}
+
+
+def _is_open(fd: str) -> bool:
+    """The one that the listing itself used is closed again."""
+    return os.path.lexists(f"/proc/self/fd/{fd}")

@@ -23,6 +23,7 @@ from kv_transfer.protocol.actions import (
 from kv_transfer.protocol.counters import Counters, Reason
 from kv_transfer.protocol.fence import Fence
 from kv_transfer.protocol.messages import (
+    PROTOCOL_VERSION,
     Abort,
     AbortAck,
     ChunkHeader,
@@ -417,9 +418,14 @@ def test_which_layouts_fit(changes: dict[str, object], fits: bool) -> None:
     assert layouts_fit(other, LAYOUT) is fits
     hello = Hello("p", "1", "2", other, ("tcp",), "h")
     expected = None if fits else Reason.LAYOUT_MISMATCH
-    assert link_fault(hello, layout=LAYOUT, incarnation="2", protocol_version=1) is expected
-    assert link_fault(hello, layout=LAYOUT, incarnation="3", protocol_version=1) is Reason.STALE_INCARNATION
-    assert link_fault(hello, layout=LAYOUT, incarnation="2", protocol_version=2) is Reason.LAYOUT_MISMATCH
+    assert link_fault(hello, layout=LAYOUT, incarnation="2", protocol_version=PROTOCOL_VERSION) is expected
+    assert (
+        link_fault(hello, layout=LAYOUT, incarnation="3", protocol_version=PROTOCOL_VERSION) is Reason.STALE_INCARNATION
+    )
+    assert (
+        link_fault(hello, layout=LAYOUT, incarnation="2", protocol_version=PROTOCOL_VERSION + 1)
+        is Reason.LAYOUT_MISMATCH
+    )
 
 
 def ended(actions: list[Action]) -> list[TandemError | None]:
