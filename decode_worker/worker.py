@@ -241,6 +241,7 @@ class DecodeWorker:
         await self.wait_idle()
         await self._links.close()
         self.sessions.close()
+        await asyncio.to_thread(self._engine.settle, timeout_s=ENGINE_STOP_TIMEOUT_S)
         await asyncio.to_thread(self._engine.stop, timeout_s=ENGINE_STOP_TIMEOUT_S)
 
     # --- commands, on the event loop ---

@@ -223,6 +223,7 @@ class PrefillWorker:
             self._forget(kept)
         await self._links.close()
         self.sessions.close()
+        await asyncio.to_thread(self._engine.settle, timeout_s=ENGINE_STOP_TIMEOUT_S)
         await asyncio.to_thread(self._engine.stop, timeout_s=ENGINE_STOP_TIMEOUT_S)
 
     # --- commands, on the event loop ---

@@ -5,6 +5,7 @@ Knows nothing of models, pages or requests. Others change what it owns only by `
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -69,6 +70,11 @@ class EngineThread:
         with self._changed:
             self._is_woken = True
             self._changed.notify()
+
+    def settle(self, *, timeout_s: float) -> None:
+        """Wait until all that was submitted so far has run or was refused, at most `timeout_s`; not on the thread."""
+        with contextlib.suppress(WorkerUnavailable, TimeoutError):
+            self.submit(lambda: None).result(timeout_s)
 
     def stop(self, *, timeout_s: float) -> None:
         """Let the current command or step finish, then end; what is still queued fails with WorkerUnavailable.

@@ -223,7 +223,7 @@ async def test_a_short_pause_of_the_peer_is_no_death() -> None:
 
 
 def _traces() -> set[str]:
-    """What of a channel could outlive its peer: files in shared memory, and names of sockets that this process holds."""
+    """What of a channel could outlive its peer: files in shared memory, names of sockets that this process holds."""
     held = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
     rows = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
     sockets = {
