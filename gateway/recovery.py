@@ -43,6 +43,10 @@ MAX_FAILURES = 16
 """Of one answer, however far it comes between them."""
 LAST_WORDS_S = 0.1
 """What a dead process had sent is read within this time; who speaks later is alive."""
+REPORT_WAIT_S = 0.03
+"""A death that one stream tells of shows on the other too within this time. Each such request waits it out, so
+it is part of the gap that a client sees; should a report come later, one more worker may be lost to a poison request.
+"""
 TRIAL_WAIT_S = 2.0
 """Longest wait for those that are tried alone before."""
 
@@ -101,7 +105,7 @@ class Recovery:
     async def after(self, request: RunningRequest, attempt: Attempt | None, failure: TandemError) -> None:
         """Returns when the request may be tried again. Raises the failure or Quarantined where it may not."""
         if attempt is not None:
-            await attempt.hear_out(LAST_WORDS_S)
+            await attempt.hear_out(REPORT_WAIT_S)
         request.close_attempt()
         self._metrics.retries.inc()
         reason = {"attempt": request.attempt_number, "reason": failure.message}
@@ -183,7 +187,7 @@ class Recovery:
         last = request.strikes[-1]
         changes = self._topology.changes()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S), contextlib.aclosing(changes):
+            async with asyncio.timeout(REPORT_WAIT_S), contextlib.aclosing(changes):
                 async for _ in changes:
                     if self._counts(last):
                         return

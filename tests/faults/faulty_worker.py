@@ -219,8 +219,8 @@ class _HurtfulChannel:
                 whole = _joined(buffers)
                 send(buffers=[_joined([whole, whole[:1]])])
             case "skipped_seq":
-                # Far enough to hit no other chunk's claim: with the same prompt it would bring the same pages, and a frame
-                # of that chunk, hurt or not, would be dropped as a repetition, rightly and without a trace.
+                # Far enough to hit no other chunk's claim: with the same prompt it would bring the same pages, and one
+                # of that chunk's frames, hurt or not, would be dropped as a repetition, rightly and without a trace.
                 send(seq=seq + chance.randrange(1000, 2000))
             case "replayed_frame":
                 send()
