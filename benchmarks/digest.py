@@ -163,6 +163,9 @@ def run_worker_without_digest(program: str, arguments: list[str]) -> None:
     from kv_transfer.protocol import messages
 
     class Nothing:
+        def __init__(self, data: Any = b"") -> None:
+            pass
+
         def update(self, data: Any) -> None:
             pass
 

@@ -14,6 +14,7 @@ import redis
 
 from services.cluster.embedded import EmbeddedRedis
 from services.cluster.registry import (
+    WATCH_POLL_S,
     Membership,
     MembershipView,
     WorkerLease,
@@ -32,13 +33,14 @@ BACK_S = 3.0
 class Watcher:
     """Follows the membership in the background."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, poll_s: float = WATCH_POLL_S) -> None:
         self.seen: list[Membership] = []
         self._store = store
+        self._poll_s = poll_s
         self._changed = asyncio.Condition()
 
     async def run(self) -> None:
-        async with contextlib.aclosing(watch_workers(self._store)) as memberships:
+        async with contextlib.aclosing(watch_workers(self._store, poll_s=self._poll_s)) as memberships:
             async for membership in memberships:
                 async with self._changed:
                     self.seen.append(membership)
@@ -52,9 +54,9 @@ class Watcher:
         return time.monotonic() - began_s
 
 
-@pytest.fixture
-async def watcher(store: Store) -> AsyncIterator[Watcher]:
-    watching = Watcher(store)
+@pytest.fixture(params=[WATCH_POLL_S])
+async def watcher(store: Store, request: pytest.FixtureRequest) -> AsyncIterator[Watcher]:
+    watching = Watcher(store, poll_s=request.param)
     task = asyncio.create_task(watching.run())
     yield watching
     task.cancel()
@@ -96,16 +98,17 @@ def here(membership: Membership) -> bool:
     return ids(membership) == ["prefill-0"] and not membership.is_stale
 
 
+@pytest.mark.parametrize("watcher", [60.0], indirect=True, ids=["told, not polled"])
 async def test_a_worker_comes_changes_and_leaves(watcher: Watcher, new_lease: Callable[..., WorkerLease]) -> None:
     lease = new_lease()
     await watcher.until(here)
     assert watcher.seen[-1].workers == (lease.record,)
     assert lease.is_held
     lease.update(state="draining", running=3)
-    assert await watcher.until(lambda view: view.workers[0].state == "draining") < 0.9
+    await watcher.until(lambda view: view.workers[0].state == "draining")
     assert watcher.seen[-1].workers[0].running == 3
     lease.release()
-    assert await watcher.until(lambda view: not view.workers) < 0.9
+    await watcher.until(lambda view: not view.workers)
 
 
 async def test_counts_are_published_at_the_next_beat(watcher: Watcher, new_lease: Callable[..., WorkerLease]) -> None:
