@@ -38,6 +38,7 @@ async def test_gateways_hear_at_once_that_pages_came_free(make_bench: Make) -> N
     gateway.admit("r", [1, 2, 3], max_tokens=9, local=True)
     await gateway.event("r", "tokens")
     assert gateway.messages[-1].load.pages.used > 0
+    await bench.until(lambda: not bench.runner.gate.is_set())
     gateway.cancel("r")
     bench.runner.gate.set()
     await bench.until_free()

@@ -55,6 +55,7 @@ class Options:
     trials: int | None = None
     seed: int = 1
     seconds: float | None = None
+    pause_s: float = 0.0
     is_quiet: bool = False
 
     def num_trials(self, default: int) -> int:
@@ -226,7 +227,7 @@ async def trials(opened: Session, number: int, one: Callable[[], Awaitable[int]]
     row, options = opened.row, opened.options
     num_hit = 0
     for _ in range(number):
-        await asyncio.sleep(opened.chance.uniform(0.05, 0.4))
+        await asyncio.sleep(options.pause_s + opened.chance.uniform(0.05, 0.4))
         num_hit += await one()
         row.trials += 1
         if row.trials % 10 == 0:

@@ -18,13 +18,16 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; none: all")
     parser.add_argument("--trials", type=int, help="trials of each case, or injections, cancels, clients")
     parser.add_argument("--seconds", type=float, help="how long Redis is away, or slow clients read")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds between trials, in which breakers close again"
+    )
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of the random moments")
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     settings = parser.parse_args()
     unknown = set(settings.cases) - set(CASES)
     if unknown:
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
-    options = Options(trials=settings.trials, seed=settings.seed, seconds=settings.seconds)
+    options = Options(trials=settings.trials, seed=settings.seed, seconds=settings.seconds, pause_s=settings.pause)
     rows = []
     for name in settings.cases or CASES:
         started = time.monotonic()
