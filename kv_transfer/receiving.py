@@ -517,7 +517,14 @@ class _ReceiveLink:
     def _from_thread(self, call: Callable[..., object], *args: object) -> None:
         # The loop may be gone at the very end of the process; then nobody is left to be told.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call, *args)
+            self._loop.call_soon_threadsafe(self._tell, call, *args)
+
+    def _tell(self, call: Callable[..., object], *args: object) -> None:
+        try:
+            call(*args)
+        except Exception:  # noqa: BLE001 - the root of the call: else only a time limit would end the transfer
+            _log.critical("the Link of %s contradicts itself", self._around.peer, exc_info=True)
+            self.fail(WorkerUnavailable("the Link broke"))
 
     def _on_placer_ended(self, error: TandemError) -> None:
         if self._machine.lost is None:

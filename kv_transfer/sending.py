@@ -489,7 +489,14 @@ class _SendLink:
     def _from_thread(self, call: Callable[..., None], *args: object) -> None:
         # The loop may be gone at the very end of the process; then nobody is left to be told.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call, *args)
+            self._loop.call_soon_threadsafe(self._tell, call, *args)
+
+    def _tell(self, call: Callable[..., None], *args: object) -> None:
+        try:
+            call(*args)
+        except Exception:  # noqa: BLE001 - the root of the call: else only a time limit would end the transfer
+            _log.critical("the Link contradicts itself", exc_info=True)
+            self.fail(WorkerUnavailable("the Link broke"))
 
     def _on_posted(self, chunk: PostChunk, digest: bytes) -> None:
         self._perform(self._machine.chunk_posted(chunk.id, chunk.chunk_index, digest, self.now()))

@@ -16,6 +16,8 @@ import torch
 from kv_transfer.protocol.actions import Action
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import Committed, Message, TransferId
+from kv_transfer.protocol.receiver import ReceiverLink
+from kv_transfer.protocol.sender import SenderLink
 from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.sending import SendTransfer
 from kv_transfer.transports.base import Bytes, SendChannel
@@ -751,6 +753,25 @@ async def test_a_broken_channel_is_made_again_and_never_reused(make_pair: PairMa
     await pair.wait_all_free()
     await pair.assert_works()
     assert await next(iter(pair.links._links.values())) is not send_link
+
+
+@pytest.mark.parametrize(("machine", "event"), [(SenderLink, "chunk_posted"), (ReceiverLink, "placement")])
+async def test_a_machine_that_fails_ends_its_link_at_once(
+    make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch, machine: type, event: str
+) -> None:
+    pair = await make_pair("shm", timeouts=Timeouts(commit_s=60.0, stall_s=60.0))
+    transfer = await pair.reserve(64)
+
+    def contradict(*args: object, **more: object) -> None:
+        raise ValueError("impossible")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, event, contradict)
+        transfer.send(0, [1, 2])
+        async with asyncio.timeout(20):
+            await eventually(lambda: transfer.error is not None, within_s=20)
+    assert isinstance(transfer.error, WorkerUnavailable)
+    await pair.assert_works()
 
 
 async def test_a_receiver_that_stalls_the_channel_fails_the_transfer(
