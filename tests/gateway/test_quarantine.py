@@ -27,11 +27,12 @@ def is_poison(attempt):
 
 
 class Poisonable:
-    """Scripts of workers that die of one prompt, at the given number of tokens."""
+    """Scripts of workers that die of one prompt, at the given number of tokens and not without the neighbours."""
 
-    def __init__(self, pair, num_before=1):
+    def __init__(self, pair, num_before=1, *, num_neighbours=0):
         self.pair = pair
         self.num_before = num_before
+        self.num_neighbours = num_neighbours
         self.dead = []
 
     async def decode(self, attempt):
@@ -54,6 +55,8 @@ class Poisonable:
 
     async def die(self, attempt):
         await asyncio.sleep(0.02)
+        while len(attempt.worker.attempts) <= self.num_neighbours:  # noqa: ASYNC110 - the gateway sends them
+            await asyncio.sleep(0.005)
         self.dead.append(attempt.worker)
         await attempt.worker.die()
 
@@ -264,7 +267,7 @@ async def test_neighbours_of_a_poison_request_are_served(make_system, worker_typ
 
 async def test_neighbours_that_lose_both_workers_with_it_are_served(make_system, worker_type, pair, answer):
     """Nobody had a token from the second worker when the poison killed it; the first had known the neighbours."""
-    system, scripts = await make_system(), Poisonable(pair)
+    system, scripts = await make_system(), Poisonable(pair, num_neighbours=4)
 
     async def stuck(attempt):
         if is_poison(attempt):
@@ -288,8 +291,9 @@ async def test_neighbours_that_lose_both_workers_with_it_are_served(make_system,
     await system.until(lambda: num_tokens() == 20)
     poison = asyncio.create_task(ask(system, POISON))
     await system.until(lambda: len(scripts.dead) == 1)
-    for number in (1, 2):
-        await system.add(worker_type("decode", f"decode-{number}", stuck))
+    await system.add(worker_type("decode", "decode-1", stuck))
+    await system.until(lambda: len(scripts.dead) == 2)
+    await system.add(worker_type("decode", "decode-2", stuck))
     for neighbour in neighbours:
         assert (await neighbour).json()["choices"][0]["token_ids"] == answer
     assert is_quarantined(await poison)
