@@ -18,6 +18,9 @@ from services.cli.up import PortTaken, claim_port
 # Stands in for `python -m gateway`: lists as ready whichever worker has written its pid into the folder.
 GATEWAY = """
 import http.server, json, pathlib, sys
+sys.path.insert(0, sys.argv[3])
+from services.runtime.process import die_with_parent
+die_with_parent()
 folder, port = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -59,7 +62,9 @@ programs = {name: open(f"{folder}/{name}.py").read() for name in ("gateway", "wo
 def spec(name, program, *arguments):
     environment = dict(os.environ) | {"TANDEM_DIE_WITH_PARENT": str(os.getpid())}
     return ChildSpec(name, (sys.executable, "-c", programs[program], *arguments), environment)
-up.gateway_spec = lambda settings, addresses, environment: spec("gateway", "gateway", folder, str(addresses.http_port))
+up.gateway_spec = lambda settings, addresses, environment: spec(
+    "gateway", "gateway", folder, str(addresses.http_port), root
+)
 up.worker_specs = lambda settings, addresses, environment: [
     spec(f"{role}-{n}", worker, folder, f"{role}-{n}", root)
     for role, count in (("prefill", settings.prefill), ("decode", settings.decode)) for n in range(count)
@@ -136,6 +141,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     for cluster in started:
         cluster.process.kill()
         cluster.process.wait()
+        wait_until(lambda cluster=cluster: cluster.processes() == [])
         assert cluster.process.stdout is not None
         cluster.process.stdout.close()
 
