@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 import redis.asyncio
 
@@ -71,7 +72,8 @@ async def test_redis_killed_and_started_empty(cluster: Cluster, redis_server: Em
 
 async def test_a_decode_worker_is_killed_in_the_middle(cluster: Cluster, wait_until_idle: Any) -> None:
     """The streams that it served go on elsewhere, with the tokens that they would have had."""
-    messages = [request(f"class A{n}:", max_tokens=120, seed=n, ignore_eos=True) for n in range(6)]
+    messages = [request(f"class A{n}:", max_tokens=400, seed=n, ignore_eos=True) for n in range(6)]
+    num_failed = failed_attempts(cluster)
     async with cluster.inference() as stub:
         undisturbed = await asyncio.gather(*(collect(stub, message) for message in messages))
         streams = [stream(stub, message) for message in messages]
@@ -81,8 +83,7 @@ async def test_a_decode_worker_is_killed_in_the_middle(cluster: Cluster, wait_un
                 received[n] += response.token_ids
                 if response.token_ids:
                     break
-        victim = next(w for w in cluster.get("/cluster")["workers"] if w["role"] == "decode" and w["running"])
-        os.kill(victim["pid"], signal.SIGKILL)
+        os.kill(await decode_pid(cluster), signal.SIGKILL)
 
         async def rest(n: int) -> None:
             async for response in streams[n]:
@@ -92,7 +93,22 @@ async def test_a_decode_worker_is_killed_in_the_middle(cluster: Cluster, wait_un
 
         await asyncio.gather(*(rest(n) for n in range(len(streams))))
     assert received == tokens(undisturbed)
+    assert failed_attempts(cluster) > num_failed, "no stream was hit"
     await asyncio.to_thread(wait_until_idle, cluster)
+
+
+async def decode_pid(cluster: Cluster) -> int:
+    """The process of a decode worker that is generating."""
+    async with asyncio.timeout(10):
+        while True:
+            for worker in (await asyncio.to_thread(cluster.get, "/cluster"))["workers"]:
+                if worker["role"] == "decode" and worker["running"]:
+                    return int(worker["pid"])
+
+
+def failed_attempts(cluster: Cluster) -> float:
+    lines = httpx.get(f"{cluster.http}/metrics").text.splitlines()
+    return float(next(line for line in lines if line.startswith("tandem_failed_attempts_total")).split()[1])
 
 
 async def flush(redis_server: EmbeddedRedis) -> None:

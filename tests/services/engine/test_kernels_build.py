@@ -1,5 +1,6 @@
 import ctypes
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -104,16 +105,19 @@ def test_compiler_without_openmp_gives_one_thread(tmp_path, caplog):
 def test_process_that_died_while_compiling_does_not_block_others(tmp_path):
     compiler = fake_compiler(tmp_path, 'case "$1" in --version) echo fake;; *) sleep 60;; esac')
     script = BUILD.replace('extra_flags=["-O1"]', f"compiler={compiler!r}")
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "cache")])
-    deadline = time.monotonic() + 60
-    while not list((tmp_path / "cache").glob("build-*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.kill()
-    process.wait(timeout=10)
-    fake_compiler(tmp_path, 'case "$1" in --version) echo fake;; *) exec g++ -O1 "$@";; esac')
-    path = build_library(cache_dir=tmp_path / "cache", compiler=compiler)
-    assert path.exists()
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "cache")], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not list((tmp_path / "cache").glob("build-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+        process.wait(timeout=10)
+        fake_compiler(tmp_path, 'case "$1" in --version) echo fake;; *) exec g++ -O1 "$@";; esac')
+        path = build_library(cache_dir=tmp_path / "cache", compiler=compiler)
+        assert path.exists()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # its compiler is still there
 
 
 def test_cache_that_others_can_write_to_is_refused(tmp_path):
