@@ -62,6 +62,8 @@ class FramePlacer:
         self._changed = threading.Condition()
         self._reservations: dict[TransferId, _Reservation] = {}
         self._is_stopped = False
+        self.is_broken = False
+        """Whether the channel broke before anybody wanted it to end; final when `on_ended` is called."""
         self._thread = threading.Thread(target=self._run, name="tandem-place", daemon=True)
 
     def start(self) -> None:
@@ -118,9 +120,11 @@ class FramePlacer:
                     self._take(frame)
         except ChannelBroken as broken:
             error = broken
+            self.is_broken = not self._is_stopped
         except Exception:  # noqa: BLE001 - the thread's root: its end must be told, or pages stay reserved for ever
             _log.exception("placing a frame failed")
             error = ChannelBroken("placing a frame failed")
+            self.is_broken = True
         finally:
             self._channel.shutdown()
             self._channel.close()

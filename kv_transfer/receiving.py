@@ -527,7 +527,8 @@ class _ReceiveLink:
             self.fail(WorkerUnavailable("the Link broke"))
 
     def _on_placer_ended(self, error: TandemError) -> None:
-        if self._machine.lost is None:
+        # The sender may have felt it, and ended the Link, before we hear of it here.
+        if self._placer.is_broken:
             self._around.counters.count(Reason.CHANNEL_BROKEN)
         self.fail(error)
         self._is_placer_ended = True
