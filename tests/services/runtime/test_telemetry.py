@@ -107,11 +107,10 @@ async def test_a_collector_that_is_away_or_slow_delays_nothing(collector: str, o
     began_s = time.monotonic()
     for _ in range(2 * telemetry.MAX_QUEUED_SPANS):
         telemetry.start_span("request").end()
-    cost_s = time.monotonic() - began_s
-    assert cost_s < 5
+    assert time.monotonic() - began_s < 20, "somebody waited for the collector"
     began_s = time.monotonic()
     await asyncio.to_thread(telemetry.shutdown)
-    assert time.monotonic() - began_s < telemetry.SHUTDOWN_TIMEOUT_S + 2
+    assert time.monotonic() - began_s < telemetry.SHUTDOWN_TIMEOUT_S + 10
 
 
 def test_it_is_set_up_once() -> None:
