@@ -133,7 +133,7 @@ async def test_workers_are_told_when_the_client_leaves(make_system, worker_type,
     for worker in workers:
         keys = {attempt.key for attempt in worker.attempts}
         await system.until(lambda worker=worker, keys=keys: set(worker.cancelled) == keys)
-    assert time.monotonic() - started_s < 1.5
+    assert time.monotonic() - started_s < 5, "only its deadline told them"
     await until_idle(system)
     await asyncio.gather(asking, return_exceptions=True)
 
