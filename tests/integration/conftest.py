@@ -194,6 +194,8 @@ class Answer:
     num_paused_tokens: int | None = None
     """Of its Paused."""
     error: worker_pb2.Failed | worker_pb2.Refused | None = None
+    """What was said last; by each worker: `errors`, by role."""
+    errors: dict[str, worker_pb2.Failed | worker_pb2.Refused] = field(default_factory=dict)
     handed_off: worker_pb2.HandedOff | None = None
     reason: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -205,8 +207,15 @@ class Answer:
 
     async def until(self, *kinds: str) -> None:
         """Waits until an event of one of the kinds has come. Raises TimeoutError."""
+        await self._until(lambda: bool(set(kinds) & set(self.events)))
+
+    async def until_error_of(self, role: str) -> None:
+        """Waits until that worker has said that the attempt failed. Raises TimeoutError."""
+        await self._until(lambda: role in self.errors)
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            while not set(kinds) & set(self.events):
+            while not holds():
                 self.changed.clear()
                 await self.changed.wait()
 
@@ -228,7 +237,7 @@ class Answer:
         elif kind == "paused":
             self.num_paused_tokens = event.paused.num_tokens
         elif kind in ("failed", "refused"):
-            self.error = getattr(event, kind)
+            self.error = self.errors[role] = getattr(event, kind)
         elif kind == "handed_off":
             self.handed_off = event.handed_off
         elif kind == "finished":
@@ -303,6 +312,15 @@ class ScriptedGateway:
                     self.decodes.append(session)
                     self._decode_peers.append(peer)
                     self.decode = self.decodes[0]
+
+    async def connected_to(self, prefill: Any, *decodes: Any) -> "ScriptedGateway":
+        """This gateway, with a session to each of these workers, which are ready then."""
+        for worker in (prefill, *decodes):
+            await worker.until_state("ready")
+        await self.connect(prefill=(prefill.address, prefill.incarnation))
+        for worker in decodes:
+            await self.connect(decode=(worker.address, worker.incarnation))
+        return self
 
     def take(self, event: worker_pb2.WorkerEvent, role: str) -> None:
         answer = self.answers.get((event.id.request_id, event.id.attempt))

@@ -33,18 +33,10 @@ def prefill_worker(start_worker: Make) -> Any:
     return start_worker("prefill", "prefill-0", **FLAGS)
 
 
-async def connect(make_gateway: Make, prefill: Any, decode: Any) -> Any:
-    gateway = make_gateway()
-    await prefill.until_state("ready")
-    await decode.until_state("ready")
-    await gateway.connect(prefill=(prefill.address, prefill.incarnation), decode=(decode.address, decode.incarnation))
-    return gateway
-
-
 @pytest.fixture
 async def pair(prefill_worker: Any, decode_worker: Any, make_gateway: Make) -> AsyncIterator[Any]:
     """A gateway and its two workers; nothing may be held at the end."""
-    yield await connect(make_gateway, prefill_worker, decode_worker), prefill_worker, decode_worker
+    yield await make_gateway().connected_to(prefill_worker, decode_worker), prefill_worker, decode_worker
     await prefill_worker.until_free()
     await decode_worker.until_free()
 
@@ -82,7 +74,7 @@ async def test_a_hundred_requests_cancelled_at_random_moments_leave_nothing(pair
 
 async def test_a_dropped_session_frees_everything_on_both_sides(pair: Any, make_gateway: Make) -> None:
     gateway, prefill, decode = pair
-    doomed = await connect(make_gateway, prefill, decode)
+    doomed = await make_gateway().connected_to(prefill, decode)
     for number in range(8):
         await doomed.begin(f"d{number}", prompt(600 if number % 2 else 30), local=number == 3, max_tokens=900)
     await doomed.answers["d0", 1].until("decode_started")
@@ -94,7 +86,7 @@ async def test_a_dropped_session_frees_everything_on_both_sides(pair: Any, make_
 
 async def test_a_decode_session_that_drops_ends_the_prefill_too(pair: Any, make_gateway: Make) -> None:
     _, prefill, decode = pair
-    doomed = await connect(make_gateway, prefill, decode)
+    doomed = await make_gateway().connected_to(prefill, decode)
     answer = await doomed.begin("half", prompt(1500), max_tokens=100)
     await answer.until("prefill_started")
     await doomed.decode.drop()
@@ -137,7 +129,7 @@ async def test_a_prefill_worker_killed_in_mid_transfer_leaves_nothing_at_the_dec
     decode_worker: Any, start_worker: Make, make_gateway: Make
 ) -> None:
     victim = start_worker("prefill", "prefill-victim", **FLAGS)
-    gateway = await connect(make_gateway, victim, decode_worker)
+    gateway = await make_gateway().connected_to(victim, decode_worker)
     answers = [await gateway.begin(f"k{n}", prompt(1000 + n), max_tokens=20) for n in range(2)]
     await answers[0].until("prefill_started")
     victim.process.send_signal(signal.SIGKILL)
@@ -160,7 +152,7 @@ async def test_a_decode_worker_killed_in_mid_transfer_leaves_nothing_at_the_pref
     prefill_worker: Any, start_worker: Make, make_gateway: Make
 ) -> None:
     victim = start_worker("decode", "decode-victim", **FLAGS)
-    gateway = await connect(make_gateway, prefill_worker, victim)
+    gateway = await make_gateway().connected_to(prefill_worker, victim)
     answer = await gateway.begin("dk", prompt(1500), max_tokens=20)
     await answer.until("prefill_started")
     victim.process.send_signal(signal.SIGKILL)
@@ -172,7 +164,7 @@ async def test_a_decode_worker_killed_in_mid_transfer_leaves_nothing_at_the_pref
 async def test_told_to_leave_they_finish_first(start_worker: Make, make_gateway: Make) -> None:
     prefill = start_worker("prefill", "prefill-leaving", **FLAGS)
     decode = start_worker("decode", "decode-leaving", metrics_port=0, **FLAGS)
-    gateway = await connect(make_gateway, prefill, decode)
+    gateway = await make_gateway().connected_to(prefill, decode)
     answer = await gateway.begin("last", prompt(700), max_tokens=200)
     await answer.until("prefill_started")
     prefill.process.send_signal(signal.SIGTERM)

@@ -37,16 +37,6 @@ def prompt(length: int) -> list[int]:
     return [source.randrange(2, VOCAB_SIZE) for _ in range(length)]
 
 
-async def connect(make_gateway: Make, prefill: Any, *decodes: Any) -> Any:
-    gateway = make_gateway()
-    for worker in (prefill, *decodes):
-        await worker.until_state("ready")
-    await gateway.connect(prefill=(prefill.address, prefill.incarnation))
-    for worker in decodes:
-        await gateway.connect(decode=(worker.address, worker.incarnation))
-    return gateway
-
-
 async def until_free(gateway: Any) -> None:
     """Waits until each worker says that it holds nothing."""
     async with asyncio.timeout(20):
@@ -61,12 +51,12 @@ async def until_free(gateway: Any) -> None:
 async def test_what_is_cancelled_is_let_go_at_once_in_every_phase(start_worker: Make, make_gateway: Make) -> None:
     prefill = start_worker("prefill", "prefill-cancel", **FLAGS)
     decodes = [start_worker("decode", f"decode-cancel-{n}", **FLAGS) for n in range(2)]
-    watching = await connect(make_gateway, prefill, *decodes)
+    watching = await make_gateway().connected_to(prefill, *decodes)
     source = random.Random(1)
     took_s: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for number in range(6 * len(PHASES)):
         phase = PHASES[number % len(PHASES)]
-        gateway = await connect(make_gateway, prefill, *decodes)
+        gateway = await make_gateway().connected_to(prefill, *decodes)
         length = 1500 if phase in ("queued", "prefilling", "transferring") else 600
         answers = [await gateway.begin(f"c{number}", prompt(length), max_tokens=500)]
         answer = answers[0]
@@ -133,7 +123,7 @@ async def test_a_worker_that_computes_one_long_step_is_not_silent(
     flags = {"model": long_model, "chunk_tokens": 32_768, "kv_pages": 2100}
     prefill = start_worker("prefill", f"prefill-long-{role}", **flags)
     decode = start_worker("decode", f"decode-long-{role}", **flags)
-    gateway = await connect(make_gateway, prefill, decode)
+    gateway = await make_gateway().connected_to(prefill, decode)
     session = gateway.prefill if role == "prefill" else gateway.decode
     answer = await gateway.begin("long", prompt(32_000), max_tokens=2, local=role == "decode", deadline_ms=500_000)
     begun = time.monotonic()
@@ -174,13 +164,14 @@ async def test_an_engine_that_hangs_ends_its_worker(start_worker: Make, make_gat
     hanging = others | {"step_timeout": 1.5, "before": HANG}
     prefill = start_worker("prefill", f"prefill-hang-{role}", **(hanging if role == "prefill" else others))
     decode = start_worker("decode", f"decode-hang-{role}", **(hanging if role == "decode" else others))
-    gateway = await connect(make_gateway, prefill, decode)
+    gateway = await make_gateway().connected_to(prefill, decode)
     assert len(await gateway.generate("fine", prompt(76))) == 16
     stuck = await gateway.begin("stuck", prompt(77), local=role == "decode")
     waiting = await gateway.begin("waiting", prompt(30), local=role == "decode")
     for answer in (stuck, waiting):
         await answer.until("failed")
-    assert stuck.error.code == worker_pb2.ERROR_CODE_INTERNAL
+    await stuck.until_error_of(role)
+    assert stuck.errors[role].code == worker_pb2.ERROR_CODE_INTERNAL
     ended, other = (prefill, decode) if role == "prefill" else (decode, prefill)
     assert await ended.ended(timeout_s=40) == 1, ended.log.read_text()
     assert "did not end in time" in ended.log.read_text()
@@ -195,7 +186,7 @@ async def test_a_drain_that_takes_too_long_ends_with_clear_errors_and_a_clean_ex
 ) -> None:
     prefill = start_worker("prefill", "prefill-late", **FLAGS)
     decode = start_worker("decode", "decode-late", drain_timeout=1, **FLAGS)
-    gateway = await connect(make_gateway, prefill, decode)
+    gateway = await make_gateway().connected_to(prefill, decode)
     paused = await gateway.begin("paused", prompt(20), max_tokens=500)
     await paused.until("decode_started")
     await gateway.pause(paused)
@@ -220,7 +211,7 @@ async def test_a_draining_decode_worker_takes_what_it_admitted_and_hands_it_over
     prefill = start_worker("prefill", "prefill-drain", **FLAGS)
     leaving = start_worker("decode", "decode-leaving", **FLAGS)
     staying = start_worker("decode", "decode-staying", **FLAGS)
-    gateway = await connect(make_gateway, prefill, leaving, staying)
+    gateway = await make_gateway().connected_to(prefill, leaving, staying)
     whole = await gateway.generate("whole", prompt(700), max_tokens=300, decode=1)
     answer = await gateway.begin("moves", prompt(700), max_tokens=300)
     await answer.until("prefill_started")

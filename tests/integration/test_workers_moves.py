@@ -58,20 +58,10 @@ def workers(request: pytest.FixtureRequest, start_worker: Make) -> Any:
     return prefill, first, second
 
 
-async def connect(make_gateway: Make, prefill: Any, *decodes: Any) -> Any:
-    gateway = make_gateway()
-    for worker in (prefill, *decodes):
-        await worker.until_state("ready")
-    await gateway.connect(prefill=(prefill.address, prefill.incarnation))
-    for worker in decodes:
-        await gateway.connect(decode=(worker.address, worker.incarnation))
-    return gateway
-
-
 @pytest.fixture
 async def trio(workers: Any, make_gateway: Make) -> AsyncIterator[Any]:
     """A gateway, a prefill and two decode workers; nothing may be held at the end."""
-    yield await connect(make_gateway, *workers), *workers
+    yield await make_gateway().connected_to(*workers), *workers
     for worker in workers:
         await worker.until_free()
 
@@ -255,7 +245,7 @@ async def test_a_move_to_a_worker_that_dies_fails_and_the_answer_is_resumed(
 ) -> None:
     _, prefill, first, _ = trio
     victim = start_worker("decode", f"victim-{first.worker_id}-{when.replace('_', '-')}", chunk_tokens=64)
-    gateway = await connect(make_gateway, prefill, first, victim)
+    gateway = await make_gateway().connected_to(prefill, first, victim)
     answer = await gateway.begin(f"dies-{when}", prompt(900), max_tokens=MAX_TOKENS, **seeded(9))
     await answer.until("decode_started")
     await gateway.pause(answer)

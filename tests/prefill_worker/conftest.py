@@ -9,14 +9,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kv_transfer.protocol.messages import TransferId
 from prefill_worker.worker import Limits, PrefillWorker
 from protos import inference_pb2, worker_pb2
 from services.engine.pages import PageAllocator, PageLayout
 from services.engine.step import SampledToken, StepPlan, StepResult
-from services.runtime.clock import Deadline
-from services.runtime.errors import TandemError
 from services.runtime.worker_metrics import Load, WorkerMetrics
+from tests.fake_links import FakeLinks
 
 PAGE_SIZE = 4
 NUM_PAGES = 16
@@ -49,68 +47,6 @@ class GatedRunner:
                 for item in plan.items
             ]
         )
-
-
-@dataclass
-class FakeTransfer:
-    """A transfer whose end the test decides."""
-
-    transfer_id: TransferId
-    num_tokens: int
-    sent: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    sealed: dict[str, int] = field(default_factory=dict)
-    may_commit: asyncio.Event = field(default_factory=asyncio.Event)
-    may_abort: asyncio.Event = field(default_factory=asyncio.Event)
-    error: TandemError | None = None
-    abort_reason: TandemError | None = None
-
-    def send(self, first_page: int, page_ids: Any) -> None:
-        if self.error is not None:
-            raise self.error
-        self.sent.append((first_page, tuple(page_ids)))
-
-    async def seal(self, **manifest: int) -> Any:
-        self.sealed = manifest
-        await self.may_commit.wait()
-        if self.error is not None:
-            raise self.error
-        num_pages = sum(len(pages) for _, pages in self.sent)
-        return SimpleNamespace(num_pages=num_pages, num_bytes=64 * num_pages, exposed_s=0.5, transport="fake")
-
-    async def abort(self, error: TandemError) -> None:
-        self.abort_reason = error
-        await self.may_abort.wait()
-
-
-class FakeLinks:
-    """Stands for SendLinks. Reservations wait while `may_reserve` is cleared; `error` refuses them."""
-
-    def __init__(self) -> None:
-        self.may_reserve = asyncio.Event()
-        self.may_reserve.set()
-        self.error: TandemError | None = None
-        self.holds_commits = False
-        self.holds_aborts = False
-        self.transfers: dict[TransferId, FakeTransfer] = {}
-        self.asked: list[tuple[str, str, TransferId]] = []
-
-    async def reserve(
-        self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
-    ) -> FakeTransfer:
-        self.asked.append((address, peer_incarnation, transfer_id))
-        await self.may_reserve.wait()
-        if self.error is not None:
-            raise self.error
-        transfer = FakeTransfer(transfer_id, num_tokens)
-        if not self.holds_commits:
-            transfer.may_commit.set()
-        if not self.holds_aborts:
-            transfer.may_abort.set()
-        self.transfers[transfer_id] = transfer
-        return transfer
-
-    async def close(self) -> None:
-        pass
 
 
 class Gateway:

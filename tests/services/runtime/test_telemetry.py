@@ -9,6 +9,7 @@ import pytest
 from opentelemetry import trace
 
 from services.runtime import telemetry
+from tests.stopwatch import Stopwatch
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
@@ -104,13 +105,13 @@ def test_a_future_version_is_understood_as_far_as_it_goes() -> None:
 async def test_a_collector_that_is_away_or_slow_delays_nothing(collector: str, otlp_receiver: Any) -> None:
     otlp_receiver.delay_s = 30.0
     telemetry.setup("gateway", "http://127.0.0.1:1" if collector == "nobody" else otlp_receiver.url)
-    began_s = time.monotonic()
+    stopwatch = Stopwatch()
     for _ in range(2 * telemetry.MAX_QUEUED_SPANS):
         telemetry.start_span("request").end()
-    assert time.monotonic() - began_s < 20, "somebody waited for the collector"
+    assert stopwatch.elapsed_s() < 5
     began_s = time.monotonic()
     await asyncio.to_thread(telemetry.shutdown)
-    assert time.monotonic() - began_s < telemetry.SHUTDOWN_TIMEOUT_S + 10
+    assert time.monotonic() - began_s < telemetry.SHUTDOWN_TIMEOUT_S + 2
 
 
 def test_it_is_set_up_once() -> None:
