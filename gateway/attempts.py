@@ -226,6 +226,8 @@ class Attempt:
                 self.num_cached_tokens = event.num_cached_tokens
                 return
             if isinstance(event, Refused | Failed):
+                if isinstance(event, Refused):
+                    self.fault = Fault(event.error, self.decode)
                 self._leave_decode()
                 raise event.error
 
@@ -258,6 +260,11 @@ class Attempt:
         if isinstance(self._ended_by, Overloaded):
             raise CrowdedOut(self._ended_by.message) from self._ended_by
         raise self._ended_by
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a worker is computing it, or has."""
+        return self._is_begun
 
     @property
     def is_decoding(self) -> bool:
@@ -435,6 +442,8 @@ class Attempt:
     def _use_next_prefill(self, error: TandemError) -> None:
         self._is_at_prefill = False
         while self._spare_prefills:
+            if self.prefill is not None:
+                self.prefill.close(self.order.key)
             self.prefill = self._spare_prefills.pop(0)
             try:
                 self.prefill.open(self.order.key, self._mailbox)
@@ -449,6 +458,8 @@ class Attempt:
     def _leave_prefill(self) -> None:
         """The prefill worker's part is over, so nothing can be missing any more in what was held."""
         self._is_at_prefill = False
+        if self.prefill is not None:
+            self.prefill.close(self.order.key)
         self._release_held()
 
     def _leave_decode(self) -> None:

@@ -311,7 +311,7 @@ class Requests:
         """Books that workers took the request, and writes the spans of the way there."""
         request.note_placed(attempt)
         self.num_running += request.count_as_running()
-        self._note(request, State.PREFILLING)
+        self._note(request, State.ADMITTED)
         span = request.generation.span
         if not span.is_recording():
             return
@@ -335,7 +335,7 @@ class Requests:
                 self._metrics.ttft_s.observe(request.ttft_s)
             elif request.last_gap_s:
                 self._metrics.itl_s.observe(request.last_gap_s / len(delta.token_ids))
-        state = State.DECODING if attempt.is_decoding else State.TRANSFERRING
+        state = _state_of(attempt)
         if request.is_finished or (attempt.is_decoding and request.noted_state is not state):
             self._candidates.note_success(attempt)
         if state is not request.noted_state and not request.is_finished:
@@ -351,6 +351,7 @@ class Requests:
             self._gateway_incarnation,
             attempt.prefill.peer.worker_id if attempt and attempt.prefill else "",
             attempt.decode.peer.worker_id if attempt else "",
+            began_unix_ns=request.generation.arrived_unix_ns,
         )
         self._placements.post(placement)
 
@@ -370,6 +371,15 @@ class Requests:
         if logger.isEnabledFor(logging.DEBUG):
             fields = {"request_id": generation.request_id, "outcome": outcome, "tokens": request.num_tokens}
             logger.debug("request ended", extra=fields)
+
+
+def _state_of(attempt: Attempt) -> State:
+    """Where an attempt stands that workers have taken."""
+    if attempt.is_decoding:
+        return State.DECODING
+    if attempt.is_move or attempt.prompt_done_at_s is not None:
+        return State.TRANSFERRING
+    return State.PREFILLING if attempt.is_begun else State.ADMITTED
 
 
 def _outcome(error: BaseException | None) -> State:

@@ -152,14 +152,14 @@ class Recovery:
             self._on_trial = request
 
     async def _wait_for_turn(self, request: RunningRequest) -> None:
-        wait_s = self._budget.take(self._clock.monotonic(), max_wait_s=self._failover_wait_s)
-        if not wait_s:
+        turn = self._budget.take(self._clock.monotonic(), max_wait_s=self._failover_wait_s)
+        if not turn.wait_s:
             return
         self._metrics.delayed_retries.inc()
         try:
-            await request.mailbox.rest(wait_s)
+            await request.mailbox.rest(turn.wait_s)
         except BaseException:
-            self._budget.give_back()
+            self._budget.give_back(turn)
             raise
 
     async def _is_poison(self, request: RunningRequest) -> bool:

@@ -152,7 +152,7 @@ class RunningRequest:
     def note_placed(self, attempt: Attempt) -> None:
         """Workers took the attempt."""
         self.must_queue = False
-        self.noted_state = State.PREFILLING
+        self.noted_state = State.ADMITTED
         self._num_cached_tokens = attempt.num_cached_tokens
         if not self._placed_s:
             self._placed_s = self._clock.monotonic()

@@ -214,7 +214,7 @@ class WorkerSession(ABC):
         """Closes the attempt and tells the worker to free what it holds. A broken session has freed it already."""
         self.close(key)
         if self.is_up:
-            self._send(self._command(cancel=worker_pb2.Cancel(id=_attempt_id(key))))
+            self._send(self._command(cancel=worker_pb2.Cancel(id=_attempt_id(key))), is_bounded=False)
 
     def drain(self) -> None:
         """Tells the worker to take nothing new, finish and exit. Raises WorkerUnavailable if the stream is broken."""
@@ -291,10 +291,11 @@ class WorkerSession(ABC):
         if kind is not None:
             route.deliver(self, _READERS[kind](getattr(event, kind)))
 
-    def _send(self, command: Any) -> None:
+    def _send(self, command: Any, *, is_bounded: bool = True) -> None:
+        """`is_bounded` is false for what ends something that went within the bound: it must not fail."""
         if not self.is_up:
             raise WorkerUnavailable(f"{self.peer.worker_id} is not connected")
-        if len(self._outgoing) >= MAX_OUTGOING_COMMANDS:
+        if is_bounded and len(self._outgoing) >= MAX_OUTGOING_COMMANDS:
             raise Overloaded(f"{self.peer.worker_id} does not take commands fast enough")
         self._outgoing.append(command)
         if self._wake_writer is not None and not self._wake_writer.done():
@@ -347,7 +348,7 @@ class DecodeSession(WorkerSession):
 
     def unpause(self, key: AttemptKey) -> None:
         """Puts it back."""
-        self._send(worker_pb2.DecodeCommand(unpause=worker_pb2.Unpause(id=_attempt_id(key))))
+        self._send(worker_pb2.DecodeCommand(unpause=worker_pb2.Unpause(id=_attempt_id(key))), is_bounded=False)
 
     def hand_over(self, key: AttemptKey, *, next_attempt: int, decode: Peer) -> None:
         """Has a paused sequence's pages sent to `decode`, which has admitted `next_attempt`. HandedOff or Failed."""

@@ -16,6 +16,14 @@ class RetryLimits:
     capacity: float = 100.0
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """When a retry may go: after `wait_s` seconds. `taken` is what the bucket gave for it: 1, or 0 for a late one."""
+
+    wait_s: float
+    taken: float
+
+
 class RetryBudget:
     """The bucket. A retry that has to wait takes its part in advance, so that turns are given in order."""
 
@@ -28,8 +36,8 @@ class RetryBudget:
         """A request was accepted."""
         self._fill(now_s, self._limits.per_request)
 
-    def take(self, now_s: float, *, max_wait_s: float) -> float:
-        """Seconds until the retry's turn, at most `max_wait_s`; 0: it may go at once.
+    def take(self, now_s: float, *, max_wait_s: float) -> Turn:
+        """The retry's turn, at most `max_wait_s` seconds from now.
 
         A retry that would have to wait longer goes after `max_wait_s` without having taken anything: it is late
         enough not to do harm, and those behind it do not wait for it.
@@ -37,13 +45,13 @@ class RetryBudget:
         self._fill(now_s, 0.0)
         wait_s = max(0.0, 1.0 - self._filled) / self._limits.per_second
         if wait_s > max_wait_s:
-            return max_wait_s
+            return Turn(max_wait_s, taken=0.0)
         self._filled -= 1.0
-        return wait_s
+        return Turn(wait_s, taken=1.0)
 
-    def give_back(self) -> None:
+    def give_back(self, turn: Turn) -> None:
         """A retry that was waiting for its turn is not made."""
-        self._filled = min(self._limits.capacity, self._filled + 1.0)
+        self._filled = min(self._limits.capacity, self._filled + turn.taken)
 
     def _fill(self, now_s: float, extra: float) -> None:
         passed_s = max(0.0, now_s - self._filled_at_s)
