@@ -208,6 +208,9 @@ class Topology:
         member = role.members.get(worker_id)
         if member is not None and member.record.incarnation == record.incarnation:
             member.record = record
+            if member.keeper is None:
+                # While it was starting it had no address.
+                member.session = self._new_session(role, record)
         else:
             self._forget(role, worker_id)
             member = role.members[worker_id] = Member(record, self._new_session(role, record))

@@ -140,8 +140,13 @@ class Store:
         """Cancels a call that nobody waits for any more, and keeps it until it has ended."""
         if not call.done():
             self._left_calls.add(call)
-            call.add_done_callback(self._left_calls.discard)
+            call.add_done_callback(self._forget)
             call.cancel()
+
+    def _forget(self, call: asyncio.Task[Any]) -> None:
+        self._left_calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # redis-py may make a time-out of the cancellation; the caller was told before
 
     async def _run(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
         try:
