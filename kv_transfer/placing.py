@@ -17,7 +17,7 @@ from kv_transfer.protocol.actions import Place
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.protocol.placement import Drop, PlacementEvent, PlacementTable, Verdict, Wait, Write
-from kv_transfer.transports.base import ChannelBroken, Countdown, Frame, ReceiveChannel
+from kv_transfer.transports.base import ChannelBroken, ChannelEnded, Countdown, Frame, ReceiveChannel
 from services.runtime.errors import TandemError
 
 _IDLE_POLL_S = 1.0
@@ -63,7 +63,7 @@ class FramePlacer:
         self._reservations: dict[TransferId, _Reservation] = {}
         self._is_stopped = False
         self.is_broken = False
-        """Whether the channel broke before anybody wanted it to end; final when `on_ended` is called."""
+        """Whether the channel broke before either side ended it; final when `on_ended` is called."""
         self._thread = threading.Thread(target=self._run, name="tandem-place", daemon=True)
 
     def start(self) -> None:
@@ -120,7 +120,7 @@ class FramePlacer:
                     self._take(frame)
         except ChannelBroken as broken:
             error = broken
-            self.is_broken = not self._is_stopped
+            self.is_broken = not self._is_stopped and not isinstance(broken, ChannelEnded)
         except Exception:  # noqa: BLE001 - the thread's root: its end must be told, or pages stay reserved for ever
             _log.exception("placing a frame failed")
             error = ChannelBroken("placing a frame failed")

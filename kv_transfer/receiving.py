@@ -398,7 +398,7 @@ class _ReceiveLink:
             return
         level = logging.WARNING if self._machine.transfers else logging.INFO
         _log.log(level, "Link of %s is lost: %s", self._around.peer, error)
-        self._perform(self._machine.link_lost(error))
+        self._perform_last(self._machine.link_lost(error))
         self._placer.stop()
         for task in self._tasks:
             task.cancel()
@@ -429,6 +429,14 @@ class _ReceiveLink:
                     self.fail(action.error)
                 case _:
                     raise AssertionError(f"{action} is none of the receiver's")
+
+    def _perform_last(self, actions: Sequence[Action]) -> None:
+        """As `_perform`, when the Link is over: one transfer's trouble must not keep the others from ending."""
+        for action in actions:
+            try:
+                self._perform([action])
+            except Exception:  # noqa: BLE001 - whatever it is, it is logged, and nobody else comes after this
+                _log.critical("the Link of %s contradicts itself", self._around.peer, exc_info=True)
 
     def _send_message(self, message: Message) -> None:
         try:
@@ -531,6 +539,7 @@ class _ReceiveLink:
         if self._placer.is_broken:
             self._around.counters.count(Reason.CHANNEL_BROKEN)
         self.fail(error)
+        self._perform_last(self._machine.channel_ended())
         self._is_placer_ended = True
         self._end_when_idle()
 

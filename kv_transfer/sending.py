@@ -429,7 +429,7 @@ class _SendLink:
         self._counters.count(Reason.LINK_LOST)
         actions = self._machine.link_lost(error)
         self._on_lost()
-        self._perform(actions)
+        self._perform_last(actions)
         self._poster.stop()
         for task in self._tasks:
             task.cancel()
@@ -455,6 +455,14 @@ class _SendLink:
                     self.fail(action.error)
                 case _:
                     raise AssertionError(f"{action} is none of the sender's")
+
+    def _perform_last(self, actions: Sequence[Action]) -> None:
+        """As `_perform`, when the Link is over: one transfer's trouble must not keep the others from ending."""
+        for action in actions:
+            try:
+                self._perform([action])
+            except Exception:  # noqa: BLE001 - whatever it is, it is logged, and nobody else comes after this
+                _log.critical("the Link contradicts itself", exc_info=True)
 
     def _send_message(self, message: Message) -> None:
         try:
@@ -512,6 +520,8 @@ class _SendLink:
         self.fail(error)
 
     def _on_poster_ended(self) -> None:
+        self.fail(WorkerUnavailable("the channel was closed"))
+        self._perform_last(self._machine.channel_ended())
         self._closing = self._loop.create_task(self._close_call())
 
     async def _close_call(self) -> None:

@@ -35,7 +35,7 @@ class Reason(StrEnum):
 
 
 class Counters:
-    """Counts per Reason. One object serves all Links of a worker and is read by its metrics.
+    """Counts per Reason. One object serves all Links of a worker.
 
     Only the event loop's thread may count; any thread may read.
     """

@@ -214,6 +214,11 @@ class ReceiverTransfer:
             return []
         return self.fail(error, tell_peer=False)
 
+    def on_channel_ended(self) -> list[Action]:
+        """Nothing is placed any more. Chunks that were not answered for, which should not be, are not waited for."""
+        self._num_outstanding = 0
+        return self._release_when_idle()
+
     def on_released(self) -> list[Action]:
         """The pages are back."""
         self._question = None
@@ -420,6 +425,13 @@ class ReceiverLink:
         actions: list[Action] = []
         for transfer_id, transfer in list(self._transfers.items()):
             actions += self._step(transfer_id, transfer.fail(error, tell_peer=False))
+        return actions
+
+    def channel_ended(self) -> list[Action]:
+        """After `link_lost`: whoever placed frames has ended, and no page is written to any more."""
+        actions: list[Action] = []
+        for transfer_id, transfer in list(self._transfers.items()):
+            actions += self._step(transfer_id, transfer.on_channel_ended())
         return actions
 
     def tick(self, now: float, num_frames_seen: int) -> list[Action]:

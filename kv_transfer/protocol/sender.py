@@ -207,6 +207,11 @@ class SenderTransfer:
         self._awaits_ack = False
         return self.fail(error, tell_peer=False)
 
+    def on_channel_ended(self) -> list[Action]:
+        """Nothing is read any more. Chunks that were not answered for, which should not be, are not waited for."""
+        self._num_outstanding = 0
+        return self._release_when_idle()
+
     def tick(self, now: float, counters: Counters) -> list[Action]:
         """Look at the clock."""
         if self._awaits_ack and now >= self._step_deadline:
@@ -367,6 +372,13 @@ class SenderLink:
         actions: list[Action] = []
         for transfer in list(self._transfers.values()):
             actions += self._settle(transfer, transfer.on_link_lost(error))
+        return actions
+
+    def channel_ended(self) -> list[Action]:
+        """After `link_lost`: whoever posted frames has ended, and no page is read any more."""
+        actions: list[Action] = []
+        for transfer in list(self._transfers.values()):
+            actions += self._settle(transfer, transfer.on_channel_ended())
         return actions
 
     def tick(self, now: float) -> list[Action]:

@@ -28,6 +28,10 @@ class ChannelBroken(TransferFailed):
     """The channel failed and must be dropped: its peer is gone, stalled, or not to be trusted."""
 
 
+class ChannelEnded(ChannelBroken):
+    """The other side closed the channel, between two frames: it left, or its process ended."""
+
+
 class ChannelTimeout(ChannelBroken):
     """The other side did not move in time."""
 

@@ -18,6 +18,7 @@ import numpy as np
 from kv_transfer.transports.base import (
     Bytes,
     ChannelBroken,
+    ChannelEnded,
     ChannelKey,
     ChannelTimeout,
     Frame,
@@ -114,7 +115,7 @@ class LoopbackReceiveChannel(ReceiveChannel):
         with self._ring.changed:
             while not self._ring.posted:
                 if self._ring.is_shut:
-                    raise ChannelBroken("the channel was shut down")
+                    raise ChannelEnded("the channel was shut down")
                 if not self._ring.changed.wait(max(0.0, deadline - time.monotonic())):
                     return None
             return self._ring.posted.popleft()

@@ -23,6 +23,7 @@ import numpy as np
 from kv_transfer.transports.base import (
     Bytes,
     ChannelBroken,
+    ChannelEnded,
     ChannelKey,
     ChannelTimeout,
     Countdown,
@@ -154,9 +155,12 @@ class ShmReceiveChannel(ReceiveChannel):
         try:
             message = self._socket.recv(_POSTED.size + 1)
         except OSError as error:
-            raise ChannelBroken(f"the sender is gone: {error}") from error
+            # What it had not read of ours makes its end look like an error.
+            raise ChannelEnded(f"the sender is gone: {error}") from error
+        if not message:
+            raise ChannelEnded("the sender closed the channel")
         if len(message) != _POSTED.size:
-            raise ChannelBroken("the sender closed the channel")
+            raise ChannelBroken("the sender sent something that is no frame")
         seq, slot, num_bytes, digest = _POSTED.unpack(message)
         with self._lock:
             if slot >= self._ring.num_slots or slot in self._held or num_bytes > self._ring.slot_bytes:

@@ -18,6 +18,7 @@ import numpy as np
 from kv_transfer.transports.base import (
     Bytes,
     ChannelBroken,
+    ChannelEnded,
     ChannelKey,
     ChannelTimeout,
     Countdown,
@@ -182,7 +183,10 @@ class TcpReceiveChannel(ReceiveChannel):
     def _receive_all(self, target: memoryview) -> None:
         last_progress = time.monotonic()
         while target.nbytes:
-            num_received = self._receive_some(target)
+            try:
+                num_received = self._receive_some(target)
+            except ChannelEnded as error:
+                raise ChannelBroken("the sender closed the channel in the middle of a frame") from error
             target = target[num_received:]
             if num_received:
                 last_progress = time.monotonic()
@@ -198,7 +202,7 @@ class TcpReceiveChannel(ReceiveChannel):
         except OSError as error:
             raise ChannelBroken(f"the connection broke: {error}") from error
         if num_received == 0:
-            raise ChannelBroken("the sender closed the channel")
+            raise ChannelEnded("the sender closed the channel")
         return num_received
 
 
