@@ -6,7 +6,11 @@ from pathlib import Path
 
 
 class Stopwatch:
-    """Measures from its making. Time in which threads of this process stood in line for a processor does not count."""
+    """Measures from its making, less the time in which one thread of this process stood in line for a processor.
+
+    It is the thread that stood there longest: the others may have waited for it. No more is taken off, because threads
+    stand in line at the same time.
+    """
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -14,14 +18,16 @@ class Stopwatch:
 
     def elapsed_s(self) -> float:
         """Seconds so far; on a machine with nothing else to do, those on the wall."""
-        in_line_s = max(0.0, _in_line_s() - self._began_in_line_s)
-        return time.monotonic() - self._began_s - in_line_s
+        in_line_s = {
+            thread: so_far_s - self._began_in_line_s.get(thread, 0.0) for thread, so_far_s in _in_line_s().items()
+        }
+        return time.monotonic() - self._began_s - max(in_line_s.values(), default=0.0)
 
 
-def _in_line_s() -> float:
-    """How long the threads that live now have waited for a processor (proc(5), schedstat); 0 if nobody keeps count."""
-    total_ns = 0
+def _in_line_s() -> dict[str, float]:
+    """How long each thread has waited for a processor (proc(5), schedstat); nothing if nobody keeps count."""
+    waited_s = {}
     for file in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # a thread that has just ended
-            total_ns += int(file.read_text().split()[1])
-    return total_ns / 1e9
+            waited_s[file.parent.name] = int(file.read_text().split()[1]) / 1e9
+    return waited_s

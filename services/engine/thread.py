@@ -130,6 +130,7 @@ class EngineThread:
             self._refuse_all(reason)
             self._on_fatal(error)
         finally:
+            self._is_running = False
             self._refuse_all(reason)
 
     def _loop(self) -> None:

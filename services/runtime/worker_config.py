@@ -27,7 +27,7 @@ class WorkerConfig:
     redis: str | None = option(
         url("redis", "rediss", "unix"),
         default=None,
-        help="Where the cluster's workers register. Without it a gateway must be told this worker's address.",
+        help="Where the cluster's workers register. Without it no gateway finds this worker.",
     )
     cluster: str = option(
         text(pattern=r"[A-Za-z0-9_.-]{1,64}", rule="1 to 64 of A-Z, a-z, 0-9, _ . and -"),

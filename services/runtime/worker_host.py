@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from opentelemetry.trace import Span
@@ -95,7 +95,7 @@ class Worker(Protocol):
         ...
 
     def check_engine(self, elapsed_s: float) -> None:
-        """Fails if the engine is stuck; called again and again, with the seconds that passed in between."""
+        """Fails if the engine is stuck; called again and again, `elapsed_s` apart, also while it is closed."""
         ...
 
     async def wait_idle(self) -> None:
@@ -173,26 +173,33 @@ async def serve_until_drained(
     After `drain_timeout_s` of draining it goes with what is left, which fails. `server` has started. Worker and server
     are closed when this returns or raises. Raises the worker's own failure.
     """
-    background = [asyncio.create_task(_publish_load(worker, lease)), asyncio.create_task(_watch_engine(worker))]
+    background = [asyncio.create_task(_watch_engine(worker))]
+    if lease is not None:
+        background.append(asyncio.create_task(_publish_load(worker, lease)))
     try:
         await server.set_serving(True)
         _publish(lease, "ready")
-        await _first_of(worker, stop.wait(), worker.drain_requested.wait())
+        await _first_of(worker, background, stop.wait(), worker.drain_requested.wait())
         logger.info("draining")
         worker.begin_drain()
         _publish(lease, "draining")
         await server.set_serving(False)
-        await _first_of(worker, _drained(worker, drain_timeout_s))
+        await _first_of(worker, background, _drained(worker, drain_timeout_s))
     finally:
-        for task in background:
-            task.cancel()
-        await worker.close()
-        await server.stop(SERVER_GRACE_S)
+        # The watch goes on meanwhile: an engine that hangs now must not keep the worker from ending.
+        try:
+            await worker.close()
+        finally:
+            for task in background:
+                task.cancel()
+            await server.stop(SERVER_GRACE_S)
+    if worker.failed.done():
+        worker.failed.result()
 
 
-async def _publish_load(worker: Worker, lease: Lease | None) -> None:
+async def _publish_load(worker: Worker, lease: Lease) -> None:
     """Gateways with a session hear the load with each step; this is for everybody else, so it may be a little old."""
-    while lease is not None:
+    while True:
         lease.update(**worker.load().record_fields())
         await asyncio.sleep(PUBLISH_INTERVAL_S)
 
@@ -218,14 +225,16 @@ def _publish(lease: Lease | None, state: str) -> None:
         lease.update(state=state)
 
 
-async def _first_of(worker: Worker, *waits: Coroutine[Any, Any, Any]) -> None:
-    """Returns when one of the waits does. Raises what the worker failed with if that comes first."""
+async def _first_of(
+    worker: Worker, background: Sequence["asyncio.Task[None]"], *waits: Coroutine[Any, Any, Any]
+) -> None:
+    """Returns when one of the waits does. Raises what the worker, or something behind it, failed with before."""
     tasks = {asyncio.create_task(wait) for wait in waits}
     try:
-        await asyncio.wait({*tasks, worker.failed}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({*tasks, *background, worker.failed}, return_when=asyncio.FIRST_COMPLETED)
         if worker.failed.done():
             worker.failed.result()
-        for task in tasks:
+        for task in (*background, *tasks):
             if task.done():
                 task.result()
     finally:

@@ -122,11 +122,14 @@ class FakeWorker:
         self.calls: list[str] = []
         self.looks: list[float] = []
         self.is_stuck = False
+        self.may_close = asyncio.Event()
+        self.may_close.set()
 
     def check_engine(self, elapsed_s: float) -> None:
         self.looks.append(elapsed_s)
         if self.is_stuck and not self.failed.done():
             self.failed.set_exception(InvariantViolated("stuck"))
+            self.may_close.set()
 
     def begin_drain(self) -> None:
         self.calls.append("drain")
@@ -139,6 +142,7 @@ class FakeWorker:
 
     async def close(self) -> None:
         self.calls.append("close")
+        await self.may_close.wait()
 
 
 class FakeServer:
@@ -219,6 +223,33 @@ async def test_an_engine_that_hangs_is_noticed_in_time(monkeypatch: pytest.Monke
     with pytest.raises(InvariantViolated):
         await asyncio.wait_for(life, 10)
     assert worker.calls[-1] == "close"
+
+
+async def test_an_engine_that_hangs_while_the_worker_closes_is_noticed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_host, "WATCH_INTERVAL_S", 0.01)
+    worker, server, stop = FakeWorker(), FakeServer(), asyncio.Event()
+    worker.may_close.clear()
+    stop.set()
+    life = worker_host.serve_until_drained(worker, server, None, stop, drain_timeout_s=0.0)  # type: ignore[arg-type]
+    worker.is_stuck = True
+    with pytest.raises(InvariantViolated):
+        await asyncio.wait_for(life, 10)
+    assert (worker.calls[-1], server.calls[-1]) == ("close", "stop")
+
+
+@pytest.mark.parametrize("broken", ["check_engine", "load"])
+async def test_what_runs_behind_a_worker_does_not_fail_unnoticed(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    monkeypatch.setattr(worker_host, "WATCH_INTERVAL_S", 0.01)
+    worker, server, lease = FakeWorker(), FakeServer(), FakeLease()
+
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(worker, broken, fail)
+    life = worker_host.serve_until_drained(worker, server, lease, asyncio.Event())  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="a bug"):
+        await asyncio.wait_for(life, 10)
+    assert (worker.calls[-1], server.calls[-1]) == ("close", "stop")
 
 
 async def test_a_load_that_ends_before_a_signal_is_used() -> None:
