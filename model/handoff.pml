@@ -1,6 +1,6 @@
 /*
  * The handoff of docs/protocol.md as a model for Spin: reserve, stream, seal, commit, abort and release of one request
- * in two attempts, with everything around them that may go wrong. tools/check_model.sh verifies it.
+ * in two attempts, with everything around them that may go wrong. tools/check_model.py verifies it.
  *
  * Who acts:
  *   Gateway     knows lives of D; a Sender begins whenever it likes, and decoding ends only where the gateway knows it

@@ -229,7 +229,7 @@ class PageCounts(_message.Message):
     free: _builtins.int
     """Held by nobody."""
     cached: _builtins.int
-    """Held by the prefix cache alone; taken back when needed."""
+    """Held by nobody, their content kept for a retry (prompts of a prefill worker, 10 s); given away when needed."""
     reserved: _builtins.int
     """Set aside for a transfer in flight."""
     used: _builtins.int

@@ -89,14 +89,14 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 64 characters of [A-Za-z0-9_.:-], unique among running requests. Empty: the server makes one, and the stream cannot
-    be resumed.
+    be resumed unless metadata `idempotency-key` is sent.
     """
     model: _builtins.str
     """Name of a served model. Empty: the only served model; an error where there are several."""
     text: _builtins.str
     """Text, encoded with the model's tokenizer, special tokens of its post-processor added."""
     priority: _builtins.int
-    """Class of service: 0 is normal, higher is sooner, in [-100, 100]."""
+    """Class of service: 0 is normal, higher is meant to be sooner, in [-100, 100]. Checked and carried, without effect yet."""
     tenant: _builtins.str
     """Whom this request is accounted to. Empty: the default tenant."""
     @_builtins.property

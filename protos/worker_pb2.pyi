@@ -304,7 +304,7 @@ class SequenceSpec(_message.Message):
 
     @_builtins.property
     def emitted_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that the client already has, from earlier attempts. They are fed again through decode steps and not sent again."""
+        """Tokens that the client already has, from earlier attempts. Their KV is computed again, in chunks where that is exact, and they are not sent again."""
 
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:

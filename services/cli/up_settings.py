@@ -38,7 +38,9 @@ class UpSettings:
         help="Name of the cluster in Redis; clusters that share a Redis need different names.",
     )
     transport: str = option(
-        choice("auto", "shm", "tcp", "nccl", "cuda_ipc"), default="auto", help="Channel that KV pages travel on."
+        choice("auto", "shm", "tcp", "nccl", "cuda_ipc"),
+        default="auto",
+        help="Channel that KV pages travel on. nccl and cuda_ipc are refused for now.",
     )
     page_size: int = option(integer(1, 1024), default=16, help="Tokens of a KV page.")
     dtype: str = option(
