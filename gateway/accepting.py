@@ -249,6 +249,7 @@ def _check_stored(choice: StoredChoice, limits: ModelLimits) -> None:
     """Raises InvalidRequest unless the answer can be gone on with under this model."""
     check_prompt_token_ids(choice.prompt_token_ids, limits, field_name="prompt")
     check_token_ids(choice.emitted_token_ids, limits, field_name="emitted_token_ids")
+    check_sampling(choice.sampling, limits)
     max_tokens = choice.sampling.max_tokens
     if len(choice.emitted_token_ids) > max_tokens:
         raise InvalidRequest("the answer has more tokens than were asked for", field="emitted_token_ids")

@@ -283,11 +283,9 @@ async def _named_events(reader: Reader, writer: Writer) -> AsyncGenerator[bytes,
                 tally.skip(part.choice, part.delta.first_index)
             opening = writer.opening(part.choice) if part.is_first else b""
             event = writer.chunk(part.choice, part.delta, tally.take(part.choice, part.delta))
-            if opening and not event:
-                # Nothing to show yet, but the opening has no id of its own.
-                yield opening
-            elif event:
-                yield opening + with_event_id(event, part.event_id)
+            # The connection may be cut between the two, so each has an id.
+            ids = ((opening, part.opening_id), (event, part.event_id))
+            yield b"".join(with_event_id(each, event_id) for each, event_id in ids if each)
     if writer.has_usage:
         yield writer.usage_chunk(reader.usages())
 

@@ -133,8 +133,9 @@ class AnswerReader:
 
     @property
     def is_done(self) -> bool:
-        """Whether the client has all of it."""
-        return self._answer.is_finished and self.position.shown is Shown.END
+        """Whether the client has all of it. A position that the answer does not have is not its end."""
+        answer = self._answer
+        return answer.is_finished and self.position == (len(answer.token_ids), Shown.END)
 
     def read(self) -> Iterator[Delta]:
         """What is there and the client does not have; `position` is always the one after the latest delta.
@@ -212,6 +213,10 @@ class _EndDocument(msgspec.Struct, frozen=True, array_like=True):
     usage: Usage
 
 
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no such document: also for texts that are no UTF-8, and for deep nesting."""
+
+
 def encode_call(call: StoredCall, *, created_unix_s: int) -> bytes:
     """The call without its tokens, for `services.cluster.journal`."""
     places: dict[int, int] = {}
@@ -232,7 +237,7 @@ def decode_call(packed: bytes, *, request_id: str) -> tuple[StoredCall, int] | N
     try:
         document = msgspec.msgpack.decode(packed, type=_CallDocument)
         choices = [StoredChoice(document.prompts[choice.prompt], choice.sampling) for choice in document.choices]
-    except (msgspec.DecodeError, IndexError):
+    except (*_UNREADABLE, IndexError):
         return None
     call = StoredCall(
         request_id=request_id,
@@ -259,7 +264,7 @@ def restore(token_ids: list[int], end: bytes) -> Answer:
     if end:
         try:
             document = msgspec.msgpack.decode(end, type=_EndDocument)
-        except msgspec.DecodeError:
+        except _UNREADABLE:
             return answer
         if document.num_tokens == len(token_ids):
             answer.finish_reason, answer.usage = document.finish_reason, document.usage

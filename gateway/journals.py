@@ -8,6 +8,7 @@ that a reader who comes back goes on from there. What another gateway needs is w
 import asyncio
 import contextlib
 import functools
+import math
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -40,6 +41,7 @@ from services.cluster.journal import Claimed, Held, JournalStore, JournalWriter,
 from services.runtime.clock import Deadline
 from services.runtime.errors import (
     AlreadyExists,
+    DeadlineExceeded,
     InvalidRequest,
     NotFound,
     Overloaded,
@@ -59,8 +61,6 @@ RETRY_AFTER_S = 1.0
 FIND_S = 2.0
 """Time that a request which can only be gone on with waits for a Redis that does not answer."""
 FIND_RETRY_S = 0.1
-MAX_REMAINING_S = 24 * 3600.0
-"""Of a resumed call that gives no deadline; the gateway's own maximum applies on top of it."""
 DERIVED_ID_PREFIX = "key-"
 
 
@@ -75,11 +75,11 @@ class Ask:
     request_id: str
     call: Call | None = None
     digest: str = ""
-    alias: str = ""
     positions: Sequence[Position] | None = None
     next_index: int | None = None
     """Instead of `positions`, for a call with one answer."""
-    remaining_s: float = MAX_REMAINING_S
+    deadline: Deadline | None = None
+    """Until when this client waits. The generation, which others may read too, has the gateway's own maximum."""
 
     @property
     def joins(self) -> bool:
@@ -95,6 +95,8 @@ class Ask:
     def positions_in(self, num_answers: int) -> list[Position]:
         """Where to begin in each answer. Raises InvalidRequest if the position is one of another number of answers."""
         if self.next_index is not None:
+            if num_answers != 1:
+                raise _several_answers()
             return [Position(self.next_index, Shown.TOKENS if self.next_index else Shown.NOTHING)]
         if self.positions is None:
             return [START] * num_answers
@@ -110,7 +112,8 @@ class Ask:
         if self.digest and self.digest != journal.digest:
             raise _conflict()
         if self.positions is not None and self.request_id != journal.request_id:
-            raise event_id_error("it is of another request")
+            raise _another_request()
+        self.positions_in(len(journal.answers))
 
 
 def ask_for(call: Call, digest: str, *, last_event_id: str | None = None) -> Ask | None:
@@ -122,12 +125,9 @@ def ask_for(call: Call, digest: str, *, last_event_id: str | None = None) -> Ask
         check_name(call.request_id, field_name="request_id")
     if call.tenant:
         check_name(call.tenant, field_name="tenant")
-    alias = ""
     if call.idempotency_key:
         check_idempotency_key(call.idempotency_key)
         derived_id = DERIVED_ID_PREFIX + name_of("key", call.tenant, call.idempotency_key)
-        if call.request_id is not None:
-            alias = _name(call.tenant, call.request_id)
         call.request_id = call.request_id or derived_id
         name = _name(call.tenant, derived_id)
     elif call.request_id is not None:
@@ -143,10 +143,9 @@ def ask_for(call: Call, digest: str, *, last_event_id: str | None = None) -> Ask
             call.request_id = named_id
             check_name(named_id, field_name="Last-Event-ID")
         elif named_id != call.request_id:
-            raise event_id_error("it is of another request")
-    remaining_s = MAX_REMAINING_S if call.deadline is None else call.deadline.remaining_s()
+            raise _another_request()
     digest = digest_of("call", call.tenant, digest)
-    return Ask(name, call.request_id, call, digest, alias, positions, remaining_s=remaining_s)
+    return Ask(name, call.request_id, call, digest, positions, deadline=call.deadline)
 
 
 def ask_to_resume(request_id: str, tenant: str, *, next_index: int, remaining_s: float) -> Ask:
@@ -154,7 +153,8 @@ def ask_to_resume(request_id: str, tenant: str, *, next_index: int, remaining_s:
     check_name(request_id, field_name="request_id")
     if tenant:
         check_name(tenant, field_name="tenant")
-    return Ask(_name(tenant, request_id), request_id, next_index=next_index, remaining_s=remaining_s)
+    deadline = Deadline.after(remaining_s)
+    return Ask(_name(tenant, request_id), request_id, next_index=next_index, deadline=deadline)
 
 
 def _name(tenant: str, request_id: str) -> str:
@@ -168,7 +168,6 @@ class Journal:
     names: list[str]
     request_id: str
     digest: str
-    alias: str = ""
     created_unix_s: int = 0
     call: StoredCall | None = None
     """As it was accepted, without tokens; None until then."""
@@ -216,6 +215,8 @@ class Part(msgspec.Struct):
     choice: int
     delta: Delta
     is_first: bool
+    opening_id: str
+    """Of what comes before the first part: after it the client knows that this answer has begun. Else empty."""
     event_id: str
     """After this part the client is there."""
 
@@ -223,13 +224,15 @@ class Part(msgspec.Struct):
 class Reader:
     """One client's view of a named request, from its own position on."""
 
-    def __init__(self, requests: Requests, journal: Journal, positions: Sequence[Position]) -> None:
+    def __init__(self, requests: Requests, journal: Journal, ask: Ask) -> None:
+        positions = ask.positions_in(len(journal.answers))
         self.request_id = journal.request_id
         self.created_unix_s = journal.created_unix_s
         self.generations = journal.generations
         self.answers = journal.answers
-        self.positions = list(positions)
+        self.positions = positions
         self._journal = journal
+        self._deadline = ask.deadline
         self._answer_readers = [
             AnswerReader(answer, requests.new_text(generation), position)
             for answer, generation, position in zip(journal.answers, journal.generations, positions, strict=True)
@@ -238,13 +241,26 @@ class Reader:
     async def parts(self) -> AsyncGenerator[Part, None]:
         """What comes after the reader's position until all answers are complete; use with `contextlib.aclosing`.
 
-        Raises what ended the generation, and InvalidRequest for a position that the answers do not have.
+        Raises what ended the generation, DeadlineExceeded when this reader's own deadline has passed, and
+        InvalidRequest for a position that the answers do not have.
         """
         journal = self._journal
         news = asyncio.Event()
         journal.readers.add(news)
+        timer: asyncio.TimerHandle | None = None
+        has_expired = False
+
+        def expire() -> None:
+            nonlocal has_expired
+            has_expired = True
+            news.set()
+
+        if self._deadline is not None:
+            timer = asyncio.get_running_loop().call_later(self._deadline.remaining_s(), expire)
         try:
             while not all(reader.is_done for reader in self._answer_readers):
+                if has_expired:
+                    raise _deadline_passed()
                 news.clear()
                 has_read = False
                 for choice, reader in enumerate(self._answer_readers):
@@ -258,6 +274,8 @@ class Reader:
                 await news.wait()
         finally:
             journal.readers.discard(news)
+            if timer is not None:
+                timer.cancel()
 
     def usages(self) -> list[tuple[Usage, Sequence[int]]]:
         """(usage, prompt) of each answer, once all are complete."""
@@ -270,8 +288,12 @@ class Reader:
 
     def _part(self, choice: int, reader: AnswerReader, delta: Delta) -> Part:
         is_first = self.positions[choice].shown is Shown.NOTHING
+        opening_id = ""
+        if is_first:
+            self.positions[choice] = Position(0, Shown.TOKENS)
+            opening_id = event_id(self.request_id, self.positions)
         self.positions[choice] = reader.position
-        return Part(choice, delta, is_first, event_id(self.request_id, self.positions))
+        return Part(choice, delta, is_first, opening_id, event_id(self.request_id, self.positions))
 
 
 class Journals:
@@ -298,11 +320,6 @@ class Journals:
         self._tasks: dict[asyncio.Task[None], Journal] = {}
         self._beat: asyncio.Task[None] | None = None
 
-    @property
-    def num_kept_bytes(self) -> int:
-        """What the journals that nobody reads take, about."""
-        return self._num_kept_bytes
-
     def start(self) -> None:
         """Begins to write to Redis and to forget, on the running loop."""
         self._writer.start()
@@ -325,20 +342,21 @@ class Journals:
         """A reader of the named request, which is started, continued or only looked up, as it stands.
 
         The last one to leave the block cancels the generation. Raises AlreadyExists where the name is taken by another
-        body, or is running and the client did not ask to join it; NotFound where nothing is known to go on with; and
-        whatever `Requests.accept` raises.
+        body, or is running and the client did not ask to join it; NotFound where nothing is known to go on with;
+        DeadlineExceeded when the client's deadline has passed; and whatever `Requests.accept` raises.
         """
+        if ask.deadline is not None:
+            ask.deadline.check()
         journal = self._find(ask)
         journal.num_users += 1
         self._keep_no_longer(journal)
         try:
-            async with journal.opening:
+            async with _within(ask.deadline), journal.opening:
                 ask.check(journal)
                 if not journal.is_running and not journal.is_finished:
                     await self._begin(journal, ask)
                 ask.check(journal)
-            positions = ask.positions_in(len(journal.answers))
-            yield Reader(self._requests, journal, positions)
+            yield Reader(self._requests, journal, ask)
         finally:
             self._leave(journal)
 
@@ -351,11 +369,18 @@ class Journals:
                 return journal
             if journal.is_running or journal.opening.locked():
                 raise AlreadyExists(f"a request with the id {ask.request_id} is running", field="request_id")
-            self._forget(journal)
-        journal = Journal([ask.name, ask.alias] if ask.alias else [ask.name], ask.request_id, ask.digest)
-        for name in journal.names:
-            self._journals[name] = journal
+        journal = Journal([], ask.request_id, ask.digest)
+        self._give_name(ask.name, journal)
         return journal
+
+    def _give_name(self, name: str, journal: Journal) -> None:
+        """The name means this journal from now on; one that had it as its first name is forgotten."""
+        earlier = self._journals.get(name)
+        if earlier is not None and earlier is not journal and earlier.names[0] == name:
+            self._forget(earlier)
+        self._journals[name] = journal
+        if name not in journal.names:
+            journal.names.append(name)
 
     async def _begin(self, journal: Journal, ask: Ask) -> None:
         """Starts the generation, from the tokens that are known here or in Redis. Raises what `attach` raises."""
@@ -385,6 +410,7 @@ class Journals:
 
     async def _accepted(self, journal: Journal, ask: Ask, call: Call) -> AcceptedCall | None:
         """The first time that this gateway meets the name with a body."""
+        call = msgspec.structs.replace(call, deadline=None)
         may_start = not ask.is_continuation or _is_repeatable(call)
         mode = Mode.JOIN if ask.joins else Mode.REPLACE
         while True:
@@ -394,6 +420,9 @@ class Journals:
                 held = await self._make(journal, ask, accepted, mode if may_start else Mode.FIND)
                 if held is None:
                     undo.pop_all()
+                    assert journal.record is not None
+                    if journal.record.alias:
+                        self._give_name(journal.record.alias, journal)
                     return accepted
             try:
                 return self._adopted_from(journal, held, ask)
@@ -406,13 +435,15 @@ class Journals:
         """Opens the journal for an accepted call; gives the one that is held in Redis instead, if there is one."""
         stored = accepted.to_stored()
         ask.positions_in(len(stored.choices))
-        journal.digest, journal.alias = ask.digest, ask.alias
-        self._open(journal, stored, [Answer() for _ in stored.choices], int(time.time()))
+        journal.digest = ask.digest
+        self._open(journal, stored, [Answer() for _ in stored.choices], int(time.time()), name=journal.names[0])
         journal.generations = accepted.generations
         try:
-            claimed = await self._claim(journal, mode)
+            claimed = await self._claim(journal, mode, checks_request=ask.positions is not None)
             if claimed.outcome is Outcome.OTHER:
                 raise _conflict()
+            if claimed.outcome is Outcome.MISFIT:
+                raise _another_request()
             if claimed.outcome is Outcome.NONE:
                 raise _not_known()
         except BaseException:
@@ -424,6 +455,8 @@ class Journals:
         """The first time that this gateway meets the name, and there is no body."""
         finder = Record(journal.names[0], "", ask.request_id, self._gateway_incarnation, b"", [[]], [b""])
         claimed = await self._find_in_store(finder, checks_digest=False)
+        if claimed.outcome is Outcome.MISFIT:
+            raise _several_answers()
         if claimed.held is None:
             raise _not_known()
         try:
@@ -446,9 +479,7 @@ class Journals:
             for choice, answer in zip(journal.call.choices, journal.answers, strict=True)
         ]
         traceparent = "" if ask.call is None else ask.call.traceparent
-        call = msgspec.structs.replace(
-            journal.call, choices=choices, remaining_s=ask.remaining_s, traceparent=traceparent
-        )
+        call = msgspec.structs.replace(journal.call, choices=choices, remaining_s=math.inf, traceparent=traceparent)
         accepted = self._requests.adopt(call)
         journal.generations = accepted.generations
         if not journal.is_finished:
@@ -468,21 +499,23 @@ class Journals:
             Answer() if choice.sampling.logprobs is not None else restore(token_ids, end)
             for choice, token_ids, end in zip(stored.choices, held.token_ids, held.ends, strict=True)
         ]
-        self._open(journal, stored, answers, created_unix_s)
+        self._open(journal, stored, answers, created_unix_s, name=held.name)
         assert journal.record is not None
         _continue_record(journal.record, held)
-        if self._journals.setdefault(held.name, journal) is journal and held.name not in journal.names:
-            journal.names.append(held.name)
         try:
-            return self._adopted(journal, ask)
+            accepted = self._adopted(journal, ask)
         except AlreadyExists:
             journal.call = None
             raise
         except InvalidRequest as error:
             journal.call = None
             raise _UnusableError from error
+        for name in (held.name, journal.record.alias):
+            if name and name not in self._journals:
+                self._give_name(name, journal)
+        return accepted
 
-    async def _claim(self, journal: Journal, mode: Mode) -> Claimed:
+    async def _claim(self, journal: Journal, mode: Mode, *, checks_request: bool = False) -> Claimed:
         """Makes the journal in Redis or reads the one that is there, before any token reaches a client.
 
         Without Redis it is as if it was made, and written as soon as Redis is there. Where nothing may be made, it
@@ -491,14 +524,16 @@ class Journals:
         record = journal.record
         assert record is not None
         if mode is Mode.FIND:
-            return await self._find_in_store(record)
+            return await self._find_in_store(record, checks_request=checks_request)
         try:
-            return await self._store.claim(mode, record)
+            return await self._store.claim(mode, record, checks_request=checks_request)
         except StoreUnavailable:
             self._writer.post(record)
             return Claimed(Outcome.MADE)
 
-    async def _find_in_store(self, record: Record, *, checks_digest: bool = True) -> Claimed:
+    async def _find_in_store(
+        self, record: Record, *, checks_digest: bool = True, checks_request: bool = False
+    ) -> Claimed:
         """Reads the journal, and asks for FIND_S: a client that has a part of an answer has nowhere else to go.
 
         Raises StoreUnavailable, after which the client may come again.
@@ -506,7 +541,9 @@ class Journals:
         deadline = Deadline.after(FIND_S)
         while True:
             try:
-                return await self._store.claim(Mode.FIND, record, checks_digest=checks_digest)
+                return await self._store.claim(
+                    Mode.FIND, record, checks_digest=checks_digest, checks_request=checks_request
+                )
             except StoreUnavailable:
                 if deadline.has_passed():
                     raise
@@ -518,8 +555,11 @@ class Journals:
         stored: StoredCall,
         answers: list[Answer],
         created_unix_s: int,
+        *,
+        name: str,
     ) -> None:
-        """Books the call and its answers, and what is written of them."""
+        """Books the call and its answers, and what is written of them. `name` is that of its journal in Redis."""
+        name_of_id = _name(stored.tenant, stored.request_id)
         journal.call = msgspec.structs.replace(stored, remaining_s=0.0, traceparent="")
         journal.request_id = stored.request_id
         journal.answers = answers
@@ -531,14 +571,14 @@ class Journals:
             for choice, answer in zip(stored.choices, answers, strict=True)
         ]
         journal.record = Record(
-            name=journal.names[0],
+            name=name,
             digest=journal.digest,
             request_id=journal.request_id,
             owner=self._gateway_incarnation,
             call=encode_call(stored, created_unix_s=created_unix_s),
             token_ids=token_ids,
             ends=[_end_of(answer, choice.sampling) for answer, choice in zip(answers, stored.choices, strict=True)],
-            alias=journal.alias,
+            alias="" if name_of_id == name else name_of_id,
         )
 
     def _merge(self, journal: Journal, held: Held) -> None:
@@ -661,7 +701,7 @@ class _UnusableError(Exception):
 
 def _continue_record(record: Record, held: Held) -> None:
     """From now on the record continues what is held."""
-    record.name, record.life, record.epoch = held.name, held.life, held.epoch
+    record.life, record.epoch = held.life, held.epoch
     record.is_in_redis, record.is_over = True, False
     record.num_written = [
         min(len(known), len(token_ids)) for known, token_ids in zip(record.token_ids, held.token_ids, strict=True)
@@ -678,6 +718,33 @@ def _is_repeatable(call: Call) -> bool:
     """Whether the call gives the same answer wherever and whenever it runs."""
     sampling = call.sampling
     return bool(call.idempotency_key) or sampling.seed is not None or sampling.temperature < GREEDY_TEMPERATURE
+
+
+@contextlib.asynccontextmanager
+async def _within(deadline: Deadline | None) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded in the block when the deadline passes."""
+    if deadline is None:
+        yield
+        return
+    try:
+        async with asyncio.timeout(deadline.remaining_s()) as timeout:
+            yield
+    except TimeoutError:
+        if timeout.expired():
+            raise _deadline_passed() from None
+        raise
+
+
+def _deadline_passed() -> TandemError:
+    return DeadlineExceeded("the request's deadline passed")
+
+
+def _another_request() -> InvalidRequest:
+    return event_id_error("it is of another request")
+
+
+def _several_answers() -> InvalidRequest:
+    return InvalidRequest("the request has several answers, and next_index is of a single one", field="next_index")
 
 
 def _conflict() -> TandemError:

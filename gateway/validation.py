@@ -133,7 +133,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None
 
 
-def check_sampling(asked: AskedSampling, limits: ModelLimits, *, prefix: str = "") -> None:
+def check_sampling(asked: AskedSampling | Sampling, limits: ModelLimits, *, prefix: str = "") -> None:
     """Checks all values that do not depend on the prompt. `prefix` begins the field names in errors."""
     if asked.max_tokens is not None:
         check_integer(asked.max_tokens, prefix + "max_tokens", minimum=1, maximum=MAX_TOKENS_EVER)

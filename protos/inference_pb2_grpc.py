@@ -84,7 +84,8 @@ class InferenceServicer(object):
 
     def Resume(self, request, context):
         """Goes on with the stream of a request that was named by its client (`request_id`, or the metadata `idempotency-key`),
-        on any gateway. NOT_FOUND: nothing is known of it, or not any more. The text continues the tokens before `next_index`.
+        on any gateway. NOT_FOUND: nothing is known of it, or not any more. The text continues the tokens before
+        `next_index`. INVALID_ARGUMENT: `next_index` is beyond the answer, or the request has several answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,8 @@ class InferenceStub:
     """Streams the answer of one prompt as it is generated. The last message carries `finish_reason` and `usage`."""
     Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]
     """Goes on with the stream of a request that was named by its client (`request_id`, or the metadata `idempotency-key`),
-    on any gateway. NOT_FOUND: nothing is known of it, or not any more. The text continues the tokens before `next_index`.
+    on any gateway. NOT_FOUND: nothing is known of it, or not any more. The text continues the tokens before
+    `next_index`. INVALID_ARGUMENT: `next_index` is beyond the answer, or the request has several answers.
     """
     GenerateUnary: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """The whole answer of one prompt in one message."""
@@ -66,7 +67,8 @@ class InferenceAsyncStub(InferenceStub):
     """Streams the answer of one prompt as it is generated. The last message carries `finish_reason` and `usage`."""
     Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Goes on with the stream of a request that was named by its client (`request_id`, or the metadata `idempotency-key`),
-    on any gateway. NOT_FOUND: nothing is known of it, or not any more. The text continues the tokens before `next_index`.
+    on any gateway. NOT_FOUND: nothing is known of it, or not any more. The text continues the tokens before
+    `next_index`. INVALID_ARGUMENT: `next_index` is beyond the answer, or the request has several answers.
     """
     GenerateUnary: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """The whole answer of one prompt in one message."""
@@ -98,7 +100,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Goes on with the stream of a request that was named by its client (`request_id`, or the metadata `idempotency-key`),
-        on any gateway. NOT_FOUND: nothing is known of it, or not any more. The text continues the tokens before `next_index`.
+        on any gateway. NOT_FOUND: nothing is known of it, or not any more. The text continues the tokens before
+        `next_index`. INVALID_ARGUMENT: `next_index` is beyond the answer, or the request has several answers.
         """
 
     @_abc_1.abstractmethod

@@ -60,6 +60,8 @@ class Outcome(StrEnum):
     HELD = "held"
     OTHER = "other"
     """A journal is held, and its digest is another one. Nothing was changed."""
+    MISFIT = "misfit"
+    """A journal is held, and it has another request id or number of answers than asked for. Nothing was changed."""
     NONE = "none"
 
 
@@ -70,7 +72,7 @@ class Written(IntEnum):
     LOST = 1
     """Redis has forgotten what came before; nothing was written."""
     SUPERSEDED = 2
-    """Another life has the name; nothing was written."""
+    """Another life has the name, or the name leads to another journal; nothing was written."""
     TAKEN_OVER = 3
     """Another gateway goes on with the request; nothing was written."""
 
@@ -147,12 +149,16 @@ class JournalStore:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def claim(self, mode: Mode, record: Record, *, checks_digest: bool = True) -> Claimed:
-        """Makes `record`'s journal or takes over the one that has its name, as `mode` says.
+    async def claim(
+        self, mode: Mode, record: Record, *, checks_digest: bool = True, checks_request: bool = False
+    ) -> Claimed:
+        """Makes `record`'s journal or takes over the one that its name leads to, as `mode` says.
 
-        What was made is marked in the record as written. A journal that cannot be read counts as none.
+        What was made is marked in the record as written. A journal that cannot be read counts as none. Who does not
+        know the digest has it not checked; what is taken over then has as many answers as the record.
+        `checks_request`: it also has the record's request id.
         """
-        answer = await self._claim(mode, record, checks_digest)
+        answer = await self._claim(mode, record, checks_digest, checks_request)
         if answer[0] == b"held":
             held = _parse(answer)
             if held is not None:
@@ -160,7 +166,7 @@ class JournalStore:
             self._store.stats.num_rejected_values += 1
             if mode is Mode.FIND:
                 return Claimed(Outcome.NONE)
-            answer = await self._claim(Mode.REPLACE, record, checks_digest)
+            answer = await self._claim(Mode.REPLACE, record, checks_digest, checks_request)
         outcome = Outcome(answer[0].decode())
         if outcome is Outcome.MADE:
             record.forget_written()
@@ -193,12 +199,13 @@ class JournalStore:
         answer = await self._store.run(_WRITE, keys, args)
         return [Written(status) for status in answer]
 
-    async def _claim(self, mode: Mode, record: Record, checks_digest: bool) -> list[Any]:
+    async def _claim(self, mode: Mode, record: Record, checks_digest: bool, checks_request: bool) -> list[Any]:
         args: tuple[str | bytes | int, ...] = (
             mode.value,
             record.name,
             record.digest,
             int(checks_digest),
+            int(checks_request),
             record.life,
             record.owner,
             record.request_id,
@@ -236,10 +243,6 @@ class JournalWriter:
         self._task: asyncio.Task[None] | None = None
         self.num_dropped = 0
         """Posts that found no place."""
-        self.num_refused = 0
-        """Writes that lost against another owner or another life."""
-        self.num_rewritten = 0
-        """Journals that Redis had forgotten."""
 
     def start(self) -> None:
         """Begins to write, on the running loop."""
@@ -295,7 +298,12 @@ class JournalWriter:
             if record.num_bytes > MAX_JOURNAL_BYTES:
                 record.is_over = True
                 continue
-            row, row_bytes = row_of(record)
+            try:
+                row, row_bytes = row_of(record)
+            except Exception:  # one record must not end the writing of all; it is given up
+                logger.exception("a journal cannot be written", extra={"request_id": record.request_id})
+                record.is_over = True
+                continue
             taken.append(record)
             rows.append(row)
             num_bytes += row_bytes
@@ -316,11 +324,9 @@ class JournalWriter:
                 record.num_written[choice] = first_index + len(packed) // TOKEN_BYTES
                 record.written_ends[choice] = record.written_ends[choice] or bool(end)
         elif status is Written.LOST:
-            self.num_rewritten += 1
             record.forget_written()
             self.post(record)
         else:
-            self.num_refused += 1
             record.is_over = True
             if status is Written.TAKEN_OVER:
                 self._on_taken_over(record)
@@ -385,11 +391,18 @@ def _parse(answer: Sequence[Any]) -> Held | None:
 _HEX_DIGITS = re.compile(rb"[0-9a-f]{32}")
 _ENCODER = msgspec.msgpack.Encoder()
 
-# What both scripts know of a journal. `read_head` gives nothing unless the key holds a sound one.
+# What both scripts know of a journal. `target_of` gives the name that an alias leads to, and nothing for what is none.
+# `read_head` gives nothing unless the key holds a sound one.
 _COMMON = f"""
 local prefix = KEYS[1]
 
 local function tokens_key(name, life, choice) return prefix .. name .. ':' .. life .. ':' .. choice end
+
+local function target_of(name)
+  local key = prefix .. name
+  if redis.call('TYPE', key).ok ~= 'string' or redis.call('STRLEN', key) ~= 32 then return nil end
+  return redis.call('GET', key)
+end
 
 local function read_head(name, version)
   local key = prefix .. name
@@ -400,7 +413,7 @@ local function read_head(name, version)
   end
   local held = redis.call('HMGET', key, 'version', 'digest', 'life', 'epoch', 'owner', 'request', 'choices')
   local epoch, choices = tonumber(held[4]), tonumber(held[7])
-  if held[1] ~= version or #held[3] ~= 32 then return nil end
+  if held[1] ~= version or #held[3] ~= 32 or not string.find(held[2], '^%x+$') or #held[2] ~= 64 then return nil end
   if not epoch or epoch < 1 or epoch > {MAX_EPOCH} or epoch ~= math.floor(epoch) then return nil end
   if not choices or choices < 1 or choices > {MAX_CHOICES} or choices ~= math.floor(choices) then return nil end
   return {{digest=held[2], life=held[3], epoch=epoch, owner=held[5], request=held[6], choices=choices}}
@@ -410,21 +423,31 @@ local function make(name, version, digest, life, epoch, owner, request, choices,
   local key = prefix .. name
   redis.call('DEL', key)
   redis.call('HSET', key, 'version', version, 'digest', digest, 'life', life, 'epoch', epoch, 'owner', owner,
-             'request', request, 'choices', choices, 'call', call)
+             'request', request, 'choices', choices, 'call', call, 'alias', alias)
   redis.call('PEXPIRE', key, ttl)
   if alias ~= '' then redis.call('SET', prefix .. alias, name, 'PX', ttl) end
+end
+
+local function renew(name, life, choices, ttl)
+  local key = prefix .. name
+  redis.call('PEXPIRE', key, ttl)
+  if redis.call('HSTRLEN', key, 'alias') == 32 then
+    local alias = redis.call('HGET', key, 'alias')
+    if target_of(alias) == name then redis.call('PEXPIRE', prefix .. alias, ttl) end
+  end
+  for choice = 0, choices - 1 do redis.call('PEXPIRE', tokens_key(name, life, choice), ttl) end
 end
 """
 
 # KEYS: prefix of journals. ARGV: as in `JournalStore._claim`. Answers the outcome; when a journal is held also its
-# name, digest, life, new epoch, request id, call, tokens of each answer and ends of each answer.
+# name, digest, life, new epoch, request id, call, tokens of each answer and ends of each answer. What is looked for is
+# looked for where an alias leads; what is made is made under its own name, in place of an alias.
 _CLAIM = Script(
     _COMMON
     + f"""
-local mode, name, digest, checks, life, owner, request, call, choices, alias, ttl, version = unpack(ARGV)
-if redis.call('TYPE', prefix .. name).ok == 'string' and redis.call('STRLEN', prefix .. name) == 32 then
-  name = redis.call('GET', prefix .. name)
-end
+local mode, own_name, digest, checks_digest, checks_request, life, owner, request, call, choices, alias, ttl, version =
+  unpack(ARGV)
+local name = target_of(own_name) or own_name
 
 local function content(head)
   local key = prefix .. name
@@ -450,10 +473,15 @@ local head = mode ~= 'replace' and read_head(name, version) or nil
 local held = head and content(head)
 if not held then
   if mode == 'find' then return {{'none'}} end
-  make(name, version, digest, life, 1, owner, request, choices, call, alias, ttl)
+  make(own_name, version, digest, life, 1, owner, request, choices, call, alias, ttl)
   return {{'made'}}
 end
-if checks == '1' and head.digest ~= digest then return {{'other'}} end
+if checks_digest == '1' then
+  if head.digest ~= digest then return {{'other'}} end
+elseif head.choices ~= tonumber(choices) then
+  return {{'misfit'}}
+end
+if checks_request == '1' and head.request ~= request then return {{'misfit'}} end
 local epoch = head.epoch
 local is_over = true
 for _, ending in ipairs(held[3]) do is_over = is_over and ending ~= '' end
@@ -461,14 +489,14 @@ if not is_over then
   epoch = epoch + 1
   redis.call('HSET', prefix .. name, 'epoch', string.format('%d', epoch), 'owner', owner)
 end
-redis.call('PEXPIRE', prefix .. name, ttl)
-for choice = 0, head.choices - 1 do redis.call('PEXPIRE', tokens_key(name, head.life, choice), ttl) end
+renew(name, head.life, head.choices, ttl)
 return {{'held', name, head.digest, head.life, epoch, head.request, held[1], held[2], held[3]}}
 """
 )
 
 # KEYS: prefix of journals. ARGV: rows of `row_of` in msgpack, TTL in ms, version, what the rows' numbers mean. Answers
-# a `Written` for each row. A row with a head makes the journal where Redis has forgotten it.
+# a `Written` for each row. A row with a head makes the journal where Redis has forgotten it. A later epoch of the same
+# owner is a claim whose answer it did not get: nobody else goes on with the request.
 _WRITE = Script(
     _COMMON
     + f"""
@@ -479,11 +507,12 @@ local function blob(number) return number > 0 and ARGV[3 + number] or '' end
 local function write(name, life, epoch, owner, head, parts)
   local held = read_head(name, version)
   if not held then
+    if target_of(name) then return {Written.SUPERSEDED} end
     if #head == 0 then return {Written.LOST} end
     make(name, version, head[1], life, epoch, owner, head[2], head[3], blob(head[4]), head[5], ttl)
   elseif held.life ~= life then
     return {Written.SUPERSEDED}
-  elseif held.epoch > epoch then
+  elseif held.epoch > epoch and held.owner ~= owner then
     return {Written.TAKEN_OVER}
   elseif held.epoch < epoch then
     redis.call('HSET', prefix .. name, 'epoch', epoch, 'owner', owner)
@@ -500,12 +529,14 @@ local function write(name, life, epoch, owner, head, parts)
   end
   for _, part in ipairs(parts) do
     local of_choice = tokens_key(name, life, part[1])
-    if part[3] > 0 then redis.call('SETRANGE', of_choice, part[2] * {TOKEN_BYTES}, blob(part[3])) end
+    if part[3] > 0 then
+      redis.call('SETRANGE', of_choice, part[2] * {TOKEN_BYTES}, blob(part[3]))
+      -- Also where Redis holds another number of answers, which somebody else must have written.
+      redis.call('PEXPIRE', of_choice, ttl)
+    end
     if part[4] > 0 then redis.call('HSET', prefix .. name, 'end:' .. part[1], blob(part[4])) end
   end
-  redis.call('PEXPIRE', prefix .. name, ttl)
-  local choices = held and held.choices or head[3]
-  for choice = 0, choices - 1 do redis.call('PEXPIRE', tokens_key(name, life, choice), ttl) end
+  renew(name, life, held and held.choices or head[3], ttl)
   return {Written.DONE}
 end
 

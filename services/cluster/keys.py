@@ -60,7 +60,8 @@ class Keys:
     def quarantine(self) -> str:
         """Sorted set of fingerprints of requests that killed their workers, 64 hex digits each; at most 1024.
 
-        The score is when it ends, in unix ms by the clock of Redis; the set expires 10 min after the last was added.
+        The score is when it ends, in unix ms by the clock of Redis; the set expires 10 min after a gateway's last look
+        at it.
         """
         return self.prefix + "quarantine"
 
@@ -96,6 +97,7 @@ class Keys:
           epoch     decimal, from 1; whoever takes the request over adds 1, and writes of earlier epochs are refused
           owner     incarnation of the gateway that goes on with it
           request   the request's id
+          alias     its other name, below; empty: none
           choices   decimal: number of answers
           call      how the answers are generated, as the gateways encode it
           end:N     how answer N ended, as the gateways encode it; absent: it has not

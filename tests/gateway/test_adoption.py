@@ -113,6 +113,27 @@ async def test_what_cannot_be_gone_on_with_is_refused(make_system, answer):
             stored, choices=[msgspec.structs.replace(stored.choices[0], prompt_token_ids=[5] * 510)]
         ),
         msgspec.structs.replace(stored, choices=[]),
+        *(
+            msgspec.structs.replace(
+                stored,
+                choices=[
+                    msgspec.structs.replace(
+                        stored.choices[0], sampling=msgspec.structs.replace(stored.choices[0].sampling, **changes)
+                    )
+                ],
+            )
+            for changes in (
+                {"min_tokens": -1},
+                {"min_tokens": 2**62},
+                {"top_k": 2**62},
+                {"stop_token_ids": (-1,)},
+                {"logprobs": -5},
+                {"temperature": float("nan")},
+                {"top_p": 0.0},
+                {"repetition_penalty": 1e308},
+                {"seed": 2**64},
+            )
+        ),
     ):
         with pytest.raises(InvalidRequest):
             requests.adopt(wrong)

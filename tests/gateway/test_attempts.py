@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.attempts import Attempt, CrowdedOut, Mailbox, TokenLog
+from gateway.attempts import Attempt, CrowdedOut, Giver, Mailbox, TokenLog
 from gateway.sessions import (
     Admitted,
     AttemptKey,
@@ -44,7 +44,7 @@ class Session:
         self.cancelled += 1
 
     def admit(self, order, *, is_local_prefill, is_from_decode=False):
-        self.sent.append("admit")
+        self.sent.append("admit from decode" if is_from_decode else "admit")
 
     def prefill(self, order, *, decode):
         self.sent.append("prefill")
@@ -53,11 +53,11 @@ class Session:
 class Scene:
     """An attempt that was admitted and whose prompt is being computed."""
 
-    def __init__(self, max_tokens=100):
+    def __init__(self, max_tokens=100, *, giver=None):
         self.decode, self.prefill = Session(), Session()
         self.mailbox, self.log = Mailbox(), TokenLog(max_tokens)
         order = SequenceOrder(AttemptKey("r", 1), (1,), (), None, (), Deadline.after(60), "")
-        self.attempt = Attempt(order, decode=self.decode, mailbox=self.mailbox, log=self.log)
+        self.attempt = Attempt(order, decode=self.decode, mailbox=self.mailbox, log=self.log, giver=giver)
 
     async def start(self):
         admit = self.attempt.admit(is_local_prefill=False)
@@ -105,6 +105,14 @@ def test_log_checks_what_workers_send():
     new = log.accept(Tokens(0, [1, 2], [TokenLogprobs(-1.0, []), TokenLogprobs(-2.0, [])]))
     assert (new.token_ids, new.logprobs[0].logprob) == ([2], -2.0)
     assert log.is_full
+
+
+@pytest.mark.parametrize(("is_move", "sent"), [(False, ["admit"]), (True, ["admit from decode"])])
+async def test_who_takes_an_answer_over_is_told_whether_a_decode_worker_has_the_pages(*, is_move, sent):
+    scene = Scene(giver=Giver(Session(), AttemptKey("r", 0)) if is_move else None)
+    await scene.start()
+    assert scene.decode.sent == sent
+    assert scene.attempt.is_move == is_move
 
 
 async def test_tokens_wait_for_the_first_one():

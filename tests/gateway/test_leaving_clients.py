@@ -155,20 +155,23 @@ async def test_client_that_left_before_it_was_heard_costs_nothing(make_system, w
     """The connection is lost while the prompt is being tokenized."""
     system = await make_system()
     decode = await system.add(worker_type("decode", "decode-0", decode_some))
-    accept, is_lost = system.gateway.requests.accept, asyncio.Event()
+    accept, is_entered, is_lost = system.gateway.requests.accept, asyncio.Event(), asyncio.Event()
 
     async def slow_accept(call):
+        is_entered.set()
         await is_lost.wait()
-        await asyncio.sleep(0.1)
         return await accept(call)
 
     monkeypatch.setattr(system.gateway.requests, "accept", slow_accept)
     for headers in NAMES.values():
+        is_entered.clear()
         is_lost.clear()
         asking = asyncio.create_task(Calls(system, headers).http_stream())
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(10):
+            await is_entered.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
+        await system.until(lambda: not connections(system))
         is_lost.set()
         await asyncio.sleep(0.3)
         await until_idle(system)

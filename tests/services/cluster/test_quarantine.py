@@ -97,16 +97,31 @@ async def test_foreign_content_is_not_believed(patient_store, client):
     assert patient_store.stats.num_rejected_values == before + 1
 
 
-async def test_without_redis_it_is_local_and_goes_on(redis_server):
+async def test_without_redis_it_is_local_and_goes_on(redis_server, client, monkeypatch):
     store = Store(redis_server.url, cluster="test", breaker_open_s=0.05)
     quarantine = Quarantine(store, refresh_s=0.02)
+    exchange, has_failed = quarantine.exchange, asyncio.Event()
+
+    async def watched_exchange():
+        try:
+            await exchange()
+        except StoreUnavailable:
+            has_failed.set()
+            raise
+
+    monkeypatch.setattr(quarantine, "exchange", watched_exchange)
     redis_server.kill()
     quarantine.start()
     quarantine.add(fingerprint(1))
-    await asyncio.sleep(0.2)
+    async with asyncio.timeout(10):
+        await has_failed.wait()
     assert fingerprint(1) in quarantine
     with pytest.raises(StoreUnavailable):
-        await quarantine.exchange()
+        await exchange()
+    redis_server.start()
+    async with asyncio.timeout(10):
+        while client.zscore(store.keys.quarantine, fingerprint(1)) is None:  # noqa: ASYNC110 - across Redis
+            await asyncio.sleep(0.01)
     await quarantine.close()
     await store.close()
 

@@ -99,8 +99,11 @@ def here(membership: Membership) -> bool:
 
 
 @pytest.mark.parametrize("watcher", [60.0], indirect=True, ids=["told, not polled"])
-async def test_a_worker_comes_changes_and_leaves(watcher: Watcher, new_lease: Callable[..., WorkerLease]) -> None:
-    lease = new_lease()
+async def test_a_worker_comes_changes_and_leaves(
+    watcher: Watcher, new_lease: Callable[..., WorkerLease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cluster.registry.LEASE_TIMEOUT_S", 10.0)
+    lease = new_lease(beat_s=60.0, ttl_s=180.0)  # so that no beat brings what should be published now
     await watcher.until(here)
     assert watcher.seen[-1].workers == (lease.record,)
     assert lease.is_held
@@ -375,15 +378,32 @@ def test_a_missing_worker_is_gone_unless_redis_lost_its_memory(new_record: NewRe
 
 
 async def test_a_lease_costs_no_request_of_the_event_loop(
-    new_lease: Callable[..., WorkerLease], redis_server: EmbeddedRedis
+    new_lease: Callable[..., WorkerLease], redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    is_asked, may_answer = threading.Event(), threading.Event()
+    execute = redis.Redis.execute_command
+
+    def answer_later(*args: object, **options: object) -> object:
+        is_asked.set()
+        assert may_answer.wait(60)
+        return execute(*args, **options)
+
+    monkeypatch.setattr(redis.Redis, "execute_command", answer_later)
     lease = new_lease()
-    os.kill(redis_server.pid, signal.SIGSTOP)
-    await asyncio.sleep(0.1)
-    began_s = time.monotonic()
-    for index in range(1000):
-        lease.update(running=index, state="ready" if index % 2 else "draining")
-    assert time.monotonic() - began_s < 2.0  # a call to the frozen server would take longer, each time
+
+    def update() -> None:
+        for index in range(1000):
+            lease.update(running=index, state="ready" if index % 2 else "draining")
+
+    try:
+        assert await asyncio.to_thread(is_asked.wait, 10)
+        # The lease hangs in a request, and so would an update that waits for it or makes one of its own.
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(update)
+        assert not may_answer.is_set()
+    finally:
+        os.kill(redis_server.pid, signal.SIGSTOP)
+        may_answer.set()
     released = asyncio.create_task(asyncio.to_thread(lease.release))
     async with asyncio.timeout(3):
         await released
