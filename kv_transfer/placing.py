@@ -15,6 +15,7 @@ import xxhash
 from kv_transfer.page_bytes import Destination, PageGenerations, PageWriter
 from kv_transfer.protocol.actions import Place
 from kv_transfer.protocol.counters import Reason
+from kv_transfer.protocol.failures import again
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.protocol.placement import Drop, PlacementEvent, PlacementTable, Verdict, Wait, Write
 from kv_transfer.transports.base import ChannelBroken, ChannelEnded, Countdown, Frame, ReceiveChannel
@@ -119,7 +120,8 @@ class FramePlacer:
                 if frame is not None:
                     self._take(frame)
         except ChannelBroken as broken:
-            error = broken
+            # Not itself: its traceback would keep the ring alive.
+            error = again(broken)
             self.is_broken = not self._is_stopped and not isinstance(broken, ChannelEnded)
         except Exception:  # noqa: BLE001 - the thread's root: its end must be told, or pages stay reserved for ever
             _log.exception("placing a frame failed")

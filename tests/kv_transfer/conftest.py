@@ -139,10 +139,10 @@ class Pair:
         arrived = tokens_of(self.target.pool, self.target.committed[transfer.id], num_tokens)
         assert torch.equal(sent, arrived)
 
-    async def assert_works(self) -> None:
+    async def assert_works(self, *, may_begin_anew: bool = False) -> None:
         """After whatever happened, a handoff between the two still does what it should.
 
-        At once, or with the second try where the first one met a Link that was about to end.
+        At once; where a Link may be about to end (`may_begin_anew`), which the first try then meets, with the second.
         """
         self.target.gates.clear()
         table = [9, 3, 4][: self.source.layout.num_pages_for(40)]
@@ -150,6 +150,7 @@ class Pair:
         try:
             transfer = await self.hand_over(table, 40)
         except (TransferFailed, WorkerUnavailable):
+            assert may_begin_anew
             assert self.links.counters[Reason.LINK_LOST] == num_lost + 1
             await self.wait_all_free()
             transfer = await self.hand_over(table, 40)

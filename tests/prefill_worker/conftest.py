@@ -142,21 +142,19 @@ class Bench:
             while not holds():  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.002)
 
-    async def until_free(self) -> None:
-        """Waits until nobody holds a page and every account is even. Pages may be kept."""
-
-        def is_nothing(load: Load) -> bool:
-            free, cached = load.pages_free, load.pages_cached
-            return load == Load(NUM_PAGES, free, cached, 0, 0) and free + cached == NUM_PAGES
-
-        await self.until(lambda: is_nothing(self.worker.load()))
+    async def until_free(self, *, num_cached: int = 0) -> None:
+        """Waits until nobody holds a page, so many are kept, all others are free, and every account is even."""
+        nothing = Load(NUM_PAGES, NUM_PAGES - num_cached, num_cached, 0, 0)
+        await self.until(lambda: self.worker.load() == nothing)
         assert not self.worker._tasks
         assert not len(self.worker._attempts)
         self.allocator.check_integrity()
 
 
 @pytest.fixture
-async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
+async def make_bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Bench]]:
+    # Far away, so that what is kept is still there however long a test takes.
+    monkeypatch.setattr("prefill_worker.worker.KEPT_S", 600.0)
     benches: list[Bench] = []
 
     def make(*, chunk_tokens: int = 8, max_waiting: int = 4, step_timeout_s: float = 0.0) -> Bench:
@@ -189,6 +187,9 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
         for transfer in bench.links.transfers.values():
             transfer.may_abort.set()
         await bench.worker.close()
+        if not bench.worker.failed.done():
+            assert bench.allocator.num_free_pages == NUM_PAGES
+            bench.allocator.check_integrity()
         for gateway in bench.gateways:
             gateway.drop()
             await asyncio.wait((gateway._task,))

@@ -37,8 +37,7 @@ async def test_after_a_handoff_the_pages_are_handed_over_again_without_computing
     gateway = bench.gateway()
     gateway.prefill("r", PROMPT)
     await gateway.event("r", "handed_off")
-    await bench.until_free()
-    assert bench.worker.load().pages_cached == 5
+    await bench.until_free(num_cached=5)
     for attempt in (2, 3):
         gateway.prefill("r", PROMPT, attempt=attempt)
         handed_off = await gateway.event("r", "handed_off", attempt=attempt)
@@ -50,7 +49,7 @@ async def test_after_a_handoff_the_pages_are_handed_over_again_without_computing
         assert await gateway.event("r", "tokens", attempt=attempt) == first
         assert pages_sent(bench, attempt=attempt) == pages_sent(bench)
         assert transfer(bench, attempt=attempt).sealed == transfer(bench).sealed
-        await bench.until_free()
+        await bench.until_free(num_cached=5)
     assert computed_tokens(bench) == 20
     assert (await gateway.event("r", "prefill_started")).num_cached_tokens == 0
     hits = bench.metrics.registry.get_sample_value("tandem_cached_tokens_total", {"worker": "prefill-0"})
@@ -111,8 +110,7 @@ async def test_another_prompt_or_another_choice_is_computed(make_bench: Make, ch
     gateway.prefill("r", attempt=2, **fields)
     await gateway.event("r", "handed_off", attempt=2)
     assert computed_tokens(bench) == 20 + len(fields["prompt"])
-    await bench.until_free()
-    assert bench.worker.load().pages_cached == 5, "only the newest is kept"
+    await bench.until_free(num_cached=5)  # only the newest is kept
 
 
 async def test_another_request_finds_nothing(make_bench: Make) -> None:
@@ -145,7 +143,7 @@ async def test_a_computed_prompt_is_kept_however_its_transfer_ended(make_bench: 
     assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == 20
     assert pages_sent(bench, attempt=2) == pages_sent(bench)
     assert computed_tokens(bench) == 20
-    await bench.until_free()
+    await bench.until_free(num_cached=5)
 
 
 async def test_pages_that_are_still_read_are_not_waited_for_for_long(make_bench: Make) -> None:
@@ -160,8 +158,7 @@ async def test_pages_that_are_still_read_are_not_waited_for_for_long(make_bench:
     assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == 0
     assert not set(pages_sent(bench)) & set(pages_sent(bench, attempt=2)), "two transfers, two sets of pages"
     transfer(bench).may_abort.set()
-    await bench.until_free()
-    assert bench.worker.load().pages_cached == 5
+    await bench.until_free(num_cached=5)
 
 
 async def test_half_a_prompt_is_not_kept(make_bench: Make) -> None:
@@ -175,7 +172,6 @@ async def test_half_a_prompt_is_not_kept(make_bench: Make) -> None:
     bench.runner.gate.set()
     await gateway.event("r", "failed")
     await bench.until_free()
-    assert bench.worker.load().pages_cached == 0
     gateway.prefill("r", PROMPT, attempt=2)
     await gateway.event("r", "handed_off", attempt=2)
     assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == 0
@@ -187,17 +183,15 @@ async def test_an_answer_of_one_token_is_not_kept(make_bench: Make) -> None:
     gateway.prefill("r", PROMPT, max_tokens=1)
     await gateway.event("r", "finished")
     await bench.until_free()
-    assert bench.worker.load().pages_cached == 0
 
 
 async def test_kept_pages_give_way_to_prompts_and_what_lost_one_is_computed(make_bench: Make) -> None:
     bench = make_bench()
     gateway = bench.gateway()
-    for request_id in "rst":
+    for num_requests, request_id in enumerate("rst", start=1):
         gateway.prefill(request_id, PROMPT)
         await gateway.event(request_id, "handed_off")
-        await bench.until_free()
-    assert bench.worker.load().pages_cached == 15
+        await bench.until_free(num_cached=5 * num_requests)
     gateway.prefill("big", [1] * 12)  # three pages, of which one is free
     await gateway.event("big", "handed_off")
     gateway.prefill("r", PROMPT, attempt=2)
@@ -206,7 +200,7 @@ async def test_kept_pages_give_way_to_prompts_and_what_lost_one_is_computed(make
     await gateway.event("t", "handed_off", attempt=2)
     assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == 0, "the oldest gave way"
     assert (await gateway.event("t", "prefill_started", attempt=2)).num_cached_tokens == 20
-    await bench.until_free()
+    await bench.until_free(num_cached=16)
 
 
 async def test_kept_pages_never_keep_a_prompt_out(make_bench: Make) -> None:
@@ -216,7 +210,7 @@ async def test_kept_pages_never_keep_a_prompt_out(make_bench: Make) -> None:
     await gateway.event("r", "handed_off")
     gateway.prefill("s", [2] * 60)
     await gateway.event("s", "handed_off")
-    await bench.until_free()
+    await bench.until_free(num_cached=16)
 
 
 async def test_where_the_books_have_no_room_it_stands_in_the_queue(make_bench: Make) -> None:
@@ -231,7 +225,7 @@ async def test_where_the_books_have_no_room_it_stands_in_the_queue(make_bench: M
     await bench.until(lambda: bench.worker.load().waiting == 1)
     bench.runner.gate.set()
     await gateway.event("r", "handed_off", attempt=2)
-    await bench.until_free()
+    await bench.until_free(num_cached=16)
 
 
 async def test_kept_pages_expire(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +256,7 @@ async def test_an_end_in_any_phase_of_the_second_handover_leaves_nothing(
     if phase != "waiting":
         transfer(bench).may_commit.set()
         await other.event("r", "handed_off")
-        await bench.until_free()
+        await bench.until_free(num_cached=5)
     if phase == "taking":
         bench.runner.gate.clear()
         other.prefill("busy", [5])
@@ -294,7 +288,7 @@ async def test_an_end_in_any_phase_of_the_second_handover_leaves_nothing(
         ended.may_abort.set()
     if how == "newer":
         await gateway.event("r", "handed_off", attempt=3)
-    await bench.until_free()
+    await bench.until_free(num_cached=6 if phase == "taking" else 5)
     assert not {"failed", "refused", "handed_off"} & set(gateway.kinds("r", attempt=2))
 
 
@@ -303,6 +297,6 @@ async def test_a_worker_that_leaves_frees_what_it_kept(make_bench: Make) -> None
     gateway = bench.gateway()
     gateway.prefill("r", PROMPT)
     await gateway.event("r", "handed_off")
-    await bench.until_free()
+    await bench.until_free(num_cached=5)
     await asyncio.wait_for(bench.worker.close(), 10)
     assert bench.allocator.num_free_pages == 16
