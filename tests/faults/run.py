@@ -17,7 +17,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.run", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; none: all")
     parser.add_argument("--trials", type=int, help="trials of each case, or injections, cancels, clients")
-    parser.add_argument("--seconds", type=float, help="how long Redis is away or slow clients read, or at most how long corruption takes")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="how long Redis is away or slow clients read, or at most how long corruption takes",
+    )
     parser.add_argument(
         "--pause", type=float, default=0.0, help="seconds between trials, in which breakers close again"
     )
