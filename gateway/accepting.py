@@ -1,4 +1,4 @@
-"""A call becomes answers to generate: validate → tokenize → draw a seed → take the id.
+"""A call becomes answers to generate: find the model → validate → tokenize → draw a seed → take the id.
 
 The first part of a request's life; `gateway.lifecycle` has the rest. Knows no worker.
 """
@@ -8,16 +8,16 @@ import hashlib
 import random
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from opentelemetry.trace import Span
 
 from gateway.calls import AcceptedCall, Call, Generation, StoredCall, StoredChoice, Totals
-from gateway.tokenization import ModelTokenizer
+from gateway.catalog import ModelCatalog, ServedModel
 from gateway.validation import (
     ModelLimits,
     Sampling,
     check_messages,
-    check_model_name,
     check_name,
     check_num_choices,
     check_priority,
@@ -40,24 +40,20 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 class Acceptance:
     """The calls that this gateway has accepted and that have not ended.
 
-    `longest_sequence` gives the most tokens that any worker has pages for; None: not known.
+    `longest_sequence` gives the most tokens that any decode worker of a model has pages for; None: there is none.
     """
 
     def __init__(
         self,
         *,
-        model_name: str,
-        limits: ModelLimits,
-        tokenizer: ModelTokenizer,
-        longest_sequence: Callable[[], int | None],
+        catalog: ModelCatalog,
+        longest_sequence: Callable[[str], int | None],
         max_request_s: float,
         id_suffix: str,
         seed: int | None,
         clock: Clock,
     ) -> None:
-        self._model_name = model_name
-        self._limits = limits
-        self._tokenizer = tokenizer
+        self._catalog = catalog
         self._longest_sequence = longest_sequence
         self._max_request_s = max_request_s
         self._id_suffix = id_suffix
@@ -74,12 +70,13 @@ class Acceptance:
         """Refuses every call from now on with `error`."""
         self._closed_by = error
 
-    def limits(self) -> ModelLimits:
+    def limits(self, model: ServedModel) -> ModelLimits:
         """The model's limits, or less where no worker in rotation has pages for so much."""
-        longest = self._longest_sequence() or self._limits.context_length_tokens
-        if longest >= self._limits.context_length_tokens:
-            return self._limits
-        return ModelLimits(self._limits.vocab_size, longest)
+        limits = model.limits
+        longest = self._longest_sequence(model.name) or limits.context_length_tokens
+        if longest >= limits.context_length_tokens:
+            return limits
+        return ModelLimits(limits.vocab_size, longest)
 
     async def wait_until_idle(self, *, timeout_s: float) -> bool:
         """Waits until no call is running. False: some still are after `timeout_s`."""
@@ -94,113 +91,187 @@ class Acceptance:
         """Validates and tokenizes. Raises InvalidRequest, NotFound, AlreadyExists or DeadlineExceeded."""
         self._check_open()
         arrived_s, arrived_unix_ns = self._clock.monotonic(), self._clock.unix_ns()
-        limits = self.limits()
+        model = self._catalog.resolve(call.model)
         deadline = Deadline.after(self._max_request_s, clock=self._clock)
         if call.deadline is not None:
             deadline = deadline.sooner(call.deadline)
         deadline.check()
-        self._check(call, limits)
-        prompts = await self._token_ids_of(call, limits)
-        samplings = self._complete_samplings(call, prompts, limits)
-        choices = [
-            StoredChoice(prompts[choice // call.num_choices], sampling) for choice, sampling in enumerate(samplings)
-        ]
+        self._check(call)
         stored = StoredCall(
             request_id=call.request_id or "",
-            choices=choices,
+            choices=await self._choices(call, model, self._first_seed(call)),
             operation=call.operation,
+            model=model.name,
             tenant=call.tenant,
             priority=call.priority,
             remaining_s=0.0,
             traceparent=call.traceparent,
         )
-        return self._begin(stored, deadline, arrived_s, arrived_unix_ns)
+        accepted = self._begin(stored, model, deadline, arrived_s, arrived_unix_ns)
+        self._allow_fallback(accepted, call)
+        return accepted
 
-    def adopt(self, stored: StoredCall) -> AcceptedCall:
+    def adopt(self, stored: StoredCall, call: Call | None = None) -> AcceptedCall:
         """Goes on with a call that a gateway accepted before; each answer continues after its emitted tokens.
 
-        Raises AlreadyExists while the call runs here, DeadlineExceeded, and InvalidRequest where the stored call does
-        not fit this model: it may come from a store that anybody can write.
+        With `call`, the same as its client sent it again, it may fall back as if it was new; whoever gives it knows
+        that no client has a token. Raises AlreadyExists while the call runs here, DeadlineExceeded, and InvalidRequest
+        where the stored call does not fit its model: it may come from a store that anybody can write.
         """
         self._check_open()
+        model = self._catalog.resolve(stored.model)
         deadline = Deadline.after(min(stored.remaining_s, self._max_request_s), clock=self._clock)
         deadline.check()
         check_name(stored.request_id, field_name="request_id")
         if not stored.choices:
             raise InvalidRequest("the stored call has no answer", field="choices")
         for choice in stored.choices:
-            _check_stored(choice, self._limits)
-        return self._begin(stored, deadline, self._clock.monotonic(), self._clock.unix_ns())
+            _check_stored(choice, model.limits)
+        accepted = self._begin(stored, model, deadline, self._clock.monotonic(), self._clock.unix_ns())
+        if call is not None:
+            self._allow_fallback(accepted, call)
+        return accepted
 
-    def _begin(self, stored: StoredCall, deadline: Deadline, arrived_s: float, arrived_unix_ns: int) -> AcceptedCall:
-        """Takes the call's id, and names its answers towards workers as no answer was named before."""
-        request_id = self._take_id(stored.request_id)
-        span = self._start_span(stored, request_id, arrived_unix_ns)
-        totals = Totals()
-        self._num_calls += 1
-        worker_id = f"{request_id}.{self._id_suffix}{self._num_calls:x}"
-        generations = [
-            Generation(
-                request_id=f"{worker_id}.{number}",
-                choice=number,
-                prompt_token_ids=choice.prompt_token_ids,
-                sampling=choice.sampling,
-                priority=stored.priority,
-                tenant=stored.tenant,
-                deadline=deadline,
-                span=span,
-                totals=totals,
-                arrived_s=arrived_s,
-                arrived_unix_ns=arrived_unix_ns,
-                emitted_token_ids=choice.emitted_token_ids,
+    async def fall_back(self, accepted: AcceptedCall) -> list[Generation] | None:
+        """The call's answers as another of its models would generate them: the next one that has a worker and can.
+
+        None: there is none. Raises what calls are refused with, if they are.
+
+        A call can be answered by a model if it passes all checks anew, for that model's context, vocabulary and chat
+        template. Token ids that the client gave, as a prompt or to stop at or in a bias, are taken over only where both
+        models have the same tokenizer. Seed, deadline and time of arrival stay.
+        """
+        self._check_open()
+        call, asked = accepted.call, self._catalog[accepted.model]
+        assert call is not None
+        while accepted.fallbacks:
+            name, *others = accepted.fallbacks
+            accepted.fallbacks = tuple(others)
+            model = self._catalog[name]
+            if self._longest_sequence(name) is None:
+                continue
+            if _has_token_ids(call) and model.tokenizer_fingerprint != asked.tokenizer_fingerprint:
+                continue
+            first = accepted.generations[0]
+            try:
+                choices = await self._choices(call, model, first.sampling.seed)
+            except InvalidRequest:
+                continue
+            return self._generations(
+                choices,
+                model,
+                request_id=accepted.request_id,
+                priority=first.priority,
+                tenant=first.tenant,
+                deadline=first.deadline,
+                span=first.span,
+                arrived_s=first.arrived_s,
+                arrived_unix_ns=first.arrived_unix_ns,
             )
-            for number, choice in enumerate(stored.choices)
-        ]
+        return None
+
+    def _allow_fallback(self, accepted: AcceptedCall, call: Call) -> None:
+        """Notes which models may stand in for the call's own, if it allows any."""
+        if call.allow_fallback and not accepted.fallback:
+            allowed = call.allowed_models
+            names = self._catalog[accepted.model].fallbacks
+            accepted.fallbacks = tuple(name for name in names if allowed is None or name in allowed)
+            accepted.call = call
+
+    def _begin(
+        self, stored: StoredCall, model: ServedModel, deadline: Deadline, arrived_s: float, arrived_unix_ns: int
+    ) -> AcceptedCall:
+        """Takes the call's id and starts its span."""
+        request_id = self._take_id(stored.request_id)
+        span = self._start_span(stored, model, request_id, arrived_unix_ns)
+        generations = self._generations(
+            stored.choices,
+            model,
+            request_id=request_id,
+            priority=stored.priority,
+            tenant=stored.tenant,
+            deadline=deadline,
+            span=span,
+            arrived_s=arrived_s,
+            arrived_unix_ns=arrived_unix_ns,
+        )
         return AcceptedCall(
             generations,
             request_id=request_id,
             operation=stored.operation,
+            model=model.name,
+            fallback=stored.fallback,
             span=span,
             close=lambda: self._give_back_id(request_id),
         )
+
+    def _generations(
+        self, choices: Sequence[StoredChoice], model: ServedModel, *, request_id: str, **shared: Any
+    ) -> list[Generation]:
+        """One for each choice, named towards workers as no answer was named before."""
+        totals = Totals(waiting_since_s=self._clock.monotonic())
+        self._num_calls += 1
+        worker_id = f"{request_id}.{self._id_suffix}{self._num_calls:x}"
+        return [
+            Generation(
+                request_id=f"{worker_id}.{number}",
+                choice=number,
+                model=model.name,
+                eos_token_ids=model.eos_token_ids,
+                prompt_token_ids=choice.prompt_token_ids,
+                sampling=choice.sampling,
+                totals=totals,
+                emitted_token_ids=choice.emitted_token_ids,
+                **shared,
+            )
+            for number, choice in enumerate(choices)
+        ]
 
     def _check_open(self) -> None:
         if self._closed_by is not None:
             raise self._closed_by
 
-    def _check(self, call: Call, limits: ModelLimits) -> None:
-        check_model_name(call.model, self._model_name)
+    def _check(self, call: Call) -> None:
+        """What does not depend on the model."""
         if call.request_id is not None:
             check_name(call.request_id, field_name="request_id")
         if call.tenant:
             check_name(call.tenant, field_name="tenant")
         check_priority(call.priority)
         check_num_choices(call.num_choices, num_prompts=max(1, len(call.prompts)))
-        check_sampling(call.sampling, limits, prefix=call.field_prefix)
 
-    async def _token_ids_of(self, call: Call, limits: ModelLimits) -> list[Sequence[int]]:
+    async def _choices(self, call: Call, model: ServedModel, first_seed: int) -> list[StoredChoice]:
+        """Prompt and sampling of every answer, checked for this model."""
+        limits = self.limits(model)
+        check_sampling(call.sampling, limits, prefix=call.field_prefix)
+        prompts = await self._token_ids_of(call, model, limits)
+        samplings = self._complete_samplings(call, prompts, limits, first_seed)
+        return [
+            StoredChoice(prompts[choice // call.num_choices], sampling) for choice, sampling in enumerate(samplings)
+        ]
+
+    async def _token_ids_of(self, call: Call, model: ServedModel, limits: ModelLimits) -> list[Sequence[int]]:
         """Token ids of each prompt, checked."""
-        max_chars = limits.context_length_tokens * self._tokenizer.longest_token_chars
+        max_chars = limits.context_length_tokens * model.tokenizer.longest_token_chars
         if call.messages is not None:
             messages = check_messages(call.messages, max_chars=max_chars)
-            prompts: list[Sequence[int]] = [await self._tokenizer.encode_chat(messages)]
+            prompts: list[Sequence[int]] = [await model.tokenizer.encode_chat(messages)]
         else:
-            prompts = [await self._encode_prompt(prompt, max_chars, call.prompt_field) for prompt in call.prompts]
+            prompts = [await _encode(prompt, model, max_chars, call.prompt_field) for prompt in call.prompts]
         for token_ids in prompts:
             check_prompt_token_ids(token_ids, limits, field_name=call.prompt_field)
         return prompts
 
-    async def _encode_prompt(self, prompt: str | Sequence[int], max_chars: int, field_name: str) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        check_text(prompt, field_name=field_name, max_chars=max_chars)
-        return await self._tokenizer.encode(prompt)
+    def _first_seed(self, call: Call) -> int:
+        """The seed of the first answer, from which those of the others follow."""
+        if call.sampling.seed is not None:
+            return call.sampling.seed
+        return _key_seed(call.tenant, call.idempotency_key) if call.idempotency_key else self._draw_seed()
 
-    def _complete_samplings(self, call: Call, prompts: Sequence[Sequence[int]], limits: ModelLimits) -> list[Sampling]:
+    def _complete_samplings(
+        self, call: Call, prompts: Sequence[Sequence[int]], limits: ModelLimits, first_seed: int
+    ) -> list[Sampling]:
         """Sampling of every answer: for each prompt, its choices with seeds derived from the call's."""
-        first_seed = call.sampling.seed
-        if first_seed is None:
-            first_seed = _key_seed(call.tenant, call.idempotency_key) if call.idempotency_key else self._draw_seed()
         return [
             complete_sampling(
                 call.sampling,
@@ -226,7 +297,7 @@ class Acceptance:
         if not self._active_ids:
             self._is_idle.set()
 
-    def _start_span(self, stored: StoredCall, request_id: str, arrived_unix_ns: int) -> Span:
+    def _start_span(self, stored: StoredCall, model: ServedModel, request_id: str, arrived_unix_ns: int) -> Span:
         parent = telemetry.extract(stored.traceparent) if stored.traceparent else None
         span = telemetry.start_span("request", parent, start_unix_ns=arrived_unix_ns)
         if span.is_recording():
@@ -235,7 +306,8 @@ class Acceptance:
                 {
                     "gen_ai.operation.name": stored.operation,
                     "gen_ai.provider.name": "tandem",
-                    "gen_ai.request.model": self._model_name,
+                    "gen_ai.request.model": model.name,
+                    "gen_ai.response.model": model.name,
                     "gen_ai.request.id": request_id,
                     "gen_ai.request.choice.count": len(stored.choices),
                     "gen_ai.request.temperature": sampling.temperature,
@@ -243,6 +315,19 @@ class Acceptance:
                 }
             )
         return span
+
+
+async def _encode(prompt: str | Sequence[int], model: ServedModel, max_chars: int, field_name: str) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    check_text(prompt, field_name=field_name, max_chars=max_chars)
+    return await model.tokenizer.encode(prompt)
+
+
+def _has_token_ids(call: Call) -> bool:
+    """Whether the client itself wrote token ids, which mean something only to the tokenizer that it had in mind."""
+    has_prompt_ids = call.messages is None and not all(isinstance(prompt, str) for prompt in call.prompts)
+    return has_prompt_ids or bool(call.sampling.stop_token_ids) or bool(call.sampling.logit_bias)
 
 
 def _check_stored(choice: StoredChoice, limits: ModelLimits) -> None:

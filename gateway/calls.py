@@ -3,7 +3,7 @@
 Plain data. Knows neither how an API spells it nor how it is done.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,9 @@ class Call(msgspec.Struct, kw_only=True):
 
     Either `messages` or `prompts` is given; a prompt is a text or token ids. `field_prefix` begins the names of
     sampling fields in errors. `deadline` None: the server's maximum. `traceparent` is the client's, or empty.
-    `idempotency_key` is the client's, or empty; it stands in for a seed that was not given.
+    `idempotency_key` is the client's, or empty; it stands in for a seed that was not given. `allow_fallback`: whether
+    another model may answer where this one cannot; None: not said, which is no unless whoever knows the tenant says
+    otherwise. `allowed_models` are the names of those that the tenant may use; None: all.
     """
 
     operation: str
@@ -40,16 +42,21 @@ class Call(msgspec.Struct, kw_only=True):
     idempotency_key: str = ""
     field_prefix: str = ""
     prompt_field: str = "prompt"
+    allow_fallback: bool | None = None
+    allowed_models: Set[str] | None = None
 
 
 class Generation(msgspec.Struct, frozen=True):
     """One answer to be generated: checked, tokenized, with a seed. `choice` numbers the answers of its call.
 
-    `emitted_token_ids` are the tokens that the answer has already; it goes on after them.
+    `emitted_token_ids` are the tokens that the answer has already; it goes on after them. `model` is the name of the
+    model that generates it, `eos_token_ids` are that one's ends of sequence.
     """
 
     request_id: str
     choice: int
+    model: str
+    eos_token_ids: Sequence[int]
     prompt_token_ids: Sequence[int]
     sampling: Sampling
     priority: int
@@ -71,11 +78,18 @@ class StoredChoice(msgspec.Struct, frozen=True):
 
 
 class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
-    """An accepted call as data, to be gone on with by another gateway. `remaining_s` is until its deadline."""
+    """An accepted call as data, to be gone on with by another gateway. `remaining_s` is until its deadline.
+
+    `model` is the name of the model that answers; empty: the only one. `fallback` says in whose place and why, as in
+    `AcceptedCall`. `is_settled`: it stays with this model.
+    """
 
     request_id: str
     choices: list[StoredChoice]
     operation: str
+    model: str = ""
+    fallback: str = ""
+    is_settled: bool = True
     tenant: str = ""
     priority: int = 0
     remaining_s: float
@@ -84,10 +98,15 @@ class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Totals:
-    """What the answers of one call add up to."""
+    """What the answers of one call add up to. `placed` numbers those that workers have taken and still have.
+
+    `waiting_since_s`: since when it is none of them, in seconds of the monotonic clock.
+    """
 
     completion_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
+    placed: set[int] = field(default_factory=set)
+    waiting_since_s: float = 0.0
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -114,7 +133,12 @@ class Delta(msgspec.Struct):
 
 
 class AcceptedCall:
-    """A call that passed all checks; its id is taken until its `with` block is left."""
+    """A call that passed all checks; its id is taken until its `with` block is left.
+
+    `model` is the name of the model that its answers come from, `fallback` says in whose place and why, such as
+    `large -> small; reason=overloaded`, or is empty. `fallbacks` are names of models that may be tried yet, with
+    `call` as it came; `gateway.fallback` does that, before the first token.
+    """
 
     def __init__(
         self,
@@ -122,12 +146,18 @@ class AcceptedCall:
         *,
         request_id: str,
         operation: str,
+        model: str,
+        fallback: str = "",
         span: Span,
         close: Callable[[], None],
     ) -> None:
         self.generations = generations
         self.request_id = request_id
         self.operation = operation
+        self.model = model
+        self.fallback = fallback
+        self.fallbacks: tuple[str, ...] = ()
+        self.call: Call | None = None
         self.span = span
         self._close = close
 
@@ -141,11 +171,21 @@ class AcceptedCall:
                 for generation in self.generations
             ],
             operation=self.operation,
+            model=self.model,
+            fallback=self.fallback,
+            is_settled=not self.fallbacks,
             tenant=first.tenant,
             priority=first.priority,
             remaining_s=first.deadline.remaining_s(),
             traceparent=telemetry.inject(self.span),
         )
+
+    def fall_back(self, generations: list[Generation], fallback: str) -> None:
+        """The answers come from another model; none of the earlier generations has given a token."""
+        self.generations = generations
+        self.model = generations[0].model
+        self.fallback = fallback
+        self.span.set_attributes({"gen_ai.response.model": self.model, "tandem.fallback": fallback})
 
     def __enter__(self) -> "AcceptedCall":
         return self

@@ -34,19 +34,22 @@ class Candidates:
         """Decode workers that can hold the whole sequence; those that have failed it come last."""
         generation = request.generation
         num_tokens = len(generation.prompt_token_ids) + generation.sampling.max_tokens
-        fitting = [view for view in self._topology.decode_views() if view.max_sequence_tokens >= num_tokens]
+        fitting = [
+            view for view in self._topology.decode_views(generation.model) if view.max_sequence_tokens >= num_tokens
+        ]
         self._num_decisions += 1
         ordered = self._route(self._usable(fitting), self._num_decisions)
         paired = {decode for _, decode in request.avoided_pairs}
         if request.avoided or paired:
             ordered.sort(key=lambda view: (view.incarnation in request.avoided, view.incarnation in paired))
         if self._breakers.num_open:
-            ordered.sort(key=self._has_no_way_to)
+            ordered.sort(key=lambda view: self._has_no_way_to(generation.model, view))
         return ordered
 
     def prefill_workers(self, request: RunningRequest, decode: Peer) -> list[PrefillSession]:
         """Prefill workers for an attempt there: first the one that may still have the prompt's pages."""
-        views = self._with_way(self._usable(self._topology.prefill_views(decode=decode)), decode.worker_id)
+        fitting = self._topology.prefill_views(request.generation.model, decode=decode)
+        views = self._with_way(self._usable(fitting), decode.worker_id)
         ordered = self._route(views, self._num_decisions)
         sessions = [self._topology.prefill_session(view.worker_id) for view in ordered]
         sessions.sort(key=lambda session: _reluctance(request, session.peer, decode))
@@ -120,10 +123,10 @@ class Candidates:
         usable = {prefill_id for prefill_id, _ in self._breakers.usable(pairs, self._clock.monotonic())}
         return [view for view in views if view.worker_id in usable]
 
-    def _has_no_way_to(self, decode: WorkerView) -> bool:
+    def _has_no_way_to(self, model: str, decode: WorkerView) -> bool:
         """Whether every prefill worker's way there is cut."""
         peer = self._topology.decode_session(decode.worker_id).peer
-        pairs = [(view.worker_id, decode.worker_id) for view in self._topology.prefill_views(decode=peer)]
+        pairs = [(view.worker_id, decode.worker_id) for view in self._topology.prefill_views(model, decode=peer)]
         return bool(pairs) and all(self._breakers.is_open(pair) for pair in pairs)
 
 

@@ -5,19 +5,25 @@ from pathlib import Path
 
 from services.cluster.keys import CLUSTER_NAME_PATTERN
 from services.runtime.config import choice, flag, integer, number, option, path, text, url
+from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.scheduling.routing import POLICIES
 
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """Serves the gRPC API and the OpenAI-compatible HTTP API of one model."""
+    """Serves the gRPC API and the OpenAI-compatible HTTP API of one model or several."""
 
-    model: Path = option(path(), help="Model folder: config.json, tokenizer.json and chat template are read.")
+    model: Path | None = option(
+        path(), default=None, help="Model folder: config.json, tokenizer.json and chat template are read."
+    )
     model_name: str | None = option(
         text(pattern=r"\S{1,256}", rule="1 to 256 characters without spaces"),
         default=None,
         help="Name of the model in requests; the folder's name if not given.",
+    )
+    models: Path | None = option(
+        path(), default=None, help="TOML file of several models, instead of --model and --model-name."
     )
     http_host: str = option(text(), default="127.0.0.1", help="Address of the HTTP API; 0.0.0.0 means all.")
     http_port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
@@ -68,3 +74,9 @@ class GatewayConfig:
     )
     reflection: bool = option(flag(), default=True, help="Serve gRPC reflection.")
     log_level: str = option(choice(*LEVELS), default="info", help="Least level of log records.")
+
+    def __post_init__(self) -> None:
+        if self.models is not None and (self.model is not None or self.model_name is not None):
+            raise ConfigError("--models and --model or --model-name are both given; the models are one of them")
+        if self.models is None and self.model is None:
+            raise ConfigError("neither --model (TANDEM_MODEL) nor --models (TANDEM_MODELS) is given; one is needed")

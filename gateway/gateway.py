@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator
 from typing import cast
 
 from gateway.admission import AdmissionQueue
+from gateway.catalog import load_catalog
+from gateway.catalog_file import ModelEntry, read_models_file
 from gateway.config import GatewayConfig
 from gateway.grpc_api import SERVICE_NAMES, ClusterService, InferenceService, register
 from gateway.http_api import HttpApi
@@ -14,10 +16,7 @@ from gateway.http_server import HttpServer
 from gateway.journals import Journals
 from gateway.lifecycle import Policies, Requests
 from gateway.metrics import Metrics
-from gateway.model_files import read_model_files
-from gateway.tokenization import ModelTokenizer
 from gateway.topology import Topology
-from gateway.validation import ModelLimits
 from services.cluster.journal import JournalStore
 from services.cluster.placement import PlacementStore, PlacementWriter
 from services.cluster.quarantine import Quarantine
@@ -37,13 +36,15 @@ logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """Everything that one process serves. Raises ModelError if the model folder cannot be used.
+    """Everything that one process serves. Raises ModelError if a model folder cannot be used, ConfigError for the
+    models file.
 
     To be made on the event loop that runs it.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
-        files = read_model_files(config.model)
+        entries = _entries(config)
+        catalog = load_catalog(entries)
         self.incarnation = new_incarnation()
         self.http_port = 0
         self.grpc_port = 0
@@ -51,17 +52,19 @@ class Gateway:
         self._store = Store(config.redis, cluster=config.cluster)
         self._placements = PlacementWriter(PlacementStore(self._store))
         self._quarantine = Quarantine(self._store)
-        tokenizer = ModelTokenizer(files)
         metrics = self.metrics = Metrics()
-        queue = AdmissionQueue(config.max_queued_requests)
-        self.topology = Topology(gateway_incarnation=self.incarnation, on_change=queue.poke)
+        # Each model has its own, or a full one would hold up the others.
+        queues = {model.name: AdmissionQueue(config.max_queued_requests) for model in catalog}
+
+        def poke_all() -> None:
+            for queue in queues.values():
+                queue.poke()
+
+        self.topology = Topology(gateway_incarnation=self.incarnation, on_change=poke_all)
         self.requests = Requests(
-            model_name=config.model_name or config.model.resolve().name,
-            limits=ModelLimits(files.vocab_size, files.context_length_tokens),
-            eos_token_ids=files.eos_token_ids,
-            tokenizer=tokenizer,
+            catalog=catalog,
             topology=self.topology,
-            queue=queue,
+            queues=queues,
             policies=_policies(config),
             placements=self._placements,
             metrics=metrics,
@@ -74,7 +77,6 @@ class Gateway:
             self.requests,
             journals=self._journals,
             topology=self.topology,
-            tokenizer=tokenizer,
             metrics=metrics,
             is_ready=self.is_ready,
         )
@@ -82,16 +84,24 @@ class Gateway:
         self._grpc = rpc.make_server(SERVICE_NAMES, profile=rpc.PUBLIC, with_reflection=config.reflection)
         register(
             self._grpc,
-            InferenceService(self.requests, tokenizer, self._journals),
+            InferenceService(self.requests, self._journals),
             ClusterService(self.requests, self.topology),
         )
+        self._min_prefill = {
+            entry.name: config.min_prefill if entry.num_prefill is None else min(config.min_prefill, entry.num_prefill)
+            for entry in entries
+        }
         self._watch: asyncio.Task[None] | None = None
         self._is_leaving = False
 
     def is_ready(self) -> bool:
-        """Whether enough workers are connected and the gateway is not leaving."""
-        has_prefill = self.topology.num_ready("prefill") >= self._config.min_prefill
-        return not self._is_leaving and has_prefill and self.topology.num_ready("decode") >= self._config.min_decode
+        """Whether every model has enough workers and the gateway is not leaving."""
+        return not self._is_leaving and all(map(self._has_workers, self._min_prefill))
+
+    def _has_workers(self, model: str) -> bool:
+        if self.topology.num_ready("decode", model) < self._config.min_decode:
+            return False
+        return self.topology.num_ready("prefill", model) >= self._min_prefill[model]
 
     async def start(self) -> None:
         """Listens and begins to look for workers. Raises ConfigError where an address cannot be had."""
@@ -136,6 +146,14 @@ class Gateway:
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
                 self.topology.take_membership(membership.workers)
+
+
+def _entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:
+    """The models file's, or the one model that the other two flags describe."""
+    if config.models is not None:
+        return read_models_file(config.models)
+    assert config.model is not None
+    return (ModelEntry(config.model_name or config.model.resolve().name, config.model),)
 
 
 def _policies(config: GatewayConfig) -> Policies:

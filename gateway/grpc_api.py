@@ -12,18 +12,20 @@ from typing import Any
 import grpc
 
 from gateway.calls import Call, Delta, Usage
+from gateway.catalog import header_value
+from gateway.fallback import begun
 from gateway.journal import digest_of
 from gateway.journals import Ask, Journals, ask_for, ask_to_resume
 from gateway.lifecycle import Requests
 from gateway.sessions import TokenLogprobs
-from gateway.tokenization import LONG_TEXT_CHARS, ModelTokenizer
+from gateway.tokenization import LONG_TEXT_CHARS
 from gateway.topology import Member, Topology
 from gateway.validation import (
     GRPC_PREFIX,
     MAX_BODY_BYTES,
     AskedSampling,
     check_idempotency_key,
-    check_model_name,
+    check_permission,
     check_text,
     check_token_ids,
 )
@@ -35,6 +37,9 @@ SERVICE_NAMES = ("tandem.v1.Inference", "tandem.v1.Cluster")
 WATCH_INTERVAL_S = 0.5
 MAX_DEADLINE_S = 24 * 3600.0
 """The gateway's own maximum applies on top of it."""
+
+ALLOW_FALLBACK = "x-allow-fallback"
+"""Metadata: `true` or `false`."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -51,10 +56,9 @@ _REASONS = {"stop": inference_pb2.FINISH_REASON_STOP, "length": inference_pb2.FI
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Text generation and tokenization."""
 
-    def __init__(self, requests: Requests, tokenizer: ModelTokenizer, journals: Journals) -> None:
+    def __init__(self, requests: Requests, journals: Journals) -> None:
         self._requests = requests
         self._journals = journals
-        self._tokenizer = tokenizer
         self._created_unix_s = int(time.time())
 
     async def Generate(
@@ -76,7 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             next_index=request.next_index,
             remaining_s=deadline.remaining_s(),
         )
-        async with contextlib.aclosing(self._named(ask)) as responses:
+        async with contextlib.aclosing(self._named(ask, context)) as responses:
             async for response in responses:
                 yield response
 
@@ -102,18 +106,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         call = _call(request, context)
         ask = _ask(call, request, context)
         if ask is not None:
-            async with contextlib.aclosing(self._named(ask)) as responses:
+            async with contextlib.aclosing(self._named(ask, context)) as responses:
                 async for response in responses:
                     yield response
             return
         with await self._requests.accept(call) as accepted:
-            async with contextlib.aclosing(self._requests.run(accepted.generations[0])) as deltas:
-                async for delta in deltas:
-                    yield _response(accepted.request_id, delta)
+            async with begun(self._requests, accepted, accepted.generations) as (stream,):
+                await _send_model(context, accepted.model, accepted.fallback)
+                async with contextlib.aclosing(stream) as deltas:
+                    async for delta in deltas:
+                        yield _response(accepted.request_id, delta)
 
-    async def _named(self, ask: Ask) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    async def _named(self, ask: Ask, context: Context) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """What the client does not have of a named answer. What ends it comes in one message: all of it or nothing."""
         async with self._journals.attach(ask) as reader, contextlib.aclosing(reader.parts()) as parts:
+            await _send_model(context, reader.model, reader.fallback)
             last_text = ""
             async for part in parts:
                 delta = part.delta
@@ -126,37 +133,41 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """The one model that this gateway serves."""
-        limits = self._requests.limits()
-        model = inference_pb2.Model(
-            name=self._requests.model_name,
-            context_length_tokens=limits.context_length_tokens,
-            vocab_size=limits.vocab_size,
-            created_unix_s=self._created_unix_s,
-        )
-        return inference_pb2.ListModelsResponse(models=[model])
+        """The models that this gateway serves, under each of their names."""
+        models = []
+        for name, model in sorted(self._requests.catalog.names()):
+            limits = self._requests.limits(model)
+            models.append(
+                inference_pb2.Model(
+                    name=name,
+                    context_length_tokens=limits.context_length_tokens,
+                    vocab_size=limits.vocab_size,
+                    created_unix_s=self._created_unix_s,
+                )
+            )
+        return inference_pb2.ListModelsResponse(models=models)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a text."""
-        check_model_name(request.model, self._requests.model_name)
+        tokenizer = self._requests.catalog.resolve(request.model).tokenizer
         check_text(request.text, field_name="text", max_chars=MAX_BODY_BYTES)
-        token_ids = await self._tokenizer.encode(request.text, add_special_tokens=not request.without_special_tokens)
+        token_ids = await tokenizer.encode(request.text, add_special_tokens=not request.without_special_tokens)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """Text of token ids."""
-        check_model_name(request.model, self._requests.model_name)
+        model = self._requests.catalog.resolve(request.model)
         token_ids = list(request.token_ids)
-        check_token_ids(token_ids, self._requests.limits(), field_name="token_ids")
+        check_token_ids(token_ids, model.limits, field_name="token_ids")
         skips_special = not request.with_special_tokens
         if len(token_ids) <= LONG_TEXT_CHARS:
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=skips_special)
+            text = model.tokenizer.decode(token_ids, skip_special_tokens=skips_special)
         else:
-            text = await asyncio.to_thread(self._tokenizer.decode, token_ids, skip_special_tokens=skips_special)
+            text = await asyncio.to_thread(model.tokenizer.decode, token_ids, skip_special_tokens=skips_special)
         return inference_pb2.DetokenizeResponse(text=text)
 
 
@@ -201,6 +212,7 @@ def register(server: rpc.RpcServer, inference: InferenceService, cluster: Cluste
 
 
 def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
+    allows_fallback = _metadata(context, ALLOW_FALLBACK)
     return Call(
         operation="text_completion",
         model=request.model,
@@ -211,6 +223,9 @@ def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
         tenant=request.tenant,
         deadline=rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S),
         traceparent=_metadata(context, "traceparent") or "",
+        allow_fallback=None
+        if allows_fallback is None
+        else check_permission(allows_fallback, field_name=ALLOW_FALLBACK),
         field_prefix=GRPC_PREFIX,
         prompt_field="token_ids" if request.WhichOneof("prompt") == "token_ids" else "text",
     )
@@ -254,6 +269,14 @@ def _sampling(params: inference_pb2.SamplingParams) -> AskedSampling:
 
 
 _OPTIONAL_FIELDS: tuple[Any, ...] = ("max_tokens", "temperature", "top_p", "seed", "repetition_penalty", "logprobs")
+
+
+async def _send_model(context: Context, model: str, fallback: str) -> None:
+    """Says before the first message which model answers, and in whose place."""
+    said = [("x-tandem-model", header_value(model))]
+    if fallback:
+        said.append(("x-tandem-fallback", header_value(fallback)))
+    await context.send_initial_metadata(tuple(said))
 
 
 def _metadata(context: Context, name: str) -> str | None:

@@ -22,6 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.calls import AcceptedCall, Call, Delta, Generation, Usage
+from gateway.catalog import ServedModel, header_value
+from gateway.fallback import Stream, begun
 from gateway.fan_out import all_of, merged
 from gateway.http_server import connection_of
 from gateway.journal import digest_of
@@ -44,11 +46,10 @@ from gateway.openai_types import (
     with_event_id,
 )
 from gateway.sessions import TokenLogprobs
-from gateway.tokenization import ModelTokenizer
 from gateway.topology import Member, Topology
-from gateway.validation import MAX_BODY_BYTES, MAX_BODY_READ_S, check_idempotency_key
+from gateway.validation import MAX_BODY_BYTES, MAX_BODY_READ_S, check_idempotency_key, check_permission
 from services.runtime import status
-from services.runtime.errors import InvalidRequest, NotFound, RequestCancelled, TandemError
+from services.runtime.errors import InvalidRequest, RequestCancelled, TandemError
 
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8 * 1024
@@ -82,14 +83,12 @@ class HttpApi:
         *,
         journals: Journals,
         topology: Topology,
-        tokenizer: ModelTokenizer,
         metrics: Metrics,
         is_ready: Callable[[], bool],
     ) -> None:
         self._requests = requests
         self._journals = journals
         self._topology = topology
-        self._tokenizer = tokenizer
         self._metrics = metrics
         self._is_ready = is_ready
         self._created_unix_s = int(time.time())
@@ -132,6 +131,7 @@ class HttpApi:
         call = request.call()
         call.request_id = exchange.header(b"x-request-id") or None
         call.traceparent = exchange.header(b"traceparent")
+        _read_permission(exchange, call)
         ask = _ask(exchange, call, body, request, writer_type)
         if ignored:
             exchange.add_header(b"x-tandem-ignored", ",".join(ignored))
@@ -141,39 +141,45 @@ class HttpApi:
             return
         with await self._requests.accept(call) as accepted:
             exchange.add_header(b"x-request-id", accepted.request_id)
-            writer = self._writer(writer_type, request, accepted.request_id, int(time.time()))
             with exchange.cancelled_on_disconnect():
-                if request.stream:
-                    await self._stream(exchange, self._events(accepted, writer))
-                else:
-                    answers = await all_of([self._whole(generation) for generation in accepted.generations])
-                    await exchange.answer(200, writer.whole(answers))
+                async with begun(self._requests, accepted, accepted.generations) as streams:
+                    _add_model_headers(exchange, accepted.model, accepted.fallback)
+                    writer = self._writer(writer_type, request, accepted.request_id, int(time.time()), accepted.model)
+                    if request.stream:
+                        await self._stream(exchange, self._events(accepted, streams, writer))
+                    else:
+                        pairs = zip(accepted.generations, streams, strict=True)
+                        answers = await all_of([self._whole(generation, stream) for generation, stream in pairs])
+                        await exchange.answer(200, writer.whole(answers))
 
     async def _generate_named(self, exchange: "_Exchange", ask: Ask, request: Body, writer_type: type[Writer]) -> None:
         """The same for a request with a name, whose answer others may read too."""
         async with self._journals.attach(ask) as reader:
             exchange.add_header(b"x-request-id", reader.request_id)
-            writer = self._writer(writer_type, request, reader.request_id, reader.created_unix_s)
+            _add_model_headers(exchange, reader.model, reader.fallback)
+            writer = self._writer(writer_type, request, reader.request_id, reader.created_unix_s, reader.model)
             if request.stream:
                 await self._stream(exchange, _named_events(reader, writer))
             else:
                 await exchange.answer(200, writer.whole(await _wholes(reader)))
 
-    def _writer(self, writer_type: type[Writer], request: Body, request_id: str, created_unix_s: int) -> Writer:
+    def _writer(
+        self, writer_type: type[Writer], request: Body, request_id: str, created_unix_s: int, model: str
+    ) -> Writer:
         head = Head(
             request_id=request_id,
-            model=self._requests.model_name,
+            model=model,
             created_unix_s=created_unix_s,
             has_token_ids=bool(request.return_token_ids),
         )
-        return writer_type(self._tokenizer, head=head, stream_options=request.stream_options)
+        return writer_type(self._requests.catalog[model].tokenizer, head=head, stream_options=request.stream_options)
 
-    async def _whole(self, generation: Generation) -> Whole:
+    async def _whole(self, generation: Generation, stream: Stream) -> Whole:
         """One answer, complete."""
         token_ids: list[int] = []
         texts: list[str] = []
         logprobs: list[TokenLogprobs] | None = None
-        async with contextlib.aclosing(self._requests.run(generation)) as deltas:
+        async with contextlib.aclosing(stream) as deltas:
             async for delta in deltas:
                 token_ids += delta.token_ids
                 texts.append(delta.text)
@@ -191,12 +197,13 @@ class HttpApi:
             prompt_token_ids=generation.prompt_token_ids,
         )
 
-    async def _events(self, accepted: AcceptedCall, writer: Writer) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, accepted: AcceptedCall, streams: list[Stream], writer: Writer
+    ) -> AsyncGenerator[bytes, None]:
         """The events of all answers as they come."""
         tally = _UsageTally(accepted.generations)
         opened: set[int] = set()
-        runs = [self._requests.run(generation) for generation in accepted.generations]
-        async with contextlib.aclosing(merged(runs)) as parts:
+        async with contextlib.aclosing(merged(streams)) as parts:
             async for choice, delta in parts:
                 opening = b"" if choice in opened else writer.opening(choice)
                 opened.add(choice)
@@ -221,20 +228,22 @@ class HttpApi:
         await exchange.end_events()
 
     async def _list_models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
+        data = [self._model(name, model) for name, model in self._requests.catalog.names()]
+        return _json({"object": "list", "data": data})
 
     async def _show_model(self, request: Request) -> Response:
-        if request.path_params["name"] != self._requests.model_name:
-            raise NotFound("this model does not exist", field="model", code="model_not_found")
-        return _json(self._model())
+        name = request.path_params["name"]
+        return _json(self._model(name, self._requests.catalog.resolve(name)))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str, model: ServedModel) -> dict[str, Any]:
+        """A model under one of its names; `root` is its own."""
         return {
-            "id": self._requests.model_name,
+            "id": name,
             "object": "model",
             "created": self._created_unix_s,
             "owned_by": "tandem",
-            "max_model_len": self._requests.limits().context_length_tokens,
+            "root": model.name,
+            "max_model_len": self._requests.limits(model).context_length_tokens,
         }
 
     async def _show_health(self, request: Request) -> Response:
@@ -254,6 +263,19 @@ class HttpApi:
                 "requests": {"queued": self._requests.num_queued, "running": self._requests.num_running},
             }
         )
+
+
+def _read_permission(exchange: "_Exchange", call: Call) -> None:
+    """X-Allow-Fallback, for clients that cannot add a field to the body, which would count. Raises InvalidRequest."""
+    said = exchange.optional_header(b"x-allow-fallback")
+    if said is not None and call.allow_fallback is None:
+        call.allow_fallback = check_permission(said, field_name="X-Allow-Fallback")
+
+
+def _add_model_headers(exchange: "_Exchange", model: str, fallback: str) -> None:
+    exchange.add_header(b"x-tandem-model", header_value(model))
+    if fallback:
+        exchange.add_header(b"x-tandem-fallback", header_value(fallback))
 
 
 def _ask(exchange: "_Exchange", call: Call, body: bytes, request: Body, writer_type: type[Writer]) -> Ask | None:

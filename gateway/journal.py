@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -26,6 +26,10 @@ MAX_DELTA_TOKENS = 32
 TOKEN_COST_BYTES = 40
 LOGPROB_COST_BYTES = 160
 """What a token, and each log-probability of it, takes in memory, about."""
+
+
+MAX_FALLBACK_CHARS = 1024
+"""Of what is said of a fallback: two names of models and a reason are fewer."""
 
 
 class Shown(IntEnum):
@@ -205,6 +209,10 @@ class _CallDocument(msgspec.Struct, frozen=True):
     created_unix_s: int
     prompts: list[list[int]]
     choices: list[_ChoiceDocument]
+    model: str = ""
+    """Empty in what a gateway wrote that served only one: this one's, if it serves only one."""
+    fallback: Annotated[str, msgspec.Meta(max_length=MAX_FALLBACK_CHARS)] = ""
+    is_settled: bool = True
 
 
 class _EndDocument(msgspec.Struct, frozen=True, array_like=True):
@@ -228,7 +236,17 @@ def encode_call(call: StoredCall, *, created_unix_s: int) -> bytes:
             places[id(prompt)] = len(prompts)
             prompts.append(list(prompt))
         choices.append(_ChoiceDocument(places[id(prompt)], choice.sampling))
-    document = _CallDocument(call.operation, call.tenant, call.priority, created_unix_s, prompts, choices)
+    document = _CallDocument(
+        operation=call.operation,
+        tenant=call.tenant,
+        priority=call.priority,
+        created_unix_s=created_unix_s,
+        prompts=prompts,
+        choices=choices,
+        model=call.model,
+        fallback=call.fallback,
+        is_settled=call.is_settled,
+    )
     return msgspec.msgpack.encode(document)
 
 
@@ -243,6 +261,9 @@ def decode_call(packed: bytes, *, request_id: str) -> tuple[StoredCall, int] | N
         request_id=request_id,
         choices=choices,
         operation=document.operation,
+        model=document.model,
+        fallback=document.fallback,
+        is_settled=document.is_settled,
         tenant=document.tenant,
         priority=document.priority,
         remaining_s=0.0,

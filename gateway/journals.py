@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall, StoredChoice, Usage
+from gateway.fallback import begun
 from gateway.fan_out import merged
 from gateway.journal import (
     START,
@@ -180,6 +181,8 @@ class Journal:
     error: BaseException | None = None
     """What ended the last generation."""
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it is known which model answers, or that none does; no reader looks before."""
     readers: "set[asyncio.Event]" = field(default_factory=set)
     num_users: int = 0
     """Clients that are attached or about to be."""
@@ -228,6 +231,9 @@ class Reader:
         positions = ask.positions_in(len(journal.answers))
         self.request_id = journal.request_id
         self.created_unix_s = journal.created_unix_s
+        assert journal.call is not None
+        self.model = journal.generations[0].model
+        self.fallback = journal.call.fallback
         self.generations = journal.generations
         self.answers = journal.answers
         self.positions = positions
@@ -355,6 +361,7 @@ class Journals:
                 ask.check(journal)
                 if not journal.is_running and not journal.is_finished:
                     await self._begin(journal, ask)
+                await journal.settled.wait()
                 ask.check(journal)
             yield Reader(self._requests, journal, ask)
         finally:
@@ -392,8 +399,13 @@ class Journals:
         else:
             accepted = await self._accepted(journal, ask, ask.call)
         if accepted is None:
+            journal.settled.set()
             return
         journal.error, journal.is_stopping = None, False
+        if accepted.fallbacks:
+            journal.settled.clear()
+        else:
+            journal.settled.set()
         journal.task = task = asyncio.create_task(self._generate(journal, accepted), name="journal")
         self._tasks[task] = journal
         task.add_done_callback(functools.partial(self._forget_task, accepted))
@@ -480,12 +492,18 @@ class Journals:
         ]
         traceparent = "" if ask.call is None else ask.call.traceparent
         call = msgspec.structs.replace(journal.call, choices=choices, remaining_s=math.inf, traceparent=traceparent)
-        accepted = self._requests.adopt(call)
+        accepted = self._requests.adopt(call, self._call_to_settle(journal, ask))
         journal.generations = accepted.generations
         if not journal.is_finished:
             return accepted
         with accepted:
             return None
+
+    def _call_to_settle(self, journal: Journal, ask: Ask) -> Call | None:
+        """The call as its client sent it again, where it is open yet which model answers: no client has any token."""
+        assert journal.call is not None
+        is_open = not journal.call.is_settled and not any(answer.token_ids for answer in journal.answers)
+        return ask.call if is_open and not ask.is_continuation else None
 
     def _adopted_from(self, journal: Journal, held: Held, ask: Ask) -> AcceptedCall | None:
         """Takes the journal as it is held in Redis, and goes on with it. Raises _UnusableError: that is none."""
@@ -610,16 +628,37 @@ class Journals:
         ]
         try:
             with accepted:
-                async with contextlib.aclosing(merged([self._requests.run(each) for each in unfinished])) as parts:
-                    async for index, delta in parts:
-                        self._add(journal, unfinished[index].choice, delta)
+                async with begun(self._requests, accepted, unfinished) as streams:
+                    if not journal.settled.is_set():
+                        await self._settle(journal, accepted)
+                    async with contextlib.aclosing(merged(streams)) as parts:
+                        async for index, delta in parts:
+                            self._add(journal, unfinished[index].choice, delta)
         except Exception as error:  # noqa: BLE001 - the boundary: every reader raises it
             journal.error = error
         finally:
             journal.task = None
+            journal.settled.set()
             journal.wake()
             if not journal.num_users:
                 self._keep(journal)
+
+    async def _settle(self, journal: Journal, accepted: AcceptedCall) -> None:
+        """The call stays with the model that has begun to answer; Redis knows it before a client has a token.
+
+        So a gateway that goes on with it never lets another model answer. Without Redis it is written later.
+        """
+        stored = msgspec.structs.replace(accepted.to_stored(), is_settled=True)
+        record = journal.record
+        assert record is not None
+        journal.call = msgspec.structs.replace(stored, remaining_s=0.0, traceparent="")
+        journal.generations = accepted.generations
+        record.call = encode_call(stored, created_unix_s=journal.created_unix_s)
+        record.forget_written()
+        self._writer.post(record)
+        with contextlib.suppress(StoreUnavailable):
+            await self._writer.flush()
+        journal.settled.set()
 
     def _add(self, journal: Journal, choice: int, delta: Delta) -> None:
         answer = journal.answers[choice]
@@ -658,6 +697,7 @@ class Journals:
             # It was cancelled before its first step.
             with accepted:
                 journal.task = None
+            journal.settled.set()
             journal.wake()
             if not journal.num_users:
                 self._keep(journal)

@@ -11,7 +11,7 @@ away from a worker that is leaving.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,12 +21,12 @@ from gateway.answer_text import AnswerText
 from gateway.attempts import Attempt, CrowdedOut
 from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall
 from gateway.candidates import Candidates
+from gateway.catalog import ModelCatalog, ServedModel
 from gateway.metrics import Metrics
 from gateway.moves import Moves
 from gateway.recovery import QuarantineList, Recovery
 from gateway.running import RunningRequest
 from gateway.sessions import PrefillSession
-from gateway.tokenization import ModelTokenizer
 from gateway.topology import Topology
 from gateway.validation import ModelLimits
 from services.cluster.placement import Placement, State
@@ -79,12 +79,9 @@ class Requests:
     def __init__(
         self,
         *,
-        model_name: str,
-        limits: ModelLimits,
-        eos_token_ids: Sequence[int],
-        tokenizer: ModelTokenizer,
+        catalog: ModelCatalog,
         topology: Topology,
-        queue: AdmissionQueue,
+        queues: Mapping[str, AdmissionQueue],
         policies: Policies,
         placements: PlacementSink,
         metrics: Metrics,
@@ -93,12 +90,10 @@ class Requests:
         seed: int | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self.model_name = model_name
+        self.catalog = catalog
         self.num_running = 0
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._tokenizer = tokenizer
         self._topology = topology
-        self._queue = queue
+        self._queues = queues
         self._policies = policies
         self._placements = placements
         self._metrics = metrics
@@ -106,9 +101,7 @@ class Requests:
         self._gateway_incarnation = gateway_incarnation
         self._open: set[RunningRequest] = set()
         self._accepting = Acceptance(
-            model_name=model_name,
-            limits=limits,
-            tokenizer=tokenizer,
+            catalog=catalog,
             longest_sequence=topology.max_sequence_tokens,
             max_request_s=policies.max_request_s,
             id_suffix=gateway_incarnation[:8],
@@ -117,7 +110,6 @@ class Requests:
         )
         self._candidates = candidates = Candidates(topology, route=policies.route, clock=clock)
         self._recovery = Recovery(
-            model_name=model_name,
             max_attempts=policies.max_attempts,
             failover_wait_s=policies.failover_wait_s,
             topology=topology,
@@ -126,20 +118,18 @@ class Requests:
             metrics=metrics,
             clock=clock,
         )
-        self._moves = Moves(
-            topology=topology, candidates=candidates, eos_token_ids=self._eos_token_ids, metrics=metrics
-        )
+        self._moves = Moves(topology=topology, candidates=candidates, metrics=metrics)
         metrics.watch_requests(lambda: self.num_queued, lambda: self.num_running)
         metrics.watch_breakers(lambda: candidates.num_open_breakers)
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a place."""
-        return self._queue.num_waiting
+        return sum(queue.num_waiting for queue in self._queues.values())
 
-    def limits(self) -> ModelLimits:
+    def limits(self, model: ServedModel) -> ModelLimits:
         """The model's limits, or less where no worker in rotation has pages for so much."""
-        return self._accepting.limits()
+        return self._accepting.limits(model)
 
     async def accept(self, call: Call) -> AcceptedCall:
         """Validates and tokenizes. Raises InvalidRequest, NotFound, AlreadyExists or DeadlineExceeded.
@@ -150,13 +140,26 @@ class Requests:
         self._recovery.note_accepted()
         return accepted
 
-    def adopt(self, stored: StoredCall) -> AcceptedCall:
+    def adopt(self, stored: StoredCall, call: Call | None = None) -> AcceptedCall:
         """Goes on with a call that a gateway accepted before; each answer continues after its emitted tokens.
 
-        Raises AlreadyExists while the call runs here, DeadlineExceeded, and InvalidRequest where the stored call does
-        not fit this model: it may come from a store that anybody can write. Overloaded: the gateway is leaving.
+        With `call`, the same as its client sent it again, it may fall back as if it was new. Raises AlreadyExists while
+        the call runs here, DeadlineExceeded, and InvalidRequest where the stored call does not fit its model: it may
+        come from a store that anybody can write. Overloaded: the gateway is leaving.
         """
-        return self._accepting.adopt(stored)
+        return self._accepting.adopt(stored, call)
+
+    async def prepare_fallback(self, accepted: AcceptedCall) -> list[Generation] | None:
+        """The call's answers for the next of its models that can take them; None: there is none."""
+        return await self._accepting.fall_back(accepted)
+
+    def fallback_after_s(self, model: str) -> float:
+        """How long a call that may fall back waits for a worker of this model."""
+        return self.catalog[model].fallback_after_s
+
+    def note_fallback(self, asked: str, answering: str, reason: str) -> None:
+        """A call goes on with another model."""
+        self._metrics.fallbacks.labels(asked, answering, reason).inc()
 
     async def wait_until_idle(self, *, timeout_s: float) -> bool:
         """Waits until no call is running. False: some still are after `timeout_s`."""
@@ -168,7 +171,8 @@ class Requests:
 
     def end_all(self, error: TandemError) -> None:
         """Answers everything that runs or waits with `error`."""
-        self._queue.close(error)
+        for queue in self._queues.values():
+            queue.close(error)
         for request in self._open:
             request.fail(error)
 
@@ -186,7 +190,7 @@ class Requests:
                 yield request.last_delta()
                 return
             if not request.is_resumed:
-                self._check_any_worker()
+                self._check_any_worker(generation.model)
             while not request.is_finished:
                 try:
                     attempt = await self._place(request)
@@ -215,9 +219,9 @@ class Requests:
     def new_text(self, generation: Generation) -> AnswerText:
         """What turns the answer's tokens into text, from its first token on."""
         sampling = generation.sampling
-        ends = () if sampling.ignore_eos else self._eos_token_ids
+        ends = () if sampling.ignore_eos else generation.eos_token_ids
         return AnswerText(
-            self._tokenizer.detokenizer(),
+            self.catalog[generation.model].tokenizer.detokenizer(),
             stop_texts=sampling.stop,
             stop_token_ids=frozenset((*sampling.stop_token_ids, *ends)),
             min_tokens=sampling.min_tokens,
@@ -227,12 +231,13 @@ class Requests:
         """Finds workers, at once or after waiting in the queue. Raises Quarantined."""
         request.attempt = None
         self._recovery.check(request)
-        if not request.must_queue and (request.is_resumed or self._queue.num_waiting == 0):
+        queue = self._queues[request.generation.model]
+        if not request.must_queue and (request.is_resumed or queue.num_waiting == 0):
             attempt = await self._offer(request)
             if attempt is not None:
                 return attempt
         patience = self._patience(request)
-        with self._queue.enter(is_resumed=request.is_resumed) as place:
+        with queue.enter(is_resumed=request.is_resumed) as place:
             self._note(request, State.QUEUED)
             while await place.wait_for_turn(patience.remaining_s()):
                 attempt = await self._offer(request)
@@ -283,7 +288,7 @@ class Requests:
             num_prefill_workers=len(prefills),
         )
         decision = decide(prompt, local_prefill_max_tokens=self._policies.local_prefill_max_tokens)
-        request.attempt = request.new_attempt(decode, self._eos_token_ids)
+        request.attempt = request.new_attempt(decode)
         self._candidates.begin(request.attempt, prefills if decision.is_remote else [])
         return request.attempt, prefills, decision
 
@@ -301,8 +306,8 @@ class Requests:
             return generation.deadline.sooner(Deadline.after(policies.failover_wait_s, clock=self._clock))
         return generation.deadline.sooner(Deadline(generation.arrived_s + policies.max_queue_wait_s, self._clock))
 
-    def _check_any_worker(self) -> None:
-        if self._topology.num_ready("decode") == 0:
+    def _check_any_worker(self, model: str) -> None:
+        if self._topology.num_ready("decode", model) == 0:
             raise WorkerUnavailable("no decode worker is ready", retry_after_s=NO_WORKER_RETRY_S)
 
     def _note_placed(

@@ -46,6 +46,12 @@ class Metrics:
             ("outcome",),
             registry=registry,
         )
+        self.fallbacks = Counter(
+            "tandem_fallbacks",
+            "Calls that another model answers than the one asked for: overloaded, unavailable.",
+            ("asked", "answering", "reason"),
+            registry=registry,
+        )
         self._open_breakers = Gauge(
             "tandem_open_breakers", "Workers and pairs of workers that are avoided after errors.", registry=registry
         )

@@ -10,7 +10,6 @@ When the worker dies meanwhile, that is an ordinary failure, and the log has eve
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
 
 from gateway.attempts import Attempt, Giver, GiverFailed
 from gateway.candidates import Candidates
@@ -31,12 +30,9 @@ logger = logging.getLogger(__name__)
 class Moves:
     """All moves of one gateway."""
 
-    def __init__(
-        self, *, topology: Topology, candidates: Candidates, eos_token_ids: Sequence[int], metrics: Metrics
-    ) -> None:
+    def __init__(self, *, topology: Topology, candidates: Candidates, metrics: Metrics) -> None:
         self._topology = topology
         self._candidates = candidates
-        self._eos_token_ids = eos_token_ids
         self._metrics = metrics
         self._givers: dict[RunningRequest, str] = {}
         """Answers under way, and the incarnation of the worker they leave."""
@@ -99,7 +95,7 @@ class Moves:
             decode = self._topology.decode_session(view.worker_id)
         except WorkerUnavailable:
             return None
-        newer = request.new_attempt(decode, self._eos_token_ids, giver=Giver(older.decode, older.order.key))
+        newer = request.new_attempt(decode, giver=Giver(older.decode, older.order.key))
         try:
             await newer.admit(is_local_prefill=False)
             newer.take_over(older)

@@ -65,6 +65,7 @@ class _CommonFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     user: str | None = None
     cache_salt: str | None = None
+    allow_fallback: bool | None = None
 
 
 class CompletionRequest(_CommonFields, kw_only=True):
@@ -91,6 +92,7 @@ class CompletionRequest(_CommonFields, kw_only=True):
             sampling=sampling,
             num_choices=n,
             priority=0 if self.priority is None else self.priority,
+            allow_fallback=self.allow_fallback,
         )
 
 
@@ -118,6 +120,7 @@ class ChatRequest(_CommonFields, kw_only=True):
             sampling=_sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs()),
             num_choices=1 if self.n is None else self.n,
             priority=0 if self.priority is None else self.priority,
+            allow_fallback=self.allow_fallback,
             prompt_field="messages",
         )
 

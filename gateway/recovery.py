@@ -71,7 +71,6 @@ class Recovery:
     def __init__(
         self,
         *,
-        model_name: str,
         max_attempts: int,
         failover_wait_s: float,
         topology: Topology,
@@ -80,7 +79,6 @@ class Recovery:
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        self._model_name = model_name
         self._max_attempts = max_attempts
         self._failover_wait_s = failover_wait_s
         self._topology = topology
@@ -207,7 +205,7 @@ class Recovery:
         """The same for the same request, on every gateway; its seed, which is usually drawn, left out."""
         generation = request.generation
         sampling = msgspec.structs.replace(generation.sampling, seed=0)
-        named = (self._model_name, list(generation.prompt_token_ids), sampling)
+        named = (generation.model, list(generation.prompt_token_ids), sampling)
         return hashlib.sha256(msgspec.json.encode(named, order="sorted")).hexdigest()
 
 

@@ -92,7 +92,7 @@ class RunningRequest:
         """Whatever the request waits for from its workers fails now."""
         self.mailbox.fail(error)
 
-    def next_order(self, eos_token_ids: Sequence[int]) -> SequenceOrder:
+    def next_order(self) -> SequenceOrder:
         """What the next attempt's workers must know: prompt and everything the client has."""
         self.attempt_number += 1
         generation = self.generation
@@ -101,17 +101,14 @@ class RunningRequest:
             prompt_token_ids=generation.prompt_token_ids,
             emitted_token_ids=tuple(self.log.token_ids),
             sampling=generation.sampling,
-            eos_token_ids=() if generation.sampling.ignore_eos else eos_token_ids,
+            eos_token_ids=() if generation.sampling.ignore_eos else generation.eos_token_ids,
             deadline=generation.deadline,
             traceparent=telemetry.inject(generation.span),
         )
 
-    def new_attempt(
-        self, decode: DecodeSession, eos_token_ids: Sequence[int], *, giver: Giver | None = None
-    ) -> Attempt:
+    def new_attempt(self, decode: DecodeSession, *, giver: Giver | None = None) -> Attempt:
         """The next try, on this decode worker."""
-        order = self.next_order(eos_token_ids)
-        return Attempt(order, decode=decode, mailbox=self.mailbox, log=self.log, giver=giver)
+        return Attempt(self.next_order(), decode=decode, mailbox=self.mailbox, log=self.log, giver=giver)
 
     def note_failure(self, attempt: Attempt | None) -> None:
         """Counts a failed attempt, and learns whom to avoid and who still has the prompt's pages."""
@@ -143,6 +140,10 @@ class RunningRequest:
         """Frees what the current attempt holds."""
         if self.attempt is not None:
             self.attempt.close()
+        totals = self.generation.totals
+        if self.generation.choice in totals.placed:
+            totals.placed.discard(self.generation.choice)
+            totals.waiting_since_s = self._clock.monotonic()
 
     def count_as_running(self) -> int:
         """1 the first time, then 0."""
@@ -152,6 +153,7 @@ class RunningRequest:
     def note_placed(self, attempt: Attempt) -> None:
         """Workers took the attempt."""
         self.must_queue = False
+        self.generation.totals.placed.add(self.generation.choice)
         self.noted_state = State.ADMITTED
         self._num_cached_tokens = attempt.num_cached_tokens
         if not self._placed_s:

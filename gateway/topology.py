@@ -24,6 +24,7 @@ OWN_PAUSE_S = 1.0
 """If our own check comes this late, it was us who slept, and nobody is blamed for silence."""
 
 State = Literal["starting", "ready", "draining", "lost"]
+Role = Literal["prefill", "decode"]
 
 logger = logging.getLogger(__name__)
 
@@ -119,22 +120,23 @@ class Topology:
     def members(self) -> list[Member]:
         """All known workers in order of role and id."""
         members = [role.members[key] for _, role in sorted(self._roles.items()) for key in sorted(role.members)]
-        is_uniform = len({member.record.arithmetic for member in members if member.state == "ready"}) <= 1
+        ways: dict[str, set[str]] = {}
         for member in members:
-            member.is_exact = member.record.exact and is_uniform
+            if member.state == "ready":
+                ways.setdefault(member.record.model, set()).add(member.record.arithmetic)
+        for member in members:
+            member.is_exact = member.record.exact and len(ways.get(member.record.model, ())) <= 1
         return members
 
-    def prefill_views(self, *, decode: Peer | None = None) -> list[WorkerView]:
-        """Prefill workers in rotation; with `decode`, those whose pages fit it."""
+    def prefill_views(self, model: str, *, decode: Peer | None = None) -> list[WorkerView]:
+        """Prefill workers of a model in rotation; with `decode`, those whose pages fit it."""
         return [
-            _view(member)
-            for member in self._roles["prefill"].members.values()
-            if member.state == "ready" and (decode is None or self._fits(member, decode))
+            _view(member) for member in self._ready("prefill", model) if decode is None or self._fits(member, decode)
         ]
 
-    def decode_views(self) -> list[WorkerView]:
-        """Decode workers in rotation."""
-        return [_view(member) for member in self._roles["decode"].members.values() if member.state == "ready"]
+    def decode_views(self, model: str) -> list[WorkerView]:
+        """Decode workers of a model in rotation."""
+        return [_view(member) for member in self._ready("decode", model)]
 
     def prefill_session(self, worker_id: str) -> PrefillSession:
         """The session to a prefill worker. Raises WorkerUnavailable where there is none."""
@@ -148,9 +150,9 @@ class Topology:
         assert isinstance(session, DecodeSession)
         return session
 
-    def num_ready(self, role_name: Literal["prefill", "decode"]) -> int:
-        """Workers of the role in rotation."""
-        return sum(member.state == "ready" for member in self._roles[role_name].members.values())
+    def num_ready(self, role_name: Role, model: str | None = None) -> int:
+        """Workers of the role in rotation, of one model or of all."""
+        return sum(1 for _ in self._ready(role_name, model))
 
     def is_alive(self, incarnation: str) -> bool:
         """Whether there is a session to this very process now."""
@@ -168,14 +170,9 @@ class Topology:
         is_other = source is not None and worker_id != giver.worker_id
         return source is not None and is_other and self._fits(source, members[worker_id].session.peer)
 
-    def max_sequence_tokens(self) -> int | None:
-        """The longest sequence that any decode worker in rotation can hold; None while there is none."""
-        lengths = [
-            member.record.max_sequence_tokens
-            for member in self._roles["decode"].members.values()
-            if member.state == "ready"
-        ]
-        return max(lengths, default=None)
+    def max_sequence_tokens(self, model: str) -> int | None:
+        """The longest sequence that any decode worker of a model in rotation can hold; None while there is none."""
+        return max((member.record.max_sequence_tokens for member in self._ready("decode", model)), default=None)
 
     def exclude_pair(self, prefill: Peer, decode: Peer) -> None:
         """Takes a pair whose pages do not fit together out of rotation, for the life of both processes."""
@@ -272,6 +269,12 @@ class Topology:
                     member.session.forgive_silence(slept_s)
                 member.session.check_silence(checked_at_s)
 
+    def _ready(self, role_name: Role, model: str | None) -> Iterator[Member]:
+        """Members in rotation. A worker of another model than the request's must never be among them."""
+        for member in self._roles[role_name].members.values():
+            if member.state == "ready" and (model is None or member.record.model == model):
+                yield member
+
     def _session(self, role_name: str, worker_id: str) -> WorkerSession:
         member = self._roles[role_name].members.get(worker_id)
         if member is None or not member.session.is_up:
@@ -281,6 +284,8 @@ class Topology:
     def _fits(self, prefill: Member, decode: Peer) -> bool:
         member = self._roles["decode"].members.get(decode.worker_id)
         if member is None or member.record.layout_fingerprint != prefill.record.layout_fingerprint:
+            return False
+        if member.record.model != prefill.record.model:
             return False
         return (prefill.record.incarnation, decode.incarnation) not in self._mismatched
 

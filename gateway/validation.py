@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from services.runtime.errors import InvalidRequest, NotFound
+from services.runtime.errors import InvalidRequest
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_BODY_READ_S = 30.0
@@ -263,6 +263,13 @@ def check_idempotency_key(key: str) -> None:
         raise InvalidRequest(f"the idempotency key must be {rule}", field="Idempotency-Key", code="invalid_value")
 
 
+def check_permission(text: str, *, field_name: str) -> bool:
+    """`true` or `false`, as a header says it."""
+    if text not in ("true", "false"):
+        raise InvalidRequest(f"{field_name} must be true or false", field=field_name, code="invalid_value")
+    return text == "true"
+
+
 def check_short_text(text: str | None, *, field_name: str) -> None:
     """At most 64 characters, or absent: identifiers that are only passed along."""
     if text is not None and len(text) > MAX_NAME_CHARS:
@@ -272,13 +279,6 @@ def check_short_text(text: str | None, *, field_name: str) -> None:
 def check_priority(priority: int) -> None:
     """In [-100, 100]."""
     check_integer(priority, "priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
-
-
-def check_model_name(name: str | None, served: str) -> None:
-    """Nothing, or the served model's name; NotFound otherwise."""
-    if name and name != served:
-        check_text(name, field_name="model")
-        raise NotFound(f"the model {name[:MAX_NAME_CHARS]!r} does not exist", field="model", code="model_not_found")
 
 
 def check_not_refused(unread: Mapping[str, Any]) -> list[str]:

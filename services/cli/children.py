@@ -5,11 +5,13 @@ Each service's own flags are described by its own settings class; here stands on
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.catalog_file import ModelEntry, read_models_file
 from services.cli.up_settings import UpSettings
 from services.runtime.config import ENV_PREFIX
 from services.runtime.process import DIE_WITH_PARENT_ENV
@@ -17,6 +19,8 @@ from services.runtime.process import DIE_WITH_PARENT_ENV
 GATEWAY = "gateway"
 REDIS = "redis"
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
+MAX_LABEL_CHARS = 40
+"""A worker's id, which has it in its middle, may have 63."""
 WORKER_HOST = "127.0.0.1"
 """Workers of `tandem up` talk to processes of this machine only, whatever --host opens for clients."""
 
@@ -39,23 +43,60 @@ class Addresses:
     grpc_port: int
 
 
-def worker_specs(settings: UpSettings, addresses: Addresses, environment: Mapping[str, str]) -> list[ChildSpec]:
-    """The prefill workers, then the decode workers."""
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A model and how many workers of each role it has. `label` is part of their names; empty: there is no models file."""
+
+    name: str
+    path: Path
+    num_prefill: int
+    num_decode: int
+    label: str = ""
+
+
+def model_plans(settings: UpSettings) -> list[ModelPlan]:
+    """All models to serve, in order. Raises ConfigError for the models file."""
+    if settings.models is None:
+        return [ModelPlan(settings.served_name, settings.model, settings.prefill, settings.decode)]
+    plans: list[ModelPlan] = []
+    for entry in read_models_file(settings.models):
+        taken = {plan.label for plan in plans}
+        plans.append(
+            ModelPlan(
+                entry.name,
+                entry.path,
+                settings.prefill if entry.num_prefill is None else entry.num_prefill,
+                settings.decode if entry.num_decode is None else entry.num_decode,
+                _label(entry, taken),
+            )
+        )
+    return plans
+
+
+def worker_specs(
+    settings: UpSettings, plans: Sequence[ModelPlan], addresses: Addresses, environment: Mapping[str, str]
+) -> list[ChildSpec]:
+    """For each model its prefill workers, then its decode workers."""
+    num_workers = sum(plan.num_prefill + plan.num_decode for plan in plans)
+    threads = settings.threads_per_worker(num_workers)
     specs = []
-    for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
-        extra = [("max-batch", settings.max_batch)] if role == "decode" else []
-        for number in range(count):
-            name = f"{role}-{number}"
-            flags = [("id", name), *_worker_flags(settings, addresses), *extra]
-            specs.append(ChildSpec(name, _command(f"{role}_worker", flags), environment))
+    for plan in plans:
+        for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
+            extra = [("max-batch", settings.max_batch)] if role == "decode" else []
+            for number in range(count):
+                name = "-".join(filter(None, (role, plan.label, str(number))))
+                flags = [("id", name), *_worker_flags(settings, plan, addresses, threads), *extra]
+                specs.append(ChildSpec(name, _command(f"{role}_worker", flags), environment))
     return specs
 
 
 def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mapping[str, str]) -> ChildSpec:
     """The gateway. Its ports are fixed here, so that it comes back on the same ones after a restart."""
+    models: list[tuple[str, object]] = [("models", settings.models)]
+    if settings.models is None:
+        models = [("model", settings.model), ("model-name", settings.served_name)]
     flags = [
-        ("model", settings.model),
-        ("model-name", settings.served_name),
+        *models,
         ("http-host", settings.host),
         ("http-port", addresses.http_port),
         ("grpc-host", settings.host),
@@ -87,10 +128,21 @@ def child_environment(environ: Mapping[str, str], *, parent_pid: int) -> dict[st
     return environment
 
 
-def _worker_flags(settings: UpSettings, addresses: Addresses) -> list[tuple[str, object]]:
+def _label(entry: ModelEntry, taken: set[str]) -> str:
+    """The model's name as worker ids can have it, unlike those that are taken."""
+    plain = re.sub("[^a-z0-9]+", "-", entry.name.lower()).strip("-")[:MAX_LABEL_CHARS].strip("-")
+    label, number = plain, 2
+    while label in taken:
+        label, number = f"{plain}-{number}", number + 1
+    return label
+
+
+def _worker_flags(
+    settings: UpSettings, plan: ModelPlan, addresses: Addresses, threads: int
+) -> list[tuple[str, object]]:
     return [
-        ("model", settings.model),
-        ("model-name", settings.served_name),
+        ("model", plan.path),
+        ("model-name", plan.name),
         ("redis", addresses.redis_url),
         ("cluster", settings.cluster),
         ("host", WORKER_HOST),
@@ -101,7 +153,7 @@ def _worker_flags(settings: UpSettings, addresses: Addresses) -> list[tuple[str,
         ("kv-pages", settings.kv_pages),
         ("kv-memory", settings.kv_memory),
         ("chunk-tokens", settings.chunk_tokens),
-        ("threads", settings.threads_per_worker),
+        ("threads", threads),
         ("otlp", settings.otlp),
         ("log-level", settings.log_level),
     ]

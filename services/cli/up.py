@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,10 @@ from services.cli.children import (
     REDIS,
     Addresses,
     ChildSpec,
+    ModelPlan,
     child_environment,
     gateway_spec,
+    model_plans,
     worker_specs,
 )
 from services.cli.progress import Progress
@@ -71,14 +73,16 @@ def run(settings: UpSettings) -> int:
 
 
 def _run(settings: UpSettings, early_signals: list[int]) -> int:
-    load_config(settings.model)
-    read_model_files(settings.model)
+    plans = model_plans(settings)
+    for plan in plans:
+        load_config(plan.path)
+        read_model_files(plan.path)
     http_port = claim_port(settings.host, settings.http_port, flag="--http-port")
     grpc_port = claim_port(settings.host, settings.grpc_port, flag="--grpc-port", taken=http_port)
     with _log_folder(settings.log_dir) as logs, _pid_file(settings.pid_file), _redis(settings) as redis:
         redis_url = settings.redis if redis is None else redis.url
         assert redis_url is not None, "either --redis is given or the embedded one runs"
-        up = Up(settings, Addresses(redis_url, http_port, grpc_port), redis, logs.path)
+        up = Up(settings, plans, Addresses(redis_url, http_port, grpc_port), redis, logs.path)
         logs.is_worth_keeping = True  # unless it comes to one of the two ends that explain themselves
         code = asyncio.run(up.run(early_signals))
         logs.is_worth_keeping = code not in (0, EXIT_BAD_INPUT)
@@ -111,6 +115,7 @@ class Up:
     def __init__(
         self,
         settings: UpSettings,
+        plans: Sequence[ModelPlan],
         addresses: Addresses,
         redis: EmbeddedRedis | None,
         log_dir: Path,
@@ -122,7 +127,7 @@ class Up:
         self._redis = redis
         self._log_dir = log_dir
         self._policy = policy or RestartPolicy()
-        self._workers = worker_specs(settings, addresses, environment)
+        self._workers = worker_specs(settings, plans, addresses, environment)
         self._gateway = gateway_spec(settings, addresses, environment)
         self._probe_url = f"http://{join_host_port(_connectable(settings.host), addresses.http_port)}"
         self._http = f"http://{join_host_port(settings.host, addresses.http_port)}"

@@ -24,8 +24,15 @@ class UpSettings:
         default=None,
         help="Name that clients use for the model; its folder's name if not given.",
     )
-    prefill: int = option(integer(0, 256), default=1, help="Number of prefill workers; 0 leaves prompts to decode.")
-    decode: int = option(integer(1, 256), default=1, help="Number of decode workers.")
+    models: Path | None = option(
+        path(),
+        default=None,
+        help="TOML file of several models and the workers of each, instead of --model and --model-name.",
+    )
+    prefill: int = option(
+        integer(0, 256), default=1, help="Number of prefill workers, of each model; 0 leaves prompts to decode."
+    )
+    decode: int = option(integer(1, 256), default=1, help="Number of decode workers, of each model.")
     host: str = option(text(), default="127.0.0.1", help="Address of both APIs. 0.0.0.0 opens them to the network.")
     http_port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
     grpc_port: int = option(integer(0, 65535), default=50051, help="Port of the gRPC API; 0 picks a free one.")
@@ -75,6 +82,8 @@ class UpSettings:
     def __post_init__(self) -> None:
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("--kv-pages and --kv-memory are both given; the size of the KV pool is one of them")
+        if self.models is not None and (self.model != DEMO_MODEL or self.model_name is not None):
+            raise ConfigError("--models and --model or --model-name are both given; the models are one of them")
         if self.http_port == self.grpc_port != 0:
             raise ConfigError(f"--http-port and --grpc-port are both {self.http_port}; give them different ports")
 
@@ -87,10 +96,9 @@ class UpSettings:
             return "tandem-demo"
         return re.sub(r"\s+", "-", self.model.resolve().name) or "model"
 
-    @property
-    def threads_per_worker(self) -> int:
-        """Given, or the usable cores shared out among the workers, at least one each."""
-        return self.threads or max(1, usable_cores() // (self.prefill + self.decode))
+    def threads_per_worker(self, num_workers: int) -> int:
+        """Given, or the usable cores shared out among so many workers, at least one each."""
+        return self.threads or max(1, usable_cores() // num_workers)
 
 
 def usable_cores() -> int:

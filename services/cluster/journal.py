@@ -495,7 +495,8 @@ return {{'held', name, head.digest, head.life, epoch, head.request, held[1], hel
 )
 
 # KEYS: prefix of journals. ARGV: rows of `row_of` in msgpack, TTL in ms, version, what the rows' numbers mean. Answers
-# a `Written` for each row. A row with a head makes the journal where Redis has forgotten it. A later epoch of the same
+# a `Written` for each row. A row with a head makes the journal where Redis has forgotten it, and
+# changes the call of the one that is there. A later epoch of the same
 # owner is a claim whose answer it did not get: nobody else goes on with the request.
 _WRITE = Script(
     _COMMON
@@ -514,8 +515,9 @@ local function write(name, life, epoch, owner, head, parts)
     return {Written.SUPERSEDED}
   elseif held.epoch > epoch and held.owner ~= owner then
     return {Written.TAKEN_OVER}
-  elseif held.epoch < epoch then
-    redis.call('HSET', prefix .. name, 'epoch', epoch, 'owner', owner)
+  else
+    if held.epoch < epoch then redis.call('HSET', prefix .. name, 'epoch', epoch, 'owner', owner) end
+    if #head > 0 then redis.call('HSET', prefix .. name, 'call', blob(head[4])) end
   end
   for _, part in ipairs(parts) do
     local of_choice = tokens_key(name, life, part[1])

@@ -165,6 +165,7 @@ class ScriptedWorker:
     is_drained: bool = False
     max_sequence_tokens: int = CONTEXT_TOKENS
     fingerprint: str = "same"
+    model: str = "tiny"
     arithmetic: str = ""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -196,7 +197,7 @@ class ScriptedWorker:
             incarnation=self.incarnation,
             started_unix_ns=SYSTEM_CLOCK.unix_ns(),
             state="ready",
-            model="tiny",
+            model=self.model,
             exact=True,
             page_size=16,
             arithmetic=self.arithmetic,
@@ -370,9 +371,9 @@ async def make_system(
 
         async def make(**settings: Any) -> System:
             defaults = {"http_port": 0, "grpc_port": 0, "drain_s": 0.2, "seed": 1, "failover_wait_s": 5.0}
-            config = GatewayConfig(
-                model=model_folder, redis=redis_url, cluster=cluster_name, **{**defaults, **settings}
-            )
+            if "models" not in settings:
+                defaults["model"] = model_folder
+            config = GatewayConfig(redis=redis_url, cluster=cluster_name, **{**defaults, **settings})
             gateway = Gateway(config)
             await gateway.start()
             stack.push_async_callback(gateway.stop)

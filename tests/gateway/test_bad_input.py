@@ -9,13 +9,12 @@ import grpc
 import pytest
 
 from gateway.admission import AdmissionQueue
+from gateway.catalog import load_catalog
+from gateway.catalog_file import ModelEntry
 from gateway.lifecycle import Policies, Requests
 from gateway.metrics import Metrics
-from gateway.model_files import read_model_files
 from gateway.openai_types import ChatRequest, CompletionRequest, parse
-from gateway.tokenization import ModelTokenizer
 from gateway.topology import Topology
-from gateway.validation import ModelLimits
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import status
 from services.runtime.errors import InvalidRequest
@@ -212,22 +211,17 @@ async def test_bad_chat(check_request, row):
 
 
 @pytest.fixture(scope="module")
-def loaded_model(model_folder):
-    files = read_model_files(model_folder)
-    return files, ModelTokenizer(files)
+def catalog(model_folder):
+    return load_catalog([ModelEntry("tiny", model_folder)])
 
 
 @pytest.fixture
-def check_request(loaded_model):
+def check_request(catalog):
     """Parses and accepts a body without any socket, and gives the InvalidRequest that must come of it."""
-    files, tokenizer = loaded_model
     requests = Requests(
-        model_name="tiny",
-        limits=ModelLimits(files.vocab_size, files.context_length_tokens),
-        eos_token_ids=files.eos_token_ids,
-        tokenizer=tokenizer,
+        catalog=catalog,
         topology=Topology(gateway_incarnation="0" * 32, on_change=lambda: None),
-        queue=AdmissionQueue(1),
+        queues={"tiny": AdmissionQueue(1)},
         policies=Policies(route=least_loaded),
         placements=None,
         metrics=Metrics(),

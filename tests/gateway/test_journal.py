@@ -232,6 +232,9 @@ def test_a_call_is_kept_with_each_prompt_once():
         request_id="abc",
         choices=[StoredChoice(prompt, sampling(seed=seed, logit_bias={5: 1.5}, stop=("x",))) for seed in (-1, 2**62)],
         operation="chat",
+        model="large",
+        fallback="huge -> large; reason=overloaded",
+        is_settled=False,
         tenant="t",
         priority=3,
         remaining_s=1.0,
@@ -337,7 +340,7 @@ class FakeRequests:
         prompt = list(call.prompts[0])
         return self._begin(call.request_id, [StoredChoice(prompt, each) for each in how], call.tenant)
 
-    def adopt(self, stored):
+    def adopt(self, stored, call=None):
         return self._begin(stored.request_id, stored.choices, stored.tenant)
 
     def _begin(self, request_id, choices, tenant):
@@ -349,6 +352,8 @@ class FakeRequests:
             Generation(
                 request_id=f"{request_id}.{number}",
                 choice=number,
+                model="tiny",
+                eos_token_ids=(1,),
                 prompt_token_ids=choice.prompt_token_ids,
                 sampling=choice.sampling,
                 priority=0,
@@ -366,6 +371,7 @@ class FakeRequests:
             generations,
             request_id=request_id,
             operation="text_completion",
+            model="tiny",
             span=INVALID_SPAN,
             close=lambda: self.active.discard(request_id),
         )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.children import Addresses, child_environment, gateway_spec, worker_specs
+from services.cli.children import Addresses, child_environment, gateway_spec, model_plans, worker_specs
 from services.cli.up_settings import DEMO_MODEL, UpSettings, usable_cores
 from services.runtime.config import load
 from services.runtime.errors import ConfigError
@@ -15,7 +15,7 @@ ADDRESSES = Addresses(redis_url="unix:///tmp/r.sock", http_port=8123, grpc_port=
 
 def test_every_worker_has_a_name_and_the_cluster_s_settings() -> None:
     settings = UpSettings(model=Path("/m"), prefill=2, decode=1, kv_memory=1 << 20, transport="tcp", threads=3)
-    specs = worker_specs(settings, ADDRESSES, {"A": "b"})
+    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {"A": "b"})
     assert [spec.name for spec in specs] == ["prefill-0", "prefill-1", "decode-0"]
     assert specs[0].command[:4] == (sys.executable, "-P", "-m", "prefill_worker")
     assert specs[2].command[:4] == (sys.executable, "-P", "-m", "decode_worker")
@@ -31,7 +31,8 @@ def test_every_worker_has_a_name_and_the_cluster_s_settings() -> None:
 def test_workers_stay_on_loopback_when_the_gateway_is_opened() -> None:
     settings = UpSettings(host="0.0.0.0")
     assert "--http-host=0.0.0.0" in gateway_spec(settings, ADDRESSES, {}).command
-    assert all("--host=127.0.0.1" in spec.command for spec in worker_specs(settings, ADDRESSES, {}))
+    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {})
+    assert all("--host=127.0.0.1" in spec.command for spec in specs)
 
 
 def test_the_gateway_gets_real_ports_and_the_model_s_name() -> None:
@@ -54,9 +55,39 @@ def test_children_inherit_what_up_does_not_decide() -> None:
 
 
 def test_cores_are_shared_out_and_nobody_gets_none() -> None:
-    assert UpSettings(prefill=1, decode=1).threads_per_worker == max(1, usable_cores() // 2)
-    assert UpSettings(prefill=100, decode=156).threads_per_worker == max(1, usable_cores() // 256)
-    assert UpSettings(threads=5).threads_per_worker == 5
+    assert UpSettings().threads_per_worker(2) == max(1, usable_cores() // 2)
+    assert UpSettings().threads_per_worker(256) == max(1, usable_cores() // 256)
+    assert UpSettings(threads=5).threads_per_worker(2) == 5
+
+
+def test_each_model_of_the_file_has_its_own_workers(tmp_path: Path) -> None:
+    for name in ("big", "small"):
+        (tmp_path / name).mkdir()
+    models = tmp_path / "models.toml"
+    models.write_text(
+        '[[model]]\nname = "Big/1.5"\npath = "big"\ndecode = 2\nfallback = ["big-1-5"]\n'
+        '[[model]]\nname = "big-1-5"\npath = "small"\nprefill = 0\n'
+    )
+    settings = UpSettings(models=models, prefill=1, decode=1)
+    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {})
+    assert [spec.name for spec in specs] == [
+        "prefill-big-1-5-0",
+        "decode-big-1-5-0",
+        "decode-big-1-5-1",
+        "decode-big-1-5-2-0",
+    ]
+    for spec in specs[:3]:
+        assert {f"--model={tmp_path / 'big'}", "--model-name=Big/1.5"} <= set(spec.command)
+    assert {f"--model={tmp_path / 'small'}", "--model-name=big-1-5"} <= set(specs[3].command)
+    assert {f"--threads={max(1, usable_cores() // 4)}"} <= set(specs[0].command)
+    command = gateway_spec(settings, ADDRESSES, {}).command
+    assert f"--models={models}" in command
+    assert not any(flag.startswith(("--model=", "--model-name=")) for flag in command)
+
+
+def test_a_bad_models_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="missing.toml does not exist"):
+        model_plans(UpSettings(models=tmp_path / "missing.toml"))
 
 
 def test_settings_come_from_flags_and_variables() -> None:
@@ -79,6 +110,8 @@ def test_settings_come_from_flags_and_variables() -> None:
         (["--kv-pages", "8", "--kv-memory", "1GiB"], "--kv-pages"),
         (["--http-port", "9000", "--grpc-port", "9000"], "--grpc-port"),
         (["--redis", "http://x"], "--redis"),
+        (["--models", "m.toml", "--model", "/m"], "--models and --model"),
+        (["--models", "m.toml", "--model-name", "m"], "--models and --model"),
         (["--seed", "-1"], "--seed"),
         (["--no-such-flag"], "--no-such-flag"),
     ],

@@ -1,0 +1,103 @@
+"""The models of this gateway, loaded: their names, limits, tokenizers and what stands in for each.
+
+Knows no worker and no request. Nothing changes after the start.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from gateway.catalog_file import DEFAULT_FALLBACK_AFTER_S, ModelEntry
+from gateway.model_files import read_model_files
+from gateway.tokenization import ModelTokenizer
+from gateway.validation import MAX_NAME_CHARS, ModelLimits, check_text
+from services.runtime.errors import InvalidRequest, NotFound
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedModel:
+    """One model. `fallbacks` are names of others, in the order in which they are tried.
+
+    `kv_bytes_per_token` is of all layers, in the type of the checkpoint; 0: not known. Token ids mean the same in two
+    models with the same `tokenizer_fingerprint`.
+    """
+
+    name: str
+    limits: ModelLimits
+    eos_token_ids: tuple[int, ...]
+    tokenizer: ModelTokenizer
+    tokenizer_fingerprint: str = ""
+    aliases: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    fallback_after_s: float = DEFAULT_FALLBACK_AFTER_S
+    kv_bytes_per_token: int = 0
+
+
+class ModelCatalog:
+    """All models, by name and alias; at least one. Names must be unique, as `gateway.catalog_file` checks."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        assert models
+        self._models = {model.name: model for model in models}
+        self._by_any_name = {name: model for model in models for name in (model.name, *model.aliases)}
+        self._only = models[0] if len(models) == 1 else None
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        """The models in the order of the file."""
+        return iter(self._models.values())
+
+    def __getitem__(self, name: str) -> ServedModel:
+        """The model of this very name. Raises KeyError for an alias."""
+        return self._models[name]
+
+    def names(self) -> Iterator[tuple[str, ServedModel]]:
+        """(name or alias, model) for all of them; a model's own name comes before its aliases."""
+        return iter(self._by_any_name.items())
+
+    def resolve(self, name: str | None) -> ServedModel:
+        """The model that a client means; with no name, the only one.
+
+        Raises NotFound for a name that no model has, InvalidRequest where a name is needed.
+        """
+        if not name:
+            if self._only is not None:
+                return self._only
+            raise InvalidRequest(
+                "model is missing, and this server has several; /v1/models lists them",
+                field="model",
+                code="missing_required_parameter",
+            )
+        model = self._by_any_name.get(name)
+        if model is None:
+            check_text(name, field_name="model")
+            raise NotFound(f"the model {name[:MAX_NAME_CHARS]!r} does not exist", field="model", code="model_not_found")
+        return model
+
+
+def load_catalog(entries: Sequence[ModelEntry]) -> ModelCatalog:
+    """Reads every model's folder. Raises ModelError with one sentence that says what to do."""
+    return ModelCatalog([_load(entry) for entry in entries])
+
+
+def header_value(text: str) -> str:
+    """A model's name, or what is said of several, as a header can carry it: what is not printable ASCII is quoted."""
+    return quote(text, safe=_SAFE)
+
+
+_SAFE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+
+
+def _load(entry: ModelEntry) -> ServedModel:
+    files = read_model_files(entry.path)
+    return ServedModel(
+        name=entry.name,
+        limits=ModelLimits(files.vocab_size, files.context_length_tokens),
+        eos_token_ids=files.eos_token_ids,
+        tokenizer=ModelTokenizer(files),
+        tokenizer_fingerprint=hashlib.sha256(files.tokenizer_json.encode()).hexdigest(),
+        aliases=entry.aliases,
+        fallbacks=entry.fallbacks,
+        fallback_after_s=entry.fallback_after_s,
+        kv_bytes_per_token=files.kv_bytes_per_token,
+    )
