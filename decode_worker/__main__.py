@@ -48,16 +48,7 @@ async def _serve(
     link_pb2_grpc.add_LinkServicer_to_server(receiver, server.server)
     address = settings.address(await server.start(settings.host, settings.port))
     if lease is not None:
-        lease.update(
-            address=address,
-            exact=parts.model.exact,
-            arithmetic=parts.model.arithmetic,
-            layout_fingerprint=parts.fingerprint,
-            max_sequence_tokens=min(
-                parts.model_config.context_length_tokens, parts.pool.num_pages * settings.page_size
-            ),
-            **worker.load().record_fields(),
-        )
+        lease.update(address=address, **parts.record_fields(), **worker.load().record_fields())
     logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
     await serve_until_drained(worker, server, lease, stop, drain_timeout_s=settings.drain_timeout)
 

@@ -63,6 +63,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens per page."""
     layout_fingerprint: ShortText
     max_sequence_tokens: Count
+    kv_bytes_per_token: Count = 0
+    """What a token takes on the way to another worker; 0: unknown."""
+    region: ShortText = ""
+    """Where it runs; moving pages between regions is dear. Empty: everywhere the same."""
+    tenants: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()
+    """Whom it works for. Empty: everybody."""
     pages_total: Count = 0
     pages_free: Count = 0
     pages_cached: Count = 0

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +46,17 @@ class EngineParts:
     runner: ModelRunner
     fingerprint: str
     """Two workers exchange pages only if theirs agree."""
+
+    def record_fields(self) -> dict[str, Any]:
+        """What others must know of this engine, as fields of a WorkerRecord."""
+        layout = self.pool.layout
+        return {
+            "exact": self.model.exact,
+            "arithmetic": self.model.arithmetic,
+            "layout_fingerprint": self.fingerprint,
+            "max_sequence_tokens": min(self.model_config.context_length_tokens, self.pool.num_pages * layout.page_size),
+            "kv_bytes_per_token": layout.page_bytes // layout.page_size,
+        }
 
 
 def load_engine(

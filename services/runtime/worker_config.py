@@ -39,6 +39,16 @@ class WorkerConfig:
     advertise_host: str | None = option(
         text(), default=None, help="Host that others connect to, where it is not --host (a pod's address)."
     )
+    region: str = option(
+        text(pattern=r"[A-Za-z0-9_.-]{0,64}", rule="0 to 64 of A-Z, a-z, 0-9, _ . and -"),
+        default="",
+        help="Where this worker runs; requests and pages stay within a region where that costs little.",
+    )
+    tenants: str = option(
+        text(pattern=r"[A-Za-z0-9_.:,-]{0,1024}", rule="names separated by commas"),
+        default="",
+        help="Tenants that this worker is reserved for, separated by commas. Not given: it works for everybody.",
+    )
     metrics_port: int | None = option(
         integer(0, 65535), default=None, help="Port of /metrics on --host; 0 picks a free one. Not given: none."
     )
@@ -87,6 +97,8 @@ class WorkerConfig:
             "page_size": self.page_size,
             "layout_fingerprint": "",
             "max_sequence_tokens": 0,
+            "region": self.region,
+            "tenants": tuple(sorted({name for name in self.tenants.split(",") if name})),
         }
 
     def engine_settings(self) -> dict[str, Any]:
