@@ -425,6 +425,7 @@ class _Case:
         priced: list[tuple[float, int, WorkerView]] = []
         holders: list[tuple[int, float, float]] = []
         queues: list[float] = []
+        chosen_before = hits.by_worker
         least_latency_s, most_bytes_per_s = math.inf, 1.0
         for position, view in enumerate(views):
             speed = view.prefill_speed
@@ -433,8 +434,7 @@ class _Case:
             if queue is None:
                 if waiting:
                     queue = overhead_s + (token_s + overhead_s / chunk_tokens) * waiting
-                    if squared_s:
-                        queue += squared_s * waiting * waiting / (view.num_requests or 1)
+                    queue += squared_s * waiting * waiting / (view.num_requests or 1)
                 else:
                     queue = 0.0
             price = queue + overhead_s + token_s * num_tokens + squared_s * squared_tokens
@@ -446,7 +446,8 @@ class _Case:
                         cached = most
                     saved = token_s * cached + squared_s * cached * cached
                     price -= saved
-                    holders.append((position, queue, saved))
+                    if view.worker_id in chosen_before:
+                        holders.append((position, queue, saved))
             reserve = pressure_share * view.pages_total
             left = view.pages_available - num_tokens / view.page_size
             if left < reserve:
@@ -498,7 +499,11 @@ class _Case:
             overhead_s, context, running = speed.overhead_s, view.context_tokens, view.num_running
             waiting, queue = view.waiting_tokens, view.queue_s
             if queue is None:
-                queue = self.queue_s(view) if waiting else 0.0
+                if waiting:
+                    queue = overhead_s + (speed.s_per_token + overhead_s / chunk_tokens) * waiting
+                    queue += speed.s_per_token_squared * waiting * waiting / (view.num_requests or 1)
+                else:
+                    queue = 0.0
             num_sequences = view.num_requests
             if running > num_sequences:
                 num_sequences = running
@@ -652,16 +657,16 @@ class _Hits:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._by_worker: dict[str | None, tuple[float, float]] = {}
+        self.by_worker: dict[str | None, tuple[float, float]] = {}
         """Worker → (count, when). None: of all decisions."""
 
     def note(self, worker_id: str | None, now_s: float) -> None:
         """A decision was for this worker because of its cache; None: for whatever reason."""
-        self._by_worker[None] = (self._count(None, now_s) + 1, now_s)
+        self.by_worker[None] = (self._count(None, now_s) + 1, now_s)
         if worker_id is not None:
-            if len(self._by_worker) > 1 << 14:
-                self._by_worker = {None: self._by_worker[None]}  # workers come and go
-            self._by_worker[worker_id] = (self._count(worker_id, now_s) + 1, now_s)
+            if len(self.by_worker) > 1 << 14:
+                self.by_worker = {None: self.by_worker[None]}  # workers come and go
+            self.by_worker[worker_id] = (self._count(worker_id, now_s) + 1, now_s)
 
     def is_hot(self, worker_id: str, num_workers: int, min_hits: float, now_s: float) -> bool:
         """More than `min_hits` lately, and more than twice its share (of two or three workers: more than 3 in 4)."""
@@ -669,7 +674,7 @@ class _Hits:
         return hits >= min_hits and hits > min(0.75, 2 / num_workers) * self._count(None, now_s)
 
     def _count(self, worker_id: str | None, now_s: float) -> float:
-        count, at_s = self._by_worker.get(worker_id, (0.0, now_s))
+        count, at_s = self.by_worker.get(worker_id, (0.0, now_s))
         return count * math.exp((at_s - now_s) / self._window_s) if now_s > at_s else count
 
 
