@@ -1,0 +1,401 @@
+"""The order in which requests get their turn: bounded, strictly by class, by one of four strategies within it. Pure.
+
+Every strategy gives an entry one number when it comes, its rank, that never changes while it waits; the smallest goes
+first, and of equal ones the first that came. Most ranks come in order already, all of them or those of one level or
+tenant: such entries stand in runs, and the heap of a class holds the first of each run and those that came out of
+order. An entry that leaves early stays as a shell until it comes up or shells outnumber the living.
+
+| strategy | rank |
+|---|---|
+| `fcfs` | arrival |
+| `priority` | arrival − level · ageing_s: a level is worth so many seconds of waiting, and nobody starves |
+| `sla` | deadline − service time: the least slack goes first, since slack shrinks equally fast for all |
+| `fair` | start tag of start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996) by tenant, in tokens over weight |
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
+
+SHELLS_KEPT = 64
+"""A heap is cleared of shells when it has more of them than this and than living entries."""
+
+
+MAX_UNFILED = 1024
+"""So many entries come before their deadlines are put in order, should nobody ask for them."""
+MAX_RUNS = 64
+"""Levels of one class with a run of their own; of more, all further ones share one."""
+STRATEGIES = ("fcfs", "priority", "sla", "fair")
+
+
+class ServiceClass(IntEnum):
+    """Who goes before whom, always: the lower number."""
+
+    CRITICAL = 0
+    INTERACTIVE = 1
+    NORMAL = 2
+    LOW = 3
+    BATCH = 4
+
+    @classmethod
+    def from_name(cls, name: str) -> "ServiceClass":
+        """The class with this name, in lower case. Raises ValueError."""
+        for one in cls:
+            if one.name.lower() == name:
+                return one
+        raise ValueError(f"there is no class {name!r}; there are {', '.join(one.name.lower() for one in cls)}")
+
+
+class QueueFull(Exception):
+    """No room, and nobody of a lower class who could make room."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueEntry:
+    """A request that waits. Times in seconds of one monotonic clock.
+
+    `cost_tokens` is what it is charged for: tokens of its prompt and of its answer. `service_s` is the predicted time
+    from its turn to its last token. `level` is its priority within its class, higher first. No deadline: `math.inf`.
+    """
+
+    key: Hashable
+    service_class: ServiceClass
+    tenant: str
+    cost_tokens: int
+    arrived_s: float
+    deadline_s: float = inf
+    service_s: float = 0.0
+    level: int = 0
+
+    @property
+    def latest_start_s(self) -> float:
+        """When its turn must have come, or it ends after its deadline."""
+        return self.deadline_s - self.service_s
+
+
+@dataclass(slots=True)
+class _Account:
+    """A tenant's use of one class, in tokens over weight, on the class's virtual clock."""
+
+    charged_to: float = 0.0
+    """Where its next entry starts, if that is not in the past."""
+    last_start: float = 0.0
+    """Its entries keep their order, also where one of them left and was not charged."""
+    run: "_Run" = field(default_factory=deque)
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One class."""
+
+    num_waiting: int = 0
+    tokens: int = 0
+    heap: "list[_Item]" = field(default_factory=list)
+    num_shells: int = 0
+    run: "_Run" = field(default_factory=deque)
+    runs: "dict[int, _Run]" = field(default_factory=dict)
+    """By level."""
+    youngest: "list[_Item]" = field(default_factory=list)
+    """Filed items, the youngest last; shells and items that had their turn are among them."""
+    virtual_time: float = 0.0
+    accounts: dict[str, _Account] = field(default_factory=dict)
+    prune_accounts_at: int = SHELLS_KEPT
+
+    def clear(self) -> None:
+        """Nobody waits any more: there is nothing to remember, and all tenants start anew as equals."""
+        self.heap.clear()
+        self.run.clear()
+        self.runs.clear()
+        self.num_shells = 0
+        self.youngest.clear()
+        self.virtual_time = 0.0
+        self.accounts.clear()
+
+
+_Item = tuple[float, int, QueueEntry, _Lane, "_Run | None"]
+"""Rank, number in order of coming, entry, class, and run. Its identity tells a living item from a shell."""
+_Run = deque[_Item]
+
+
+class RequestQueue:
+    """All waiting requests of one gateway, at most `max_waiting`. Costs O(log n) in and out, O(1) to leave early.
+
+    A full queue pushes out the youngest of the lowest class rather than refuse one of a higher class. Resumed
+    requests, whose clients have part of the answer already, go before everybody, are never pushed out, come in beyond
+    the bound, and do not expire.
+
+    `ageing_s` is what one level counts for in strategy `priority`. `tenant_weights` are shares in strategy `fair`; a
+    tenant that is not in it has weight 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: str = "fcfs",
+        max_waiting: int,
+        ageing_s: float = 10.0,
+        tenant_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise ValueError(f"there is no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
+        if not (ageing_s >= 0 and all(weight > 0 for weight in (tenant_weights or {}).values())):
+            raise ValueError("ageing_s must not be negative, and weights of tenants must be positive")
+        ranked: dict[str, Callable[[_Lane, QueueEntry], tuple[float, _Run]]] = {
+            "fcfs": _by_arrival,
+            "priority": self._by_priority,
+            "sla": _by_slack,
+            "fair": self._by_share,
+        }
+        self._ranked = ranked[strategy]
+        self._is_fcfs = strategy == "fcfs"
+        self._max_waiting = max_waiting
+        self._ageing_s = ageing_s
+        self._weights = dict(tenant_weights or {})
+        self._resumed = _Lane()
+        self._classes = tuple(_Lane() for _ in ServiceClass)
+        self._lanes = (self._resumed, *self._classes)
+        self._waiting: dict[Hashable, _Item] = {}
+        """In order of coming."""
+        self._num_pushed = 0
+        self._num_filed = 0
+        """What came later is in no list of the youngest and in no order of deadlines yet; most of it never will be."""
+        self._latest_starts: list[tuple[float, int, _Item]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._waiting
+
+    @property
+    def num_waiting_by_class(self) -> dict[ServiceClass, int]:
+        """Entries of each class, resumed ones included."""
+        counts = {one: lane.num_waiting for one, lane in zip(ServiceClass, self._classes, strict=True)}
+        for item in self._waiting.values() if self._resumed.num_waiting else ():
+            if item[3] is self._resumed:
+                counts[item[2].service_class] += 1
+        return counts
+
+    def waiting_tokens(self, service_class: ServiceClass) -> int:
+        """Tokens that go before a new entry of this class: of it, of higher ones, and of resumed requests."""
+        return sum(lane.tokens for lane in self._lanes[: service_class + 2])
+
+    def num_ahead(self, service_class: ServiceClass) -> int:
+        """Entries that go before a new entry of this class: of it, of higher ones, and resumed ones."""
+        return sum(lane.num_waiting for lane in self._lanes[: service_class + 2])
+
+    def push(self, entry: QueueEntry, *, is_resumed: bool = False) -> QueueEntry | None:
+        """Lets it wait. Returns who had to leave for it, if anybody.
+
+        Raises QueueFull, and ValueError for a key that waits already or times that are not numbers.
+        """
+        waiting = self._waiting
+        key = entry.key
+        if key in waiting:
+            raise ValueError(f"{key!r} waits already")
+        if not entry.deadline_s - entry.service_s - entry.arrived_s <= inf:
+            raise ValueError(f"the times of {key!r} are not numbers")
+        pushed_out = None
+        if is_resumed:
+            lane = self._resumed
+        else:
+            if len(waiting) >= self._max_waiting:
+                pushed_out = self._push_out(entry.service_class)
+            lane = self._classes[entry.service_class]
+        if self._is_fcfs or is_resumed:
+            rank, run = entry.arrived_s, lane.run
+        else:
+            rank, run = self._ranked(lane, entry)
+        self._num_pushed = number = self._num_pushed + 1
+        if run and rank < run[-1][0]:
+            stray: _Item = (rank, number, entry, lane, None)
+            waiting[key] = stray
+            heappush(lane.heap, stray)
+        else:
+            item: _Item = (rank, number, entry, lane, run)
+            waiting[key] = item
+            if not run:
+                heappush(lane.heap, item)
+            run.append(item)
+        lane.num_waiting += 1
+        lane.tokens += entry.cost_tokens
+        return pushed_out
+
+    def peek(self) -> QueueEntry | None:
+        """Whose turn is next; None: nobody waits."""
+        for lane in self._lanes:
+            if lane.num_waiting:
+                while not self._is_living(lane.heap[0]):
+                    _drop_first_shell(lane)
+                return lane.heap[0][2]
+        return None
+
+    def pop(self) -> QueueEntry:
+        """Takes out whose turn it is. Raises IndexError if nobody waits."""
+        waiting = self._waiting
+        for lane in self._lanes:
+            if lane.num_waiting:
+                heap = lane.heap
+                while True:
+                    item = heap[0]
+                    run = item[4]
+                    if run is None:
+                        heappop(heap)
+                    else:
+                        run.popleft()
+                        if run:  # the next one steps forward
+                            heapreplace(heap, run[0])
+                        else:
+                            heappop(heap)
+                    entry = item[2]
+                    key = entry.key
+                    if waiting.get(key) is item:
+                        break
+                    lane.num_shells -= 1
+                del waiting[key]
+                lane.num_waiting -= 1
+                lane.tokens -= entry.cost_tokens
+                lane.virtual_time = item[0]
+                if not lane.num_waiting:
+                    lane.clear()
+                return entry
+        raise IndexError("nobody waits")
+
+    def remove(self, key: Hashable) -> QueueEntry | None:
+        """Takes out one that leaves early; it is not charged to its tenant. None: it does not wait."""
+        item = self._waiting.pop(key, None)
+        if item is None:
+            return None
+        _, _, entry, lane, _ = item
+        lane.num_waiting -= 1
+        lane.tokens -= entry.cost_tokens
+        lane.num_shells += 1
+        if not lane.num_waiting:
+            lane.clear()
+        elif lane.num_shells > lane.num_waiting + SHELLS_KEPT:
+            self._clear_of_shells(lane)
+        account = lane.accounts.get(entry.tenant)
+        if account is not None:
+            account.charged_to -= self._share(entry)
+        return entry
+
+    def expire(self, now_s: float) -> list[QueueEntry]:
+        """Takes out those that would end after their deadlines if their turn came now, the most urgent first."""
+        self._file()
+        expired = []
+        while self._latest_starts and self._latest_starts[0][0] < now_s:
+            item = heappop(self._latest_starts)[2]
+            if self._is_living(item):
+                self.remove(item[2].key)
+                expired.append(item[2])
+        return expired
+
+    def _push_out(self, service_class: ServiceClass) -> QueueEntry:
+        self._file()
+        for lane in self._classes[:service_class:-1]:
+            while lane.youngest:
+                item = lane.youngest.pop()
+                if self._is_living(item):
+                    self.remove(item[2].key)
+                    return item[2]
+        raise QueueFull(f"{len(self)} requests wait, none of them of a lower class")
+
+    def _clear_of_shells(self, lane: _Lane) -> None:
+        heap: list[_Item] = []
+        for item in lane.heap:
+            run = item[4]
+            if run is None:
+                heap += self._living((item,))
+            else:
+                living = tuple(self._living(run))
+                run.clear()
+                run.extend(living)
+                heap += living[:1]
+        heapify(heap)
+        lane.heap = heap
+        lane.num_shells = 0
+
+    def _is_living(self, item: _Item) -> bool:
+        return self._waiting.get(item[2].key) is item
+
+    def _living(self, items: Iterable[_Item]) -> Iterable[_Item]:
+        return filter(self._is_living, items)
+
+    def _file(self) -> None:
+        """Puts what came last, and still waits, in order of age and of the latest start."""
+        new = []
+        for item in reversed(self._waiting.values()):
+            if item[1] <= self._num_filed:
+                break
+            new.append(item)
+        self._num_filed = self._num_pushed
+        heap = self._latest_starts
+        for item in reversed(new):
+            _, number, entry, lane, _ = item
+            if lane is not self._resumed:
+                lane.youngest.append(item)
+                if entry.deadline_s < inf:
+                    heappush(heap, (entry.latest_start_s, number, item))
+        if len(heap) > 2 * len(self) + SHELLS_KEPT:
+            self._latest_starts = [filed for filed in heap if self._is_living(filed[2])]
+            heapify(self._latest_starts)
+        for lane in self._classes:
+            if len(lane.youngest) > 2 * lane.num_waiting + SHELLS_KEPT:
+                lane.youngest = list(self._living(lane.youngest))
+
+    def _share(self, entry: QueueEntry) -> float:
+        return entry.cost_tokens / self._weights.get(entry.tenant, 1.0)
+
+    def _by_priority(self, lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
+        level = entry.level
+        run = lane.runs.get(level)
+        if run is None:
+            run = lane.run
+            if len(lane.runs) < MAX_RUNS:
+                run = lane.runs[level] = deque()
+        return entry.arrived_s - level * self._ageing_s, run
+
+    def _by_share(self, lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
+        """The start tag: where the entries of its tenant before it end, but never in the past."""
+        account = lane.accounts.get(entry.tenant)
+        if account is None:
+            account = _new_account(lane, entry.tenant)
+        start = account.charged_to
+        if start < lane.virtual_time:
+            start = lane.virtual_time
+        account.charged_to = start + self._share(entry)
+        if start > account.last_start:
+            account.last_start = start
+        return account.last_start, account.run
+
+
+def _by_arrival(lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
+    return entry.arrived_s, lane.run
+
+
+def _by_slack(lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
+    return entry.deadline_s - entry.service_s, lane.run
+
+
+def _new_account(lane: _Lane, tenant: str) -> _Account:
+    """Where many tenants come and go, those that have nothing to their charge any more are forgotten."""
+    if len(lane.accounts) >= lane.prune_accounts_at:
+        now = lane.virtual_time
+        for other, account in list(lane.accounts.items()):
+            if account.charged_to <= now and account.last_start <= now:
+                del lane.accounts[other]
+        lane.prune_accounts_at = 2 * len(lane.accounts) + SHELLS_KEPT
+    account = lane.accounts[tenant] = _Account()
+    return account
+
+
+def _drop_first_shell(lane: _Lane) -> None:
+    run = heappop(lane.heap)[4]
+    if run is not None:
+        run.popleft()
+        if run:
+            heappush(lane.heap, run[0])
+    lane.num_shells -= 1
