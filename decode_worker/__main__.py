@@ -48,7 +48,12 @@ async def _serve(
     link_pb2_grpc.add_LinkServicer_to_server(receiver, server.server)
     address = settings.address(await server.start(settings.host, settings.port))
     if lease is not None:
-        lease.update(address=address, **parts.record_fields(), **worker.load().record_fields())
+        lease.update(
+            address=address,
+            max_running=settings.max_batch,
+            **parts.record_fields(),
+            **worker.load().record_fields(),
+        )
     logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
     await serve_until_drained(worker, server, lease, stop, drain_timeout_s=settings.drain_timeout)
 

@@ -66,6 +66,8 @@ class Generation(msgspec.Struct, frozen=True):
     totals: "Totals"
     arrived_s: float
     arrived_unix_ns: int
+    service_class: str = "normal"
+    affinity_key: str = ""
     emitted_token_ids: Sequence[int] = ()
 
 

@@ -1,63 +1,140 @@
-"""Which workers an attempt is offered to, best first: routing, circuit breakers, and what the request has been through.
+"""Which workers an attempt is offered to, best first, and whether they have room: routing as this gateway sees it.
 
-Knows no request's life; the policies themselves are in `services.scheduling`.
+The policies themselves are in `services.scheduling`; here they get what they look at: the workers in rotation without
+those that circuit breakers leave alone, what each is believed to hold of the prompt, and what the request has been
+through. What this gateway has sent to a worker that has not reported it yet is kept in the session's books, so that
+requests that go in the same moment do not all see the same free place. Knows no request's life.
 """
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from gateway.attempts import Attempt
 from gateway.running import RunningRequest
 from gateway.sessions import DecodeSession, Peer, PrefillSession, WorkerSession
 from gateway.topology import Topology
 from services.runtime.clock import Clock
-from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost
+from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
 from services.scheduling.breakers import Breakers
-from services.scheduling.routing import Policy, WorkerView
+from services.scheduling.queue import ServiceClass
+from services.scheduling.routing import Fits, Route, Router, RouteRequest, WorkerView
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixHints(Protocol):
+    """What workers are believed to hold; `gateway.prefix_view` follows the cluster's index."""
+
+    def cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:
+        """Worker id → tokens from the start of the prompt whose pages it has."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoomLimits:
+    """When a request waits here rather than at a worker, where nobody could overtake it any more.
+
+    `ahead_s`: prompts that a worker still has to compute, in seconds of its work: enough to keep it busy while the next
+    one is on its way. `itl_s`: no step of a decode worker is made longer than this by requests that can wait
+    (`normal` and below); None: no such limit. `reserved_share`: part of the pages and places of a decode worker
+    that `low` and `batch` leave to others.
+    """
+
+    ahead_s: float = 0.1
+    itl_s: float | None = None
+    reserved_share: float = 0.125
 
 
 class Candidates:
     """The choice of workers of one gateway. Breakers are kept by worker id: a crash loop makes many processes."""
 
-    def __init__(self, topology: Topology, *, route: Policy, clock: Clock) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        router: Router,
+        clock: Clock,
+        limits: RoomLimits | None = None,
+        hints: PrefixHints | None = None,
+    ) -> None:
         self._topology = topology
-        self._route = route
+        self._router = router
         self._clock = clock
+        self._limits = limits or RoomLimits()
+        self._hints = hints
         self._breakers = Breakers()
         self._last_lost: dict[str, str] = {}
         """Incarnation of each worker that was lost last: a death is one error, whatever it took with it."""
-        self._num_decisions = 0
 
     @property
     def num_open_breakers(self) -> int:
         """Workers and pairs that are left alone now, or tried with one request."""
         return self._breakers.num_open
 
-    def decode_workers(self, request: RunningRequest) -> list[WorkerView]:
-        """Decode workers that can hold the whole sequence; those that have failed it come last."""
-        generation = request.generation
-        num_tokens = len(generation.prompt_token_ids) + generation.sampling.max_tokens
-        fitting = [
-            view for view in self._topology.decode_views(generation.model) if view.max_sequence_tokens >= num_tokens
-        ]
-        self._num_decisions += 1
-        ordered = self._route(self._usable(fitting), self._num_decisions)
-        paired = {decode for _, decode in request.avoided_pairs}
-        if request.avoided or paired:
-            ordered.sort(key=lambda view: (view.incarnation in request.avoided, view.incarnation in paired))
-        if self._breakers.num_open:
-            ordered.sort(key=lambda view: self._has_no_way_to(generation.model, view))
-        return ordered
+    def take_room(self, request: RunningRequest) -> bool:
+        """Plans where the request goes, and keeps the best place for it. False: nobody has room for it now."""
+        request.bookings.leave()
+        request.routes = routes = self.routes(request)
+        try:
+            if routes and self._has_room(request, routes[0]):
+                self.book(request, routes[0])
+                return True
+        except WorkerUnavailable:
+            logger.debug("a worker left between two looks", extra={"worker": routes[0].decode.worker_id})
+        return False
 
-    def prefill_workers(self, request: RunningRequest, decode: Peer) -> list[PrefillSession]:
-        """Prefill workers for an attempt there: first the one that may still have the prompt's pages."""
-        fitting = self._topology.prefill_views(request.generation.model, decode=decode)
-        views = self._with_way(self._usable(fitting), decode.worker_id)
-        ordered = self._route(views, self._num_decisions)
-        sessions = [self._topology.prefill_session(view.worker_id) for view in ordered]
+    def book(self, request: RunningRequest, route: Route) -> None:
+        """Keeps the places of a route, and of no other one. Raises WorkerUnavailable."""
+        decode = self._topology.decode_session(route.decode.worker_id)
+        computes = self._topology.prefill_session(route.prefills[0].worker_id) if route.is_remote else decode
+        request.bookings.enter(
+            decode.books,
+            computes.books,
+            num_pages=-(-request.max_num_tokens // route.decode.page_size),
+            num_tokens=max(0, request.num_known_tokens - route.num_cached_tokens),
+        )
+
+    def routes(self, request: RunningRequest) -> Sequence[Route]:
+        """Ways to decode workers that can hold the whole sequence; those that have failed it come last."""
+        generation = request.generation
+        views = self._topology.decode_views(generation.model)
+        decodes, prefills = self._usable(views), self._usable(self._topology.prefill_views(generation.model))
+        wanted = RouteRequest(
+            num_prompt_tokens=request.num_known_tokens,
+            max_new_tokens=max(1, request.max_num_tokens - request.num_known_tokens),
+            tenant=generation.tenant,
+            affinity_key=generation.affinity_key,
+            cached_tokens=self._cached_tokens(request),
+            kv_bytes_per_token=self._topology.kv_bytes_per_token(generation.model),
+        )
+        routes = self._router.route(
+            wanted, prefills, decodes, fits=self._fits(generation.model), now_s=self._clock.monotonic()
+        )
+        paired = {decode for _, decode in request.avoided_pairs}
+        if not request.avoided and not paired and not self._breakers.num_open:
+            return routes
+        return sorted(
+            routes,
+            key=lambda route: (
+                self._has_no_way_to(generation.model, route.decode),
+                route.decode.incarnation in request.avoided,
+                route.decode.incarnation in paired,
+            ),
+        )
+
+    def prefill_sessions(self, request: RunningRequest, route: Route) -> list[PrefillSession]:
+        """A route's prefill workers: first who may still have the prompt's pages, last those that failed it."""
+        sessions = [self._topology.prefill_session(view.worker_id) for view in route.prefills]
+        decode = self._topology.decode_session(route.decode.worker_id).peer
         sessions.sort(key=lambda session: _reluctance(request, session.peer, decode))
         return sessions
 
     def takers(self, request: RunningRequest, giver: DecodeSession) -> list[WorkerView]:
         """Decode workers that an answer may move to with its pages."""
-        views = self.decode_workers(request)
+        views = [route.decode for route in self.routes(request)]
         return [view for view in views if self._topology.can_take_over(view.worker_id, giver.peer)]
 
     def begin(self, attempt: Attempt, prefills: list[PrefillSession]) -> None:
@@ -99,6 +176,68 @@ class Candidates:
             self._breakers.abandoned(key)
         attempt.probes.clear()
 
+    def least_service_s(self, request: RunningRequest) -> float:
+        """What the rest of the answer takes at least, from the moment in which workers take it: nobody waits there."""
+        generation = request.generation
+        sampling = generation.sampling
+        num_new_tokens = sampling.max_tokens if sampling.ignore_eos else max(1, sampling.min_tokens)
+        decodes = self._topology.decode_views(generation.model)
+        steps = (view.decode_speed.step_s(1, request.num_known_tokens) for view in decodes)
+        return min(steps, default=0.0) * max(0, num_new_tokens - request.log.next_index)
+
+    def _has_room(self, request: RunningRequest, route: Route) -> bool:
+        decode, limits = route.decode, self._limits
+        service_class = ServiceClass.from_name(request.generation.service_class)
+        is_idle = decode.num_requests == 0 and not any(view.waiting_tokens for view in route.prefills[:1])
+        places, pages = self._topology.max_running(decode.worker_id), decode.pages_available
+        if service_class >= ServiceClass.LOW:
+            places = math.ceil(places * (1 - limits.reserved_share))
+            pages -= int(decode.pages_total * limits.reserved_share)
+        if places and decode.num_requests >= places:
+            return False
+        if decode.num_requests and request.max_num_tokens > pages * decode.page_size:
+            return False
+        if is_idle:
+            return True
+        can_wait = service_class >= ServiceClass.NORMAL and limits.itl_s is not None
+        if can_wait and route.predicted_itl_s > (limits.itl_s or math.inf):
+            return False
+        return prefill_queue_s(route.prefills[0] if route.is_remote else decode) <= limits.ahead_s
+
+    def _cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:
+        cached = dict(self._hints.cached_tokens(request)) if self._hints is not None else {}
+        for view in self._topology.prefill_views(request.generation.model) if request.is_resumed else ():
+            if request.has_kept_prompt(self._topology.prefill_session(view.worker_id).peer):
+                cached[view.worker_id] = len(request.generation.prompt_token_ids)
+        return cached
+
+    def _fits(self, model: str) -> Fits | None:
+        """Whether pages can go from a prefill worker to a decode worker, and nothing has cut the way."""
+        if self._topology.is_uniform(model) and not self._breakers.num_open:
+            return None
+        ways: dict[str, set[str]] = {}
+
+        def fits(prefill: WorkerView, decode: WorkerView) -> bool:
+            if decode.worker_id not in ways:
+                ways[decode.worker_id] = self._ways_to(model, decode.worker_id)
+            return prefill.worker_id in ways[decode.worker_id]
+
+        return fits
+
+    def _ways_to(self, model: str, decode_id: str) -> set[str]:
+        """Prefill workers whose way to a decode worker is not cut; where too many are, of the others too."""
+        try:
+            peer = self._topology.decode_session(decode_id).peer
+        except WorkerUnavailable:
+            return set()
+        pairs = [(view.worker_id, decode_id) for view in self._topology.prefill_views(model, decode=peer)]
+        return {prefill_id for prefill_id, _ in self._breakers.usable(pairs, self._clock.monotonic())}
+
+    def _has_no_way_to(self, model: str, decode: WorkerView) -> bool:
+        """Whether every prefill worker's way there is cut."""
+        pairs = [(view.worker_id, decode.worker_id) for view in self._topology.prefill_views(model)]
+        return bool(pairs) and all(self._breakers.is_open(pair) for pair in pairs)
+
     def _failed(self, attempt: Attempt, key: str | tuple[str, str]) -> None:
         self._breakers.failed(key, self._clock.monotonic(), is_probe=key in attempt.probes)
         attempt.probes.discard(key)
@@ -115,19 +254,10 @@ class Candidates:
         usable = set(self._breakers.usable([view.worker_id for view in views], self._clock.monotonic()))
         return [view for view in views if view.worker_id in usable]
 
-    def _with_way(self, views: list[WorkerView], decode_id: str) -> list[WorkerView]:
-        """Prefill workers whose way to a decode worker is not cut; where too many are, of the others too."""
-        if not self._breakers.num_open:
-            return views
-        pairs = [(view.worker_id, decode_id) for view in views]
-        usable = {prefill_id for prefill_id, _ in self._breakers.usable(pairs, self._clock.monotonic())}
-        return [view for view in views if view.worker_id in usable]
 
-    def _has_no_way_to(self, model: str, decode: WorkerView) -> bool:
-        """Whether every prefill worker's way there is cut."""
-        peer = self._topology.decode_session(decode.worker_id).peer
-        pairs = [(view.worker_id, decode.worker_id) for view in self._topology.prefill_views(model, decode=peer)]
-        return bool(pairs) and all(self._breakers.is_open(pair) for pair in pairs)
+def prefill_queue_s(view: WorkerView) -> float:
+    """Until the prompts that wait there are computed."""
+    return view.prefill_speed.time_s(view.waiting_tokens) if view.waiting_tokens else 0.0
 
 
 def _reluctance(request: RunningRequest, prefill: Peer, decode: Peer) -> tuple[bool, bool]:

@@ -7,7 +7,8 @@ from services.cluster.keys import CLUSTER_NAME_PATTERN
 from services.runtime.config import choice, flag, integer, number, option, path, text, url
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
-from services.scheduling.routing import POLICIES
+from services.scheduling.queue import STRATEGIES
+from services.scheduling.routing import POLICY_NAMES
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,22 @@ class GatewayConfig:
     seed: int | None = option(
         integer(0, 2**63 - 1), default=None, help="Makes the seeds of requests without one repeatable."
     )
-    routing: str = option(choice(*POLICIES), default="least_loaded", help="How workers are chosen.")
-    local_prefill_tokens: int = option(
-        integer(0), default=0, help="Prompts up to this length are computed by the decode worker itself."
+    routing: str = option(choice(*POLICY_NAMES), default=POLICY_NAMES[0], help="How workers are chosen.")
+    local_prefill_tokens: int | None = option(
+        integer(0),
+        default=None,
+        help="Prompts of which a decode worker lacks at most so many tokens are computed by itself; 0 sends all to "
+        "prefill workers. Not given: decided for each request by the predicted times of both ways.",
+    )
+    queue_strategy: str = option(
+        choice(*STRATEGIES),
+        default="fcfs",
+        help="Order within a service class: first come, numeric priority with ageing, least slack, or fair by tenant.",
+    )
+    ahead_s: float = option(
+        number(0.001, 60),
+        default=0.1,
+        help="Seconds of work that may wait at a prefill worker; more waits here, where it can still be overtaken.",
     )
     min_prefill: int = option(
         integer(0),

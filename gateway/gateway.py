@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import cast
 
 from gateway.admission import AdmissionQueue
+from gateway.candidates import RoomLimits
 from gateway.catalog import load_catalog
 from gateway.catalog_file import ModelEntry, read_models_file
 from gateway.config import GatewayConfig
@@ -25,7 +26,9 @@ from services.cluster.store import Store
 from services.runtime import rpc
 from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded
-from services.scheduling.routing import POLICIES
+from services.scheduling.disaggregation import DisaggregationSettings
+from services.scheduling.queue import RequestQueue
+from services.scheduling.routing import Router, RoutingSettings
 
 LEAVING_RETRY_S = 1.0
 """What a client is told whose request outlasted the drain."""
@@ -54,7 +57,12 @@ class Gateway:
         self._quarantine = Quarantine(self._store)
         metrics = self.metrics = Metrics()
         # Each model has its own, or a full one would hold up the others.
-        queues = {model.name: AdmissionQueue(config.max_queued_requests) for model in catalog}
+        queues = {
+            model.name: AdmissionQueue(
+                RequestQueue(strategy=config.queue_strategy, max_waiting=config.max_queued_requests)
+            )
+            for model in catalog
+        }
 
         def poke_all() -> None:
             for queue in queues.values():
@@ -157,9 +165,10 @@ def _entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:
 
 
 def _policies(config: GatewayConfig) -> Policies:
+    disaggregation = DisaggregationSettings(local_prefill_tokens=config.local_prefill_tokens)
     return Policies(
-        route=POLICIES[config.routing],
-        local_prefill_max_tokens=config.local_prefill_tokens,
+        router=Router(config.routing, settings=RoutingSettings(disaggregation=disaggregation)),
+        room=RoomLimits(ahead_s=config.ahead_s),
         max_attempts=config.max_attempts,
         max_request_s=config.max_request_s,
         failover_wait_s=config.failover_wait_s,

@@ -10,9 +10,10 @@ away from a worker that is leaving.
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway.accepting import Acceptance
@@ -20,7 +21,7 @@ from gateway.admission import AdmissionQueue
 from gateway.answer_text import AnswerText
 from gateway.attempts import Attempt, CrowdedOut
 from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall
-from gateway.candidates import Candidates
+from gateway.candidates import Candidates, PrefixHints, RoomLimits
 from gateway.catalog import ModelCatalog, ServedModel
 from gateway.metrics import Metrics
 from gateway.moves import Moves
@@ -41,8 +42,8 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from services.scheduling.disaggregation import Disaggregation, PromptView, decide
-from services.scheduling.routing import Policy, WorkerView
+from services.scheduling.queue import QueueEntry, ServiceClass
+from services.scheduling.routing import Route, Router
 
 TRY_AGAIN = (WorkerUnavailable, TransferFailed, LayoutMismatch, InternalError)
 """The failures of an attempt after which another pair of workers goes on from the last token."""
@@ -65,8 +66,8 @@ class PlacementSink(Protocol):
 class Policies:
     """The choices that an operator makes. Times in seconds. `max_attempts` counts those without a new token."""
 
-    route: Policy
-    local_prefill_max_tokens: int = 0
+    router: Router
+    room: RoomLimits = field(default_factory=RoomLimits)
     max_attempts: int = 3
     max_request_s: float = 600.0
     failover_wait_s: float = 30.0
@@ -87,6 +88,7 @@ class Requests:
         metrics: Metrics,
         quarantine: QuarantineList,
         gateway_incarnation: str,
+        hints: PrefixHints | None = None,
         seed: int | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -108,7 +110,9 @@ class Requests:
             seed=seed,
             clock=clock,
         )
-        self._candidates = candidates = Candidates(topology, route=policies.route, clock=clock)
+        self._candidates = candidates = Candidates(
+            topology, router=policies.router, clock=clock, limits=policies.room, hints=hints
+        )
         self._recovery = Recovery(
             max_attempts=policies.max_attempts,
             failover_wait_s=policies.failover_wait_s,
@@ -232,36 +236,41 @@ class Requests:
         request.attempt = None
         self._recovery.check(request)
         queue = self._queues[request.generation.model]
-        if not request.must_queue and (request.is_resumed or queue.num_waiting == 0):
+        entry = self._queue_entry(request)
+        was_refused = request.must_queue
+        may_go = request.is_resumed or not queue.is_behind_others(entry)
+        if not was_refused and may_go and self._candidates.take_room(request):
             attempt = await self._offer(request)
             if attempt is not None:
                 return attempt
+            was_refused = True
         patience = self._patience(request)
-        with queue.enter(is_resumed=request.is_resumed) as place:
+        has_room = functools.partial(self._candidates.take_room, request)
+        with queue.enter(entry, has_room, is_resumed=request.is_resumed, was_refused=was_refused) as place:
             self._note(request, State.QUEUED)
             while await place.wait_for_turn(patience.remaining_s()):
                 attempt = await self._offer(request)
                 if attempt is not None:
                     return attempt
+                place.come_back()
         request.generation.deadline.check()
         if request.is_resumed:
             raise Overloaded("no worker came in time to go on with the answer", retry_after_s=NO_WORKER_RETRY_S)
         raise Overloaded("no worker had room in time", retry_after_s=NO_WORKER_RETRY_S)
 
     async def _offer(self, request: RunningRequest) -> Attempt | None:
-        """Offers the request to decode workers, best first. None: nobody has room now.
+        """Offers the request to the decode workers of its routes, best first. None: nobody has room now.
 
         Raises WorkerUnavailable where every one of them turned out to be unreachable.
         """
         route_started_ns = self._clock.unix_ns()
-        candidates = self._candidates.decode_workers(request)
-        is_full = not candidates
+        is_full = False
         failure: TandemError = WorkerUnavailable("no decode worker took the request")
-        for view in candidates:
+        for route in request.routes:
             try:
-                attempt, prefills, decision = self._new_attempt(request, view)
-                await attempt.admit(is_local_prefill=not decision.is_remote)
-                if decision.is_remote:
+                attempt, prefills = self._new_attempt(request, route)
+                await attempt.admit(is_local_prefill=not route.is_remote)
+                if route.is_remote:
                     attempt.start_prefill(prefills)
             except (Overloaded, CrowdedOut):
                 is_full = True
@@ -270,27 +279,33 @@ class Requests:
                 failure = unavailable
                 self._leave(request)
             else:
-                self._note_placed(request, attempt, decision, route_started_ns)
+                self._note_placed(request, attempt, route, route_started_ns)
                 return attempt
         if is_full:
             return None
         raise failure
 
-    def _new_attempt(
-        self, request: RunningRequest, view: WorkerView
-    ) -> tuple[Attempt, list[PrefillSession], Disaggregation]:
-        """An attempt with this decode worker, the prefill workers for it, best first, and whether to use them."""
-        decode = self._topology.decode_session(view.worker_id)
-        prefills = self._candidates.prefill_workers(request, decode.peer)
-        prompt = PromptView(
-            num_prompt_tokens=len(request.generation.prompt_token_ids),
-            num_cached_tokens=0,
-            num_prefill_workers=len(prefills),
-        )
-        decision = decide(prompt, local_prefill_max_tokens=self._policies.local_prefill_max_tokens)
+    def _new_attempt(self, request: RunningRequest, route: Route) -> tuple[Attempt, list[PrefillSession]]:
+        """An attempt that goes this way, and the prefill workers for it, best first."""
+        self._candidates.book(request, route)
+        decode = self._topology.decode_session(route.decode.worker_id)
+        prefills = self._candidates.prefill_sessions(request, route) if route.is_remote else []
         request.attempt = request.new_attempt(decode)
-        self._candidates.begin(request.attempt, prefills if decision.is_remote else [])
-        return request.attempt, prefills, decision
+        self._candidates.begin(request.attempt, prefills)
+        return request.attempt, prefills
+
+    def _queue_entry(self, request: RunningRequest) -> QueueEntry:
+        generation = request.generation
+        return QueueEntry(
+            key=generation.request_id,
+            service_class=ServiceClass.from_name(generation.service_class),
+            tenant=generation.tenant,
+            cost_tokens=request.max_num_tokens,
+            arrived_s=generation.arrived_s,
+            deadline_s=generation.deadline.at_s,
+            service_s=self._candidates.least_service_s(request),
+            level=generation.priority,
+        )
 
     def _leave(self, request: RunningRequest) -> None:
         """The request's attempt is over, however it ended."""
@@ -310,9 +325,7 @@ class Requests:
         if self._topology.num_ready("decode", model) == 0:
             raise WorkerUnavailable("no decode worker is ready", retry_after_s=NO_WORKER_RETRY_S)
 
-    def _note_placed(
-        self, request: RunningRequest, attempt: Attempt, decision: Disaggregation, started_ns: int
-    ) -> None:
+    def _note_placed(self, request: RunningRequest, attempt: Attempt, route: Route, started_ns: int) -> None:
         """Books that workers took the request, and writes the spans of the way there."""
         request.note_placed(attempt)
         self.num_running += request.count_as_running()
@@ -322,18 +335,23 @@ class Requests:
             return
         if request.num_failures == 0:
             telemetry.record_span("queue", request.generation.arrived_unix_ns, started_ns, parent=span)
-        attributes: dict[str, str | int | bool] = {
+        attributes: dict[str, str | int | float | bool] = {
             "tandem.attempt": request.attempt_number,
             "tandem.decode_worker": attempt.decode.peer.worker_id,
             "tandem.prefill_worker": attempt.prefill.peer.worker_id if attempt.prefill else "",
-            "tandem.is_remote_prefill": decision.is_remote,
-            "tandem.reason": decision.reason,
+            "tandem.is_remote_prefill": route.is_remote,
+            "tandem.reason": route.reason,
+            "tandem.cached_tokens": route.num_cached_tokens,
+            "tandem.predicted_ttft_s": route.predicted_ttft_s,
+            "tandem.predicted_itl_s": route.predicted_itl_s,
+            **{f"tandem.route.{name}": value for name, value in route.inputs.items()},
         }
         telemetry.record_span("route", started_ns, self._clock.unix_ns(), parent=span, attributes=attributes)
 
     def _observe(self, request: RunningRequest, attempt: Attempt, delta: Delta) -> None:
         """Books what a delta says about progress."""
         if delta.token_ids:
+            request.bookings.note_prompt_done()
             self._recovery.end_trial(request)
             self._metrics.generated_tokens.inc(len(delta.token_ids))
             if delta.first_index == 0:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 from gateway.answer_text import AnswerText
 from gateway.attempts import Arrived, Attempt, Fault, FinishReason, Giver, Mailbox, TokenLog
+from gateway.bookings import Bookings
 from gateway.calls import Delta, Generation, Usage
 from gateway.sessions import AttemptKey, DecodeSession, Peer, SequenceOrder
 from services.cluster.placement import State
 from services.runtime import telemetry
 from services.runtime.clock import Clock
 from services.runtime.errors import DeadlineExceeded, TandemError
+from services.scheduling.routing import Route
 
 KEPT_PROMPT_S = 10.0
 """A prefill worker keeps a prompt's pages for so long after it has handed them on."""
@@ -53,6 +55,9 @@ class RunningRequest:
         self.avoided_pairs: set[tuple[str, str]] = set()
         self.next_move_at_s = 0.0
         self.must_queue = False
+        self.routes: Sequence[Route] = ()
+        """Ways to go now, best first, as of the last decision."""
+        self.bookings = Bookings()
         self.is_running = False
         self.noted_state = State.QUEUED
         self.finish_reason: FinishReason | None = None
@@ -78,6 +83,16 @@ class RunningRequest:
     def is_resumed(self) -> bool:
         """Whether an earlier attempt has begun the answer or has failed."""
         return self.num_failures > 0 or self.log.next_index > 0
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far, whose KV the next attempt must have."""
+        return len(self.generation.prompt_token_ids) + self.log.next_index
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens of prompt and answer at most."""
+        return len(self.generation.prompt_token_ids) + self.generation.sampling.max_tokens
 
     @property
     def ttft_s(self) -> float:
@@ -137,7 +152,8 @@ class RunningRequest:
         return is_in_time and self._kept_at is not None and self._kept_at.incarnation == prefill.incarnation
 
     def close_attempt(self) -> None:
-        """Frees what the current attempt holds."""
+        """Frees what the current attempt holds, and what is kept for it."""
+        self.bookings.leave()
         if self.attempt is not None:
             self.attempt.close()
         totals = self.generation.totals
@@ -153,6 +169,7 @@ class RunningRequest:
     def note_placed(self, attempt: Attempt) -> None:
         """Workers took the attempt."""
         self.must_queue = False
+        self.bookings.note_admitted()
         self.generation.totals.placed.add(self.generation.choice)
         self.noted_state = State.ADMITTED
         self._num_cached_tokens = attempt.num_cached_tokens

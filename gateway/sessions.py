@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import grpc
 import msgspec
 
+from gateway.bookings import Books
 from gateway.validation import Sampling
 from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, status
@@ -164,6 +165,7 @@ class WorkerSession(ABC):
     def __init__(self, peer: Peer, *, gateway_incarnation: str, on_change: Callable[["WorkerSession"], None]) -> None:
         self.peer = peer
         self.load = Load()
+        self.books = Books()
         self.is_up = False
         self.num_dropped_events = 0
         self._hello = worker_pb2.SessionHello(

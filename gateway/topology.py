@@ -174,6 +174,21 @@ class Topology:
         """The longest sequence that any decode worker of a model in rotation can hold; None while there is none."""
         return max((member.record.max_sequence_tokens for member in self._ready("decode", model)), default=None)
 
+    def kv_bytes_per_token(self, model: str) -> int:
+        """What the KV of a token weighs on its way to another worker; 0: nobody knows yet."""
+        return max((member.record.kv_bytes_per_token for member in self._ready("prefill", model)), default=0)
+
+    def is_uniform(self, model: str) -> bool:
+        """Whether the pages of every worker of a model in rotation fit every other one."""
+        ready = itertools.chain(self._ready("prefill", model), self._ready("decode", model))
+        layouts = {member.record.layout_fingerprint for member in ready}
+        return len(layouts) <= 1 and not self._mismatched
+
+    def max_running(self, worker_id: str) -> int:
+        """Places in a decode worker's batch; 0: not known."""
+        member = self._roles["decode"].members.get(worker_id)
+        return member.record.max_running if member is not None else 0
+
     def exclude_pair(self, prefill: Peer, decode: Peer) -> None:
         """Takes a pair whose pages do not fit together out of rotation, for the life of both processes."""
         logger.error("workers do not fit", extra={"prefill": prefill.worker_id, "decode": decode.worker_id})
@@ -296,13 +311,17 @@ class Topology:
 
 
 def _view(member: Member) -> WorkerView:
-    load, record = member.load, member.record
+    load, record, session = member.load, member.record, member.session
     return WorkerView(
         worker_id=record.id,
         incarnation=record.incarnation,
         pages_total=load.pages_total,
-        pages_available=load.pages_free + load.pages_cached - load.pages_promised,
-        num_requests=max(load.running + load.waiting, member.session.num_open_attempts),
-        waiting_tokens=load.waiting_tokens,
+        pages_available=load.pages_free + load.pages_cached - load.pages_promised - session.books.pages,
+        num_requests=max(load.running + load.waiting, session.num_open_attempts + session.books.requests),
+        waiting_tokens=max(load.waiting_tokens, session.books.tokens),
         max_sequence_tokens=record.max_sequence_tokens,
+        num_running=load.running,
+        region=record.region,
+        tenants=frozenset(record.tenants),
+        page_size=record.page_size,
     )

@@ -65,6 +65,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_sequence_tokens: Count
     kv_bytes_per_token: Count = 0
     """What a token takes on the way to another worker; 0: unknown."""
+    max_running: Count = 0
+    """Sequences that it decodes at a time; 0: unknown."""
     region: ShortText = ""
     """Where it runs; moving pages between regions is dear. Empty: everywhere the same."""
     tenants: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()

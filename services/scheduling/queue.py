@@ -151,6 +151,7 @@ class RequestQueue:
         }
         self._ranked = ranked[strategy]
         self._is_fcfs = strategy == "fcfs"
+        self._is_fair = strategy == "fair"
         self._max_waiting = max_waiting
         self._ageing_s = ageing_s
         self._weights = dict(tenant_weights or {})
@@ -263,6 +264,20 @@ class RequestQueue:
                     lane.clear()
                 return entry
         raise IndexError("nobody waits")
+
+    def push_back(self, entry: QueueEntry, *, is_resumed: bool = False) -> None:
+        """Undoes a `pop`: it waits again with the rank it had, beyond the bound if others came meanwhile."""
+        lane = self._resumed if is_resumed else self._classes[entry.service_class]
+        if self._is_fair and not is_resumed:
+            rank = lane.virtual_time  # It has gone on to the start tag of whose turn it was.
+        else:
+            rank = entry.arrived_s if self._is_fcfs or is_resumed else self._ranked(lane, entry)[0]
+        self._num_pushed = number = self._num_pushed + 1
+        item: _Item = (rank, number, entry, lane, None)
+        self._waiting[entry.key] = item
+        heappush(lane.heap, item)
+        lane.num_waiting += 1
+        lane.tokens += entry.cost_tokens
 
     def remove(self, key: Hashable) -> QueueEntry | None:
         """Takes out one that leaves early; it is not charged to its tenant. None: it does not wait."""

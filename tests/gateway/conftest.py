@@ -371,6 +371,7 @@ async def make_system(
 
         async def make(**settings: Any) -> System:
             defaults = {"http_port": 0, "grpc_port": 0, "drain_s": 0.2, "seed": 1, "failover_wait_s": 5.0}
+            defaults["local_prefill_tokens"] = 0  # scripted workers have their parts
             if "models" not in settings:
                 defaults["model"] = model_folder
             config = GatewayConfig(redis=redis_url, cluster=cluster_name, **{**defaults, **settings})

@@ -1,68 +1,219 @@
 """The queue of requests that wait for room."""
 
 import asyncio
+import math
 
 import pytest
 
-from gateway.admission import MAX_RETRY_S, AdmissionQueue
-from services.runtime.errors import Overloaded
+from gateway.admission import MAX_SILENCE_S, AdmissionQueue
+from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
+from services.scheduling.queue import QueueEntry, RequestQueue, ServiceClass
+from tests.stopwatch import Stopwatch
 
 
-async def test_only_the_first_gets_its_turn():
-    queue = AdmissionQueue(10)
-    order = []
+class Room:
+    """So many places; whoever is let go takes one."""
 
-    async def wait(name, done):
-        with queue.enter() as place:
-            assert await place.wait_for_turn(10)
-            order.append(name)
-            await done.wait()
+    def __init__(self, num_places=0):
+        self.num_places = num_places
 
-    done = asyncio.Event()
-    tasks = [asyncio.create_task(wait(name, done)) for name in "abc"]
-    await asyncio.sleep(0)
-    for _ in range(5):
-        queue.poke()
-        await asyncio.sleep(0.02)
-    assert order == ["a"]
-    done.set()
+    def take(self):
+        if not self.num_places:
+            return False
+        self.num_places -= 1
+        return True
+
+
+def make_queue(max_waiting=10, **settings):
+    return AdmissionQueue(RequestQueue(max_waiting=max_waiting, **settings))
+
+
+def entry(key, service_class=ServiceClass.NORMAL, *, arrived_s=0.0, deadline_s=math.inf, service_s=0.0):
+    return QueueEntry(key, service_class, "", 10, arrived_s, deadline_s, service_s)
+
+
+async def wait(queue, room, item, order, *, is_resumed=False, timeout_s=10.0):
+    with queue.enter(item, room.take, is_resumed=is_resumed) as place:
+        if await place.wait_for_turn(timeout_s):
+            order.append(item.key)
+
+
+async def started(*coroutines):
+    """Tasks, in order, each of which has run until its first wait."""
+    tasks = []
+    for coroutine in coroutines:
+        tasks.append(asyncio.create_task(coroutine))
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_all_go_in_order_as_room_comes():
+    queue, room, order = make_queue(), Room(), []
+    tasks = await started(*(wait(queue, room, entry(key, arrived_s=n), order) for n, key in enumerate("abcde")))
+    assert queue.num_waiting == 5
+    room.num_places = 2
+    queue.poke()
+    await asyncio.gather(*tasks[:2])
+    assert order == ["a", "b"]
+    assert queue.num_waiting == 3
+    room.num_places = 3
+    queue.poke()
     await asyncio.gather(*tasks)
-    assert order == ["a", "b", "c"]
-    assert queue.num_waiting == 0
+    assert order == list("abcde")
 
 
-async def test_bound_does_not_hold_for_running_requests():
-    queue = AdmissionQueue(1)
-    with queue.enter() as ordinary:
-        with pytest.raises(Overloaded) as refused:
-            queue.enter()
-        assert refused.value.retry_after_s
-        with queue.enter(is_resumed=True) as resumed:
-            assert queue.is_first(resumed)
-        assert queue.is_first(ordinary)
+async def test_many_go_in_one_look():
+    queue, room, order = make_queue(1000), Room(), []
+    tasks = await started(*(wait(queue, room, entry(n, arrived_s=n), order) for n in range(500)))
+    room.num_places = 500
+    watch = Stopwatch()
+    queue.poke()
+    await asyncio.gather(*tasks)
+    assert watch.elapsed_s() < 500 * 0.01
+    assert order == list(range(500))
+
+
+async def test_urgent_requests_go_before_those_that_came_first():
+    queue, room, order = make_queue(), Room(), []
+    kinds = [ServiceClass.BATCH, ServiceClass.LOW, ServiceClass.CRITICAL, ServiceClass.INTERACTIVE]
+    tasks = await started(*(wait(queue, room, entry(kind, kind, arrived_s=n), order) for n, kind in enumerate(kinds)))
+    assert queue.is_behind_others(entry("new", ServiceClass.INTERACTIVE))
+    room.num_places = 4
+    queue.poke()
+    await asyncio.gather(*tasks)
+    assert order == sorted(kinds)
+
+
+async def test_only_its_own_class_and_higher_ones_are_before_it():
+    queue, room, order = make_queue(), Room(), []
+    (task,) = await started(wait(queue, room, entry("b", ServiceClass.BATCH), order))
+    assert not queue.is_behind_others(entry("i", ServiceClass.INTERACTIVE))
+    assert queue.is_behind_others(entry("c", ServiceClass.BATCH))
+    room.num_places = 1
+    queue.poke()
+    await task
+
+
+async def test_a_full_queue_refuses_or_pushes_out_a_lower_class():
+    queue, room, order = make_queue(1), Room(), []
+    (batch,) = await started(wait(queue, room, entry("b", ServiceClass.BATCH), order))
+    with pytest.raises(Overloaded) as refused:
+        queue.enter(entry("c", ServiceClass.BATCH), room.take)
+    assert refused.value.retry_after_s
+    (urgent,) = await started(wait(queue, room, entry("i", ServiceClass.INTERACTIVE), order))
+    with pytest.raises(Overloaded, match="more urgent"):
+        await batch
+    (resumed,) = await started(wait(queue, room, entry("r"), order, is_resumed=True))
+    assert queue.num_waiting == 2
+    room.num_places = 2
+    queue.poke()
+    await asyncio.gather(urgent, resumed)
+    assert order == ["r", "i"]
 
 
 async def test_cancelled_wait_gives_up_its_place():
-    queue = AdmissionQueue(10)
-
-    async def wait():
-        with queue.enter() as place:
-            await place.wait_for_turn(60)
-
-    task = asyncio.create_task(wait())
-    await asyncio.sleep(0.01)
-    with queue.enter() as second:
-        task.cancel()
-        assert await second.wait_for_turn(5)
-        assert queue.num_waiting == 1
+    queue, room, order = make_queue(), Room(), []
+    first, second = await started(*(wait(queue, room, entry(key), order) for key in "ab"))
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert queue.num_waiting == 1
+    room.num_places = 1
+    queue.poke()
+    await second
+    assert order == ["b"]
 
 
-async def test_wait_ends_in_time_and_asks_again_without_a_sign():
-    queue = AdmissionQueue(10)
-    with queue.enter() as first, queue.enter() as second:
-        started_s = asyncio.get_running_loop().time()
-        assert not await second.wait_for_turn(0.05)
-        assert asyncio.get_running_loop().time() - started_s < 1
-        assert await first.wait_for_turn(10)
-        assert asyncio.get_running_loop().time() - started_s < 2 * MAX_RETRY_S + 1
-        assert not await first.wait_for_turn(0)
+async def test_one_that_is_cancelled_as_it_may_go_takes_nothing_from_the_next():
+    queue, room, order = make_queue(), Room(1), []
+    first, second = await started(*(wait(queue, room, entry(key), order) for key in "ab"))
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await second
+    assert order == ["b"]
+
+
+async def test_wait_ends_in_time_and_looks_again_without_a_sign():
+    queue, room, order = make_queue(), Room(), []
+    watch = Stopwatch()
+    await wait(queue, room, entry("late"), order, timeout_s=0.05)
+    assert watch.elapsed_s() < 1
+    assert order == []
+    assert queue.num_waiting == 0
+    (task,) = await started(wait(queue, room, entry("a"), order))
+    await asyncio.sleep(0.01)  # the first look, which finds nothing
+    room.num_places = 1  # and nobody says so
+    watch = Stopwatch()
+    await task
+    assert watch.elapsed_s() < MAX_SILENCE_S + 1
+    assert order == ["a"]
+
+
+async def test_whoever_no_worker_took_waits_again_before_the_others():
+    queue, room, order = make_queue(), Room(1), []
+
+    async def refused_once():
+        with queue.enter(entry("a", arrived_s=1.0), room.take) as place:
+            assert await place.wait_for_turn(10)
+            place.come_back()
+            assert queue.num_waiting == 2
+            room.num_places = 2
+            assert await place.wait_for_turn(10)
+            order.append("a")
+
+    tasks = await started(refused_once(), wait(queue, room, entry("b", arrived_s=2.0), order))
+    await asyncio.gather(*tasks)
+    assert order == ["a", "b"]
+
+
+async def test_a_deadline_that_cannot_be_met_ends_the_wait():
+    queue, room, order = make_queue(), Room(), []
+    now_s = SYSTEM_CLOCK.monotonic()
+    hopeless = entry("a", deadline_s=now_s + 60, service_s=61)
+    with pytest.raises(DeadlineExceeded):
+        await wait(queue, room, hopeless, order)
+    assert queue.num_waiting == 0
+
+
+async def test_a_closed_queue_ends_every_wait():
+    queue, room, order = make_queue(), Room(), []
+    tasks = await started(*(wait(queue, room, entry(key), order) for key in "ab"))
+    queue.close(WorkerUnavailable("over"))
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(result, WorkerUnavailable)
+    with pytest.raises(WorkerUnavailable):
+        await wait(queue, room, entry("c"), order)
+
+
+async def test_nobody_overtakes_one_that_was_refused_while_it_asks_again():
+    queue, room, order = make_queue(), Room(5), []
+    asking, answer = asyncio.Event(), asyncio.Event()
+
+    async def asks_again():
+        with queue.enter(entry("a", arrived_s=1.0), room.take, was_refused=True) as place:
+            assert await place.wait_for_turn(10)
+            assert queue.num_waiting == 2
+            asking.set()
+            await answer.wait()
+            order.append("a")
+
+    tasks = await started(asks_again(), wait(queue, room, entry("b", arrived_s=2.0), order))
+    await asking.wait()
+    queue.poke()
+    await asyncio.sleep(0.02)
+    assert order == []
+    answer.set()
+    await asyncio.gather(*tasks)
+    assert order == ["a", "b"]
+
+
+async def test_one_that_is_pushed_out_while_it_asks_is_told_when_it_comes_back():
+    queue, room, order = make_queue(1), Room(5), []
+    with queue.enter(entry("b", ServiceClass.BATCH), room.take, was_refused=True) as place:
+        assert await place.wait_for_turn(10)
+        (urgent,) = await started(wait(queue, room, entry("i", ServiceClass.INTERACTIVE), order))
+        place.come_back()
+        with pytest.raises(Overloaded, match="more urgent"):
+            await place.wait_for_turn(10)
+    await urgent
+    assert order == ["i"]

@@ -18,7 +18,8 @@ from gateway.topology import Topology
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import status
 from services.runtime.errors import InvalidRequest
-from services.scheduling.routing import least_loaded
+from services.scheduling.queue import RequestQueue
+from services.scheduling.routing import Router
 
 OK = [{"role": "user", "content": "hi"}]
 NAN, INF = math.nan, math.inf
@@ -221,8 +222,8 @@ def check_request(catalog):
     requests = Requests(
         catalog=catalog,
         topology=Topology(gateway_incarnation="0" * 32, on_change=lambda: None),
-        queues={"tiny": AdmissionQueue(1)},
-        policies=Policies(route=least_loaded),
+        queues={"tiny": AdmissionQueue(RequestQueue(max_waiting=1))},
+        policies=Policies(router=Router("least_loaded")),
         placements=None,
         metrics=Metrics(),
         gateway_incarnation="0" * 32,

@@ -29,7 +29,7 @@ async def run(*arguments):
         (["--model", "/nowhere/at/all"], "/nowhere/at/all does not exist"),
         ([], "--model"),
         (["--model", ".", "--http-port", "70000"], "--http-port is '70000'"),
-        (["--model", ".", "--routing", "best"], "one of round_robin, least_loaded"),
+        (["--model", ".", "--routing", "best"], "one of hybrid, least_loaded"),
         (["--model", ".", "--nonsense", "1"], "--nonsense"),
     ],
 )

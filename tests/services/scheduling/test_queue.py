@@ -402,3 +402,35 @@ def test_settings_that_cannot_be_are_refused():
         RequestQueue(max_waiting=1, ageing_s=-1.0)
     with pytest.raises(ValueError, match="no class 'urgent'"):
         ServiceClass.from_name("urgent")
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_that_is_pushed_back_has_the_turn_that_it_had(strategy, is_resumed):
+    queue = RequestQueue(strategy=strategy, max_waiting=3)
+    for number in range(3):
+        queue.push(entry(number, arrived_s=float(number), deadline_s=9.0 + number), is_resumed=is_resumed)
+    first = queue.pop()
+    if not is_resumed:
+        queue.push(entry("meanwhile", arrived_s=3.0, deadline_s=20.0))
+    queue.push_back(first, is_resumed=is_resumed)
+    assert len(queue) == 4 - is_resumed
+    assert queue.waiting_tokens(ServiceClass.NORMAL) == len(queue)
+    assert queue.peek() is first
+    assert queue.pop() is first
+    assert queue.pop().key == 1
+
+
+def test_one_that_is_pushed_back_can_expire_be_pushed_out_and_leave():
+    queue = RequestQueue(max_waiting=2)
+    queue.push(entry("a", ServiceClass.BATCH, deadline_s=5.0))
+    queue.push_back(queue.pop())
+    assert [late.key for late in queue.expire(6.0)] == ["a"]
+    queue.push(entry("b", ServiceClass.BATCH))
+    queue.push_back(queue.pop())
+    queue.push(entry("c", ServiceClass.BATCH))
+    assert queue.push(entry("d", ServiceClass.NORMAL)).key == "c"
+    assert queue.push(entry("e", ServiceClass.NORMAL)).key == "b"
+    queue.push_back(queue.pop())
+    assert queue.remove("d").key == "d"
+    assert drained(queue) == ["e"]
