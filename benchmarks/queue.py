@@ -1,0 +1,202 @@
+"""What the gateway's bookkeeping of waiting requests costs: queue, refusal and their share of a core.
+
+Times are CPU time of one thread, so that what else runs on the machine counts less; each figure is the best of its
+rounds (what the code costs), with the median beside it (what it cost here). The limit is what the standard library
+needs for the least that could be called a queue: in rounds that take turns with ours, so that the ratios hold also on
+a machine with other work.
+
+    python -m benchmarks.queue [--waiting 10000] [--rounds 60]
+"""
+
+import argparse
+import heapq
+import math
+import random
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+
+from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Targets
+from services.scheduling.queue import STRATEGIES, QueueEntry, RequestQueue, ServiceClass
+
+NUM_PAIRS = 1000
+NUM_TENANTS = 8
+NUM_LEVELS = 3
+ARRIVALS_PER_S = 1000.0
+TARGETS = Targets(ttft_s=1e9, itl_s=1e9)
+"""Far away: every request takes the longest way through the judgement."""
+
+Round = Callable[[], float]
+"""Does NUM_PAIRS in and out and returns the CPU seconds that they took."""
+
+
+def entries(seed: int, *, is_mixed: bool) -> Iterator[QueueEntry]:
+    """Arrivals of a steady stream with deadlines between 20 and 60 s; of one class, or of all five."""
+    rng, number = random.Random(seed), 0
+    while True:
+        number += 1
+        now_s = number / ARRIVALS_PER_S
+        service_class = ServiceClass(rng.randrange(5)) if is_mixed else ServiceClass.NORMAL
+        tenant, level = f"tenant-{rng.randrange(NUM_TENANTS)}", rng.randrange(NUM_LEVELS)
+        deadline_s = now_s + rng.uniform(20, 60)
+        cost = rng.randrange(100, 4000)
+        yield QueueEntry(f"request-{number}", service_class, tenant, cost, now_s, deadline_s, cost / 1000, level)
+
+
+def queue_round(strategy: str, num_waiting: int, *, is_mixed: bool) -> Round:
+    queue = RequestQueue(strategy=strategy, max_waiting=2 * num_waiting + NUM_PAIRS)
+    stream = entries(0, is_mixed=is_mixed)
+    for _ in range(num_waiting):
+        queue.push(next(stream))
+
+    def run() -> float:
+        new = [next(stream) for _ in range(NUM_PAIRS)]
+        began_s = time.thread_time()
+        for entry in new:
+            queue.push(entry)
+        for _ in new:
+            queue.pop()
+        return time.thread_time() - began_s
+
+    return run
+
+
+def heap_round(num_waiting: int) -> Round:
+    """(rank, number, entry) in a bare heap: no classes, no bound, nobody can leave early."""
+    stream, heap, count = entries(0, is_mixed=False), list[tuple[float, int, QueueEntry]](), 0
+    for entry in (next(stream) for _ in range(num_waiting)):
+        heapq.heappush(heap, (entry.deadline_s, count := count + 1, entry))
+
+    def run() -> float:
+        nonlocal count
+        new = [next(stream) for _ in range(NUM_PAIRS)]
+        began_s = time.thread_time()
+        for entry in new:
+            count += 1
+            heapq.heappush(heap, (entry.deadline_s, count, entry))
+        for _ in new:
+            heapq.heappop(heap)
+        return time.thread_time() - began_s
+
+    return run
+
+
+def ordered_dict_round(num_waiting: int) -> Round:
+    """Key → entry in order of coming: no ranks, no classes, no bound."""
+    stream = entries(0, is_mixed=False)
+    waiting = OrderedDict((entry.key, entry) for entry in (next(stream) for _ in range(num_waiting)))
+
+    def run() -> float:
+        new = [next(stream) for _ in range(NUM_PAIRS)]
+        began_s = time.thread_time()
+        for entry in new:
+            waiting[entry.key] = entry
+        for _ in new:
+            waiting.popitem(last=False)
+        return time.thread_time() - began_s
+
+    return run
+
+
+def leaving_round(num_waiting: int) -> Round:
+    """Comes, leaves early; the deadlines are looked at once in a hundred."""
+    queue, stream = RequestQueue(strategy="sla", max_waiting=2 * num_waiting), entries(0, is_mixed=True)
+    for _ in range(num_waiting):
+        queue.push(next(stream))
+
+    def run() -> float:
+        new = [next(stream) for _ in range(NUM_PAIRS)]
+        began_s = time.thread_time()
+        for number, entry in enumerate(new):
+            queue.push(entry)
+            queue.remove(entry.key)
+            if number % 100 == 0:
+                queue.expire(0.0)
+        return time.thread_time() - began_s
+
+    return run
+
+
+def whole_round(num_waiting: int) -> Round:
+    """All of a request: its entry, what it meets, verdict, in, out, start, end; deadlines ten times a second."""
+    queue, stream = RequestQueue(max_waiting=2 * num_waiting), entries(0, is_mixed=True)
+    policy, running, now_s = OverloadPolicy(), list[Hashable](), 0.0
+    for _ in range(num_waiting):
+        queue.push(next(stream))
+
+    def run() -> float:
+        nonlocal now_s
+        began_s = time.thread_time()
+        for number in range(NUM_PAIRS):
+            now_s += 1 / ARRIVALS_PER_S
+            entry = next(stream)
+            one = entry.service_class
+            load = ClusterLoad(queue.num_ahead(one), queue.waiting_tokens(one), len(queue), 0.5, 0.1, 0.01)
+            verdict = policy.judge(entry, load, TARGETS, now_s, jitter=0.5)
+            queue.push(entry)
+            first = queue.peek()
+            if first is not None and policy.may_start(first, load):
+                queue.pop()
+                admitted = verdict if isinstance(verdict, Admit) else None
+                policy.note_start(first, now_s, is_backlogged=True, admitted=admitted)
+                running.append(first.key)
+            if len(running) > 64:
+                policy.note_end(running.pop(0), now_s)
+            if number % 100 == 0:
+                queue.expire(-math.inf)
+        return time.thread_time() - began_s
+
+    return run
+
+
+def stream_round(num_waiting: int) -> Round:
+    """Making the entries of `whole_round`, which draws random numbers: taken off it."""
+    stream = entries(0, is_mixed=True)
+
+    def run() -> float:
+        began_s = time.thread_time()
+        for _ in range(NUM_PAIRS):
+            next(stream)
+        return time.thread_time() - began_s
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--waiting", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=60)
+    options = parser.parse_args()
+    waiting = options.waiting
+    makers: dict[str, Callable[[], Round]] = {
+        f"{strategy}, {'five classes' if is_mixed else 'one class'}": partial(
+            queue_round, strategy, waiting, is_mixed=is_mixed
+        )
+        for strategy in STRATEGIES
+        for is_mixed in (False, True)
+    }
+    makers |= {"push + remove": partial(leaving_round, waiting), "whole request": partial(whole_round, waiting)}
+    makers |= {"its entry": partial(stream_round, waiting)}
+    print(f"{NUM_PAIRS:,} in and {NUM_PAIRS:,} out with {waiting:,} waiting; CPU time of one core, ms")
+    print(f"{'':24}{'best':>8}{'median':>8}{'/ OrderedDict':>16}{'/ heap of tuples':>18}")
+    best_s = {}
+    for name, make in makers.items():
+        rounds = (make(), ordered_dict_round(waiting), heap_round(waiting))
+        taken_s = [[run() for run in rounds] for _ in range(options.rounds)]
+        ours_s, *limits_s = (min(column) for column in zip(*taken_s, strict=True))
+        best_s[name] = ours_s
+        median_s = statistics.median(row[0] for row in taken_s)
+        ratios = [ours_s / limit_s for limit_s in limits_s]
+        print(f"{name:24}{ours_s * 1e3:8.3f}{median_s * 1e3:8.3f}{ratios[0]:16.1f}{ratios[1]:18.1f}")
+    per_request_s = (best_s["whole request"] - best_s["its entry"]) / NUM_PAIRS
+    with_entry_s = best_s["whole request"] / NUM_PAIRS
+    print(
+        f"bookkeeping at {ARRIVALS_PER_S:,.0f} requests/s: {per_request_s * ARRIVALS_PER_S:.2%} of a core, "
+        f"{with_entry_s * ARRIVALS_PER_S:.2%} with making the entries"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Who is refused at once, so that who is let in is served in time. Pure: plain data and a time in, a verdict out.
+
+Nothing here is configured with a capacity. How fast the queue drains is measured: the work that starts while others
+wait for room, over the time in which they wait. Before there is such a time, Little's law says it: work under way
+over the time that a request stays. A request waits for the work of its class and of higher ones ahead of it, at the
+drain rate less what higher classes keep bringing: W / (μ − λ). Work is counted in tokens of prompt and answer.
+
+That is a mean, and half of all would wait longer. So limits are compared with it times a caution, which follows the
+quantile of real over predicted waits (a step up when one waits longer, a small one down when not).
+"""
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.scheduling.queue import QueueEntry, ServiceClass
+
+MIN_RETRY_S = 1.0
+MAX_RETRY_S = 60.0
+PRIOR_WEIGHT_S = 0.5
+"""What Little's law says counts as much as so much time with a backlog."""
+
+LONG_GAP = 4.0
+"""Times the mean between two starts."""
+LATE_SHARE = 0.02
+"""Of those that are let in just below a limit, so many may wait longer than it."""
+CAUTION_STEP = 0.05
+FIRST_CAUTION = 1.5
+MAX_CAUTION = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a class is promised, in seconds; None: nothing."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLoad:
+    """What one request would meet now.
+
+    `num_ahead` and `tokens_ahead` are what waits in its class and in higher ones, `num_waiting` is everybody.
+    `free_page_share` is the share of pages that nobody holds or was promised, 0 to 1. `prefill_s` is the predicted
+    time from its turn to its first token, the prefill workers' queues included; `step_s` the predicted time of a
+    decode step with it in the batch.
+    """
+
+    num_ahead: int = 0
+    tokens_ahead: int = 0
+    num_waiting: int = 0
+    free_page_share: float = 1.0
+    prefill_s: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Let it in; it will wait about so long for its turn. `is_close`: not much longer would have been too long."""
+
+    queue_delay_s: float
+    is_close: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Do not let it in. `overloaded`: try again after `retry_after_s`. `deadline`: there is not enough time for it."""
+
+    reason: str
+    retry_after_s: float
+    kind: Literal["overloaded", "deadline"]
+
+
+Verdict = Admit | Refuse
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadSettings:
+    """Shares are of the target or of all pages, 0 to 1. A class that is not named in a mapping is not held to it."""
+
+    ttft_share: Mapping[ServiceClass, float] = field(
+        default_factory=lambda: {ServiceClass.INTERACTIVE: 1.0, ServiceClass.NORMAL: 0.9, ServiceClass.LOW: 0.8}
+    )
+    """Refused when the predicted TTFT is over this share of the target, caution included."""
+    itl_share: Mapping[ServiceClass, float] = field(
+        default_factory=lambda: {ServiceClass.INTERACTIVE: 1.2, ServiceClass.NORMAL: 1.0, ServiceClass.LOW: 0.9}
+    )
+    pages_high: float = 0.95
+    """When so many pages are in use, new requests of the low class are refused and batch work does not start ..."""
+    pages_low: float = 0.85
+    """... until it is no more than this."""
+    reserve: Mapping[ServiceClass, float] = field(
+        default_factory=lambda: {ServiceClass.LOW: 0.05, ServiceClass.BATCH: 0.10}
+    )
+    """Pages that a class leaves free for higher ones when it starts."""
+    time_constant_s: float = 10.0
+    """Of what is measured."""
+
+
+class OverloadPolicy:
+    """One gateway's judgement. Interactive and critical requests are refused last: they wait for the least work.
+
+    A critical request is refused for its deadline only, as is one of the batch class, which waits for as long as it
+    takes; the bound of the queue holds for all (`when_full`).
+    """
+
+    def __init__(self, settings: OverloadSettings | None = None) -> None:
+        self._settings = settings or OverloadSettings()
+        time_constant_s = self._settings.time_constant_s
+        self._is_short_of_pages = False
+        self._caution = FIRST_CAUTION
+        self._running: dict[Hashable, float] = {}
+        """When each request started."""
+        self._tokens = _Mean(time_constant_s)
+        """Of one request."""
+        self._stay_s = _Mean(time_constant_s)
+        self._expected_stay_s = _Mean(time_constant_s)
+        """What was predicted for those that started: the best guess until the first one ends."""
+        self._started = {one: _Rate(time_constant_s) for one in ServiceClass}
+        self._backlogged_since_s: float | None = None
+        self._drained = _Mean(time_constant_s)
+        """Tokens per second with a backlog; its weights are seconds."""
+
+    def note_start(
+        self, entry: QueueEntry, now_s: float, *, is_backlogged: bool, admitted: Admit | None = None
+    ) -> None:
+        """Workers took the request. `is_backlogged`: another one that may start waits for room now.
+
+        `admitted` is what was said when it came; None for a request that starts again.
+        """
+        self._running[entry.key] = now_s
+        self._tokens.add(entry.cost_tokens, 1.0, now_s)
+        self._started[entry.service_class].add(entry.cost_tokens, now_s)
+        self._expected_stay_s.add(entry.service_s, 1.0, now_s)
+        if self._backlogged_since_s is not None:
+            self._drained.add_sum(entry.cost_tokens, now_s - self._backlogged_since_s, now_s)
+        self._backlogged_since_s = now_s if is_backlogged else None
+        if admitted is not None and admitted.is_close:
+            is_longer = now_s - entry.arrived_s > admitted.queue_delay_s * self._caution
+            step = 1 - LATE_SHARE if is_longer else -LATE_SHARE
+            self._caution = min(max(1.0, self._caution * (1 + CAUTION_STEP * step)), MAX_CAUTION)
+
+    def note_backlog(self, now_s: float, *, is_backlogged: bool) -> None:
+        """Nobody started, but a request began to wait for room, or the last one that did left early."""
+        if not is_backlogged:
+            self._backlogged_since_s = None
+        elif self._backlogged_since_s is None:
+            self._backlogged_since_s = now_s
+
+    def note_end(self, key: Hashable, now_s: float) -> None:
+        """A request that started is over, however it ended."""
+        started_s = self._running.pop(key, None)
+        if started_s is not None:
+            self._stay_s.add(max(0.0, now_s - started_s), 1.0, now_s)
+
+    def drain_tokens_per_s(self, now_s: float) -> float:
+        """Work that starts per second while others wait; infinite while nothing is known."""
+        stay_s = self._stay_s.value or self._expected_stay_s.value
+        by_little = len(self._running) * self._tokens.value / stay_s if stay_s else 0.0
+        tokens, time_s = self._drained.total, self._drained.weight
+        if self._backlogged_since_s is not None and time_s > 0:
+            waited_s = now_s - self._backlogged_since_s
+            # The time since the last start counts only once it is long for one: it may be that nothing moves any more.
+            if waited_s > LONG_GAP * time_s / self._drained.num:
+                time_s += waited_s
+        if by_little:
+            tokens += by_little * PRIOR_WEIGHT_S
+            time_s += PRIOR_WEIGHT_S
+        return tokens / time_s if time_s > 0 else math.inf
+
+    def queue_delay_s(self, service_class: ServiceClass, tokens_ahead: int, now_s: float) -> float:
+        """Predicted wait of a new request of this class behind so much work of its class and of higher ones."""
+        if tokens_ahead <= 0:
+            return 0.0
+        rate = self.drain_tokens_per_s(now_s)
+        rate -= sum(self._started[higher].value(now_s) for higher in ServiceClass if higher < service_class)
+        return tokens_ahead / rate if rate > 0 else math.inf
+
+    def judge(
+        self, entry: QueueEntry, load: ClusterLoad, targets: Targets, now_s: float, *, jitter: float = 0.0
+    ) -> Verdict:
+        """Whether to let a new request in. `jitter`, from 0 to 1, spreads those who are told to come again."""
+        delay_s = self.queue_delay_s(entry.service_class, load.tokens_ahead, now_s)
+        is_close = False
+        if now_s + delay_s + max(load.prefill_s, entry.service_s) > entry.deadline_s:
+            reason = f"it would end after its deadline: {_said(delay_s)} in the queue, then {_said(entry.service_s)}"
+            return Refuse(reason, _retry_after_s(delay_s, jitter), "deadline")
+        settings, one = self._settings, entry.service_class
+        if targets.ttft_s is not None and one in settings.ttft_share:
+            ttft_s, limit_s = delay_s * self._caution + load.prefill_s, targets.ttft_s * settings.ttft_share[one]
+            is_close = ttft_s > limit_s / 2
+            # An empty queue is no overload: a prompt that is too long for the target will be so at any time.
+            if ttft_s > limit_s and delay_s > 0:
+                reason = f"the first token might take {_said(ttft_s)}, the limit is {_said(limit_s)}"
+                return Refuse(reason, _retry_after_s(ttft_s - limit_s, jitter), "overloaded")
+        if targets.itl_s is not None and one in settings.itl_share:
+            limit_s = targets.itl_s * settings.itl_share[one]
+            if load.step_s > limit_s:
+                reason = f"a token would take {_said(load.step_s)}, the limit is {_said(limit_s)}"
+                shrink_s = (1 - limit_s / load.step_s) * self._stay_s.value
+                return Refuse(reason, _retry_after_s(shrink_s, jitter), "overloaded")
+        if self._note_pages(load) and one == ServiceClass.LOW:
+            reason = f"{1 - load.free_page_share:.0%} of the pages are in use"
+            return Refuse(reason, _retry_after_s(self._stay_s.value / 2, jitter), "overloaded")
+        return Admit(delay_s, is_close and delay_s > 0)
+
+    def when_full(self, entry: QueueEntry, load: ClusterLoad, now_s: float, *, jitter: float = 0.0) -> Refuse:
+        """The refusal of a request for which the queue had no room."""
+        delay_s = self.queue_delay_s(entry.service_class, load.tokens_ahead, now_s)
+        # Room for one is there after one start; for all that were refused with it, after a part of the queue.
+        wait_s = delay_s / 4 if math.isfinite(delay_s) else delay_s
+        return Refuse(f"the queue is full: {load.num_waiting} wait", _retry_after_s(wait_s, jitter), "overloaded")
+
+    def may_start(self, entry: QueueEntry, load: ClusterLoad) -> bool:
+        """Whether its turn may come now: work of the lowest classes leaves room for those who cannot wait."""
+        is_short = self._note_pages(load)
+        if entry.service_class == ServiceClass.BATCH and is_short:
+            return False
+        return load.free_page_share >= self._settings.reserve.get(entry.service_class, 0.0)
+
+    def _note_pages(self, load: ClusterLoad) -> bool:
+        used = 1 - load.free_page_share
+        if used >= self._settings.pages_high:
+            self._is_short_of_pages = True
+        elif used <= self._settings.pages_low:
+            self._is_short_of_pages = False
+        return self._is_short_of_pages
+
+
+def _retry_after_s(wait_s: float, jitter: float) -> float:
+    """From `wait_s` to twice that, within bounds: those who were refused together do not come back together."""
+    return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S / 2) * (1 + jitter)
+
+
+def _said(time_s: float) -> str:
+    if not math.isfinite(time_s):
+        return "for ever"
+    return f"{time_s:.1f} s" if time_s >= 1 else f"{time_s * 1e3:.0f} ms"
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A weighted mean with exponential forgetting."""
+
+    time_constant_s: float
+    total: float = 0.0
+    weight: float = 0.0
+    num: float = 0.0
+    last_s: float = -math.inf
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight if self.weight > 0 else 0.0
+
+    def add(self, value: float, weight: float, now_s: float) -> None:
+        self.add_sum(value * weight, weight, now_s)
+
+    def add_sum(self, total: float, weight: float, now_s: float) -> None:
+        keep = math.exp(-max(0.0, now_s - self.last_s) / self.time_constant_s)
+        if self.num * keep < 10:  # after a pause the last ten are remembered
+            keep = min(1.0, 10 / self.num) if self.num else 1.0
+        self.last_s = max(self.last_s, now_s)
+        self.total = self.total * keep + total
+        self.weight = self.weight * keep + weight
+        self.num = self.num * keep + 1
+
+
+@dataclass(slots=True)
+class _Rate:
+    """How much comes per second."""
+
+    time_constant_s: float
+    total: float = 0.0
+    last_s: float = -math.inf
+    first_s: float = math.inf
+
+    def add(self, amount: float, now_s: float) -> None:
+        self.total = self._kept(now_s) + amount
+        self.last_s = max(self.last_s, now_s)
+        self.first_s = min(self.first_s, now_s)
+
+    def value(self, now_s: float) -> float:
+        # Of a short past only so much has been seen; less than a second of it is too little to go by.
+        seen_s = max(1.0, now_s - self.first_s)
+        return self._kept(now_s) / (self.time_constant_s * -math.expm1(-seen_s / self.time_constant_s))
+
+    def _kept(self, now_s: float) -> float:
+        return self.total * math.exp(-max(0.0, now_s - self.last_s) / self.time_constant_s) if self.total else 0.0
