@@ -43,9 +43,9 @@ class ClusterLoad:
     """What one request would meet now.
 
     `num_ahead` and `tokens_ahead` are what waits in its class and in higher ones, `num_waiting` is everybody.
-    `free_page_share` is the share of pages that nobody holds or was promised, 0 to 1. `prefill_s` is the predicted
-    time from its turn to its first token, the prefill workers' queues included; `step_s` the predicted time of a
-    decode step with it in the batch.
+    `free_page_share` is the share of pages that nobody holds or was promised, 0 to 1. From its turn to its first token
+    it is predicted to wait for `prefill_queue_s` behind other prompts and to be computed for `prefill_s`; `step_s` is
+    the predicted time of a decode step with it in the batch.
     """
 
     num_ahead: int = 0
@@ -53,6 +53,7 @@ class ClusterLoad:
     num_waiting: int = 0
     free_page_share: float = 1.0
     prefill_s: float = 0.0
+    prefill_queue_s: float = 0.0
     step_s: float = 0.0
 
 
@@ -95,6 +96,13 @@ class OverloadSettings:
         default_factory=lambda: {ServiceClass.LOW: 0.05, ServiceClass.BATCH: 0.10}
     )
     """Pages that a class leaves free for higher ones when it starts."""
+    max_prefill_queue_s: Mapping[ServiceClass, float] = field(
+        default_factory=lambda: {ServiceClass.NORMAL: 0.5, ServiceClass.LOW: 0.2, ServiceClass.BATCH: 0.05}
+    )
+    """A class's turn does not come while prompts wait longer than this for their computation: there they would stand
+    before those of higher classes, here they stand behind them."""
+    min_wait_share: float = 0.25
+    """What a prompt that takes longer than the target may wait for others, as a share of the target."""
     time_constant_s: float = 10.0
     """Of what is measured."""
 
@@ -126,7 +134,7 @@ class OverloadPolicy:
     def note_start(
         self, entry: QueueEntry, now_s: float, *, is_backlogged: bool, admitted: Admit | None = None
     ) -> None:
-        """Workers took the request. `is_backlogged`: another one that may start waits for room now.
+        """Workers took the request. `is_backlogged`: another one waits for room now, and not for `may_start` only.
 
         `admitted` is what was said when it came; None for a request that starts again.
         """
@@ -184,17 +192,20 @@ class OverloadPolicy:
         """Whether to let a new request in. `jitter`, from 0 to 1, spreads those who are told to come again."""
         delay_s = self.queue_delay_s(entry.service_class, load.tokens_ahead, now_s)
         is_close = False
-        if now_s + delay_s + max(load.prefill_s, entry.service_s) > entry.deadline_s:
-            reason = f"it would end after its deadline: {_said(delay_s)} in the queue, then {_said(entry.service_s)}"
-            return Refuse(reason, _retry_after_s(delay_s, jitter), "deadline")
+        wait_s = delay_s + load.prefill_queue_s
+        if now_s + wait_s + max(load.prefill_s, entry.service_s) > entry.deadline_s:
+            reason = f"it would end after its deadline: {_said(wait_s)} in queues, then {_said(entry.service_s)}"
+            return Refuse(reason, _retry_after_s(wait_s, jitter), "deadline")
         settings, one = self._settings, entry.service_class
         if targets.ttft_s is not None and one in settings.ttft_share:
-            ttft_s, limit_s = delay_s * self._caution + load.prefill_s, targets.ttft_s * settings.ttft_share[one]
-            is_close = ttft_s > limit_s / 2
-            # An empty queue is no overload: a prompt that is too long for the target will be so at any time.
-            if ttft_s > limit_s and delay_s > 0:
-                reason = f"the first token might take {_said(ttft_s)}, the limit is {_said(limit_s)}"
-                return Refuse(reason, _retry_after_s(ttft_s - limit_s, jitter), "overloaded")
+            limit_s = targets.ttft_s * settings.ttft_share[one]
+            wait_s = delay_s * self._caution + load.prefill_queue_s
+            # A prompt that is too long for the target will be so at any time: that is no overload.
+            max_wait_s = max(limit_s - load.prefill_s, limit_s * settings.min_wait_share)
+            is_close = wait_s > max_wait_s / 2
+            if wait_s > max_wait_s:
+                reason = f"the first token might take {_said(wait_s + load.prefill_s)}, the limit is {_said(limit_s)}"
+                return Refuse(reason, _retry_after_s(wait_s - max_wait_s, jitter), "overloaded")
         if targets.itl_s is not None and one in settings.itl_share:
             limit_s = targets.itl_s * settings.itl_share[one]
             if load.step_s > limit_s:
@@ -217,6 +228,8 @@ class OverloadPolicy:
         """Whether its turn may come now: work of the lowest classes leaves room for those who cannot wait."""
         is_short = self._note_pages(load)
         if entry.service_class == ServiceClass.BATCH and is_short:
+            return False
+        if load.prefill_queue_s > self._settings.max_prefill_queue_s.get(entry.service_class, math.inf):
             return False
         return load.free_page_share >= self._settings.reserve.get(entry.service_class, 0.0)
 

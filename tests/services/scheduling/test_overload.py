@@ -4,7 +4,7 @@ import heapq
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -87,6 +87,22 @@ def test_a_prompt_that_is_too_long_for_the_target_at_any_time_is_no_overload():
     assert isinstance(busy_policy().judge(entry(), ClusterLoad(prefill_s=10.0), TARGETS, 20.0), Admit)
 
 
+def test_prompts_that_wait_for_computation_are_part_of_the_wait():
+    policy, short, long = OverloadPolicy(), ClusterLoad(prefill_s=0.2), ClusterLoad(prefill_s=10.0)
+    for load, max_wait_s in ((short, 1.8 - 0.2), (long, 0.25 * 1.8)):
+        waits = replace(load, prefill_queue_s=max_wait_s - 0.01), replace(load, prefill_queue_s=max_wait_s + 0.01)
+        verdicts = [type(policy.judge(entry(), one, TARGETS, 0.0)) for one in waits]
+        assert verdicts == [Admit, Refuse]
+
+
+def test_prompts_wait_where_classes_count():
+    policy = OverloadPolicy()
+    for queue_s, expected in ((0.0, 5), (0.1, 4), (0.3, 3), (1.0, 2)):
+        load = ClusterLoad(prefill_queue_s=queue_s)
+        assert sum(policy.may_start(entry(service_class=one), load) for one in ServiceClass) == expected
+        assert policy.may_start(entry(service_class=INTERACTIVE), load)
+
+
 def test_refused_when_tokens_would_come_too_slowly():
     verdict = busy_policy().judge(entry(), ClusterLoad(step_s=0.2), TARGETS, 20.0)
     assert isinstance(verdict, Refuse)
@@ -164,6 +180,41 @@ def test_ends_of_requests_that_never_started_say_nothing():
     before = policy.drain_tokens_per_s(20.0)
     policy.note_end("unknown", 20.0)
     assert policy.drain_tokens_per_s(20.0) == before
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["start", "end", "backlog", "no backlog"]),
+        st.integers(0, 8),
+        st.sampled_from(ServiceClass),
+        st.integers(0, 5000),
+        st.sampled_from([0.0, 1e-6, 0.1, 3.0, 1e5]),
+        st.booleans(),
+    ),
+    max_size=60,
+)
+
+
+@given(steps)
+def test_whatever_happens_the_verdict_has_a_sane_time(seen):
+    policy, now_s = OverloadPolicy(), 0.0
+    for kind, key, service_class, tokens, passed_s, flag in seen:
+        now_s += passed_s
+        one = entry(key, service_class, cost_tokens=tokens, service_s=passed_s, arrived_s=now_s - passed_s)
+        load = ClusterLoad(tokens_ahead=tokens, prefill_s=0.1, step_s=0.05, free_page_share=key / 8)
+        verdict = policy.judge(one, load, TARGETS, now_s)
+        if isinstance(verdict, Admit):
+            assert verdict.queue_delay_s >= 0
+        else:
+            assert 1.0 <= verdict.retry_after_s <= 60.0
+        if kind == "start":
+            admitted = verdict if isinstance(verdict, Admit) else None
+            policy.note_start(one, now_s, is_backlogged=flag, admitted=admitted)
+        elif kind == "end":
+            policy.note_end(key, now_s)
+        else:
+            policy.note_backlog(now_s, is_backlogged=kind == "backlog")
+        assert policy.drain_tokens_per_s(now_s) >= 0
 
 
 # A cluster of NUM_PLACES sequences that all run at once, each as fast as ever: what limits it is the number of places.
