@@ -41,6 +41,7 @@ class Acceptance:
     """The calls that this gateway has accepted and that have not ended.
 
     `longest_sequence` gives the most tokens that any decode worker of a model has pages for; None: there is none.
+    `check_room` is asked before texts become tokens, which costs most of what is done here: raises Overloaded.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Acceptance:
         *,
         catalog: ModelCatalog,
         longest_sequence: Callable[[str], int | None],
+        check_room: Callable[[Call, ServedModel, Deadline], None],
         max_request_s: float,
         id_suffix: str,
         seed: int | None,
@@ -55,6 +57,7 @@ class Acceptance:
     ) -> None:
         self._catalog = catalog
         self._longest_sequence = longest_sequence
+        self._check_room = check_room
         self._max_request_s = max_request_s
         self._id_suffix = id_suffix
         self._clock = clock
@@ -88,7 +91,7 @@ class Acceptance:
         return True
 
     async def accept(self, call: Call) -> AcceptedCall:
-        """Validates and tokenizes. Raises InvalidRequest, NotFound, AlreadyExists or DeadlineExceeded."""
+        """Validates and tokenizes. Raises InvalidRequest, NotFound, AlreadyExists, Overloaded or DeadlineExceeded."""
         self._check_open()
         arrived_s, arrived_unix_ns = self._clock.monotonic(), self._clock.unix_ns()
         model = self._catalog.resolve(call.model)
@@ -97,6 +100,8 @@ class Acceptance:
             deadline = deadline.sooner(call.deadline)
         deadline.check()
         self._check(call)
+        if not call.allow_fallback:
+            self._check_room(call, model, deadline)
         stored = StoredCall(
             request_id=call.request_id or "",
             choices=await self._choices(call, model, self._first_seed(call)),

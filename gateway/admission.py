@@ -20,15 +20,19 @@ MAX_SILENCE_S = 0.25
 """Looks again at least this often, should no sign come."""
 COME_BACK_S = 0.02
 """Who was refused by a worker that seemed to have room asks again after this; nobody behind it goes before."""
-RETRY_AFTER_S = 1.0
-"""What a client is told whom the queue has no place for."""
 
 
 class AdmissionQueue:
-    """Those who wait for one model's workers. Belongs to one event loop."""
+    """Those who wait for one model's workers. Belongs to one event loop.
 
-    def __init__(self, queue: RequestQueue, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    `refusal` makes what a request is told for which there is no place.
+    """
+
+    def __init__(
+        self, queue: RequestQueue, *, refusal: Callable[[QueueEntry], Overloaded], clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._queue = queue
+        self._refusal = refusal
         self._clock = clock
         self._places: dict[Hashable, WaitingPlace] = {}
         self._asking: WaitingPlace | None = None
@@ -38,8 +42,7 @@ class AdmissionQueue:
         self.closed_by: TandemError | None = None
         """Raised by every wait from now on."""
 
-    @property
-    def num_waiting(self) -> int:
+    def __len__(self) -> int:
         """Requests in the queue."""
         return len(self._queue)
 
@@ -62,10 +65,9 @@ class AdmissionQueue:
         try:
             pushed_out = self._queue.push(entry, is_resumed=is_resumed)
         except QueueFull as full:
-            raise Overloaded(str(full), retry_after_s=RETRY_AFTER_S) from full
+            raise self._refusal(entry) from full
         if pushed_out is not None:
-            pushed = Overloaded("the queue is full and more urgent requests came", retry_after_s=RETRY_AFTER_S)
-            self._places.pop(pushed_out.key).end(pushed)
+            self._places.pop(pushed_out.key).end(self._refusal(pushed_out))
         self._places[entry.key] = place
         self._look_after(GATHER_S)
         return place

@@ -36,6 +36,7 @@ class Call(msgspec.Struct, kw_only=True):
     sampling: AskedSampling = msgspec.field(default_factory=AskedSampling)
     num_choices: int = 1
     priority: int = 0
+    service_class: str = ""
     tenant: str = ""
     deadline: Deadline | None = None
     traceparent: str = ""

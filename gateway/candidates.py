@@ -6,13 +6,13 @@ through. What this gateway has sent to a worker that has not reported it yet is 
 requests that go in the same moment do not all see the same free place. Knows no request's life.
 """
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.attempts import Attempt
+from gateway.calls import Generation
 from gateway.running import RunningRequest
 from gateway.sessions import DecodeSession, Peer, PrefillSession, WorkerSession
 from gateway.topology import Topology
@@ -21,8 +21,6 @@ from services.runtime.errors import InternalError, LayoutMismatch, TransferFaile
 from services.scheduling.breakers import Breakers
 from services.scheduling.queue import ServiceClass
 from services.scheduling.routing import Fits, Route, Router, RouteRequest, WorkerView
-
-logger = logging.getLogger(__name__)
 
 
 class PrefixHints(Protocol):
@@ -74,17 +72,11 @@ class Candidates:
         """Workers and pairs that are left alone now, or tried with one request."""
         return self._breakers.num_open
 
-    def take_room(self, request: RunningRequest) -> bool:
-        """Plans where the request goes, and keeps the best place for it. False: nobody has room for it now."""
+    def plan(self, request: RunningRequest) -> Route | None:
+        """Decides where the request would go, whether there is room or not; None: there is no way."""
         request.bookings.leave()
         request.routes = routes = self.routes(request)
-        try:
-            if routes and self._has_room(request, routes[0]):
-                self.book(request, routes[0])
-                return True
-        except WorkerUnavailable:
-            logger.debug("a worker left between two looks", extra={"worker": routes[0].decode.worker_id})
-        return False
+        return routes[0] if routes else None
 
     def book(self, request: RunningRequest, route: Route) -> None:
         """Keeps the places of a route, and of no other one. Raises WorkerUnavailable."""
@@ -176,18 +168,18 @@ class Candidates:
             self._breakers.abandoned(key)
         attempt.probes.clear()
 
-    def least_service_s(self, request: RunningRequest) -> float:
-        """What the rest of the answer takes at least, from the moment in which workers take it: nobody waits there."""
-        generation = request.generation
+    def least_service_s(self, generation: Generation) -> float:
+        """What an answer takes at least, from the moment in which workers take it, if nobody else was there."""
         sampling = generation.sampling
         num_new_tokens = sampling.max_tokens if sampling.ignore_eos else max(1, sampling.min_tokens)
         decodes = self._topology.decode_views(generation.model)
-        steps = (view.decode_speed.step_s(1, request.num_known_tokens) for view in decodes)
-        return min(steps, default=0.0) * max(0, num_new_tokens - request.log.next_index)
+        steps = (view.decode_speed.step_s(1, len(generation.prompt_token_ids)) for view in decodes)
+        return min(steps, default=0.0) * max(0, num_new_tokens - len(generation.emitted_token_ids))
 
-    def _has_room(self, request: RunningRequest, route: Route) -> bool:
+    def has_room(self, request: RunningRequest, route: Route) -> bool:
+        """Whether a route's workers would begin with the request soon."""
         decode, limits = route.decode, self._limits
-        service_class = ServiceClass.from_name(request.generation.service_class)
+        service_class = request.queue_entry.service_class
         is_idle = decode.num_requests == 0 and not any(view.waiting_tokens for view in route.prefills[:1])
         places, pages = self._topology.max_running(decode.worker_id), decode.pages_available
         if service_class >= ServiceClass.LOW:

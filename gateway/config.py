@@ -61,6 +61,15 @@ class GatewayConfig:
         default=0.1,
         help="Seconds of work that may wait at a prefill worker; more waits here, where it can still be overtaken.",
     )
+    ttft_target_s: float = option(
+        number(0, 86_400),
+        default=5.0,
+        help="Requests whose first token would come later than this, for those that wait before them, are refused; "
+        "0: no such limit.",
+    )
+    itl_target_s: float = option(
+        number(0, 3600), default=0.0, help="The same for the time of a token after the first; 0: no such limit."
+    )
     min_prefill: int = option(
         integer(0),
         default=0,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncGenerator
 from typing import cast
@@ -17,6 +18,7 @@ from gateway.http_server import HttpServer
 from gateway.journals import Journals
 from gateway.lifecycle import Policies, Requests
 from gateway.metrics import Metrics
+from gateway.overload import OverloadGuard
 from gateway.topology import Topology
 from services.cluster.journal import JournalStore
 from services.cluster.placement import PlacementStore, PlacementWriter
@@ -24,9 +26,10 @@ from services.cluster.quarantine import Quarantine
 from services.cluster.registry import Membership, new_incarnation, watch_workers
 from services.cluster.store import Store
 from services.runtime import rpc
-from services.runtime.clock import Deadline
+from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import Overloaded
 from services.scheduling.disaggregation import DisaggregationSettings
+from services.scheduling.overload import OverloadPolicy, Targets
 from services.scheduling.queue import RequestQueue
 from services.scheduling.routing import Router, RoutingSettings
 
@@ -57,22 +60,29 @@ class Gateway:
         self._quarantine = Quarantine(self._store)
         metrics = self.metrics = Metrics()
         # Each model has its own, or a full one would hold up the others.
-        queues = {
-            model.name: AdmissionQueue(
-                RequestQueue(strategy=config.queue_strategy, max_waiting=config.max_queued_requests)
-            )
-            for model in catalog
-        }
+        queues: dict[str, AdmissionQueue] = {}
 
         def poke_all() -> None:
             for queue in queues.values():
                 queue.poke()
 
         self.topology = Topology(gateway_incarnation=self.incarnation, on_change=poke_all)
+        guards: dict[str, OverloadGuard] = {}
+        for model in catalog:
+            waiting = RequestQueue(strategy=config.queue_strategy, max_waiting=config.max_queued_requests)
+            guards[model.name] = OverloadGuard(
+                OverloadPolicy(),
+                waiting,
+                targets=Targets(config.ttft_target_s or None, config.itl_target_s or None),
+                decodes=functools.partial(self.topology.decode_views, model.name),
+                clock=SYSTEM_CLOCK,
+            )
+            queues[model.name] = AdmissionQueue(waiting, refusal=guards[model.name].when_full)
         self.requests = Requests(
             catalog=catalog,
             topology=self.topology,
             queues=queues,
+            guards=guards,
             policies=_policies(config),
             placements=self._placements,
             metrics=metrics,

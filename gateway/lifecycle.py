@@ -10,7 +10,6 @@ away from a worker that is leaving.
 """
 
 import asyncio
-import functools
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from gateway.candidates import Candidates, PrefixHints, RoomLimits
 from gateway.catalog import ModelCatalog, ServedModel
 from gateway.metrics import Metrics
 from gateway.moves import Moves
+from gateway.overload import OverloadGuard
 from gateway.recovery import QuarantineList, Recovery
 from gateway.running import RunningRequest
 from gateway.sessions import PrefillSession
@@ -50,6 +50,10 @@ TRY_AGAIN = (WorkerUnavailable, TransferFailed, LayoutMismatch, InternalError)
 
 NO_WORKER_RETRY_S = 2.0
 """What a client is told when there is no decode worker."""
+
+CHARS_PER_TOKEN = 4
+"""About, to guess a prompt's length."""
+DEFAULT_SERVICE_CLASS = "normal"
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +87,7 @@ class Requests:
         catalog: ModelCatalog,
         topology: Topology,
         queues: Mapping[str, AdmissionQueue],
+        guards: Mapping[str, OverloadGuard],
         policies: Policies,
         placements: PlacementSink,
         metrics: Metrics,
@@ -96,6 +101,7 @@ class Requests:
         self.num_running = 0
         self._topology = topology
         self._queues = queues
+        self._guards = guards
         self._policies = policies
         self._placements = placements
         self._metrics = metrics
@@ -105,6 +111,7 @@ class Requests:
         self._accepting = Acceptance(
             catalog=catalog,
             longest_sequence=topology.max_sequence_tokens,
+            check_room=self._check_room,
             max_request_s=policies.max_request_s,
             id_suffix=gateway_incarnation[:8],
             seed=seed,
@@ -129,7 +136,7 @@ class Requests:
     @property
     def num_queued(self) -> int:
         """Requests that wait for a place."""
-        return sum(queue.num_waiting for queue in self._queues.values())
+        return sum(map(len, self._queues.values()))
 
     def limits(self, model: ServedModel) -> ModelLimits:
         """The model's limits, or less where no worker in rotation has pages for so much."""
@@ -185,7 +192,9 @@ class Requests:
 
         Raises Overloaded, WorkerUnavailable, DeadlineExceeded or whatever ended the last attempt.
         """
-        request = RunningRequest(generation, self.new_text(generation), self._clock)
+        request = RunningRequest(
+            generation, self.new_text(generation), self._clock, queue_entry=self._queue_entry(generation)
+        )
         timer = asyncio.get_running_loop().call_later(generation.deadline.remaining_s(), request.expire)
         error: BaseException | None = None
         self._open.add(request)
@@ -235,18 +244,25 @@ class Requests:
         """Finds workers, at once or after waiting in the queue. Raises Quarantined."""
         request.attempt = None
         self._recovery.check(request)
-        queue = self._queues[request.generation.model]
-        entry = self._queue_entry(request)
+        queue, guard = self._queues[request.generation.model], self._guards[request.generation.model]
+        entry = request.queue_entry
+        route = self._candidates.plan(request)
+        if not request.is_resumed and not request.is_judged:
+            request.is_judged = True
+            request.admitted = guard.check(entry, route)
         was_refused = request.must_queue
         may_go = request.is_resumed or not queue.is_behind_others(entry)
-        if not was_refused and may_go and self._candidates.take_room(request):
+        if not was_refused and may_go and self._take_room(request, route):
             attempt = await self._offer(request)
             if attempt is not None:
                 return attempt
             was_refused = True
         patience = self._patience(request)
-        has_room = functools.partial(self._candidates.take_room, request)
-        with queue.enter(entry, has_room, is_resumed=request.is_resumed, was_refused=was_refused) as place:
+
+        def take_room() -> bool:
+            return self._take_room(request, self._candidates.plan(request))
+
+        with queue.enter(entry, take_room, is_resumed=request.is_resumed, was_refused=was_refused) as place:
             self._note(request, State.QUEUED)
             while await place.wait_for_turn(patience.remaining_s()):
                 attempt = await self._offer(request)
@@ -257,6 +273,22 @@ class Requests:
         if request.is_resumed:
             raise Overloaded("no worker came in time to go on with the answer", retry_after_s=NO_WORKER_RETRY_S)
         raise Overloaded("no worker had room in time", retry_after_s=NO_WORKER_RETRY_S)
+
+    def _take_room(self, request: RunningRequest, route: Route | None) -> bool:
+        """Keeps a place for the request where it would go now. False: there is none, or it is kept for others."""
+        guard = self._guards[request.generation.model]
+        has_room = route is not None and self._candidates.has_room(request, route)
+        if route is None or not has_room:
+            guard.note_waiting(is_for_room=True)
+            return False
+        if not request.is_resumed and not guard.may_start(request.queue_entry, route):
+            guard.note_waiting(is_for_room=False)
+            return False
+        try:
+            self._candidates.book(request, route)
+        except WorkerUnavailable:
+            return False  # It has just gone.
+        return True
 
     async def _offer(self, request: RunningRequest) -> Attempt | None:
         """Offers the request to the decode workers of its routes, best first. None: nobody has room now.
@@ -294,16 +326,32 @@ class Requests:
         self._candidates.begin(request.attempt, prefills)
         return request.attempt, prefills
 
-    def _queue_entry(self, request: RunningRequest) -> QueueEntry:
-        generation = request.generation
+    def _check_room(self, call: Call, model: ServedModel, deadline: Deadline) -> None:
+        """Refuses by the queue alone what would only be refused later. Raises Overloaded."""
+        if not len(self._queues[model.name]):
+            return
+        num_chars = sum(len(prompt) for prompt in call.prompts)
+        num_chars += sum(len(str(message.get("content", ""))) for message in call.messages or ())
+        entry = QueueEntry(
+            key=None,
+            service_class=ServiceClass.from_name(call.service_class or DEFAULT_SERVICE_CLASS),
+            tenant=call.tenant,
+            cost_tokens=num_chars // CHARS_PER_TOKEN,
+            arrived_s=self._clock.monotonic(),
+            deadline_s=deadline.at_s,
+            level=call.priority,
+        )
+        self._guards[model.name].check(entry)
+
+    def _queue_entry(self, generation: Generation) -> QueueEntry:
         return QueueEntry(
             key=generation.request_id,
             service_class=ServiceClass.from_name(generation.service_class),
             tenant=generation.tenant,
-            cost_tokens=request.max_num_tokens,
+            cost_tokens=len(generation.prompt_token_ids) + generation.sampling.max_tokens,
             arrived_s=generation.arrived_s,
             deadline_s=generation.deadline.at_s,
-            service_s=self._candidates.least_service_s(request),
+            service_s=self._candidates.least_service_s(generation),
             level=generation.priority,
         )
 
@@ -327,6 +375,8 @@ class Requests:
 
     def _note_placed(self, request: RunningRequest, attempt: Attempt, route: Route, started_ns: int) -> None:
         """Books that workers took the request, and writes the spans of the way there."""
+        self._guards[request.generation.model].note_started(request.queue_entry, request.admitted)
+        request.admitted = None
         request.note_placed(attempt)
         self.num_running += request.count_as_running()
         self._note(request, State.ADMITTED)
@@ -380,6 +430,7 @@ class Requests:
 
     def _note_end(self, request: RunningRequest, error: BaseException | None) -> None:
         generation = request.generation
+        self._guards[generation.model].note_ended(request.queue_entry)
         self.num_running -= request.is_running
         outcome = _outcome(error)
         self._note(request, outcome)

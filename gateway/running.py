@@ -16,6 +16,8 @@ from services.cluster.placement import State
 from services.runtime import telemetry
 from services.runtime.clock import Clock
 from services.runtime.errors import DeadlineExceeded, TandemError
+from services.scheduling.overload import Admit
+from services.scheduling.queue import QueueEntry
 from services.scheduling.routing import Route
 
 KEPT_PROMPT_S = 10.0
@@ -42,7 +44,7 @@ class RunningRequest:
     worker, decode worker), all by incarnation.
     """
 
-    def __init__(self, generation: Generation, text: AnswerText, clock: Clock) -> None:
+    def __init__(self, generation: Generation, text: AnswerText, clock: Clock, *, queue_entry: QueueEntry) -> None:
         self.generation = generation
         self.mailbox = Mailbox()
         self.log = TokenLog(generation.sampling.max_tokens, generation.emitted_token_ids)
@@ -58,6 +60,10 @@ class RunningRequest:
         self.routes: Sequence[Route] = ()
         """Ways to go now, best first, as of the last decision."""
         self.bookings = Bookings()
+        self.queue_entry = queue_entry
+        self.is_judged = False
+        self.admitted: Admit | None = None
+        """What was said of it when it came, until it has started."""
         self.is_running = False
         self.noted_state = State.QUEUED
         self.finish_reason: FinishReason | None = None

@@ -25,8 +25,12 @@ class Room:
         return True
 
 
+def refused(item):
+    return Overloaded(f"no room for {item.key}", retry_after_s=2.0)
+
+
 def make_queue(max_waiting=10, **settings):
-    return AdmissionQueue(RequestQueue(max_waiting=max_waiting, **settings))
+    return AdmissionQueue(RequestQueue(max_waiting=max_waiting, **settings), refusal=refused)
 
 
 def entry(key, service_class=ServiceClass.NORMAL, *, arrived_s=0.0, deadline_s=math.inf, service_s=0.0):
@@ -51,12 +55,12 @@ async def started(*coroutines):
 async def test_all_go_in_order_as_room_comes():
     queue, room, order = make_queue(), Room(), []
     tasks = await started(*(wait(queue, room, entry(key, arrived_s=n), order) for n, key in enumerate("abcde")))
-    assert queue.num_waiting == 5
+    assert len(queue) == 5
     room.num_places = 2
     queue.poke()
     await asyncio.gather(*tasks[:2])
     assert order == ["a", "b"]
-    assert queue.num_waiting == 3
+    assert len(queue) == 3
     room.num_places = 3
     queue.poke()
     await asyncio.gather(*tasks)
@@ -98,14 +102,14 @@ async def test_only_its_own_class_and_higher_ones_are_before_it():
 async def test_a_full_queue_refuses_or_pushes_out_a_lower_class():
     queue, room, order = make_queue(1), Room(), []
     (batch,) = await started(wait(queue, room, entry("b", ServiceClass.BATCH), order))
-    with pytest.raises(Overloaded) as refused:
+    with pytest.raises(Overloaded) as error:
         queue.enter(entry("c", ServiceClass.BATCH), room.take)
-    assert refused.value.retry_after_s
+    assert error.value.retry_after_s == 2.0
     (urgent,) = await started(wait(queue, room, entry("i", ServiceClass.INTERACTIVE), order))
-    with pytest.raises(Overloaded, match="more urgent"):
+    with pytest.raises(Overloaded, match="no room for b"):
         await batch
     (resumed,) = await started(wait(queue, room, entry("r"), order, is_resumed=True))
-    assert queue.num_waiting == 2
+    assert len(queue) == 2
     room.num_places = 2
     queue.poke()
     await asyncio.gather(urgent, resumed)
@@ -117,7 +121,7 @@ async def test_cancelled_wait_gives_up_its_place():
     first, second = await started(*(wait(queue, room, entry(key), order) for key in "ab"))
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    assert queue.num_waiting == 1
+    assert len(queue) == 1
     room.num_places = 1
     queue.poke()
     await second
@@ -139,7 +143,7 @@ async def test_wait_ends_in_time_and_looks_again_without_a_sign():
     await wait(queue, room, entry("late"), order, timeout_s=0.05)
     assert watch.elapsed_s() < 1
     assert order == []
-    assert queue.num_waiting == 0
+    assert len(queue) == 0
     (task,) = await started(wait(queue, room, entry("a"), order))
     await asyncio.sleep(0.01)  # the first look, which finds nothing
     room.num_places = 1  # and nobody says so
@@ -156,7 +160,7 @@ async def test_whoever_no_worker_took_waits_again_before_the_others():
         with queue.enter(entry("a", arrived_s=1.0), room.take) as place:
             assert await place.wait_for_turn(10)
             place.come_back()
-            assert queue.num_waiting == 2
+            assert len(queue) == 2
             room.num_places = 2
             assert await place.wait_for_turn(10)
             order.append("a")
@@ -172,7 +176,7 @@ async def test_a_deadline_that_cannot_be_met_ends_the_wait():
     hopeless = entry("a", deadline_s=now_s + 60, service_s=61)
     with pytest.raises(DeadlineExceeded):
         await wait(queue, room, hopeless, order)
-    assert queue.num_waiting == 0
+    assert len(queue) == 0
 
 
 async def test_a_closed_queue_ends_every_wait():
@@ -192,7 +196,7 @@ async def test_nobody_overtakes_one_that_was_refused_while_it_asks_again():
     async def asks_again():
         with queue.enter(entry("a", arrived_s=1.0), room.take, was_refused=True) as place:
             assert await place.wait_for_turn(10)
-            assert queue.num_waiting == 2
+            assert len(queue) == 2
             asking.set()
             await answer.wait()
             order.append("a")
@@ -213,7 +217,7 @@ async def test_one_that_is_pushed_out_while_it_asks_is_told_when_it_comes_back()
         assert await place.wait_for_turn(10)
         (urgent,) = await started(wait(queue, room, entry("i", ServiceClass.INTERACTIVE), order))
         place.come_back()
-        with pytest.raises(Overloaded, match="more urgent"):
+        with pytest.raises(Overloaded, match="no room for b"):
             await place.wait_for_turn(10)
     await urgent
     assert order == ["i"]

@@ -317,7 +317,7 @@ async def test_full_cluster_queues_in_order_and_refuses_beyond_the_bound(make_sy
     await system.until(lambda: system.gateway.requests.num_queued == 2)
     refused = await system.http.post("/v1/completions", json={"prompt": [5, 6, 7]})
     assert refused.status_code == 503
-    assert refused.headers["retry-after"] == "1"
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert refused.json()["error"]["type"] == "overloaded_error"
     assert (await system.http.get("/cluster")).json()["requests"] == {"queued": 2, "running": 0}
     room.append(1)
