@@ -27,6 +27,8 @@ MAX_MODELS = 64
 MAX_NAMES = 64
 """Aliases of one model, and entries of one fallback chain."""
 MAX_WORKERS = 256
+MIN_FALLBACK_AFTER_S = 0.05
+"""A worker needs a moment to say whether it has room."""
 MAX_FALLBACK_AFTER_S = 86_400.0
 DEFAULT_FALLBACK_AFTER_S = 1.0
 MAX_SHOWN_CHARS = 200
@@ -95,8 +97,14 @@ class _Reader:
             if key not in _KEYS:
                 self.fail(f"{where}.{key}", table[key], f"absent; a model has {', '.join(sorted(_KEYS))}")
         after_s = table.get("fallback_after_s", DEFAULT_FALLBACK_AFTER_S)
-        if type(after_s) not in (int, float) or not math.isfinite(after_s) or not 0 <= after_s <= MAX_FALLBACK_AFTER_S:
-            self.fail(f"{where}.fallback_after_s", after_s, f"seconds in [0, {MAX_FALLBACK_AFTER_S:g}]")
+        if (
+            type(after_s) not in (int, float)
+            or not math.isfinite(after_s)
+            or not MIN_FALLBACK_AFTER_S <= after_s <= MAX_FALLBACK_AFTER_S
+        ):
+            self.fail(
+                f"{where}.fallback_after_s", after_s, f"seconds in [{MIN_FALLBACK_AFTER_S:g}, {MAX_FALLBACK_AFTER_S:g}]"
+            )
         return ModelEntry(
             name=self._name(table.get("name"), f"{where}.name"),
             path=self._folder(table.get("path"), f"{where}.path"),

@@ -68,8 +68,7 @@ async def begun(
                 yield [start.stream() for start in starts]
                 return
         finally:
-            for start in starts:
-                await start.end()
+            await _end(starts)
         first_failure = first_failure or refusal.failure
         if refusal.instead is None:
             raise first_failure
@@ -113,6 +112,13 @@ def _has_begun(firsts: Sequence["asyncio.Task[Delta]"]) -> bool:
     return any(first.done() and first.exception() is None for first in firsts)
 
 
+async def _end(starts: Sequence["_Start"]) -> None:
+    for start in starts:
+        start.first.cancel()
+    await asyncio.gather(*(start.first for start in starts), return_exceptions=True)
+    await asyncio.gather(*(start.close() for start in starts))
+
+
 class _Start:
     """One answer, begun at once, whoever reads it and when. Must be ended."""
 
@@ -126,10 +132,8 @@ class _Start:
         async for delta in self._stream:
             yield delta
 
-    async def end(self) -> None:
-        """Cancels what is left of it."""
-        self.first.cancel()
-        await asyncio.gather(self.first, return_exceptions=True)
+    async def close(self) -> None:
+        """Ends what is left of it; nobody reads it any more, and its first token is there or will not come."""
         await self._stream.aclose()
 
     async def _read_first(self) -> Delta:

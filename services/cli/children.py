@@ -45,7 +45,7 @@ class Addresses:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """A model and how many workers of each role it has. `label` is part of their names; empty: there is no models file."""
+    """A model and how many workers of each role it has. `label` is part of their names; empty: no models file."""
 
     name: str
     path: Path

@@ -1,5 +1,7 @@
 """The models file: what it says, and one row per mistake with the field and the rule that the error names."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,6 +102,11 @@ BAD = {
     ),
     "fallback-no-list": ('fallback = ["small"]', "fallback = 1", "model[1].fallback is 1"),
     "negative-wait": ("fallback_after_s = 2", "fallback_after_s = -1", "model[0].fallback_after_s is -1 but must be"),
+    "no-wait": (
+        "fallback_after_s = 2",
+        "fallback_after_s = 0",
+        "model[0].fallback_after_s is 0 but must be seconds in [0.05",
+    ),
     "endless-wait": ("fallback_after_s = 2", "fallback_after_s = inf", "model[0].fallback_after_s is inf"),
     "true-wait": ("fallback_after_s = 2", "fallback_after_s = true", "model[0].fallback_after_s is True"),
     "no-decode": ("decode = 3", "decode = 0", "model[0].decode is 0 but must be a whole number in [1, 256]"),
@@ -148,4 +155,4 @@ def test_a_way_is_found_exactly_where_there_is_one(chains):
             assert (way is not None) == (goal in reached)
             if way is not None:
                 assert (way[0], way[-1]) == (start, goal)
-                assert all(after in chains[before] for before, after in zip(way, way[1:], strict=False))
+                assert all(after in chains[before] for before, after in itertools.pairwise(way))

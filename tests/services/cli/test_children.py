@@ -86,7 +86,7 @@ def test_each_model_of_the_file_has_its_own_workers(tmp_path: Path) -> None:
 
 
 def test_a_bad_models_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="missing.toml does not exist"):
+    with pytest.raises(ConfigError, match=r"missing\.toml does not exist"):
         model_plans(UpSettings(models=tmp_path / "missing.toml"))
 
 
