@@ -202,7 +202,7 @@ def _record(role: Any, port: int, incarnation: str) -> WorkerRecord:
         incarnation=incarnation,
         started_unix_ns=SYSTEM_CLOCK.unix_ns(),
         state="ready",
-        model="fake",
+        model="bench",
         exact=True,
         page_size=16,
         layout_fingerprint="fake",

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -65,8 +66,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Streams the answer of one prompt."""
-        async with contextlib.aclosing(self._responses(request, context)) as responses:
+        model = _AnsweringModel()
+        async with contextlib.aclosing(self._responses(request, context, model)) as responses:
             async for response in responses:
+                await model.tell(context)
                 yield response
 
     async def Resume(
@@ -80,8 +83,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             next_index=request.next_index,
             remaining_s=deadline.remaining_s(),
         )
-        async with contextlib.aclosing(self._named(ask, context)) as responses:
+        model = _AnsweringModel()
+        async with contextlib.aclosing(self._named(ask, model)) as responses:
             async for response in responses:
+                await model.tell(context)
                 yield response
 
     async def GenerateUnary(
@@ -90,37 +95,39 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """The whole answer of one prompt."""
         whole = inference_pb2.GenerateResponse()
         texts: list[str] = []
-        async with contextlib.aclosing(self._responses(request, context)) as responses:
+        model = _AnsweringModel()
+        async with contextlib.aclosing(self._responses(request, context, model)) as responses:
             async for response in responses:
                 texts.append(response.text)
                 # Merging appends what is repeated and replaces what is not.
                 whole.MergeFrom(response)
         whole.text = "".join(texts)
         whole.first_index = 0
+        await model.tell(context)
         return whole
 
     async def _responses(
-        self, request: inference_pb2.GenerateRequest, context: Context
+        self, request: inference_pb2.GenerateRequest, context: Context, model: "_AnsweringModel"
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """The parts of the answer of a new request, or of a named one that there is already."""
         call = _call(request, context)
         ask = _ask(call, request, context)
         if ask is not None:
-            async with contextlib.aclosing(self._named(ask, context)) as responses:
+            async with contextlib.aclosing(self._named(ask, model)) as responses:
                 async for response in responses:
                     yield response
             return
         with await self._requests.accept(call) as accepted:
             async with begun(self._requests, accepted, accepted.generations) as (stream,):
-                await _send_model(context, accepted.model, accepted.fallback)
+                model.name, model.fallback = accepted.model, accepted.fallback
                 async with contextlib.aclosing(stream) as deltas:
                     async for delta in deltas:
                         yield _response(accepted.request_id, delta)
 
-    async def _named(self, ask: Ask, context: Context) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    async def _named(self, ask: Ask, model: "_AnsweringModel") -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """What the client does not have of a named answer. What ends it comes in one message: all of it or nothing."""
         async with self._journals.attach(ask) as reader, contextlib.aclosing(reader.parts()) as parts:
-            await _send_model(context, reader.model, reader.fallback)
+            model.name, model.fallback = reader.model, reader.fallback
             last_text = ""
             async for part in parts:
                 delta = part.delta
@@ -271,12 +278,26 @@ def _sampling(params: inference_pb2.SamplingParams) -> AskedSampling:
 _OPTIONAL_FIELDS: tuple[Any, ...] = ("max_tokens", "temperature", "top_p", "seed", "repetition_penalty", "logprobs")
 
 
-async def _send_model(context: Context, model: str, fallback: str) -> None:
-    """Says before the first message which model answers, and in whose place."""
-    said = [("x-tandem-model", header_value(model))]
-    if fallback:
-        said.append(("x-tandem-fallback", header_value(fallback)))
-    await context.send_initial_metadata(tuple(said))
+@dataclass(slots=True)
+class _AnsweringModel:
+    """Which model answers, and in whose place; said once, with the first message.
+
+    Not before: a client's gRPC does not try again what the server has begun to answer.
+    """
+
+    name: str = ""
+    fallback: str = ""
+    is_told: bool = False
+
+    async def tell(self, context: Context) -> None:
+        """Sends it as initial metadata, unless it was."""
+        if self.is_told:
+            return
+        self.is_told = True
+        said = [("x-tandem-model", header_value(self.name))]
+        if self.fallback:
+            said.append(("x-tandem-fallback", header_value(self.fallback)))
+        await context.send_initial_metadata(tuple(said))
 
 
 def _metadata(context: Context, name: str) -> str | None:
