@@ -28,6 +28,9 @@ async def run(*arguments):
     [
         (["--model", "/nowhere/at/all"], "/nowhere/at/all does not exist"),
         ([], "--model"),
+        (["--model", ".", "--models", "models.toml"], "--models and --model or --model-name are both given"),
+        (["--model-name", "m", "--models", "models.toml"], "--models and --model or --model-name are both given"),
+        (["--models", "/nowhere/models.toml"], "the models file /nowhere/models.toml does not exist"),
         (["--model", ".", "--http-port", "70000"], "--http-port is '70000'"),
         (["--model", ".", "--routing", "best"], "one of hybrid, least_loaded"),
         (["--model", ".", "--nonsense", "1"], "--nonsense"),
