@@ -88,6 +88,22 @@ async def test_first_claim_makes_the_journal_and_the_next_one_takes_it_over(jour
     assert await write(journals, first) == [Written.DONE]
 
 
+async def test_a_row_with_a_head_changes_the_call_together_with_its_tokens(journals):
+    first = await made(journals, alias=OTHER_NAME)
+    first.call = b"\x00changed\xff"
+    first.forget_written()
+    first.token_ids[0].append(5)
+    assert await write(journals, first) == [Written.DONE]
+    held = (await journals.claim(Mode.JOIN, record(name=OTHER_NAME, owner="second gateway"))).held
+    assert (held.name, held.life, held.call, held.token_ids) == (NAME, first.life, b"\x00changed\xff", [[5]])
+    # Not by an owner that was superseded.
+    first.call = b"late"
+    first.forget_written()
+    assert await write(journals, first) == [Written.TAKEN_OVER]
+    held = (await journals.claim(Mode.FIND, record())).held
+    assert (held.call, held.token_ids) == (b"\x00changed\xff", [[5]])
+
+
 async def test_finished_journal_is_read_and_stays_whose_it_is(journals):
     first = await made(journals)
     first.token_ids[0].append(1)
