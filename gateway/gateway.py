@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import cast
 
 from gateway.admission import AdmissionQueue
@@ -23,7 +23,7 @@ from gateway.topology import Topology
 from services.cluster.journal import JournalStore
 from services.cluster.placement import PlacementStore, PlacementWriter
 from services.cluster.quarantine import Quarantine
-from services.cluster.registry import Membership, new_incarnation, watch_workers
+from services.cluster.registry import Membership, WorkerRecord, new_incarnation, watch_workers
 from services.cluster.store import Store
 from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
@@ -109,6 +109,7 @@ class Gateway:
             entry.name: config.min_prefill if entry.num_prefill is None else min(config.min_prefill, entry.num_prefill)
             for entry in entries
         }
+        self._strangers: set[str] = set()
         self._watch: asyncio.Task[None] | None = None
         self._is_leaving = False
 
@@ -164,6 +165,15 @@ class Gateway:
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
                 self.topology.take_membership(membership.workers)
+                self._note_strangers(membership.workers)
+
+    def _note_strangers(self, workers: Iterable[WorkerRecord]) -> None:
+        """Says once of each worker that its model is not served here: its --model-name may be a mistake."""
+        strangers = {worker.incarnation: worker for worker in workers if worker.model not in self._min_prefill}
+        for incarnation in strangers.keys() - self._strangers:
+            worker = strangers[incarnation]
+            logger.info("a worker has a model not served here", extra={"worker": worker.id, "model": worker.model})
+        self._strangers = set(strangers)
 
 
 def _entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:

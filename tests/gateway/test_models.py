@@ -238,6 +238,16 @@ async def test_ready_when_every_model_is(two_models, worker_type):
     assert (await system.http.get("/ready")).status_code == 200
 
 
+async def test_a_worker_of_an_unknown_model_is_named_once_in_the_log(two_models, worker_type, caplog):
+    caplog.set_level("INFO", logger="gateway.gateway")
+    system = await two_models()
+    await system.add(worker_type("decode", "decode-typo", Answering([1]).decode, model="lrage"))
+    await system.add(worker_type("decode", "decode-large", Answering(LARGE_ANSWER).decode, model="large"))
+    assert token_ids(await complete(system, "large")) == LARGE_ANSWER
+    said = [record for record in caplog.records if record.message == "a worker has a model not served here"]
+    assert [(record.worker, record.model) for record in said] == [("decode-typo", "lrage")]
+
+
 async def test_a_model_without_room_does_not_hold_up_another(two_models, worker_type):
     system = await two_models()
     await add_decode(system, worker_type, "large", refuses)
