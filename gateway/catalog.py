@@ -55,6 +55,14 @@ class ModelCatalog:
         """(name or alias, model) for all of them; a model's own name comes before its aliases."""
         return iter(self._by_any_name.items())
 
+    def name_of(self, name: str | None) -> str:
+        """The own name of the model that a client means, to be judged before it is known whether there is one.
+
+        A name that no model has stays as it is. Raises InvalidRequest where a name is needed.
+        """
+        model = self._by_any_name.get(name) if name else self.resolve(None)
+        return model.name if model is not None else name or ""
+
     def resolve(self, name: str | None) -> ServedModel:
         """The model that a client means; with no name, the only one.
 

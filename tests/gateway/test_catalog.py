@@ -27,6 +27,13 @@ def test_every_name_leads_to_its_model(catalog):
         catalog.resolve("A")
 
 
+def test_the_own_name_of_what_is_asked_for(catalog):
+    assert [catalog.name_of(name) for name in ("a", "y", "b", "none")] == ["a", "a", "b", "none"]
+    with pytest.raises(InvalidRequest):
+        catalog.name_of("")
+    assert ModelCatalog([catalog["b"]]).name_of(None) == "b"
+
+
 @pytest.mark.parametrize("name", [None, ""])
 def test_no_name_means_the_only_model(catalog, name):
     with pytest.raises(InvalidRequest) as refused:
