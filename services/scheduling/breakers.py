@@ -2,7 +2,8 @@
 
 A breaker guards one worker or one pair of workers, under any hashable key; time is an argument, in seconds of one
 monotonic clock. Three errors within ten seconds open it. After one second it lets one request through as a probe; a
-success closes it, an error doubles the time until the next probe, up to a minute.
+success closes it, an error doubles the time until the next probe, up to a minute. Who knows a better reason than
+errors (`services.scheduling.health`: too slow, silent) trips it.
 
 `usable` has the last word on what an open breaker means: of a group never more than half is left alone, and never the
 last one. Where more than that is broken, the fault is elsewhere, or there is nothing better to try.
@@ -37,11 +38,17 @@ class _Breaker:
         """Whether a request may go there: closed, or it would be the probe."""
         return self.opened_at_s is None or (now_s >= self.probe_at_s and not self.is_probing)
 
+    def open(self, now_s: float) -> None:
+        """It is left alone from now on."""
+        self.opened_at_s = now_s
+        self.probe_at_s = now_s + self.open_s
+
 
 class Breakers:
-    """All breakers of one gateway."""
+    """All breakers of one gateway; none waits longer than `max_open_s` seconds for its next probe."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_open_s: float = MAX_OPEN_S) -> None:
+        self._max_open_s = max_open_s
         self._breakers: dict[Hashable, _Breaker] = {}
 
     @property
@@ -54,16 +61,22 @@ class Breakers:
         breaker = self._breakers.get(key)
         return breaker is not None and breaker.opened_at_s is not None
 
+    def is_probing(self, key: Hashable) -> bool:
+        """Whether a probe is under way there."""
+        breaker = self._breakers.get(key)
+        return breaker is not None and breaker.is_probing
+
+    def shut(self, group: Sequence[Key], now_s: float) -> list[Key]:
+        """Those of the group that should be left alone, the ones that opened first first."""
+        shut = [key for key in group if (breaker := self._breakers.get(key)) and not breaker.lets_through(now_s)]
+        return sorted(shut, key=lambda key: self._breakers[key].opened_at_s or 0.0)
+
     def usable(self, group: Sequence[Key], now_s: float) -> list[Key]:
         """Those of the group that a request may go to, in the group's order: at least half, rounded up, and one.
 
         Of those that should be left alone, the ones that opened first are.
         """
-        shut = [key for key in group if (breaker := self._breakers.get(key)) and not breaker.lets_through(now_s)]
-        if not shut:
-            return list(group)
-        shut.sort(key=lambda key: self._breakers[key].opened_at_s or 0.0)
-        left_alone = set(shut[: len(group) // 2])
+        left_alone = set(self.shut(group, now_s)[: len(group) // 2])
         return [key for key in group if key not in left_alone]
 
     def begin(self, key: Hashable, now_s: float) -> bool:
@@ -81,26 +94,35 @@ class Breakers:
 
     def failed(self, key: Hashable, now_s: float, *, is_probe: bool = False) -> None:
         """An error. Of requests that were let through although it is open only the probe counts."""
-        breaker = self._breakers.get(key)
-        if breaker is None:
-            self._forget_old(now_s)
-            breaker = self._breakers[key] = _Breaker()
-        breaker.touched_s = now_s
+        breaker = self._touched(key, now_s)
         if breaker.opened_at_s is None:
             breaker.errors_s.append(now_s)
             if len(breaker.errors_s) == MAX_ERRORS and now_s - breaker.errors_s[0] <= WINDOW_S:
-                breaker.opened_at_s = now_s
-                breaker.probe_at_s = now_s + breaker.open_s
+                breaker.open(now_s)
         elif is_probe:
             breaker.is_probing = False
-            breaker.open_s = min(2 * breaker.open_s, MAX_OPEN_S)
+            breaker.open_s = min(2 * breaker.open_s, self._max_open_s)
             breaker.probe_at_s = now_s + breaker.open_s
+
+    def trip(self, key: Hashable, now_s: float) -> None:
+        """It opens at once, for a reason of the caller's; one that is open stays as it is."""
+        breaker = self._touched(key, now_s)
+        if breaker.opened_at_s is None:
+            breaker.open(now_s)
 
     def abandoned(self, key: Hashable) -> None:
         """The probe ended without saying anything about the other side; the next request is the probe."""
         breaker = self._breakers.get(key)
         if breaker is not None:
             breaker.is_probing = False
+
+    def _touched(self, key: Hashable, now_s: float) -> _Breaker:
+        breaker = self._breakers.get(key)
+        if breaker is None:
+            self._forget_old(now_s)
+            breaker = self._breakers[key] = _Breaker()
+        breaker.touched_s = now_s
+        return breaker
 
     def _forget_old(self, now_s: float) -> None:
         """Workers come and go; what nobody has asked for ten minutes is not kept."""

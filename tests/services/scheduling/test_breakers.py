@@ -58,6 +58,30 @@ def test_one_probe_at_a_time_and_twice_the_wait_after_each_that_fails():
     assert not breakers.begin("a", now_s)
 
 
+def test_who_knows_a_reason_opens_it_at_once():
+    breakers = Breakers()
+    breakers.trip("a", 5.0)
+    assert (breakers.usable(GROUP, 5.9), breakers.shut(GROUP, 5.9)) == (["b", "c", "d"], ["a"])
+    breakers.trip("a", 5.9)  # moves nothing
+    assert breakers.begin("a", 6.0)
+    assert breakers.is_probing("a")
+    breakers.trip("a", 6.0)
+    assert breakers.is_probing("a")
+    breakers.succeeded("a")
+    assert not breakers.is_probing("a")
+    assert breakers.num_open == 0
+
+
+def test_the_longest_wait_can_be_shorter():
+    breakers, now_s = Breakers(max_open_s=3.0), 0.0
+    breakers.trip("a", now_s)
+    for wait_s in (1.0, 2.0, 3.0, 3.0):
+        assert not breakers.begin("a", now_s + wait_s - 0.1)
+        now_s += wait_s
+        assert breakers.begin("a", now_s)
+        breakers.failed("a", now_s, is_probe=True)
+
+
 def test_a_probe_that_says_nothing_leaves_its_place_to_the_next():
     breakers = opened("a")
     assert breakers.begin("a", 1.0)

@@ -1,0 +1,343 @@
+"""Which workers are left alone because they are slow, silent or erring, or because their GPU is in trouble. Pure.
+
+A process can be alive, keep its lease and still answer ten times too slowly. Three signals say so, each within three
+seconds of the fault where the worker has work, and answers are expected within half a second:
+
+  slow     the median of its latency ratios (actual / predicted) of the last `SLOW_WINDOW_S` is more than `SLOW_RATIO`
+           times the median of the other workers' and more than `MIN_SLOW_RATIO`: predictions that are wrong for all
+           accuse nobody;
+  silent   work is outstanding, and nothing came for `SILENCE_FACTOR` times what was expected, at least `MIN_SILENCE_S`.
+           Where that is true of more than half of the group the fault is here or everywhere, and nobody is accused;
+  erring   three errors within ten seconds, or two within `ERROR_WINDOW_S` and not more successes than errors.
+
+What follows is a breaker's business (`services.scheduling.breakers`): no new work but one probe at a time, the first
+after one second, then after two, then every `MAX_OPEN_S`. A probe that is answered in time closes it. So a worker is
+back within the limit of a silent probe + MAX_OPEN_S + one answer of its recovery: below ten seconds where answers are
+expected within a second. That needs requests to probe with: `due_for_probe` says who should get the next one.
+
+Never more than half of a group is left alone, and never its last worker, whatever all the signals say together. The
+idea of ejecting outliers against their group, up to a share of it, is Envoy's outlier detection.
+
+Time is an argument, in seconds of one monotonic clock.
+"""
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
+
+from services.runtime.gpu_health import GpuFacts
+from services.scheduling.breakers import Breakers
+
+SLOW_WINDOW_S = 2.0
+"""How far back slowness looks."""
+ERROR_WINDOW_S = 3.0
+"""How far back the error rate does."""
+REFERENCE_S = 10.0
+"""How far back the others' ratios are looked at, with which a worker's are compared."""
+SLOW_RATIO = 3.0
+MIN_SLOW_RATIO = 2.0
+RECOVERED_RATIO = 2.0
+"""A probe is good up to this many times the others' median, or `MIN_SLOW_RATIO`."""
+MIN_RATIOS = 3
+SILENCE_FACTOR = 4.0
+MIN_SILENCE_S = 0.5
+MAX_OPEN_S = 4.0
+MAX_REMEMBERED = 32
+JUDGE_EVERY_S = 0.2
+"""Figures are not worked out more often than this: notes are cheap, judging is not."""
+FORGET_AFTER_S = 600.0
+
+
+class GpuState(StrEnum):
+    """What is to be done with a GPU."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    OUT = "out"
+
+
+HARMLESS_XIDS = frozenset({13, 31, 43, 45, 68, 109})
+"""Faults of a program, not of the GPU, as Kubernetes' device plugin of NVIDIA has them."""
+DEGRADING_XIDS = frozenset({63, 92, 94})
+"""Row remapping recorded, many corrected errors, a contained error: it works on, and should be looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLimits:
+    """From when on a GPU counts as degraded or is not used; weights are shares of its full speed."""
+
+    default_slowdown_c: float = 90.0
+    """Where it does not say at which temperature it slows down."""
+    hot_margin_c: float = 5.0
+    """So close to that it is degraded."""
+    out_above_c: float = 5.0
+    """So far beyond it is out: its own throttling does not help."""
+    min_free_share: float = 0.01
+    """Less free memory than this, and the next allocation of the driver's fails: degraded."""
+    weights: tuple[tuple[str, float], ...] = (
+        ("hw_thermal", 0.5),
+        ("hw_power_brake", 0.5),
+        ("hw_slowdown", 0.5),
+        ("sw_thermal", 0.7),
+        ("sw_power_cap", 0.9),
+    )
+    suspect_weight: float = 0.5
+    """Of a GPU that is degraded for any other reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuJudgement:
+    """What facts amount to. `weight`: 1 is full speed, 0 is none; `reasons` name what was found, for log and status."""
+
+    state: GpuState = GpuState.OK
+    weight: float = 1.0
+    reasons: tuple[str, ...] = ()
+
+
+def judge_gpu(facts: GpuFacts, limits: GpuLimits | None = None) -> GpuJudgement:
+    """Out: uncorrected memory errors, failed remapping, a fault of the GPU itself, far too hot. Degraded: the rest."""
+    limits = limits or GpuLimits()
+    out: list[str] = []
+    degraded: list[tuple[str, float]] = [(name, w) for name, w in limits.weights if name in facts.throttle_reasons]
+    if facts.num_uncorrected:
+        out.append("uncorrected_memory_errors")
+    if facts.has_remap_failed:
+        out.append("row_remap_failed")
+    if facts.is_remap_pending:
+        degraded.append(("row_remap_pending", limits.suspect_weight))
+    if facts.is_lost:
+        out.append("lost")
+    for xid in sorted(facts.xids - HARMLESS_XIDS):
+        if xid in DEGRADING_XIDS:
+            degraded.append((f"xid_{xid}", limits.suspect_weight))
+        else:
+            out.append(f"xid_{xid}")
+    if facts.temperature_c is not None:
+        slowdown_c = limits.default_slowdown_c if facts.slowdown_c is None else facts.slowdown_c
+        if facts.temperature_c >= slowdown_c + limits.out_above_c:
+            out.append("too_hot")
+        elif facts.temperature_c >= slowdown_c - limits.hot_margin_c:
+            degraded.append(("hot", limits.suspect_weight))
+    if (
+        facts.free_bytes is not None
+        and facts.total_bytes
+        and facts.free_bytes < limits.min_free_share * facts.total_bytes
+    ):
+        degraded.append(("little_free_memory", limits.suspect_weight))
+    if out:
+        return GpuJudgement(GpuState.OUT, 0.0, tuple(out))
+    if degraded:
+        return GpuJudgement(GpuState.DEGRADED, min(w for _, w in degraded), tuple(name for name, _ in degraded))
+    return GpuJudgement()
+
+
+@dataclass(slots=True)
+class _Worker:
+    ratios: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_REMEMBERED))
+    """(when, actual / predicted)"""
+    outcomes: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=MAX_REMEMBERED))
+    """(when, whether it was an error)"""
+    reference: float = 1.0
+    """Median of the others' ratios when they were last compared."""
+    num_outstanding: int = 0
+    expected_s: float = 0.0
+    heard_s: float = 0.0
+    """When something came last, or work began while there was none."""
+    judged_s: float = -math.inf
+    touched_s: float = 0.0
+    probe: int = 0
+    """Number of the last probe."""
+    probe_until_s: float = 0.0
+    """When it is taken for failed."""
+    gpu: GpuJudgement = field(default_factory=GpuJudgement)
+
+    def ratio(self, since_s: float, min_ratios: int) -> float | None:
+        """Median of the ratios since then; None where they are too few."""
+        recent = [ratio for at_s, ratio in self.ratios if at_s >= since_s]
+        return median(recent) if len(recent) >= min_ratios else None
+
+    def is_silent(self, now_s: float) -> bool:
+        return self.num_outstanding > 0 and now_s - self.heard_s > self.patience_s(self.expected_s)
+
+    def patience_s(self, expected_s: float) -> float:
+        """How long to wait for what should have come after `expected_s`."""
+        return max(MIN_SILENCE_S, SILENCE_FACTOR * expected_s * max(1.0, self.reference))
+
+    def is_erring(self, now_s: float) -> bool:
+        recent = [is_error for at_s, is_error in self.outcomes if at_s >= now_s - ERROR_WINDOW_S]
+        num_errors = sum(recent)
+        return num_errors >= 2 and 2 * num_errors >= len(recent)
+
+    def forgive(self) -> None:
+        self.ratios.clear()
+        self.outcomes.clear()
+
+
+class WorkerHealth:
+    """The health of all workers of one gateway, by worker id: a crash loop makes many processes of one worker."""
+
+    def __init__(self) -> None:
+        self._breakers = Breakers(max_open_s=MAX_OPEN_S)
+        self._workers: dict[str, _Worker] = {}
+
+    @property
+    def num_ejected(self) -> int:
+        """Workers whose breaker is open or whose GPU is out, probed ones included."""
+        num_out = sum(
+            worker.gpu.state is GpuState.OUT and not self._breakers.is_open(worker_id)
+            for worker_id, worker in self._workers.items()
+        )
+        return self._breakers.num_open + num_out
+
+    # What is seen.
+
+    def begin(self, worker_id: str, now_s: float, *, expected_s: float = 0.0) -> int:
+        """A request goes there, whose first answer should come in about `expected_s` seconds.
+
+        0, or the number of the probe that it is; the end of a probe must be noted with its number, whatever it is.
+        """
+        if not self._breakers.begin(worker_id, now_s):
+            return 0
+        worker = self._worker(worker_id, now_s)
+        worker.probe += 1
+        worker.probe_until_s = now_s + worker.patience_s(expected_s)
+        return worker.probe
+
+    def note_load(self, worker_id: str, num_outstanding: int, expected_s: float, now_s: float) -> None:
+        """So many requests wait for something from there, and in about `expected_s` seconds something should come."""
+        worker = self._worker(worker_id, now_s)
+        if num_outstanding and not worker.num_outstanding:
+            worker.heard_s = now_s
+        worker.num_outstanding = num_outstanding
+        worker.expected_s = expected_s
+
+    def note_success(self, worker_id: str, latency_ratio: float, now_s: float, *, probe: int = 0) -> None:
+        """Something came from there, and took `latency_ratio` times what was predicted (positive and finite).
+
+        Predict with the speeds that are usual for the role: a worker's own measured ones follow its fault.
+        """
+        worker = self._worker(worker_id, now_s)
+        worker.heard_s = now_s
+        worker.outcomes.append((now_s, False))
+        worker.ratios.append((now_s, latency_ratio))
+        if not self._is_current(worker_id, probe):
+            return
+        if latency_ratio <= max(MIN_SLOW_RATIO, RECOVERED_RATIO * worker.reference):
+            self._breakers.succeeded(worker_id)
+            worker.forgive()
+        else:
+            self._breakers.failed(worker_id, now_s, is_probe=True)
+
+    def note_error(self, worker_id: str, now_s: float, *, probe: int = 0) -> None:
+        """Something failed there, through the worker's own fault."""
+        worker = self._worker(worker_id, now_s)
+        worker.heard_s = now_s
+        worker.outcomes.append((now_s, True))
+        self._breakers.failed(worker_id, now_s, is_probe=self._is_current(worker_id, probe))
+        if worker.is_erring(now_s):
+            self._breakers.trip(worker_id, now_s)
+
+    def note_abandoned(self, worker_id: str, probe: int) -> None:
+        """A probe ended without saying anything about the worker, as when its client left."""
+        if self._is_current(worker_id, probe):
+            self._breakers.abandoned(worker_id)
+
+    def note_gpu(self, worker_id: str, judgement: GpuJudgement, now_s: float) -> None:
+        """What the worker's GPU was judged to be; it stays so until it is judged again."""
+        self._worker(worker_id, now_s).gpu = judgement
+
+    # What follows.
+
+    def out_of_rotation(self, group: Sequence[str], now_s: float) -> frozenset[str]:
+        """Those of a role's workers that get no new work now: at most half, and never the last one.
+
+        A worker whose next probe is due is not among them.
+        """
+        self._judge(group, now_s)
+        gpu_out = [worker_id for worker_id in group if self.gpu(worker_id).state is GpuState.OUT]
+        shut = self._breakers.shut(group, now_s)
+        if not gpu_out and not shut:
+            return frozenset()
+        known = set(gpu_out)
+        left_alone = gpu_out + [worker_id for worker_id in shut if worker_id not in known]
+        return frozenset(left_alone[: len(group) // 2])
+
+    def due_for_probe(self, group: Iterable[str], now_s: float) -> str | None:
+        """An ejected worker that should get the next request, so that it is known whether it has recovered."""
+        for worker_id in group:
+            if (
+                self._breakers.is_open(worker_id)
+                and not self._breakers.shut([worker_id], now_s)
+                and self.gpu(worker_id).state is not GpuState.OUT
+            ):
+                return worker_id
+        return None
+
+    def gpu(self, worker_id: str) -> GpuJudgement:
+        """What its GPU was last judged to be; ok where nobody said anything."""
+        worker = self._workers.get(worker_id)
+        return worker.gpu if worker is not None else _NO_JUDGEMENT
+
+    def _is_current(self, worker_id: str, probe: int) -> bool:
+        """Whether this probe is the one that is under way: one that took too long has failed already."""
+        return probe > 0 and self._breakers.is_probing(worker_id) and self._workers[worker_id].probe == probe
+
+    def _judge(self, group: Sequence[str], now_s: float) -> None:
+        known = {worker_id: worker for worker_id in group if (worker := self._workers.get(worker_id)) is not None}
+        stale = [worker_id for worker_id, worker in known.items() if now_s - worker.judged_s >= JUDGE_EVERY_S]
+        if not stale:
+            return
+        figures = {
+            worker_id: ratio
+            for worker_id, worker in known.items()
+            if not self._breakers.is_open(worker_id) and (ratio := worker.ratio(now_s - REFERENCE_S, 1)) is not None
+        }
+        in_order = sorted(figures.values())
+        silent = {worker_id for worker_id, worker in known.items() if worker.is_silent(now_s)}
+        if len(silent) > len(group) // 2:
+            silent.clear()
+        for worker_id in stale:
+            worker = known[worker_id]
+            worker.judged_s = now_s
+            reference = _median_without(in_order, figures.get(worker_id))
+            if reference is not None:
+                worker.reference = reference
+            if self._breakers.is_probing(worker_id):
+                if now_s > worker.probe_until_s:
+                    self._breakers.failed(worker_id, now_s, is_probe=True)
+                continue
+            ratio = worker.ratio(now_s - SLOW_WINDOW_S, MIN_RATIOS)
+            is_slow = ratio is not None and ratio > max(MIN_SLOW_RATIO, SLOW_RATIO * worker.reference)
+            if is_slow or worker_id in silent:
+                self._breakers.trip(worker_id, now_s)
+
+    def _worker(self, worker_id: str, now_s: float) -> _Worker:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            for other_id, other in list(self._workers.items()):
+                if now_s - other.touched_s > FORGET_AFTER_S:
+                    del self._workers[other_id]
+            worker = self._workers[worker_id] = _Worker()
+        worker.touched_s = now_s
+        return worker
+
+
+def _median_without(in_order: list[float], figure: float | None) -> float | None:
+    """Median of sorted figures without one of them; None where no other is left."""
+    num_left = len(in_order) - (figure is not None)
+    if num_left == 0:
+        return None
+    gap = len(in_order) if figure is None else bisect_left(in_order, figure)
+
+    def at(index: int) -> float:
+        return in_order[index + (index >= gap)]
+
+    middle = num_left // 2
+    return at(middle) if num_left % 2 else (at(middle - 1) + at(middle)) / 2
+
+
+_NO_JUDGEMENT = GpuJudgement()

@@ -1,0 +1,338 @@
+"""Who is slow, silent or erring gets no new work within 3 s and is back within 10 s; half of a role always stays."""
+
+import heapq
+import itertools
+import random
+from statistics import median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.runtime.gpu_health import GpuFacts
+from services.scheduling.health import (
+    JUDGE_EVERY_S,
+    MIN_SILENCE_S,
+    GpuJudgement,
+    GpuState,
+    WorkerHealth,
+    _median_without,
+    judge_gpu,
+)
+
+GROUP = ["a", "b", "c", "d"]
+OUT = GpuJudgement(GpuState.OUT, 0.0, ("xid_79",))
+
+
+def seen(health, now_s, **ratios):
+    for worker_id, ratio in ratios.items():
+        for _ in range(3):
+            health.note_success(worker_id, ratio, now_s)
+
+
+def test_who_is_three_times_slower_than_the_others_gets_nothing():
+    health = WorkerHealth()
+    seen(health, 0.0, a=6.1, b=2.0, c=2.0, d=1.0)
+    assert health.out_of_rotation(GROUP, 0.5) == {"a"}
+    assert health.num_ejected == 1
+    health = WorkerHealth()
+    seen(health, 0.0, a=5.9, b=2.0, c=2.0, d=1.0)
+    assert health.out_of_rotation(GROUP, 0.5) == set()
+
+
+def test_predictions_that_are_wrong_for_all_accuse_nobody():
+    health = WorkerHealth()
+    seen(health, 0.0, a=20.0, b=25.0, c=15.0, d=22.0)
+    assert health.out_of_rotation(GROUP, 0.5) == set()
+
+
+def test_a_little_slower_than_predicted_is_healthy_however_fast_the_others_are():
+    health = WorkerHealth()
+    seen(health, 0.0, a=1.9, b=0.1, c=0.1, d=0.1)
+    assert health.out_of_rotation(GROUP, 0.5) == set()
+
+
+def test_one_slow_answer_is_nothing():
+    health = WorkerHealth()
+    seen(health, 0.0, a=1.0, b=1.0)
+    health.note_success("a", 100.0, 0.1)
+    assert health.out_of_rotation(GROUP, 0.5) == set()
+
+
+def test_silence_with_work_outstanding():
+    health = WorkerHealth()
+    health.note_load("a", 2, 0.2, 1.0)
+    health.note_load("b", 0, 0.2, 1.0)
+    assert health.out_of_rotation(GROUP, 1.7) == set()
+    assert health.out_of_rotation(GROUP, 2.0) == {"a"}
+    health = WorkerHealth()
+    health.note_load("a", 2, 0.001, 1.0)  # nobody is that punctual
+    assert health.out_of_rotation(GROUP, 1.0 + MIN_SILENCE_S) == set()
+    health.note_success("a", 1.0, 1.4)
+    assert health.out_of_rotation(GROUP, 1.0 + MIN_SILENCE_S + 0.3) == set()
+
+
+def test_when_most_are_silent_the_fault_is_not_theirs():
+    health = WorkerHealth()
+    for worker_id in "abc":
+        health.note_load(worker_id, 1, 0.1, 0.0)
+    assert health.out_of_rotation(GROUP, 10.0) == set()
+    health.note_load("c", 0, 0.1, 10.0)
+    assert health.out_of_rotation(GROUP, 10.1 + JUDGE_EVERY_S) == {"a", "b"}
+
+
+def test_errors():
+    health = WorkerHealth()
+    health.note_error("a", 0.0)
+    assert health.out_of_rotation(GROUP, 0.0) == set()
+    health.note_error("a", 1.0)
+    assert health.out_of_rotation(GROUP, 1.0) == {"a"}
+    health = WorkerHealth()
+    for now_s in (0.0, 4.0, 8.0):  # some among many, but three within ten seconds
+        assert health.out_of_rotation(GROUP, now_s) == set()
+        for _ in range(5):
+            health.note_success("b", 1.0, now_s)
+        health.note_error("b", now_s)
+    assert health.out_of_rotation(GROUP, 8.0) == {"b"}
+
+
+def test_probes_and_the_way_back():
+    health = WorkerHealth()
+    seen(health, 0.0, a=10.0, b=1.0, c=1.0)
+    assert health.out_of_rotation(GROUP, 0.0) == {"a"}
+    assert health.due_for_probe(GROUP, 0.9) is None
+    assert (health.due_for_probe(GROUP, 1.0), health.out_of_rotation(GROUP, 1.0)) == ("a", set())
+    slow = health.begin("a", 1.0, expected_s=0.1)
+    assert slow
+    assert health.begin("a", 1.0) == 0
+    assert (health.due_for_probe(GROUP, 1.0), health.out_of_rotation(GROUP, 1.0)) == (None, {"a"})
+    # It takes too long: failed before it ends, and its end has nothing to say any more.
+    assert health.out_of_rotation(GROUP, 1.6) == {"a"}
+    assert health.due_for_probe(GROUP, 3.6) == "a"
+    second = health.begin("a", 3.6, expected_s=0.1)
+    health.note_success("a", 10.0, 3.65, probe=slow)
+    health.note_abandoned("a", slow)
+    assert health.out_of_rotation(GROUP, 3.7) == {"a"}
+    health.note_success("a", 1.2, 3.7, probe=second)
+    assert (health.out_of_rotation(GROUP, 3.7), health.num_ejected) == (set(), 0)
+
+
+def test_a_probe_that_fails_and_one_that_says_nothing():
+    health = WorkerHealth()
+    health.note_error("a", 0.0)
+    health.note_error("a", 0.0)
+    health.note_error("a", 1.0, probe=health.begin("a", 1.0))
+    assert health.due_for_probe(GROUP, 2.9) is None
+    probe = health.begin("a", 3.0)
+    health.note_abandoned("a", probe)
+    assert health.due_for_probe(GROUP, 3.0) == "a"
+    health.note_success("a", 9.0, 3.1, probe=health.begin("a", 3.0))
+    assert health.due_for_probe(GROUP, 7.0) is None
+    assert health.due_for_probe(GROUP, 7.2) == "a"
+
+
+def test_a_gpu_that_is_out_counts_to_the_half_that_may_be():
+    health = WorkerHealth()
+    for _ in range(2):
+        health.note_error("a", 0.0)
+    health.note_gpu("b", OUT, 0.0)
+    health.note_gpu("c", OUT, 0.0)
+    assert health.out_of_rotation(GROUP, 0.0) == {"b", "c"}
+    assert health.out_of_rotation(["a", "b"], 0.0) == {"b"}
+    assert health.out_of_rotation(["b"], 0.0) == set()
+    assert health.num_ejected == 3
+    health.note_gpu("b", GpuJudgement(GpuState.DEGRADED, 0.5, ("hot",)), 1.0)
+    assert health.out_of_rotation(GROUP, 0.5) == {"a", "c"}
+    assert (health.gpu("b").weight, health.gpu("nobody").weight) == (0.5, 1.0)
+
+
+def test_workers_that_are_gone_are_forgotten():
+    health = WorkerHealth()
+    for number in range(2000):
+        health.note_success(f"w{number}", 1.0, float(number))
+    assert len(health._workers) < 700
+
+
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=9), st.data())
+def test_median_of_the_others(figures, data):
+    figures.sort()
+    index = data.draw(st.integers(0, len(figures) - 1))
+    others = figures[:index] + figures[index + 1 :]
+    assert _median_without(figures, figures[index]) == (median(others) if others else None)
+    assert _median_without(figures, None) == median(figures)
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("pass"), st.floats(0, 5)),
+    st.tuples(st.sampled_from(["begin", "load", "idle", "good", "slow", "error", "cancel"]), st.integers(0, 5)),
+    st.tuples(st.sampled_from(["gpu out", "gpu ok"]), st.integers(0, 5)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 6), st.lists(EVENTS, max_size=100))
+def test_random_histories(size, events):
+    """Whatever is seen: half of the group stays, probes go one at a time, and who is well again comes back."""
+    health, now_s = WorkerHealth(), 0.0
+    group = [f"w{number}" for number in range(size)]
+    probes = dict.fromkeys(group, 0)
+
+    def step(kind, value):
+        nonlocal now_s
+        if kind == "pass":
+            now_s += value
+            return
+        worker_id = group[value % size]
+        if kind == "begin":
+            number = health.begin(worker_id, now_s, expected_s=0.1)
+            if number:
+                assert number > probes[worker_id]
+                probes[worker_id] = number
+        elif kind in ("load", "idle"):
+            health.note_load(worker_id, int(kind == "load"), 0.1, now_s)
+        elif kind in ("good", "slow"):
+            health.note_success(worker_id, 1.0 if kind == "good" else 50.0, now_s, probe=probes[worker_id])
+        elif kind == "error":
+            health.note_error(worker_id, now_s, probe=probes[worker_id])
+        elif kind == "cancel":
+            health.note_abandoned(worker_id, probes[worker_id])
+        else:
+            health.note_gpu(worker_id, OUT if kind == "gpu out" else GpuJudgement(), now_s)
+
+    for kind, value in events:
+        step(kind, value)
+        out = health.out_of_rotation(group, now_s)
+        assert out <= set(group)
+        assert len(out) <= size // 2 < size
+        due = health.due_for_probe(group, now_s)
+        assert due is None or health.begin(due, now_s) > 0
+        if due is not None:
+            probes[due] += 1
+    # Everybody is well from here on: within ten seconds nobody is left out.
+    for number in range(size):
+        step("gpu ok", number)
+    end_s = now_s + 10
+    while now_s < end_s:
+        now_s += 0.1
+        health.out_of_rotation(group, now_s)
+        for worker_id in group:
+            health.note_load(worker_id, 1, 0.1, now_s)
+            health.note_success(worker_id, 1.0, now_s, probe=health.begin(worker_id, now_s, expected_s=0.1))
+    assert health.num_ejected == 0
+    assert health.out_of_rotation(group, now_s) == set()
+
+
+class Cluster:
+    """Workers with faults, and a gateway that sends each request to one at random that it may use."""
+
+    def __init__(self, size, expected_s, rate, seed):
+        self.health, self.rng = WorkerHealth(), random.Random(seed)
+        self.group = [f"w{number}" for number in range(size)]
+        self.expected_s, self.rate = expected_s, rate
+        self.fault, self.until_s = None, 0.0
+        self.outstanding = dict.fromkeys(self.group, 0)
+        self.ends, self.order = [], itertools.count()
+        self.sent = []
+
+    def run(self, from_s, to_s):
+        now_s = from_s
+        while now_s < to_s:
+            now_s += 1 / self.rate
+            while self.ends and self.ends[0][0] <= now_s:
+                self._end(*heapq.heappop(self.ends))
+            self._send(now_s)
+
+    def _send(self, now_s):
+        out = self.health.out_of_rotation(self.group, now_s)
+        worker_id = self.health.due_for_probe(self.group, now_s)
+        worker_id = worker_id or self.rng.choice([name for name in self.group if name not in out])
+        probe = self.health.begin(worker_id, now_s, expected_s=self.expected_s)
+        self.sent.append((now_s, worker_id, bool(probe)))
+        took_s = self.expected_s * self.rng.uniform(0.7, 1.3)
+        is_error = False
+        if worker_id == self.group[0] and self.fault is not None:
+            kind, factor = self.fault
+            is_error = kind == "errors"
+            took_s = {"slow": took_s * factor, "silent": 1e9, "errors": took_s}[kind]
+        heapq.heappush(self.ends, (now_s + took_s, next(self.order), worker_id, now_s, probe, is_error))
+        self._load(worker_id, 1, now_s)
+
+    def _end(self, at_s, _, worker_id, began_s, probe, is_error):
+        self._load(worker_id, -1, at_s)
+        if is_error:
+            self.health.note_error(worker_id, at_s, probe=probe)
+        else:
+            self.health.note_success(worker_id, (at_s - began_s) / self.expected_s, at_s, probe=probe)
+
+    def _load(self, worker_id, change, now_s):
+        self.outstanding[worker_id] += change
+        self.health.note_load(worker_id, self.outstanding[worker_id], self.expected_s, now_s)
+
+    def recover(self, now_s):
+        """What hung there goes on: it ends within the usual time."""
+        self.fault = None
+        hung = [entry for entry in self.ends if entry[2] == self.group[0]]
+        self.ends = [entry for entry in self.ends if entry[2] != self.group[0]]
+        for end_s, *rest in hung:
+            self.ends.append((min(end_s, now_s + self.expected_s), *rest))
+        heapq.heapify(self.ends)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(["slow", "silent", "errors"]),
+    factor=st.floats(5, 50),
+    size=st.integers(2, 6),
+    expected_s=st.sampled_from([0.02, 0.1, 0.5]),
+    lasts_s=st.floats(4, 30),
+    seed=st.integers(0, 1000),
+)
+def test_out_within_three_seconds_and_back_within_ten(kind, factor, size, expected_s, lasts_s, seed):
+    cluster = Cluster(size, expected_s, rate=8.0 * size, seed=seed)
+    cluster.run(0.0, 5.0)
+    assert cluster.health.num_ejected == 0
+    cluster.fault = (kind, factor)
+    cluster.run(5.0, 5.0 + lasts_s)
+    late = [entry for entry in cluster.sent if entry[1] == "w0" and entry[0] > 8.0]
+    assert all(is_probe for _, _, is_probe in late)
+    assert len(late) <= 2 + lasts_s / 2
+    cluster.recover(5.0 + lasts_s)
+    cluster.run(5.0 + lasts_s, 15.0 + lasts_s)
+    assert cluster.health.num_ejected == 0
+    cluster.run(15.0 + lasts_s, 20.0 + lasts_s)
+    assert any(name == "w0" and at_s > 15.0 + lasts_s for at_s, name, _ in cluster.sent)
+    # Nobody else was ever accused.
+    assert {name for _, name, is_probe in cluster.sent if is_probe} == {"w0"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "weight", "reasons"),
+    [
+        ({}, GpuState.OK, 1.0, ()),
+        ({"temperature_c": 84.9, "slowdown_c": 90.0}, GpuState.OK, 1.0, ()),
+        ({"temperature_c": 85.0, "slowdown_c": 90.0}, GpuState.DEGRADED, 0.5, ("hot",)),
+        ({"temperature_c": 85.0}, GpuState.DEGRADED, 0.5, ("hot",)),
+        ({"temperature_c": 95.0, "slowdown_c": 90.0}, GpuState.OUT, 0.0, ("too_hot",)),
+        ({"num_uncorrected": 0, "has_remap_failed": False}, GpuState.OK, 1.0, ()),
+        ({"num_uncorrected": 1}, GpuState.OUT, 0.0, ("uncorrected_memory_errors",)),
+        ({"has_remap_failed": True}, GpuState.OUT, 0.0, ("row_remap_failed",)),
+        ({"is_remap_pending": True}, GpuState.DEGRADED, 0.5, ("row_remap_pending",)),
+        ({"throttle_reasons": frozenset({"sw_power_cap"})}, GpuState.DEGRADED, 0.9, ("sw_power_cap",)),
+        (
+            {"throttle_reasons": frozenset({"sw_power_cap", "hw_thermal"})},
+            GpuState.DEGRADED,
+            0.5,
+            ("hw_thermal", "sw_power_cap"),
+        ),
+        ({"is_lost": True}, GpuState.OUT, 0.0, ("lost",)),
+        ({"xids": frozenset({13, 63, 95})}, GpuState.OUT, 0.0, ("xid_95",)),
+        ({"free_bytes": 79, "total_bytes": 8000}, GpuState.DEGRADED, 0.5, ("little_free_memory",)),
+        ({"free_bytes": 80, "total_bytes": 8000}, GpuState.OK, 1.0, ()),
+        ({"free_bytes": 0, "total_bytes": 0}, GpuState.OK, 1.0, ()),
+        ({"xids": frozenset({31})}, GpuState.OK, 1.0, ()),
+        ({"xids": frozenset({94})}, GpuState.DEGRADED, 0.5, ("xid_94",)),
+        ({"xids": frozenset({79}), "temperature_c": 88.0}, GpuState.OUT, 0.0, ("xid_79",)),
+    ],
+)
+def test_what_gpu_facts_amount_to(facts, state, weight, reasons):
+    assert judge_gpu(GpuFacts(**facts)) == GpuJudgement(state, weight, reasons)
