@@ -5,7 +5,7 @@ seconds of the fault where the worker has work, and answers are expected within 
 
   slow     the median of its latency ratios (actual / predicted) of the last `SLOW_WINDOW_S` is more than `SLOW_RATIO`
            times the median of the other workers' and more than `MIN_SLOW_RATIO`: predictions that are wrong for all
-           accuse nobody;
+           accuse nobody. It is found so twice, `JUDGE_EVERY_S` or more apart;
   silent   work is outstanding, and nothing came for `SILENCE_FACTOR` times what was expected, at least `MIN_SILENCE_S`.
            Where that is true of more than half of the group the fault is here or everywhere, and nobody is accused;
   erring   three errors within ten seconds, or two within `ERROR_WINDOW_S` and not more successes than errors.
@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from statistics import median
 
 from services.runtime.gpu_health import GpuFacts
 from services.scheduling.breakers import Breakers
@@ -46,7 +45,10 @@ MIN_RATIOS = 3
 SILENCE_FACTOR = 4.0
 MIN_SILENCE_S = 0.5
 MAX_OPEN_S = 4.0
-MAX_REMEMBERED = 32
+NUM_SLOW = 2
+"""Judgements in a row that must find a worker slow: one hiccup of a busy worker fills all that is remembered of it."""
+MAX_REMEMBERED = 16
+MAX_GROUPS = 256
 JUDGE_EVERY_S = 0.2
 """Figures are not worked out more often than this: notes are cheap, judging is not."""
 FORGET_AFTER_S = 600.0
@@ -147,18 +149,19 @@ class _Worker:
     expected_s: float = 0.0
     heard_s: float = 0.0
     """When something came last, or work began while there was none."""
-    judged_s: float = -math.inf
     touched_s: float = 0.0
     probe: int = 0
     """Number of the last probe."""
     probe_until_s: float = 0.0
     """When it is taken for failed."""
+    num_slow: int = 0
+    """Judgements in a row that found it slow."""
     gpu: GpuJudgement = field(default_factory=GpuJudgement)
 
     def ratio(self, since_s: float, min_ratios: int) -> float | None:
-        """Median of the ratios since then; None where they are too few."""
-        recent = [ratio for at_s, ratio in self.ratios if at_s >= since_s]
-        return median(recent) if len(recent) >= min_ratios else None
+        """Median of the ratios since then, of an even number the lower one; None where they are too few."""
+        recent = sorted([ratio for at_s, ratio in self.ratios if at_s >= since_s])
+        return recent[(len(recent) - 1) // 2] if len(recent) >= min_ratios else None
 
     def is_silent(self, now_s: float) -> bool:
         return self.num_outstanding > 0 and now_s - self.heard_s > self.patience_s(self.expected_s)
@@ -175,6 +178,7 @@ class _Worker:
     def forgive(self) -> None:
         self.ratios.clear()
         self.outcomes.clear()
+        self.num_slow = 0
 
 
 class WorkerHealth:
@@ -183,15 +187,14 @@ class WorkerHealth:
     def __init__(self) -> None:
         self._breakers = Breakers(max_open_s=MAX_OPEN_S)
         self._workers: dict[str, _Worker] = {}
+        self._judged_s: dict[tuple[str, ...], float] = {}
+        """When each group was judged last."""
+        self._gpu_out: set[str] = set()
 
     @property
     def num_ejected(self) -> int:
         """Workers whose breaker is open or whose GPU is out, probed ones included."""
-        num_out = sum(
-            worker.gpu.state is GpuState.OUT and not self._breakers.is_open(worker_id)
-            for worker_id, worker in self._workers.items()
-        )
-        return self._breakers.num_open + num_out
+        return self._breakers.num_open + sum(not self._breakers.is_open(worker_id) for worker_id in self._gpu_out)
 
     # What is seen.
 
@@ -249,6 +252,10 @@ class WorkerHealth:
     def note_gpu(self, worker_id: str, judgement: GpuJudgement, now_s: float) -> None:
         """What the worker's GPU was judged to be; it stays so until it is judged again."""
         self._worker(worker_id, now_s).gpu = judgement
+        if judgement.state is GpuState.OUT:
+            self._gpu_out.add(worker_id)
+        else:
+            self._gpu_out.discard(worker_id)
 
     # What follows.
 
@@ -257,22 +264,28 @@ class WorkerHealth:
 
         A worker whose next probe is due is not among them.
         """
-        self._judge(group, now_s)
-        gpu_out = [worker_id for worker_id in group if self.gpu(worker_id).state is GpuState.OUT]
-        shut = self._breakers.shut(group, now_s)
-        if not gpu_out and not shut:
+        key = tuple(group)
+        if now_s - self._judged_s.get(key, -math.inf) >= JUDGE_EVERY_S:
+            if len(self._judged_s) >= MAX_GROUPS:
+                self._judged_s.clear()  # groups come and go with their workers
+            self._judged_s[key] = now_s
+            self._judge(group, now_s)
+        if not self._gpu_out and not self._breakers.num_open:
             return frozenset()
-        known = set(gpu_out)
-        left_alone = gpu_out + [worker_id for worker_id in shut if worker_id not in known]
+        gpu_out = [worker_id for worker_id in group if worker_id in self._gpu_out]
+        shut = self._breakers.shut(group, now_s)
+        left_alone = gpu_out + [worker_id for worker_id in shut if worker_id not in self._gpu_out]
         return frozenset(left_alone[: len(group) // 2])
 
     def due_for_probe(self, group: Iterable[str], now_s: float) -> str | None:
         """An ejected worker that should get the next request, so that it is known whether it has recovered."""
+        if not self._breakers.num_open:
+            return None
         for worker_id in group:
             if (
                 self._breakers.is_open(worker_id)
                 and not self._breakers.shut([worker_id], now_s)
-                and self.gpu(worker_id).state is not GpuState.OUT
+                and worker_id not in self._gpu_out
             ):
                 return worker_id
         return None
@@ -288,9 +301,6 @@ class WorkerHealth:
 
     def _judge(self, group: Sequence[str], now_s: float) -> None:
         known = {worker_id: worker for worker_id in group if (worker := self._workers.get(worker_id)) is not None}
-        stale = [worker_id for worker_id, worker in known.items() if now_s - worker.judged_s >= JUDGE_EVERY_S]
-        if not stale:
-            return
         figures = {
             worker_id: ratio
             for worker_id, worker in known.items()
@@ -300,9 +310,7 @@ class WorkerHealth:
         silent = {worker_id for worker_id, worker in known.items() if worker.is_silent(now_s)}
         if len(silent) > len(group) // 2:
             silent.clear()
-        for worker_id in stale:
-            worker = known[worker_id]
-            worker.judged_s = now_s
+        for worker_id, worker in known.items():
             reference = _median_without(in_order, figures.get(worker_id))
             if reference is not None:
                 worker.reference = reference
@@ -312,7 +320,8 @@ class WorkerHealth:
                 continue
             ratio = worker.ratio(now_s - SLOW_WINDOW_S, MIN_RATIOS)
             is_slow = ratio is not None and ratio > max(MIN_SLOW_RATIO, SLOW_RATIO * worker.reference)
-            if is_slow or worker_id in silent:
+            worker.num_slow = worker.num_slow + 1 if is_slow else 0
+            if worker.num_slow >= NUM_SLOW or worker_id in silent:
                 self._breakers.trip(worker_id, now_s)
 
     def _worker(self, worker_id: str, now_s: float) -> _Worker:
@@ -321,6 +330,7 @@ class WorkerHealth:
             for other_id, other in list(self._workers.items()):
                 if now_s - other.touched_s > FORGET_AFTER_S:
                     del self._workers[other_id]
+                    self._gpu_out.discard(other_id)
             worker = self._workers[worker_id] = _Worker()
         worker.touched_s = now_s
         return worker

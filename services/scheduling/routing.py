@@ -47,7 +47,6 @@ from typing import overload
 
 from services.scheduling.disaggregation import (
     INTERFERENCE,
-    Disaggregation,
     DisaggregationSettings,
     PrefillWays,
     decide_ways,
@@ -574,34 +573,65 @@ class _Case:
         if fits is not None:
             prefills = [prefill for prefill in prefills if fits(prefill, decode)]
         prefill = prefills[0] if prefills else None
-        decision = self._decide(prefill, decode)
         all_tokens = request.num_prompt_tokens + request.max_new_tokens
-        step_s = self.step_s(decode)
-        common_s = self.new_tokens * step_s + self.pressure_s(decode, all_tokens) + self.place_s(decode)
+        cached_on_decode, decode_queue_s, running = self.cached(decode), self.queue_s(decode), decode.num_running
+        step_s, place_s, pressure_s = self.step_s(decode), self.place_s(decode), self.pressure_s(decode, all_tokens)
         inputs: dict[str, float | int | str] = {
-            "price_s": common_s + (decision.remote_cost_s if decision.is_remote else decision.local_cost_s),
+            "decode_s": self.new_tokens * step_s,
+            "decode_queue_s": decode_queue_s,
+            "decode_pressure_s": pressure_s,
+            "decode_place_s": place_s,
+            "decode_cached_tokens": cached_on_decode,
+        }
+        now_step_s = decode.decode_speed.step_s(running, decode.context_tokens)
+        if prefill is None:
+            cached_on_prefill = 0
+            ways = PrefillWays(
+                num_prompt_tokens=request.num_prompt_tokens,
+                has_prefill_worker=False,
+                cached_on_decode=cached_on_decode,
+                decode_queue_s=decode_queue_s,
+                local_speed=decode.prefill_speed,
+                num_running=running,
+                step_s=now_step_s,
+            )
+        else:
+            cached_on_prefill, prefill_queue_s = self.cached(prefill), self.queue_s(prefill)
+            hot_s, transfer_s = self.hot_s.get(prefill.worker_id, 0.0), self.transfer_s(prefill, decode)
+            prefill_pressure_s = self.pressure_s(prefill, request.num_prompt_tokens)
+            prefill_place_s = self.place_s(prefill)
+            ways = PrefillWays(
+                num_prompt_tokens=request.num_prompt_tokens,
+                cached_on_prefill=cached_on_prefill,
+                cached_on_decode=cached_on_decode,
+                prefill_queue_s=prefill_queue_s,
+                decode_queue_s=decode_queue_s,
+                prefill_speed=prefill.prefill_speed,
+                local_speed=decode.prefill_speed,
+                transfer_s=transfer_s,
+                remote_extra_s=hot_s + prefill_pressure_s + prefill_place_s,
+                num_running=running,
+                step_s=now_step_s,
+            )
+            inputs |= {
+                "prefill_worker": prefill.worker_id,
+                "prefill_queue_s": prefill_queue_s,
+                "prefill_pressure_s": prefill_pressure_s,
+                "prefill_place_s": prefill_place_s,
+                "prefill_cached_tokens": cached_on_prefill,
+                "hot_spot_s": hot_s,
+                "transfer_s": transfer_s,
+            }
+        decision = decide_ways(ways, self.settings.disaggregation)
+        way_s = decision.remote_cost_s if decision.is_remote else decision.local_cost_s
+        inputs |= {
+            "price_s": self.new_tokens * step_s + pressure_s + place_s + way_s,
             "remote_cost_s": decision.remote_cost_s,
             "local_cost_s": decision.local_cost_s,
             "remote_ttft_s": decision.remote_ttft_s,
             "local_ttft_s": decision.local_ttft_s,
             "itl_cost_s": decision.itl_cost_s,
-            "decode_s": self.new_tokens * step_s,
-            "decode_queue_s": self.queue_s(decode),
-            "decode_pressure_s": self.pressure_s(decode, all_tokens),
-            "decode_place_s": self.place_s(decode),
-            "decode_cached_tokens": self.cached(decode),
         }
-        if prefill is not None:
-            inputs |= {
-                "prefill_worker": prefill.worker_id,
-                "prefill_queue_s": self.queue_s(prefill),
-                "prefill_pressure_s": self.pressure_s(prefill, request.num_prompt_tokens),
-                "prefill_place_s": self.place_s(prefill),
-                "prefill_cached_tokens": self.cached(prefill),
-                "hot_spot_s": self.hot_s.get(prefill.worker_id, 0.0),
-                "transfer_s": self.transfer_s(prefill, decode),
-            }
-        at = prefill if decision.is_remote and prefill is not None else decode
         return Route(
             decode=decode,
             prefills=tuple(prefills),
@@ -609,7 +639,7 @@ class _Case:
             reason=decision.reason,
             predicted_ttft_s=decision.remote_ttft_s if decision.is_remote else decision.local_ttft_s,
             predicted_itl_s=step_s,
-            num_cached_tokens=self.cached(at),
+            num_cached_tokens=cached_on_prefill if decision.is_remote else cached_on_decode,
             inputs=inputs,
         )
 
@@ -626,30 +656,6 @@ class _Case:
             by_price.append((price + transfer_s, position, view))
         by_price.sort()
         return [view for _, _, view in by_price]
-
-    def _decide(self, prefill: WorkerView | None, decode: WorkerView) -> Disaggregation:
-        running = decode.num_running
-        ways = PrefillWays(
-            num_prompt_tokens=self.request.num_prompt_tokens,
-            has_prefill_worker=prefill is not None,
-            cached_on_decode=self.cached(decode),
-            decode_queue_s=self.queue_s(decode),
-            local_speed=decode.prefill_speed,
-            num_running=running,
-            step_s=decode.decode_speed.step_s(running, decode.context_tokens),
-            cached_on_prefill=0 if prefill is None else self.cached(prefill),
-            prefill_queue_s=0.0 if prefill is None else self.queue_s(prefill),
-            prefill_speed=DEFAULT_PREFILL if prefill is None else prefill.prefill_speed,
-            transfer_s=0.0 if prefill is None else self.transfer_s(prefill, decode),
-            remote_extra_s=0.0 if prefill is None else self._extra_s(prefill),
-        )
-        return decide_ways(ways, self.settings.disaggregation)
-
-    def _extra_s(self, prefill: WorkerView) -> float:
-        if not self.has_prices:
-            return 0.0
-        pressure_s = self.pressure_s(prefill, self.request.num_prompt_tokens)
-        return self.hot_s.get(prefill.worker_id, 0.0) + pressure_s + self.place_s(prefill)
 
 
 class _Hits:

@@ -30,32 +30,49 @@ def seen(health, now_s, **ratios):
             health.note_success(worker_id, ratio, now_s)
 
 
+def judged_out(health, now_s):
+    """Who is out after two judgements, the second at that time."""
+    health.out_of_rotation(GROUP, now_s - 0.3)
+    return health.out_of_rotation(GROUP, now_s)
+
+
 def test_who_is_three_times_slower_than_the_others_gets_nothing():
     health = WorkerHealth()
     seen(health, 0.0, a=6.1, b=2.0, c=2.0, d=1.0)
-    assert health.out_of_rotation(GROUP, 0.5) == {"a"}
+    assert judged_out(health, 0.5) == {"a"}
     assert health.num_ejected == 1
     health = WorkerHealth()
     seen(health, 0.0, a=5.9, b=2.0, c=2.0, d=1.0)
-    assert health.out_of_rotation(GROUP, 0.5) == set()
+    assert judged_out(health, 0.5) == set()
 
 
 def test_predictions_that_are_wrong_for_all_accuse_nobody():
     health = WorkerHealth()
     seen(health, 0.0, a=20.0, b=25.0, c=15.0, d=22.0)
-    assert health.out_of_rotation(GROUP, 0.5) == set()
+    assert judged_out(health, 0.5) == set()
 
 
 def test_a_little_slower_than_predicted_is_healthy_however_fast_the_others_are():
     health = WorkerHealth()
     seen(health, 0.0, a=1.9, b=0.1, c=0.1, d=0.1)
-    assert health.out_of_rotation(GROUP, 0.5) == set()
+    assert judged_out(health, 0.5) == set()
 
 
 def test_one_slow_answer_is_nothing():
     health = WorkerHealth()
     seen(health, 0.0, a=1.0, b=1.0)
     health.note_success("a", 100.0, 0.1)
+    assert judged_out(health, 0.5) == set()
+
+
+def test_a_hiccup_of_a_busy_worker_is_nothing():
+    health = WorkerHealth()
+    seen(health, 0.0, a=1.0, b=1.0)
+    for number in range(50):
+        health.note_success("a", 20.0, 0.1 + number / 1000)
+    assert health.out_of_rotation(GROUP, 0.2) == set()
+    for number in range(50):
+        health.note_success("a", 1.0, 0.2 + number / 1000)
     assert health.out_of_rotation(GROUP, 0.5) == set()
 
 
@@ -99,6 +116,7 @@ def test_errors():
 def test_probes_and_the_way_back():
     health = WorkerHealth()
     seen(health, 0.0, a=10.0, b=1.0, c=1.0)
+    assert health.out_of_rotation(GROUP, -0.3) == set()
     assert health.out_of_rotation(GROUP, 0.0) == {"a"}
     assert health.due_for_probe(GROUP, 0.9) is None
     assert (health.due_for_probe(GROUP, 1.0), health.out_of_rotation(GROUP, 1.0)) == ("a", set())
