@@ -18,6 +18,8 @@ from services.scheduling.routing import (
     RouteRequest,
     RoutingSettings,
     WorkerView,
+    _Case,
+    _Hits,
     least_loaded,
     round_robin,
 )
@@ -150,6 +152,40 @@ def test_the_order_of_the_views_matters_to_ties_only(case, shuffler, policy):
         assert [route.inputs["price_s"] for route in second] == pytest.approx(prices)
     else:
         assert decodes(first) == decodes(second)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases(), st.sampled_from([None, 500]), st.sampled_from([None, 0.05]))
+def test_the_loop_that_compares_and_the_terms_that_are_told_agree(case, threshold, max_itl_s):
+    asked, ps, ds = case
+    how = RoutingSettings(disaggregation=DisaggregationSettings(local_prefill_tokens=threshold, max_itl_s=max_itl_s))
+    case = _Case(asked, how, None)
+    case.price_prefills(ps, _Hits(10.0), 0.0)
+    case.has_prices = True
+    for price_s, _, prefill, decode in case.price_decodes(ds):
+        route = case.build(decode)
+        assert route.inputs["price_s"] == pytest.approx(price_s)
+        close = abs(route.inputs["remote_cost_s"] - route.inputs["local_cost_s"]) < 1e-9
+        assert close or route.is_remote is (prefill is not None)
+
+
+def test_a_hot_worker_that_holds_more_is_never_dearer():
+    hot, others = view("a", waiting_tokens=20_000), [view("b", waiting_tokens=20_000), view("c", waiting_tokens=100)]
+    others += [view("d", waiting_tokens=100), view("e", waiting_tokens=100)]
+    router, costs = hot_router(hot), []
+    for cached in range(0, 4000, 160):
+        asked = request(num_prompt_tokens=4000, cached_tokens={"a": cached})
+        route = router.route(asked, [hot, *others], [view("x")], now_s=1.0)[0]
+        costs.append(prefills(route).index("a"))
+        terms = router.route(asked, [hot, others[0]], [view("x")], now_s=1.0)[0].inputs
+        assert terms["hot_spot_s"] <= cached * 1e-4 / 2
+    assert costs == sorted(costs, reverse=True)
+    case = _Case(request(num_prompt_tokens=4000, cached_tokens={"a": 160}), RoutingSettings(), None)
+    hits = _Hits(10.0)
+    for _ in range(9):
+        hits.note("a", 1.0)
+    case.price_prefills([hot, *others], hits, 1.0)
+    assert case.hot_s == {"a": pytest.approx(160 * 1e-4 / 2)}
 
 
 def hot_router(worker):
