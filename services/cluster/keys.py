@@ -66,6 +66,32 @@ class Keys:
         return self.prefix + "quarantine"
 
     @property
+    def pages(self) -> str:
+        """Set of worker ids that may have published pages. Without TTL; ids without a head are taken out by readers."""
+        return self.prefix + "pages"
+
+    @property
+    def pages_prefix(self) -> str:
+        """Start of the keys of published pages."""
+        return self.prefix + "pages:"
+
+    def pages_head(self, worker_id: str) -> str:
+        """Hash: what a worker has published, and the last changes of it; expires 5 s after its last beat.
+
+        order    as in the worker's record: the greater one is the newer life
+        filling  decimal: the set below is being filled and will then be of that number; absent: it is not
+        base     decimal: number of the last full publication
+        seq      decimal: number of the last change that is in the set; within one `order` it stands for one content
+        N        one of the last 64 changes by its number: how many keys were added (4 bytes, big-endian), those keys,
+                 then the evicted ones, 16 bytes each; at most 2048 keys
+        """
+        return self.pages_prefix + worker_id
+
+    def page_keys(self, worker_id: str) -> str:
+        """Set of the keys of a worker's cached pages, 16 bytes each; expires with its head."""
+        return self.pages_prefix + worker_id + ":keys"
+
+    @property
     def request_prefix(self) -> str:
         """Start of the keys of placements."""
         return self.prefix + "request:"

@@ -1,0 +1,558 @@
+"""The cluster's index of cached pages over a real Redis that is flushed, frozen, killed, spoiled and restarted."""
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+
+from services.cluster import prefix_index
+from services.cluster.embedded import EmbeddedRedis
+from services.cluster.prefix_index import (
+    FILL_KEYS,
+    FLUSH_KEYS,
+    KEY_BYTES,
+    MAX_BATCH_KEYS,
+    MAX_CHANGES,
+    MAX_LONGEST_KEYS,
+    Change,
+    Position,
+    PrefixIndex,
+    PrefixPublisher,
+)
+from services.cluster.registry import WorkerRecord
+from services.cluster.store import Store
+from services.runtime.errors import StoreUnavailable
+from tests.stopwatch import Stopwatch
+
+NewRecord = Callable[..., WorkerRecord]
+NewPublisher = Callable[..., PrefixPublisher]
+HEAD = "tandem:{test}:pages:prefill-0"
+KEYS = HEAD + ":keys"
+INDEX = "tandem:{test}:pages"
+PATIENT_S = 30.0
+BACK_S = 3.0
+
+
+def page_keys(count: int, *, seed: int = 0) -> list[bytes]:
+    source = random.Random(seed)
+    return [source.randbytes(KEY_BYTES) for _ in range(count)]
+
+
+@pytest.fixture
+def index(patient_store: Store) -> PrefixIndex:
+    return PrefixIndex(patient_store)
+
+
+@pytest.fixture
+def new_publisher(redis_server: EmbeddedRedis, new_record: NewRecord) -> Iterator[NewPublisher]:
+    publishers: list[PrefixPublisher] = []
+
+    def start(record: WorkerRecord | None = None, **settings: float) -> PrefixPublisher:
+        publisher = PrefixPublisher(redis_server.url, cluster="test", record=record or new_record(), **settings)
+        publisher.start()
+        publishers.append(publisher)
+        return publisher
+
+    yield start
+    for publisher in publishers:
+        publisher.release()
+
+
+async def flushed(publisher: PrefixPublisher, *, timeout_s: float = PATIENT_S) -> None:
+    assert await asyncio.to_thread(publisher.flush, timeout_s=timeout_s)
+
+
+async def until(holds: Callable[[], bool], *, timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not holds():  # noqa: ASYNC110 - another thread or process makes it so
+            await asyncio.sleep(0.01)
+
+
+async def read_all(index: PrefixIndex, worker_id: str = "prefill-0") -> set[bytes]:
+    found: set[bytes] = set()
+    cursor = 0
+    while True:
+        chunk = await index.read(worker_id, cursor)
+        assert chunk is not None
+        found.update(chunk.keys)
+        cursor = chunk.cursor
+        if cursor == 0:
+            return found
+
+
+async def position(index: PrefixIndex, worker_id: str = "prefill-0") -> Position:
+    chunk = await index.read(worker_id, 0)
+    assert chunk is not None
+    return chunk.position
+
+
+async def test_what_is_noted_is_found(index: PrefixIndex, new_publisher: NewPublisher) -> None:
+    keys = page_keys(20)
+    publisher = new_publisher()
+    publisher.note(keys[:10])
+    publisher.note(keys[10:], keys[3:5])
+    await flushed(publisher)
+    assert await read_all(index) == set(keys) - set(keys[3:5])
+    assert await index.longest(keys) == {"prefill-0": 3}
+    assert await index.longest(keys[5:]) == {"prefill-0": 15}
+    assert await index.longest(keys[3:]) == {}
+    assert await index.longest([]) == {}
+
+
+async def test_a_worker_publishes_by_itself_within_its_interval(
+    client: "redis.Redis", new_publisher: NewPublisher
+) -> None:
+    publisher = new_publisher(beat_s=60.0, ttl_s=180.0)
+    await flushed(publisher)
+    publisher.note(page_keys(3))
+    await until(lambda: client.scard(KEYS) == 3, timeout_s=5)
+
+
+async def test_many_keys_do_not_wait_for_the_interval(client: "redis.Redis", new_publisher: NewPublisher) -> None:
+    publisher = new_publisher(beat_s=60.0, ttl_s=180.0, flush_interval_s=60.0)
+    await flushed(publisher)
+    keys = page_keys(FLUSH_KEYS)
+    for key in keys[:-1]:
+        publisher.note((key,))
+    publisher.note(keys[-1:])
+    await until(lambda: client.scard(KEYS) == FLUSH_KEYS, timeout_s=10)
+
+
+async def test_notes_collapse_and_come_in_few_changes(index: PrefixIndex, new_publisher: NewPublisher) -> None:
+    publisher = new_publisher(flush_interval_s=60.0)
+    await flushed(publisher)
+    before = await position(index)
+    first, *others = page_keys(100)
+    for key in others:
+        publisher.note((key,))
+        publisher.note((), (key,))
+    publisher.note((first,))
+    publisher.note((first,), (first,))
+    await flushed(publisher)
+    sightings, is_all = await index.look({"prefill-0": before})
+    assert is_all
+    assert len(sightings) == 1
+    assert [change for change in sightings[0].changes if change != Change((), ())] == [Change((first,), ())]
+
+
+async def test_a_long_list_goes_in_several_changes_and_several_answers(
+    index: PrefixIndex, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_ANSWER_BYTES", 3 * MAX_BATCH_KEYS * KEY_BYTES)
+    publisher = new_publisher()
+    await flushed(publisher)
+    known = await position(index)
+    keys = page_keys(MAX_BATCH_KEYS * 7 + 5)
+    publisher.note(keys)
+    await flushed(publisher)
+    got: list[bytes] = []
+    num_answers = 0
+    is_all = False
+    while not is_all:
+        [sighting], is_all = await index.look({"prefill-0": known})
+        assert sighting.position is not None
+        known = sighting.position
+        got += [key for change in sighting.changes for key in change.added]
+        num_answers += 1
+    assert got == keys
+    assert num_answers >= 4
+
+
+async def test_a_large_set_is_filled_and_read_in_pieces(
+    client: "redis.Redis", index: PrefixIndex, new_publisher: NewPublisher
+) -> None:
+    keys = page_keys(3 * FILL_KEYS + 7)
+    publisher = new_publisher()
+    await flushed(publisher)
+    publisher.note(keys)
+    await flushed(publisher)
+    client.flushall()
+    await flushed(publisher)
+    assert await read_all(index) == set(keys)
+
+
+async def test_who_is_too_far_behind_must_read_everything(index: PrefixIndex, new_publisher: NewPublisher) -> None:
+    publisher = new_publisher()
+    await flushed(publisher)
+    old = await position(index)
+    keys = page_keys(MAX_CHANGES + 1)
+    for number, key in enumerate(keys):
+        publisher.note((key,))
+        await flushed(publisher)
+        [sighting], _ = await index.look({"prefill-0": old})
+        assert (sighting.position is None) == (number >= MAX_CHANGES)
+        assert not sighting.is_filling
+
+
+async def test_longest_is_exact_with_holes_for_every_worker(
+    index: PrefixIndex, new_publisher: NewPublisher, new_record: NewRecord
+) -> None:
+    keys = page_keys(300)
+    source = random.Random(1)
+    expected = {}
+    for number in range(6):
+        holes = set(source.sample(range(300), number))
+        publisher = new_publisher(new_record(id=f"decode-{number}"))
+        publisher.note([key for place, key in enumerate(keys) if place not in holes])
+        await flushed(publisher)
+        expected[f"decode-{number}"] = min(holes, default=300)
+    assert await index.longest(keys) == {name: count for name, count in expected.items() if count}
+    assert set((await index.longest(keys * 10)).values()) <= {*expected.values(), MAX_LONGEST_KEYS}
+
+
+@pytest.mark.parametrize(
+    "fault", ["flushall", "restart", "freeze", "head deleted", "keys deleted", "member taken", "log spoiled"]
+)
+async def test_everything_is_back_within_3_s(
+    fault: str,
+    redis_server: EmbeddedRedis,
+    client: "redis.Redis",
+    index: PrefixIndex,
+    new_publisher: NewPublisher,
+) -> None:
+    keys = page_keys(5000)
+    publisher = new_publisher(ttl_s=2.0)
+    publisher.note(keys)
+    await flushed(publisher)
+    if fault == "flushall":
+        client.flushall()
+    elif fault == "restart":
+        redis_server.kill()
+        publisher.note((), keys[:100])
+        publisher.note(keys[50:100])
+        redis_server.start()
+    elif fault == "freeze":
+        os.kill(redis_server.pid, signal.SIGSTOP)
+        publisher.note((), keys[:50])
+        await asyncio.sleep(2.5)  # longer than the TTL
+        os.kill(redis_server.pid, signal.SIGCONT)
+    elif fault == "head deleted":
+        client.delete(HEAD)
+    elif fault == "keys deleted":
+        client.delete(KEYS)
+    elif fault == "member taken":
+        client.srem(KEYS, keys[17])
+    else:
+        client.hset(HEAD, mapping={f"x{number}": "x" for number in range(100)})
+    left = set(keys) - set(keys[:50] if fault in {"restart", "freeze"} else [])
+
+    def is_back() -> bool:
+        try:
+            is_filled = client.hexists(HEAD, "seq") and client.hlen(HEAD) < 70
+            return bool(is_filled and client.scard(KEYS) == len(left))
+        except redis.RedisError:
+            return False
+
+    await until(is_back, timeout_s=BACK_S)
+    assert await read_all(index) == left
+
+
+async def test_a_publisher_begins_without_redis(
+    redis_server: EmbeddedRedis, new_publisher: NewPublisher, index: PrefixIndex
+) -> None:
+    redis_server.kill()
+    publisher = new_publisher()
+    keys = page_keys(10)
+    publisher.note(keys)
+    assert not await asyncio.to_thread(publisher.flush, timeout_s=0.3)
+    redis_server.start()
+    await flushed(publisher)
+    assert await read_all(index) == set(keys)
+
+
+async def test_without_redis_the_index_says_so(store: Store, redis_server: EmbeddedRedis) -> None:
+    redis_server.kill()
+    index = PrefixIndex(store)
+    for ask in (lambda: index.longest(page_keys(1)), lambda: index.look({}), lambda: index.read("prefill-0", 0)):
+        with pytest.raises(StoreUnavailable):
+            await ask()
+
+
+async def test_a_change_whose_answer_was_lost_is_not_made_twice(
+    index: PrefixIndex, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = new_publisher(flush_interval_s=0.01)
+    keys = page_keys(3)
+    publisher.note(keys[:1])
+    await flushed(publisher)
+    before = await position(index)
+    execute, lost = redis.Redis.execute_command, []
+
+    def lose_one_answer(client: "redis.Redis", *args: object, **options: object) -> object:
+        answer = execute(client, *args, **options)
+        if not lost and len(args[-1]) > 4:  # type: ignore[arg-type]
+            lost.append(args)
+            raise redis.TimeoutError
+        return answer
+
+    monkeypatch.setattr(redis.Redis, "execute_command", lose_one_answer)
+    publisher.note(keys[1:2])
+    await flushed(publisher)
+    publisher.note(keys[2:])
+    await flushed(publisher)
+    assert len(lost) == 1
+    [sighting], _ = await index.look({"prefill-0": before})
+    assert [change.added for change in sighting.changes] == [(keys[1],), (keys[2],)]
+    after = await position(index)
+    assert (after.base, after.seq) == (before.base, before.seq + 2)
+
+
+async def test_a_dead_worker_vanishes(
+    client: "redis.Redis", redis_server: EmbeddedRedis, new_record: NewRecord, index: PrefixIndex
+) -> None:
+    publisher = PrefixPublisher(redis_server.url, cluster="test", record=new_record(), ttl_s=1.0, beat_s=0.2)
+    publisher.start()
+    keys = page_keys(4)
+    publisher.note(keys)
+    await flushed(publisher)
+    assert 0 < client.pttl(HEAD) <= 1000
+    assert 0 < client.pttl(KEYS) <= 1000
+    publisher._delete = lambda: None  # type: ignore[method-assign] # as a process that was killed
+    await asyncio.to_thread(publisher.release)
+    await until(lambda: not client.exists(HEAD, KEYS), timeout_s=3)
+    assert await index.look({}) == ([], True)
+    assert client.smembers(INDEX) == set()
+    assert await index.longest(keys) == {}
+
+
+async def test_beats_keep_it(client: "redis.Redis", new_publisher: NewPublisher) -> None:
+    publisher = new_publisher(ttl_s=0.6, beat_s=0.1)
+    publisher.note(page_keys(4))
+    await flushed(publisher)
+    before = client.hget(HEAD, "base")
+    await asyncio.sleep(1.5)
+    assert client.hget(HEAD, "base") == before == b"1"
+
+
+async def test_release_deletes_it(client: "redis.Redis", new_publisher: NewPublisher) -> None:
+    publisher = new_publisher()
+    publisher.note(page_keys(4))
+    await flushed(publisher)
+    await asyncio.to_thread(publisher.release)
+    assert client.exists(HEAD, KEYS, INDEX) == 0
+
+
+async def test_two_workers_of_one_id_the_newer_one_wins(
+    client: "redis.Redis", index: PrefixIndex, new_publisher: NewPublisher, new_record: NewRecord
+) -> None:
+    now_ns = time.time_ns()
+    old_keys, new_keys = page_keys(10), page_keys(10, seed=1)
+    old = new_publisher(new_record(started_unix_ns=now_ns - 1), beat_s=0.1)
+    old.note(old_keys)
+    await flushed(old)
+    record = new_record(started_unix_ns=now_ns)
+    new = new_publisher(record, beat_s=0.1)
+    new.note(new_keys)
+    await flushed(new)
+    await until(lambda: old.is_lost, timeout_s=5)
+    old.note(old_keys)
+    assert not await asyncio.to_thread(old.flush, timeout_s=0.5)
+    await asyncio.to_thread(old.release)
+    assert client.hget(HEAD, "order") == record.order.encode()
+    assert await read_all(index) == set(new_keys)
+    assert not new.is_lost
+    late = new_publisher(new_record(started_unix_ns=now_ns - 2), beat_s=0.1)
+    late.note(old_keys)
+    await until(lambda: late.is_lost, timeout_s=5)
+    assert await read_all(index) == set(new_keys)
+
+
+async def test_an_older_one_that_filled_an_emptied_redis_gives_way(
+    client: "redis.Redis", index: PrefixIndex, new_publisher: NewPublisher, new_record: NewRecord
+) -> None:
+    now_ns = time.time_ns()
+    newer = new_publisher(new_record(started_unix_ns=now_ns), beat_s=60.0, ttl_s=90.0)
+    newer.note(page_keys(5))
+    await flushed(newer)
+    client.flushall()
+    older = new_publisher(new_record(started_unix_ns=now_ns - 1), beat_s=0.1)
+    older.note(page_keys(3, seed=1))
+    await flushed(older)
+    await flushed(newer)
+    assert await read_all(index) == set(page_keys(5))
+    await until(lambda: older.is_lost, timeout_s=5)
+
+
+@pytest.mark.parametrize("garbage", ["string head", "list keys", "endless", "from the future", "bad order", "index"])
+async def test_garbage_does_not_keep_a_worker_out(
+    garbage: str, client: "redis.Redis", index: PrefixIndex, new_publisher: NewPublisher, new_record: NewRecord
+) -> None:
+    future = new_record(started_unix_ns=2**63 - 1).order
+    if garbage == "string head":
+        client.set(HEAD, "x")
+    elif garbage == "list keys":
+        client.rpush(KEYS, "x")
+    elif garbage == "endless":
+        client.hset(HEAD, "order", future)
+    elif garbage == "from the future":
+        client.hset(HEAD, "order", future)
+        client.pexpire(HEAD, 10**9)
+    elif garbage == "bad order":
+        client.hset(HEAD, "order", "z" * 53)
+        client.pexpire(HEAD, 2000)
+    else:
+        client.set(INDEX, "x")
+    publisher = new_publisher()
+    keys = page_keys(4)
+    publisher.note(keys)
+    await flushed(publisher)
+    assert await read_all(index) == set(keys)
+    assert await index.longest(keys) == {"prefill-0": 4}
+
+
+async def test_garbage_is_left_out_and_counted(
+    client: "redis.Redis", index: PrefixIndex, new_publisher: NewPublisher, patient_store: Store, new_record: NewRecord
+) -> None:
+    keys = page_keys(4)
+    publisher = new_publisher()
+    publisher.note(keys)
+    await flushed(publisher)
+    good = new_record().order
+    heads: dict[str, dict[str, str | bytes]] = {
+        "no-order": {"base": "1", "seq": "1"},
+        "bad-order": {"order": "x" * 53, "base": "1", "seq": "1"},
+        "bad-base": {"order": good, "base": "-1", "seq": "1"},
+        "bad-seq": {"order": good, "base": "1", "seq": "1" * 5000},
+        "a b": {"order": good, "base": "1", "seq": "1"},
+    }
+    for name, fields in heads.items():
+        client.hset(f"{INDEX}:{name}", mapping=fields)
+    client.set(f"{INDEX}:string", "x")
+    client.hset(f"{INDEX}:set-is-list", mapping={"order": good, "base": "1", "seq": "1"})
+    client.rpush(f"{INDEX}:set-is-list:keys", "x")
+    client.sadd(INDEX, *heads, "string", "set-is-list", "w" * 65, b"\xff\x00")
+    [sighting], is_all = await index.look({})
+    assert sighting.worker_id == "prefill-0"
+    assert is_all
+    # The id that has no head is not worth counting, the longest one is gone.
+    assert patient_store.stats.num_rejected_values == len(heads) + 3
+    assert client.sismember(INDEX, "w" * 65) == 0
+    assert await index.longest(keys) == {"prefill-0": 4}
+    for name in (*heads, "string", "set-is-list"):
+        chunk = await index.read(name, 0)
+        assert chunk is None or name == "a b"
+
+
+async def test_members_that_are_no_keys_are_left_out(
+    client: "redis.Redis", index: PrefixIndex, new_publisher: NewPublisher, patient_store: Store
+) -> None:
+    publisher = new_publisher(beat_s=60.0, ttl_s=180.0)
+    keys = page_keys(4)
+    publisher.note(keys)
+    await flushed(publisher)
+    client.sadd(KEYS, "short", b"x" * 100_000)
+    assert await read_all(index) == set(keys)
+    assert patient_store.stats.num_rejected_values == 2
+
+
+@pytest.mark.parametrize("data", [b"", b"abc", b"\0\0\0\1", b"\0\0\0\2" + b"k" * 16, b"\0\0\0\0" + b"k" * 15, b"huge"])
+async def test_a_change_that_is_none_is_not_followed(
+    data: bytes, client: "redis.Redis", index: PrefixIndex, new_publisher: NewPublisher
+) -> None:
+    publisher = new_publisher(beat_s=60.0, ttl_s=180.0)
+    await flushed(publisher)
+    known = await position(index)
+    publisher.note(page_keys(3))
+    await flushed(publisher)
+    client.hset(HEAD, str(known.seq + 1), data if data != b"huge" else b"\0\0\0\0" + b"k" * 16 * (MAX_BATCH_KEYS + 1))
+    [sighting], _ = await index.look({"prefill-0": known})
+    assert sighting.position is None
+    assert not sighting.is_filling
+
+
+async def test_too_many_of_anything_is_rejected(
+    client: "redis.Redis",
+    index: PrefixIndex,
+    new_publisher: NewPublisher,
+    patient_store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_PAGES", 5)
+    publisher = new_publisher(beat_s=60.0, ttl_s=180.0)
+    keys = page_keys(8)
+    publisher.note(keys)
+    await flushed(publisher)
+    assert publisher.num_ignored_keys == 3
+    assert await read_all(index) == set(keys[:5])
+    publisher.note(keys[5:], keys[:3])
+    await flushed(publisher)
+    assert await read_all(index) == set(keys[3:])
+    client.sadd(KEYS, keys[0])
+    assert await index.look({}) == ([], True)
+    assert await index.read("prefill-0", 0) is None
+    assert patient_store.stats.num_rejected_values == 1
+    client.sadd(INDEX, *(f"w{number}" for number in range(5000)))
+    assert await index.look({}) == ([], True)
+    assert client.exists(INDEX) == 0
+    await flushed(publisher)
+    assert client.smembers(INDEX) == {b"prefill-0"}
+
+
+async def test_while_it_is_filled_it_is_said_to_be(client: "redis.Redis", index: PrefixIndex) -> None:
+    client.hset(HEAD, mapping={"order": "0" * 20 + ":" + "a" * 32, "filling": "3"})
+    client.sadd(INDEX, "prefill-0")
+    [sighting], _ = await index.look({})
+    assert sighting.is_filling
+    assert sighting.position is None
+    assert await index.read("prefill-0", 0) is None
+
+
+def test_only_page_keys_can_be_noted(new_record: NewRecord) -> None:
+    publisher = PrefixPublisher("unix:///nowhere", cluster="test", record=new_record())
+    with pytest.raises(ValueError, match="16 bytes"):
+        publisher.note([b"short"])
+    with pytest.raises(ValueError, match="16 bytes"):
+        publisher.note([], [b"x" * 17])
+
+
+async def test_notes_wait_for_nothing_and_take_bounded_memory(
+    new_publisher: NewPublisher, redis_server: EmbeddedRedis, index: PrefixIndex
+) -> None:
+    publisher = new_publisher()
+    keys = page_keys(2000)
+    publisher.note(keys)
+    await flushed(publisher)
+    os.kill(redis_server.pid, signal.SIGSTOP)
+
+    def note() -> float:
+        watch = Stopwatch()
+        for _ in range(50):
+            publisher.note((), keys)
+            publisher.note(keys)
+        return watch.elapsed_s()
+
+    try:
+        assert await asyncio.to_thread(note) < 3
+        # Whatever was noted meanwhile collapses once the time-out of the call under way is over.
+        await until(lambda: not publisher._notes, timeout_s=5)
+        assert len(publisher._held) == len(keys)
+        assert len(publisher._changed) <= 2 * len(keys)
+    finally:
+        os.kill(redis_server.pid, signal.SIGCONT)
+    await flushed(publisher)
+    assert await read_all(index) == set(keys)
+
+
+async def test_many_threads_may_note(index: PrefixIndex, new_publisher: NewPublisher) -> None:
+    publisher = new_publisher()
+    shares = [page_keys(500, seed=seed) for seed in range(4)]
+
+    def note(keys: list[bytes]) -> None:
+        for key in keys:
+            publisher.note((key,))
+        for key in keys[::2]:
+            publisher.note((), (key,))
+
+    threads = [threading.Thread(target=note, args=(keys,)) for keys in shares]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    await flushed(publisher)
+    assert await read_all(index) == {key for keys in shares for key in keys[1::2]}
