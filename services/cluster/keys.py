@@ -87,6 +87,11 @@ class Keys:
         """
         return self.pages_prefix + worker_id
 
+    @property
+    def pages_asked(self) -> str:
+        """Start of sets of page keys that are asked for; they last as long as the script that asks."""
+        return self.prefix + "pages.asked:"
+
     def page_keys(self, worker_id: str) -> str:
         """Set of the keys of a worker's cached pages, 16 bytes each; expires with its head."""
         return self.pages_prefix + worker_id + ":keys"
