@@ -503,6 +503,28 @@ async def test_bits_are_given_again_only_when_swept() -> None:
     assert view.keys_of("w1") == frozenset()
 
 
+async def test_a_bit_that_is_given_back_while_others_are_swept_is_not_free_yet() -> None:
+    clock, keys = ManualClock(), page_keys(3 * prefix_view.SWEEP_PAGES)
+    index = scripted(3, keys)
+    view = PrefixView(index, clock=clock)
+    await refreshed(view)
+    while not view._pages.sweep():
+        pass
+    for num_left in (2, 1):
+        index.sightings.pop()
+        await view.refresh()
+        clock.advance(GRACE_S)
+        await view.refresh()
+        assert len(view.worker_ids) == num_left
+        assert not view._pages.sweep()
+    assert not view._pages.sweep()  # the first one is swept out now, the second one is not
+    for name in ("w3", "w4"):
+        index.chunks[name, 0] = Chunk(Position(ORDER, 1, 1), 0, tuple(keys[:5]))
+        index.sightings.append(Seen(name, ORDER))
+    await refreshed(view)
+    assert view.longest(keys) == {"w0": len(keys), "w3": 5, "w4": 5}
+
+
 KEY_POOL = page_keys(12, seed=5)
 WORKERS = ("w0", "w1")
 some_keys = st.lists(st.sampled_from(KEY_POOL), max_size=6, unique=True)

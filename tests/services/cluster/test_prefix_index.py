@@ -254,6 +254,27 @@ async def test_everything_is_back_within_3_s(
     assert await read_all(index) == left
 
 
+async def test_a_redis_that_wakes_up_with_an_older_memory_is_corrected(
+    client: "redis.Redis", index: PrefixIndex, new_publisher: NewPublisher
+) -> None:
+    keys = page_keys(10)
+    publisher = new_publisher(beat_s=60.0, ttl_s=180.0)
+    publisher.note(keys[:5])
+    await flushed(publisher)
+    before = await position(index)
+    memory = {name: client.dump(name) for name in (HEAD, KEYS)}
+    publisher.note(keys[5:], keys[:5])  # as many as before
+    await flushed(publisher)
+    for name, content in memory.items():
+        client.restore(name, 180_000, content, replace=True)
+    assert await read_all(index) == set(keys[:5])
+    assert await position(index) == before
+    await flushed(publisher)
+    assert await read_all(index) == set(keys[5:])
+    [sighting], _ = await index.look({"prefill-0": before})
+    assert sighting.position is None
+
+
 async def test_a_publisher_begins_without_redis(
     redis_server: EmbeddedRedis, new_publisher: NewPublisher, index: PrefixIndex
 ) -> None:
