@@ -53,7 +53,7 @@ class ViewStats:
 class PrefixView:
     """Which prefix is cached where, for one event loop.
 
-    `start` begins to follow Redis; `refresh` does one step of it. About 0.15 KiB for each page that one worker holds.
+    `start` begins to follow Redis; `refresh` does one step of it. About 0.1 KiB for each different page.
     """
 
     def __init__(

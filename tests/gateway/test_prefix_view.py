@@ -518,11 +518,13 @@ async def test_a_bit_that_is_given_back_while_others_are_swept_is_not_free_yet()
         assert len(view.worker_ids) == num_left
         assert not view._pages.sweep()
     assert not view._pages.sweep()  # the first one is swept out now, the second one is not
-    for name in ("w3", "w4"):
+    # Bits are given from the lowest one on, two to each worker that is read and one to the others.
+    view.expect("w3", keys[:1], ttl_s=100)
+    for name in ("w4", "w5"):
         index.chunks[name, 0] = Chunk(Position(ORDER, 1, 1), 0, tuple(keys[:5]))
         index.sightings.append(Seen(name, ORDER))
     await refreshed(view)
-    assert view.longest(keys) == {"w0": len(keys), "w3": 5, "w4": 5}
+    assert view.longest(keys) == {"w0": len(keys), "w3": 1, "w4": 5, "w5": 5}
 
 
 KEY_POOL = page_keys(12, seed=5)
