@@ -1,1 +1,1 @@
-"""The simulator: the same policies and protocol under a virtual clock."""
+"""A discrete-event run of the cluster's own policies over a recorded trace, under a virtual clock."""

@@ -1,0 +1,162 @@
+"""Which blocks of prompts a worker remembers, and which goes first: two orders of LRU, and the pool of pages behind.
+
+`lru`: the blocks of a prompt are touched one after the other in the order of the prompt, so that of one prompt the
+first block is the oldest. That is what Mooncake's analysis does (Qin et al., FAST 2025). `lru-leaf-first`: a prompt's last
+block is the oldest, so that a parent never leaves before its child; a child without its parent is of no use, because
+only a prefix can be reused. That is what the allocator of the engine does.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+LRU = "lru"
+LRU_LEAF_FIRST = "lru-leaf-first"
+EVICTIONS = (LRU, LRU_LEAF_FIRST)
+
+
+class BlockCache:
+    """At most `capacity` blocks that nobody uses just now, in the order in which they go; None: without bound."""
+
+    def __init__(self, capacity: int | None = None, eviction: str = LRU) -> None:
+        assert eviction in EVICTIONS, "whoever reads the name has checked it"
+        assert capacity is None or capacity >= 0, "a capacity is a number of blocks"
+        self._capacity = capacity
+        self._is_leaf_first = eviction == LRU_LEAF_FIRST
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._blocks
+
+    def access(self, block_ids: Sequence[int]) -> int:
+        """A prompt passes: how many of its blocks were there. Afterwards all are, as far as there is room."""
+        if self._is_leaf_first:
+            num_hits = 0
+            while num_hits < len(block_ids) and block_ids[num_hits] in self._blocks:
+                num_hits += 1
+            self.put(block_ids)
+            return num_hits
+        num_hits = 0
+        for block_id in block_ids:
+            num_hits += block_id in self._blocks
+            self.put((block_id,))
+        return num_hits
+
+    def put(self, block_ids: Sequence[int]) -> None:
+        """Remembers blocks of one prompt, given in its order; they are the youngest now. The oldest go if need be."""
+        for block_id in reversed(block_ids) if self._is_leaf_first else block_ids:
+            self._blocks[block_id] = None
+            self._blocks.move_to_end(block_id)
+        while self._capacity is not None and len(self._blocks) > self._capacity:
+            self.evict()
+
+    def take(self, block_id: int) -> None:
+        """Somebody uses the block from now on; it is no longer among those that may go."""
+        del self._blocks[block_id]
+
+    def evict(self) -> int:
+        """The oldest block goes; which it was."""
+        return self._blocks.popitem(last=False)[0]
+
+
+def hit_rate(prompts: Iterable[Sequence[int]], capacity: int | None, eviction: str = LRU) -> float:
+    """Blocks found / blocks asked for, when `prompts` pass one cache of `capacity` blocks one after the other."""
+    cache, num_hits, num_asked = BlockCache(capacity, eviction), 0, 0
+    for block_ids in prompts:
+        num_hits += cache.access(block_ids)
+        num_asked += len(block_ids)
+    return num_hits / num_asked if num_asked else 0.0
+
+
+@dataclass(slots=True)
+class Lease:
+    """Pages of one request. Of `block_ids` the first `num_cached` were there when it came."""
+
+    block_ids: tuple[int, ...]
+    num_cached: int
+    num_private: int
+    """Pages that nobody else can use."""
+    shared: list[int]
+    """Blocks that it uses in common with whoever asks for them, in the order of the prompt."""
+
+
+class PagePool:
+    """Pages of one simulated worker: free, private to a request, shared blocks in use, and blocks only remembered."""
+
+    def __init__(self, num_pages: int, eviction: str = LRU_LEAF_FIRST) -> None:
+        self.num_pages = num_pages
+        self._num_private = 0
+        self._users: dict[int, int] = {}  # of shared blocks in use
+        self._idle = BlockCache(None, eviction)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or only remembered."""
+        return self.num_pages - self._num_private - len(self._users)
+
+    @property
+    def num_remembered(self) -> int:
+        """Blocks that nobody uses, kept in case they are asked for."""
+        return len(self._idle)
+
+    def num_cached(self, block_ids: Sequence[int]) -> int:
+        """How many blocks from the first on are here."""
+        users, idle = self._users, self._idle
+        for index, block_id in enumerate(block_ids):
+            if block_id not in users and block_id not in idle:
+                return index
+        return len(block_ids)
+
+    def reserve(self, block_ids: tuple[int, ...], num_pages: int) -> Lease | None:
+        """`num_pages` pages of which the first hold `block_ids`, or None if there are not so many.
+
+        What is here of the blocks is used; for the rest the oldest remembered blocks go, if need be.
+        """
+        assert num_pages >= len(block_ids), "every block is a page"
+        num_cached = self.num_cached(block_ids)
+        num_idle = sum(block_id in self._idle for block_id in block_ids[:num_cached])
+        num_new = num_pages - num_cached
+        if num_new + num_idle > self.num_available:
+            return None
+        for block_id in block_ids[:num_cached]:
+            self._use(block_id)
+        self._num_private += num_new
+        while self._num_private + len(self._users) + len(self._idle) > self.num_pages:
+            self._idle.evict()
+        return Lease(block_ids, num_cached, num_new, list(block_ids[:num_cached]))
+
+    def publish(self, lease: Lease) -> None:
+        """The lease's blocks are computed: others may use them.
+
+        Of a block that somebody else has computed at the same time the copy stays private; the blocks after it are
+        still found, because an id stands for all that is before.
+        """
+        for block_id in lease.block_ids[lease.num_cached :]:
+            if block_id not in self._users and block_id not in self._idle:
+                self._users[block_id] = 1
+                self._num_private -= 1
+                lease.num_private -= 1
+                lease.shared.append(block_id)
+
+    def release(self, lease: Lease) -> None:
+        """The request has ended: its private pages are free, its shared blocks are remembered once nobody uses them."""
+        self._num_private -= lease.num_private
+        unused = []
+        for block_id in lease.shared:
+            self._users[block_id] -= 1
+            if self._users[block_id] == 0:
+                del self._users[block_id]
+                unused.append(block_id)
+        self._idle.put(unused)
+        lease.num_private = 0
+        lease.shared = []
+
+    def _use(self, block_id: int) -> None:
+        if block_id in self._users:
+            self._users[block_id] += 1
+        else:
+            self._idle.take(block_id)
+            self._users[block_id] = 1
