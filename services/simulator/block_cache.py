@@ -1,7 +1,7 @@
 """Which blocks of prompts a worker remembers, and which goes first: two orders of LRU, and the pool of pages behind.
 
 `lru`: the blocks of a prompt are touched one after the other in the order of the prompt, so that of one prompt the
-first block is the oldest. That is what Mooncake's analysis does (Qin et al., FAST 2025). `lru-leaf-first`: a prompt's last
+first block is the oldest. That is what Mooncake's analysis does (Qin et al., FAST 2025). `lru-leaf-first`: the last
 block is the oldest, so that a parent never leaves before its child; a child without its parent is of no use, because
 only a prefix can be reused. That is what the allocator of the engine does.
 """
