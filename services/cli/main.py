@@ -21,6 +21,7 @@ commands:
   up        start Redis, a gateway, prefill and decode workers here, and keep them running
   status    show the workers of a running cluster
   chat      talk to a running cluster
+  replay    run a recorded workload through a simulated cluster
   version   print the version
   help      print this
 
@@ -32,6 +33,7 @@ examples:
   tandem up --model DIR --prefill 2 --decode 2  a Hugging Face checkpoint folder on four workers
   tandem chat --message "Write a function that returns the length of a list."
   tandem status --json
+  tandem replay TRACE --prefill 8 --decode 8 --policy all
 """
 
 
@@ -60,7 +62,7 @@ def _run(argv: list[str]) -> int:
         print(f"tandem {metadata.version(DISTRIBUTION)}")
         return 0
     if command not in COMMANDS:
-        raise ConfigError(f"there is no command {command!r}; it must be one of up, status, chat, version, help")
+        raise ConfigError(f"there is no command {command!r}; it must be one of up, status, chat, replay, version, help")
     return COMMANDS[command](flags)
 
 
@@ -85,12 +87,23 @@ def _chat(flags: list[str]) -> int:
     return chat.run(settings, sys.stdin, sys.stdout, sys.stderr)
 
 
+def _replay(flags: list[str]) -> int:
+    from services.cli import replay
+
+    return replay.main(flags, sys.stdout, sys.stderr)
+
+
 def _complain(error: TandemError, exit_code: int) -> int:
     print(f"error: {error.message}", file=sys.stderr)
     return exit_code
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"up": _up, "status": _status, "chat": _chat}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "up": _up,
+    "status": _status,
+    "chat": _chat,
+    "replay": _replay,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

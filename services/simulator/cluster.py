@@ -1,0 +1,362 @@
+"""A simulated gateway with its workers: the policies of `services.scheduling`, given what the simulated workers do.
+
+Requests arrive as the trace says, wait in a `RequestQueue`, and are placed by a `Router` that sees the same views of
+the workers as a gateway does: pages, requests, waiting tokens, speeds, and how much of the prompt each one holds.
+What is simpler than in the real system: views and cached prefixes are never out of date, every speed is known exactly,
+an answer's limit is its length, nothing fails, and messages take no time but the pages' transfer.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from services.runtime.errors import ConfigError
+from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue, ServiceClass
+from services.scheduling.routing import Route, Router, RouteRequest, RoutingSettings, WorkerView
+from services.simulator.events import EventLoop
+from services.simulator.timeline import Timeline
+from services.simulator.traces import Trace, TraceRequest
+from services.simulator.workers import DecodeWorker, Job, PrefillWorker, WorkerSpec
+
+MAX_BUCKETS = 240
+"""A chart has at most about so many points while requests arrive."""
+
+TOO_LONG = "too_long"
+QUEUE_FULL = "queue_full"
+PUSHED_OUT = "pushed_out"
+DEADLINE = "deadline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """A cluster of equal prefill workers and equal decode workers behind one gateway."""
+
+    num_prefill: int
+    num_decode: int
+    prefill: WorkerSpec
+    decode: WorkerSpec
+    max_sequence_tokens: int
+    max_waiting: int = 1024
+    max_queue_wait_s: float = math.inf
+    queue_strategy: str = "fcfs"
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
+
+
+class Judge(Protocol):
+    """Overload control: asked before a request may wait, told of what began and ended."""
+
+    def refusal(self, entry: QueueEntry, cluster: "Cluster") -> str:
+        """Why the request is refused; empty if it is not."""
+        ...
+
+    def note_start(self, entry: QueueEntry, now_s: float) -> None:
+        """The request left the queue for a worker."""
+        ...
+
+    def note_end(self, job: Job, now_s: float) -> None:
+        """Its answer is complete."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of a trace: every request's times, and how busy the workers were."""
+
+    policy: str
+    jobs: tuple[Job, ...]
+    end_s: float
+    bucket_s: float
+    busy: dict[str, Timeline]
+    queue: Timeline
+    prefill_line: Timeline
+
+
+def simulate(
+    trace: Trace,
+    spec: ClusterSpec,
+    policy: str,
+    *,
+    seed: int = 0,
+    judge: Judge | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> Run:
+    """Replays a trace under one routing policy. `progress`: (requests ended, requests in all, virtual seconds).
+
+    The same arguments give the same Run. Raises ConfigError if the pages of the trace's blocks are not the workers'.
+    """
+    for worker in (spec.prefill, spec.decode):
+        if trace.block_tokens and worker.page_size != trace.block_tokens:
+            raise ConfigError(f"the trace has blocks of {trace.block_tokens} tokens, so pages must have as many")
+    loop = EventLoop()
+    last_arrival_s = trace.requests[-1].arrival_s
+    cluster = Cluster(spec, Router(policy, settings=spec.routing, seed=seed), loop, last_arrival_s, judge)
+    jobs = [_job(index, request, spec.decode.page_size) for index, request in enumerate(trace.requests)]
+    for job in jobs:
+        loop.at(job.arrival_s, partial(cluster.arrive, job))
+    if progress is not None:
+        _report_progress(loop, cluster, progress, last_arrival_s, len(jobs))
+    loop.run()
+    cluster.check_is_idle()
+    end_s = max((job.end_s for job in jobs if job.end_s is not None), default=last_arrival_s)
+    return Run(policy, tuple(jobs), end_s, cluster.bucket_s, cluster.busy, cluster.queue_line, cluster.prefill_line)
+
+
+class Cluster:
+    """The gateway's part: queue, routing, and who is told what."""
+
+    def __init__(
+        self, spec: ClusterSpec, router: Router, loop: EventLoop, last_arrival_s: float, judge: Judge | None = None
+    ) -> None:
+        self.spec = spec
+        self.bucket_s = max(1.0, last_arrival_s / MAX_BUCKETS)
+        self.num_ended = 0
+        self._loop = loop
+        self._router = router
+        self._judge = judge
+        self.prefills = [
+            PrefillWorker(
+                f"p{number}",
+                spec.prefill,
+                loop,
+                Timeline(self.bucket_s),
+                on_first_token=self._note_first_token,
+                on_sent=self._join,
+            )
+            for number in range(spec.num_prefill)
+        ]
+        self.decodes = [
+            DecodeWorker(
+                f"d{number}",
+                spec.decode,
+                loop,
+                Timeline(self.bucket_s),
+                on_first_token=self._note_first_token,
+                on_end=self._end,
+            )
+            for number in range(spec.num_decode)
+        ]
+        self._workers: tuple[PrefillWorker | DecodeWorker, ...] = (*self.prefills, *self.decodes)
+        self._by_id = {worker.worker_id: worker for worker in self.decodes}
+        self._prefill_by_id = {worker.worker_id: worker for worker in self.prefills}
+        self.queue = RequestQueue(strategy=spec.queue_strategy, max_waiting=spec.max_waiting)
+        self._jobs: dict[int, Job] = {}
+        self._is_draining = False
+        self.queue_line = Timeline(self.bucket_s)
+        self._queue_noted_s = 0.0
+        self.prefill_line = Timeline(self.bucket_s)
+        self._prefill_noted_s = 0.0
+        self._num_prompts = 0
+
+    def arrive(self, job: Job) -> None:
+        """A request comes in; it is refused, waits, or is on its way."""
+        spec = self.spec
+        num_tokens = job.num_prompt_tokens + job.num_output_tokens
+        pages = job.num_all_pages(spec.decode.page_size)
+        fits_prefill = not self.prefills or job.num_pages(spec.prefill.page_size) <= spec.prefill.num_pages
+        if num_tokens > spec.max_sequence_tokens or pages > spec.decode.num_pages or not fits_prefill:
+            self._refuse(job, TOO_LONG)
+            return
+        entry = QueueEntry(
+            key=job.index,
+            service_class=ServiceClass.from_name(job.service_class),
+            tenant=job.tenant,
+            cost_tokens=num_tokens,
+            arrived_s=job.arrival_s,
+            deadline_s=job.arrival_s + spec.max_queue_wait_s,
+        )
+        reason = "" if self._judge is None else self._judge.refusal(entry, self)
+        if reason:
+            self._refuse(job, reason)
+            return
+        self._note_queue()
+        try:
+            pushed_out = self.queue.push(entry)
+        except QueueFull:
+            self._refuse(job, QUEUE_FULL)
+            return
+        self._jobs[job.index] = job
+        if pushed_out is not None:
+            self._refuse(self._jobs.pop(self._index(pushed_out)), PUSHED_OUT)
+        if math.isfinite(entry.deadline_s):
+            self._loop.at(math.nextafter(entry.deadline_s, math.inf), self._expire)
+        self._drain()
+
+    def views(self, job: Job) -> tuple[list[WorkerView], list[WorkerView], dict[str, int]]:
+        """Prefill workers, decode workers, and the tokens of the prompt that each of them holds."""
+        spec = self.spec
+        cached: dict[str, int] = {}
+        prefills, decodes = [], []
+        for prefill in self.prefills:
+            prefills.append(
+                WorkerView(
+                    worker_id=prefill.worker_id,
+                    incarnation="",
+                    pages_total=spec.prefill.num_pages,
+                    pages_available=prefill.pool.num_available,
+                    num_requests=prefill.num_requests,
+                    waiting_tokens=prefill.line.num_tokens,
+                    max_sequence_tokens=spec.max_sequence_tokens,
+                    page_size=spec.prefill.page_size,
+                    prefill_speed=spec.prefill.prefill,
+                    decode_speed=spec.prefill.decode.large,
+                    link_speed=spec.prefill.link,
+                    queue_s=prefill.queue_s,
+                )
+            )
+        for decode in self.decodes:
+            decodes.append(
+                WorkerView(
+                    worker_id=decode.worker_id,
+                    incarnation="",
+                    pages_total=spec.decode.num_pages,
+                    pages_available=decode.pool.num_available,
+                    num_requests=decode.num_requests,
+                    waiting_tokens=decode.line.num_tokens,
+                    max_sequence_tokens=spec.max_sequence_tokens,
+                    num_running=decode.num_running,
+                    context_tokens=decode.context_tokens,
+                    page_size=spec.decode.page_size,
+                    prefill_speed=spec.decode.prefill,
+                    decode_speed=spec.decode.decode.at(decode.num_running + 1),
+                    link_speed=spec.decode.link,
+                    queue_s=decode.line.time_s,
+                )
+            )
+        if job.blocks:
+            for worker in self._workers:
+                num_blocks = worker.pool.num_cached(job.blocks)
+                if num_blocks:
+                    cached[worker.worker_id] = num_blocks * worker.spec.page_size
+        return prefills, decodes, cached
+
+    @property
+    def busy(self) -> dict[str, Timeline]:
+        """How long each worker has computed."""
+        return {worker.worker_id: worker.busy for worker in self._workers}
+
+    def check_is_idle(self) -> None:
+        """After the last event nobody waits, and every page is free or only remembered."""
+        assert len(self.queue) == len(self._jobs) == 0, "a request still waits"
+        for worker in self._workers:
+            assert worker.pool.num_available == worker.spec.num_pages, "a page was not given back"
+            assert not worker.line.jobs, "a prompt still waits"
+        assert all(decode.num_running == decode.num_requests == 0 for decode in self.decodes), "a sequence still runs"
+        assert all(decode.context_tokens == 0 for decode in self.decodes), "tokens of a sequence are left"
+
+    def _drain(self) -> None:
+        """Places waiting requests as long as the first one finds room. Not entered twice: placing may end others."""
+        if self._is_draining:
+            return
+        self._is_draining = True
+        while (entry := self.queue.peek()) is not None and self._place(self._jobs[self._index(entry)]):
+            self._note_queue()
+            entry = self.queue.pop()
+            job = self._jobs.pop(self._index(entry))
+            if self._judge is not None:
+                self._judge.note_start(entry, self._loop.now_s)
+            self._begin(job)
+        self._is_draining = False
+
+    def _place(self, job: Job) -> bool:
+        prefills, decodes, cached = self.views(job)
+        request = RouteRequest(
+            num_prompt_tokens=job.num_prompt_tokens,
+            max_new_tokens=job.num_output_tokens,
+            tenant=job.tenant,
+            affinity_key=job.tenant,
+            cached_tokens=cached,
+            kv_bytes_per_token=self.spec.decode.kv_bytes_per_token,
+        )
+        for route in self._router.route(request, prefills, decodes, now_s=self._loop.now_s):
+            if self._by_id[route.decode.worker_id].promise(job):
+                self._note_route(job, route)
+                return True
+        return False
+
+    def _note_route(self, job: Job, route: Route) -> None:
+        job.is_remote = route.is_remote
+        job.decode_worker = route.decode.worker_id
+        job.prefill_worker = route.prefills[0].worker_id if route.is_remote else ""
+        job.dispatched_s = self._loop.now_s
+
+    def _begin(self, job: Job) -> None:
+        self._note_prompts(1)
+        if job.is_remote:
+            self._prefill_by_id[job.prefill_worker].enter(job)
+        else:
+            self._by_id[job.decode_worker].enter_prompt(job)
+
+    def _note_first_token(self, job: Job) -> None:
+        job.first_token_s = self._loop.now_s
+        self._note_prompts(-1)
+        if job.num_output_tokens == 1 and not job.is_remote:
+            self._by_id[job.decode_worker].withdraw(job)
+
+    def _join(self, job: Job) -> None:
+        worker = self._by_id[job.decode_worker]
+        if job.num_output_tokens == 1:
+            worker.withdraw(job)
+        else:
+            worker.join(job)
+
+    def _end(self, job: Job) -> None:
+        # Whose only token is the first one has ended with it; its pages were still on their way.
+        job.end_s = job.first_token_s if job.num_output_tokens == 1 else self._loop.now_s
+        self.num_ended += 1
+        if self._judge is not None:
+            self._judge.note_end(job, self._loop.now_s)
+        self._drain()
+
+    def _refuse(self, job: Job, reason: str) -> None:
+        job.refusal = reason
+        self.num_ended += 1
+
+    def _expire(self) -> None:
+        self._note_queue()
+        for entry in self.queue.expire(self._loop.now_s):
+            self._refuse(self._jobs.pop(self._index(entry)), DEADLINE)
+        self._drain()
+
+    def _note_queue(self) -> None:
+        now_s = self._loop.now_s
+        self.queue_line.add(self._queue_noted_s, now_s, len(self.queue))
+        self._queue_noted_s = now_s
+
+    def _note_prompts(self, more: int) -> None:
+        now_s = self._loop.now_s
+        self.prefill_line.add(self._prefill_noted_s, now_s, self._num_prompts)
+        self._prefill_noted_s = now_s
+        self._num_prompts += more
+
+    def _index(self, entry: QueueEntry) -> int:
+        assert isinstance(entry.key, int), "requests are queued by their number"
+        return entry.key
+
+
+def _job(index: int, request: TraceRequest, page_size: int) -> Job:
+    return Job(
+        index=index,
+        arrival_s=request.arrival_s,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        # Only full pages are reused: the end of a partial one would have to be computed into a shared page.
+        blocks=request.block_ids[: request.num_prompt_tokens // page_size],
+        tenant=request.tenant,
+        service_class=request.service_class,
+    )
+
+
+def _report_progress(
+    loop: EventLoop,
+    cluster: Cluster,
+    progress: Callable[[int, int, float], None],
+    last_arrival_s: float,
+    num_requests: int,
+) -> None:
+    def tell() -> None:
+        progress(cluster.num_ended, num_requests, loop.now_s)
+
+    for tenth in range(1, 11):
+        loop.at(last_arrival_s * tenth / 10, tell)

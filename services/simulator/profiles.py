@@ -1,0 +1,127 @@
+"""Step times: closed forms fitted to measurements, by name, or a linear model from a few numbers."""
+
+import csv
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.runtime.errors import ConfigError
+from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
+
+PROFILES_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "profiles"
+"""Where a checkout of the repository has them."""
+
+KV_BYTES_PER_TOKEN = {
+    # 2 (K and V) × layers × KV heads × head dimension × 2 bytes
+    "llama-3.1-8b": 2 * 32 * 8 * 128 * 2,
+    "llama-3.1-70b": 2 * 80 * 8 * 128 * 2,
+    "opt-13b": 2 * 40 * 40 * 128 * 2,
+    "opt-66b": 2 * 64 * 72 * 128 * 2,
+}
+ALIASES = {
+    "llama-3.1-8b": "h100-llama-3.1-8b-bf16-tp1",
+    "llama-3.1-70b": "h100-llama-3.1-70b-bf16-tp8",
+    "opt-13b": "a100-opt-13b-tp1",
+    "opt-66b": "a100-opt-66b-tp4",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLaw:
+    """A decode step of up to `max_small` sequences by one line, of more by another."""
+
+    small: DecodeSpeed
+    large: DecodeSpeed
+    max_small: int = 0
+
+    def at(self, num_sequences: int) -> DecodeSpeed:
+        """The line that holds for a batch of this size."""
+        return self.small if num_sequences <= self.max_small else self.large
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How fast one worker is: prefill of a chunk, a decode step, and bytes of KV for each token."""
+
+    name: str
+    prefill: PrefillSpeed
+    decode: DecodeLaw
+    kv_bytes_per_token: int
+
+
+def profile(name: str, folder: Path = PROFILES_FOLDER) -> Profile:
+    """A measured profile. Raises ConfigError that lists the names if there is none of this name."""
+    known = profiles(folder)
+    full_name = ALIASES.get(name, name)
+    if full_name not in known:
+        names = ", ".join([*ALIASES, *sorted(known)])
+        raise ConfigError(f"there is no profile {name!r} in {folder}; there are: {names or 'none'}")
+    return known[full_name]
+
+
+def profiles(folder: Path = PROFILES_FOLDER) -> dict[str, Profile]:
+    """All measured profiles by their full names. Raises ConfigError naming file, row and field."""
+    return {
+        **_read(folder / "aiconfigurator" / "aic_llama31_fits.csv", _aiconfigurator),
+        **_read(folder / "distserve" / "profiler-a100-80g.distserve.json", _distserve),
+        **_read(folder / "distserve" / "profiler-a100-80g.vllm.json", _distserve, "-vllm"),
+    }
+
+
+def linear_profile(
+    prefill_tokens_per_s: float, prefill_overhead_s: float, decode: DecodeSpeed, kv_bytes_per_token: int
+) -> Profile:
+    """A prompt takes a fixed time and a time for each token; a decode step is one line."""
+    prefill = PrefillSpeed(prefill_overhead_s, 1 / prefill_tokens_per_s)
+    return Profile("linear", prefill, DecodeLaw(decode, decode), kv_bytes_per_token)
+
+
+def _read(file: Path, parse: Callable[[str, str], Mapping[str, Profile]], suffix: str = "") -> Mapping[str, Profile]:
+    try:
+        return parse(file.read_text(encoding="utf-8"), suffix)
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read ({type(error).__name__})") from None
+    except KeyError as error:
+        raise ConfigError(f"{file}: the field {error} is missing") from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file} is not a table of step times: {error}") from None
+
+
+def _aiconfigurator(text: str, suffix: str) -> dict[str, Profile]:
+    """Prefill ms(n) = a + b·n + c·n²; decode ms(B, C) = (a if B ≤ knee else d + e·B) + f·C."""
+    found = {}
+    for row in csv.DictReader(text.splitlines()):
+        model = row["model"].lower().removeprefix("meta-").removesuffix("-instruct-fp8")
+        chip = row["system"].partition("_")[0]
+        name = f"{chip}-{model}-{row['precision']}-tp{row['tp']}{suffix}"
+        context_s = float(row["decode_f_ms_per_ctx_token"]) / 1e3
+        small = DecodeSpeed(float(row["decode_a_ms"]) / 1e3, 0.0, context_s)
+        large = DecodeSpeed(float(row["decode_d_ms"]) / 1e3, float(row["decode_e_ms_per_seq"]) / 1e3, context_s)
+        prefill = PrefillSpeed(
+            float(row["prefill_a_ms"]) / 1e3,
+            float(row["prefill_b_ms_per_tok"]) / 1e3,
+            float(row["prefill_c_ms_per_tok2"]) / 1e3,
+        )
+        # Only the weights of the fp8 rows are in eight bits; keys and values stay at sixteen.
+        found[name] = Profile(name, prefill, DecodeLaw(small, large, int(row["knee_batch"])), KV_BYTES_PER_TOKEN[model])
+    return found
+
+
+def _distserve(text: str, suffix: str) -> dict[str, Profile]:
+    """Prefill ms = a + b·Σn + c·Σn²; decode ms = a + b·C + c·B, by other factors from a threshold of sequences on."""
+    found = {}
+    for model_id, by_tp in json.loads(text).items():
+        model = model_id.rpartition("/")[2]
+        for tp, row in by_tp.items():
+            name = f"a100-{model}-tp{tp}{suffix}"
+            prefill = PrefillSpeed(*(float(factor) / 1e3 for factor in row["prefill"]))
+            lines = []
+            for regime in ("decoding_smallbs", "decoding_largebs"):
+                fixed_ms, context_ms, sequence_ms = row[regime]
+                lines.append(DecodeSpeed(fixed_ms / 1e3, sequence_ms / 1e3, context_ms / 1e3))
+            law = DecodeLaw(lines[0], lines[1], int(row["decoding_large_small_bs_threshold"]) - 1)
+            found[name] = Profile(name, prefill, law, KV_BYTES_PER_TOKEN[model])
+    return found
