@@ -325,7 +325,10 @@ class DecodeWorker:
         return num_steps * first_s + growth_s * num_steps * (num_steps - 1) / 2
 
     def _shorten_run(self) -> None:
-        """Something new waits: the run ends with the step that is being computed."""
+        """Something new waits: the run ends with the step that is being computed.
+
+        What comes at the very moment when a run begins is still in its first step.
+        """
         assert self._run_began_s is not None
         elapsed_s = self._loop.now_s - self._run_began_s
         speed = self.spec.decode.at(self.num_running)
@@ -334,8 +337,8 @@ class DecodeWorker:
         # elapsed = first·k + half_growth·k·(k - 1), solved for k in the form that does not cancel
         linear = first_s - half_growth_s
         root = 2 * elapsed_s / (linear + math.sqrt(linear * linear + 4 * half_growth_s * elapsed_s))
-        num_steps = max(1, math.ceil(root))
-        while num_steps > 1 and self._steps_s(speed, num_steps - 1) >= elapsed_s:
+        num_steps = math.ceil(root)
+        while num_steps > 0 and self._steps_s(speed, num_steps - 1) >= elapsed_s:
             num_steps -= 1
         while self._steps_s(speed, num_steps) < elapsed_s:
             num_steps += 1
