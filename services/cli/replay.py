@@ -7,9 +7,22 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from services.runtime.config import Kind, choice, comma_separated, integer, load, number, option, path, size_bytes, text
+from services.runtime.config import (
+    Kind,
+    choice,
+    comma_separated,
+    flag,
+    integer,
+    load,
+    number,
+    option,
+    path,
+    size_bytes,
+    text,
+)
 from services.runtime.errors import ConfigError
 from services.scheduling.disaggregation import DisaggregationSettings
+from services.scheduling.overload import Targets
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed
 from services.scheduling.routing import POLICY_NAMES, RoutingSettings
 from services.simulator import html_report, report
@@ -71,6 +84,7 @@ class ReplaySettings:
     queue_strategy: str = option(choice("fcfs", "priority", "sla", "fair"), default="fcfs", help="Order of the queue.")
     max_queued_requests: int = option(integer(1), default=1024, help="Requests that may wait at the gateway.")
     max_queue_wait_s: float | None = option(number(0), default=None, help="Longest wait there; else without bound.")
+    overload: bool = option(flag(), default=False, help="Refuses requests that would miss the targets.")
     slo_ttft: float = option(number(0), default=2.0, help="Target: seconds to the first token.")
     slo_tpot: float = option(number(0), default=0.1, help="Target: seconds per later token.")
     limit: int | None = option(integer(1), default=None, help="Only so many requests, from the first on.")
@@ -170,6 +184,7 @@ def cluster_spec(settings: ReplaySettings, trace: Trace) -> ClusterSpec:
         max_queue_wait_s=math.inf if settings.max_queue_wait_s is None else settings.max_queue_wait_s,
         queue_strategy=settings.queue_strategy,
         routing=RoutingSettings(disaggregation=how),
+        targets=Targets(settings.slo_ttft, settings.slo_tpot) if settings.overload else None,
     )
 
 

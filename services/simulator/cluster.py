@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from services.runtime.errors import ConfigError
+from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
 from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue, ServiceClass
 from services.scheduling.routing import Route, Router, RouteRequest, RoutingSettings, WorkerView
 from services.simulator.events import EventLoop
@@ -42,22 +42,8 @@ class ClusterSpec:
     max_queue_wait_s: float = math.inf
     queue_strategy: str = "fcfs"
     routing: RoutingSettings = field(default_factory=RoutingSettings)
-
-
-class Judge(Protocol):
-    """Overload control: asked before a request may wait, told of what began and ended."""
-
-    def refusal(self, entry: QueueEntry, cluster: "Cluster") -> str:
-        """Why the request is refused; empty if it is not."""
-        ...
-
-    def note_start(self, entry: QueueEntry, now_s: float) -> None:
-        """The request left the queue for a worker."""
-        ...
-
-    def note_end(self, job: Job, now_s: float) -> None:
-        """Its answer is complete."""
-        ...
+    targets: Targets | None = None
+    """With targets, an `OverloadPolicy` refuses what would miss them; without, every request may wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +65,6 @@ def simulate(
     policy: str,
     *,
     seed: int = 0,
-    judge: Judge | None = None,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> Run:
     """Replays a trace under one routing policy. `progress`: (requests ended, requests in all, virtual seconds).
@@ -91,7 +76,7 @@ def simulate(
             raise ConfigError(f"the trace has blocks of {trace.block_tokens} tokens, so pages must have as many")
     loop = EventLoop()
     last_arrival_s = trace.requests[-1].arrival_s
-    cluster = Cluster(spec, Router(policy, settings=spec.routing, seed=seed), loop, last_arrival_s, judge)
+    cluster = Cluster(spec, Router(policy, settings=spec.routing, seed=seed), loop, last_arrival_s)
     jobs = [_job(index, request, spec.decode.page_size) for index, request in enumerate(trace.requests)]
     for job in jobs:
         loop.at(job.arrival_s, partial(cluster.arrive, job))
@@ -106,15 +91,14 @@ def simulate(
 class Cluster:
     """The gateway's part: queue, routing, and who is told what."""
 
-    def __init__(
-        self, spec: ClusterSpec, router: Router, loop: EventLoop, last_arrival_s: float, judge: Judge | None = None
-    ) -> None:
+    def __init__(self, spec: ClusterSpec, router: Router, loop: EventLoop, last_arrival_s: float) -> None:
         self.spec = spec
         self.bucket_s = max(1.0, last_arrival_s / MAX_BUCKETS)
         self.num_ended = 0
         self._loop = loop
         self._router = router
-        self._judge = judge
+        self._overload = None if spec.targets is None else OverloadPolicy()
+        self._admitted: dict[int, Admit] = {}
         self.prefills = [
             PrefillWorker(
                 f"p{number}",
@@ -158,17 +142,8 @@ class Cluster:
         if num_tokens > spec.max_sequence_tokens or pages > spec.decode.num_pages or not fits_prefill:
             self._refuse(job, TOO_LONG)
             return
-        entry = QueueEntry(
-            key=job.index,
-            service_class=ServiceClass.from_name(job.service_class),
-            tenant=job.tenant,
-            cost_tokens=num_tokens,
-            arrived_s=job.arrival_s,
-            deadline_s=job.arrival_s + spec.max_queue_wait_s,
-        )
-        reason = "" if self._judge is None else self._judge.refusal(entry, self)
-        if reason:
-            self._refuse(job, reason)
+        entry = self._entry(job)
+        if self._overload is not None and not self._is_admitted(self._overload, entry, job):
             return
         self._note_queue()
         try:
@@ -180,7 +155,7 @@ class Cluster:
         if pushed_out is not None:
             self._refuse(self._jobs.pop(self._index(pushed_out)), PUSHED_OUT)
         if math.isfinite(entry.deadline_s):
-            self._loop.at(math.nextafter(entry.deadline_s, math.inf), self._expire)
+            self._loop.at(math.nextafter(entry.latest_start_s, math.inf), self._expire)
         self._drain()
 
     def views(self, job: Job) -> tuple[list[WorkerView], list[WorkerView], dict[str, int]]:
@@ -250,14 +225,66 @@ class Cluster:
         if self._is_draining:
             return
         self._is_draining = True
-        while (entry := self.queue.peek()) is not None and self._place(self._jobs[self._index(entry)]):
+        while (entry := self.queue.peek()) is not None:
+            job = self._jobs[self._index(entry)]
+            if not self._may_start(entry, job) or not self._place(job):
+                break
             self._note_queue()
-            entry = self.queue.pop()
-            job = self._jobs.pop(self._index(entry))
-            if self._judge is not None:
-                self._judge.note_start(entry, self._loop.now_s)
-            self._begin(job)
+            self.queue.pop()
+            del self._jobs[job.index]
+            self._begin(entry, job)
+        if self._overload is not None:
+            self._overload.note_backlog(self._loop.now_s, is_backlogged=len(self.queue) > 0)
         self._is_draining = False
+
+    def _entry(self, job: Job) -> QueueEntry:
+        service_s = 0.0
+        if self.spec.targets is not None:
+            load = self._load(job)
+            service_s = load.prefill_s + load.step_s * (job.num_output_tokens - 1)
+        return QueueEntry(
+            key=job.index,
+            service_class=ServiceClass.from_name(job.service_class),
+            tenant=job.tenant,
+            cost_tokens=job.num_prompt_tokens + job.num_output_tokens,
+            arrived_s=job.arrival_s,
+            # The bound is on the wait for its turn, and the queue asks when the turn must have come.
+            deadline_s=job.arrival_s + self.spec.max_queue_wait_s + service_s,
+            service_s=service_s,
+        )
+
+    def _is_admitted(self, overload: OverloadPolicy, entry: QueueEntry, job: Job) -> bool:
+        assert self.spec.targets is not None
+        verdict = overload.judge(entry, self._load(job, entry), self.spec.targets, self._loop.now_s)
+        if isinstance(verdict, Refuse):
+            self._refuse(job, verdict.kind)
+            return False
+        self._admitted[job.index] = verdict
+        return True
+
+    def _may_start(self, entry: QueueEntry, job: Job) -> bool:
+        return self._overload is None or self._overload.may_start(entry, self._load(job, entry))
+
+    def _load(self, job: Job, entry: QueueEntry | None = None) -> ClusterLoad:
+        """What a request would meet now: the best prefill worker's queue, the best decode worker's step."""
+        prefills = [worker.queue_s + worker.spec.prefill.time_s(job.num_prompt_tokens) for worker in self.prefills] or [
+            worker.line.time_s + worker.spec.prefill.time_s(job.num_prompt_tokens) for worker in self.decodes
+        ]
+        steps = [
+            worker.spec.decode.at(worker.num_running + 1).step_s(
+                worker.num_running + 1, worker.context_tokens + job.num_prompt_tokens
+            )
+            for worker in self.decodes
+        ]
+        num_pages = sum(worker.pool.num_pages for worker in self.decodes)
+        return ClusterLoad(
+            num_ahead=0 if entry is None else self.queue.num_ahead(entry.service_class),
+            tokens_ahead=0 if entry is None else self.queue.waiting_tokens(entry.service_class),
+            num_waiting=len(self.queue),
+            free_page_share=sum(worker.pool.num_available for worker in self.decodes) / num_pages,
+            prefill_s=min(prefills),
+            step_s=min(steps),
+        )
 
     def _place(self, job: Job) -> bool:
         prefills, decodes, cached = self.views(job)
@@ -281,8 +308,15 @@ class Cluster:
         job.prefill_worker = route.prefills[0].worker_id if route.is_remote else ""
         job.dispatched_s = self._loop.now_s
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, entry: QueueEntry, job: Job) -> None:
         self._note_prompts(1)
+        if self._overload is not None:
+            self._overload.note_start(
+                entry,
+                self._loop.now_s,
+                is_backlogged=len(self.queue) > 0,
+                admitted=self._admitted.pop(job.index, None),
+            )
         if job.is_remote:
             self._prefill_by_id[job.prefill_worker].enter(job)
         else:
@@ -305,11 +339,12 @@ class Cluster:
         # Whose only token is the first one has ended with it; its pages were still on their way.
         job.end_s = job.first_token_s if job.num_output_tokens == 1 else self._loop.now_s
         self.num_ended += 1
-        if self._judge is not None:
-            self._judge.note_end(job, self._loop.now_s)
+        if self._overload is not None:
+            self._overload.note_end(job.index, self._loop.now_s)
         self._drain()
 
     def _refuse(self, job: Job, reason: str) -> None:
+        self._admitted.pop(job.index, None)
         job.refusal = reason
         self.num_ended += 1
 
