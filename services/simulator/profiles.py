@@ -65,7 +65,6 @@ def profiles(folder: Path = PROFILES_FOLDER) -> dict[str, Profile]:
     return {
         **_read(folder / "aiconfigurator" / "aic_llama31_fits.csv", _aiconfigurator),
         **_read(folder / "distserve" / "profiler-a100-80g.distserve.json", _distserve),
-        **_read(folder / "distserve" / "profiler-a100-80g.vllm.json", _distserve, "-vllm"),
     }
 
 
@@ -77,26 +76,26 @@ def linear_profile(
     return Profile("linear", prefill, DecodeLaw(decode, decode), kv_bytes_per_token)
 
 
-def _read(file: Path, parse: Callable[[str, str], Mapping[str, Profile]], suffix: str = "") -> Mapping[str, Profile]:
+def _read(file: Path, parse: Callable[[str], Mapping[str, Profile]]) -> Mapping[str, Profile]:
     try:
-        return parse(file.read_text(encoding="utf-8"), suffix)
+        return parse(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read ({type(error).__name__})") from None
     except KeyError as error:
         raise ConfigError(f"{file}: the field {error} is missing") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is not a table of step times: {error}") from None
 
 
-def _aiconfigurator(text: str, suffix: str) -> dict[str, Profile]:
+def _aiconfigurator(text: str) -> dict[str, Profile]:
     """Prefill ms(n) = a + b·n + c·n²; decode ms(B, C) = (a if B ≤ knee else d + e·B) + f·C."""
     found = {}
     for row in csv.DictReader(text.splitlines()):
         model = row["model"].lower().removeprefix("meta-").removesuffix("-instruct-fp8")
         chip = row["system"].partition("_")[0]
-        name = f"{chip}-{model}-{row['precision']}-tp{row['tp']}{suffix}"
+        name = f"{chip}-{model}-{row['precision']}-tp{row['tp']}"
         context_s = float(row["decode_f_ms_per_ctx_token"]) / 1e3
         small = DecodeSpeed(float(row["decode_a_ms"]) / 1e3, 0.0, context_s)
         large = DecodeSpeed(float(row["decode_d_ms"]) / 1e3, float(row["decode_e_ms_per_seq"]) / 1e3, context_s)
@@ -110,13 +109,13 @@ def _aiconfigurator(text: str, suffix: str) -> dict[str, Profile]:
     return found
 
 
-def _distserve(text: str, suffix: str) -> dict[str, Profile]:
+def _distserve(text: str) -> dict[str, Profile]:
     """Prefill ms = a + b·Σn + c·Σn²; decode ms = a + b·C + c·B, by other factors from a threshold of sequences on."""
     found = {}
     for model_id, by_tp in json.loads(text).items():
         model = model_id.rpartition("/")[2]
         for tp, row in by_tp.items():
-            name = f"a100-{model}-tp{tp}{suffix}"
+            name = f"a100-{model}-tp{tp}"
             prefill = PrefillSpeed(*(float(factor) / 1e3 for factor in row["prefill"]))
             lines = []
             for regime in ("decoding_smallbs", "decoding_largebs"):

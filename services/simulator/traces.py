@@ -17,7 +17,7 @@ import json
 import math
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -133,9 +133,7 @@ class _Lines:
                 while line := text.readline(MAX_LINE_CHARACTERS + 1):
                     self.number += 1
                     if len(line) > MAX_LINE_CHARACTERS:
-                        raise ConfigError(
-                            f"{self.path}, line {self.number}: longer than {MAX_LINE_CHARACTERS} characters"
-                        )
+                        raise ConfigError(f"{self.path}, line {self.number}: is too long (over {MAX_LINE_CHARACTERS})")
                     yield line
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             # Only the kind of error: its text may quote what the file holds.
@@ -277,8 +275,3 @@ def _class(lines: _Lines, value: object) -> str:
     if value not in names:
         lines.wrong("class", "one of " + ", ".join(names))
     return str(value)
-
-
-def num_blocks(requests: Iterable[TraceRequest]) -> int:
-    """Block references of all requests together."""
-    return sum(len(request.block_ids) for request in requests)

@@ -4,11 +4,13 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduling.overload import Targets as Limits
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 from services.scheduling.routing import POLICY_NAMES
 from services.simulator.cluster import DEADLINE, PUSHED_OUT, QUEUE_FULL, TOO_LONG, Run, simulate
@@ -56,6 +58,7 @@ def some_requests(seed: int, num_requests: int, rate_per_s: float, *, with_block
     max_queue_wait_s=st.sampled_from([0.5, math.inf]),
     eviction=st.sampled_from(["lru", "lru-leaf-first"]),
     strategy=st.sampled_from(["fcfs", "priority", "sla", "fair"]),
+    limits=st.sampled_from([None, Limits(0.3, 0.02)]),
 )
 def test_every_request_ends_exactly_once_and_every_page_comes_back(
     seed: int,
@@ -71,6 +74,7 @@ def test_every_request_ends_exactly_once_and_every_page_comes_back(
     max_queue_wait_s: float,
     eviction: str,
     strategy: str,
+    limits: Limits | None,
 ) -> None:
     requests = some_requests(seed, 60, 40.0, with_blocks=with_blocks)
     worker = worker_spec(num_pages=num_pages, chunk_tokens=chunk_tokens, max_batch=max_batch, eviction=eviction)
@@ -84,12 +88,13 @@ def test_every_request_ends_exactly_once_and_every_page_comes_back(
         max_queue_wait_s=max_queue_wait_s,
         queue_strategy=strategy,
     )
+    spec = replace(spec, targets=limits)
     run = simulate(trace_of(requests, 16 if with_blocks else 0), spec, policy, seed=seed)  # checks pages at its end
     assert len(run.jobs) == len(requests)
     for job in run.jobs:
         assert bool(job.refusal) != (job.end_s is not None)
         if job.refusal:
-            assert job.refusal in (TOO_LONG, QUEUE_FULL, PUSHED_OUT, DEADLINE)
+            assert job.refusal in (TOO_LONG, QUEUE_FULL, PUSHED_OUT, DEADLINE, "overloaded")
             assert job.first_token_s is None
             assert job.dispatched_s is None
         else:
@@ -262,6 +267,18 @@ def test_refusals_say_why() -> None:
     run = simulate(trace_of(requests), spec, "hybrid")
     assert [job.refusal for job in run.jobs] == ["", PUSHED_OUT, DEADLINE, QUEUE_FULL, TOO_LONG]
     assert summary(run, TARGETS)["slo"]["met_both"] == 0.2
+
+
+def test_what_would_miss_its_targets_is_refused_and_the_rest_is_served_in_time() -> None:
+    requests = [TraceRequest(0.02 * index, 400, 100) for index in range(600)]
+    spec = cluster_spec(2, 1, decode=worker_spec(num_pages=400))
+    unguarded = simulate(trace_of(requests), spec, "hybrid")
+    guarded = simulate(trace_of(requests), replace(spec, targets=Limits(2.0, 0.1)), "hybrid")
+    assert all(not job.refusal for job in unguarded.jobs)
+    assert 0 < len(answered(guarded)) < len(requests)
+    limits = Targets(2.0, 0.1)
+    assert summary(guarded, limits)["slo"]["met_both"] > 3 * summary(unguarded, limits)["slo"]["met_both"]
+    assert summary(guarded, limits)["requests"]["refused"].keys() == {"overloaded"}
 
 
 def test_a_run_says_how_far_it_is() -> None:
