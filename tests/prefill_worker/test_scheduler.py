@@ -1,10 +1,27 @@
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefill_worker.scheduler import Chunk, ChunkScheduler, PromptQueue, PromptSize
+from prefill_worker.scheduler import (
+    OLDEST_EVERY,
+    STEP_OVERHEADS,
+    Chunk,
+    ChunkScheduler,
+    PromptQueue,
+    PromptSize,
+    StepTargets,
+)
 from services.runtime.errors import Overloaded
+from services.scheduling.prediction import PrefillSpeed
+
+BATCH, NORMAL, INTERACTIVE = 4, 2, 1
 
 
 def queue(*, max_waiting: int = 8, num_pages: int = 100, ahead_tokens: int = 32) -> PromptQueue:
@@ -22,27 +39,65 @@ def test_turns_are_given_in_order_until_enough_work_lies_ahead() -> None:
     assert (q.num_inside, q.num_waiting, q.waiting_tokens) == (3, 1, 48)
 
 
-def test_a_long_prompt_holds_back_the_next_until_it_is_nearly_done() -> None:
+def test_a_short_prompt_begins_beside_a_long_one_and_another_long_one_waits() -> None:
     q = queue(ahead_tokens=32)
     q.enter("long", PromptSize(num_tokens=100, num_pages=7))
-    q.enter("next", PromptSize(num_tokens=10, num_pages=1))
     assert q.next_turns() == ["long"]
+    q.enter("longer", PromptSize(num_tokens=110, num_pages=7))
+    q.enter("short", PromptSize(num_tokens=10, num_pages=1))
+    assert q.next_turns() == ["short"], "what is left of the long one does not go before it"
+    q.computed("short", 10)
     q.computed("long", 68)
     assert q.next_turns() == []
     q.computed("long", 1)
-    assert q.next_turns() == ["next"]
+    assert q.next_turns() == ["longer"]
 
 
-def test_nobody_overtakes_a_head_that_waits_for_pages() -> None:
+def test_the_better_class_is_first_however_long_its_prompts_are() -> None:
+    q = queue(ahead_tokens=32)
+    q.enter("batch", PromptSize(8, 1), service_class=BATCH)
+    q.enter("normal", PromptSize(16, 1), service_class=NORMAL)
+    q.enter("interactive", PromptSize(40, 3), service_class=INTERACTIVE)
+    assert q.next_turns() == ["interactive"]
+    q.computed("interactive", 40)
+    assert q.next_turns() == ["normal", "batch"]
+
+
+def test_work_of_a_worse_class_inside_keeps_nobody_out() -> None:
+    q = queue(ahead_tokens=32)
+    q.enter("batch", PromptSize(64, 4), service_class=BATCH)
+    assert q.next_turns() == ["batch"]
+    q.enter("interactive", PromptSize(90, 6), service_class=INTERACTIVE)
+    assert q.next_turns() == ["interactive"]
+
+
+def test_nobody_overtakes_one_that_waits_for_pages() -> None:
     q = queue(num_pages=10, ahead_tokens=10_000)
     q.enter("a", PromptSize(96, 6))
-    q.enter("big", PromptSize(96, 6))
-    q.enter("small", PromptSize(16, 1))
     assert q.next_turns() == ["a"]
+    q.enter("big", PromptSize(80, 6))
+    q.enter("longer", PromptSize(96, 1))
     q.computed("a", 96)
     assert q.next_turns() == [], "pages are held until the prompt leaves, not until it is computed"
     q.leave("a")
-    assert q.next_turns() == ["big", "small"]
+    assert q.next_turns() == ["big", "longer"]
+
+
+def test_the_oldest_is_due_when_enough_has_passed_it_and_then_waits_only_for_pages() -> None:
+    q = PromptQueue(max_waiting=8, num_pages=10, ahead_tokens=32, patience_tokens=40)
+    q.enter("first", PromptSize(16, 8))
+    assert q.next_turns() == ["first"]
+    q.computed("first", 16)
+    q.enter("long", PromptSize(200, 9))
+    for n in range(3):
+        q.enter(n, PromptSize(16, 1))
+        assert q.next_turns() == [n], "a short one passes"
+        q.computed(n, 16)
+        q.leave(n)
+    q.enter("late", PromptSize(16, 1))
+    assert q.next_turns() == [], "48 tokens have passed: the long one is due, and it waits for pages"
+    q.leave("first")
+    assert q.next_turns() == ["long", "late"]
 
 
 def test_the_queue_is_bounded_and_says_so() -> None:
@@ -65,119 +120,135 @@ def test_leaving_twice_or_unknown_changes_nothing() -> None:
     assert (q.num_inside, q.num_waiting, q.waiting_tokens, q.promised_pages) == (0, 0, 0, 0)
 
 
+AHEAD, PATIENCE, PAGES = 40, 60, 12
+
+
+@dataclass
+class Prompt:
+    """The naive model's: everything about it in one place."""
+
+    key: int
+    service_class: int
+    num_tokens: int
+    num_pages: int
+    passed: int = 0
+    """Tokens of its class that had their turn while it was the oldest waiting one."""
+
+
 class PromptQueueMachine(RuleBasedStateMachine):
-    """The queue against a naive model: conservation of pages and tokens, order, bound."""
+    """The queue against a naive model that sorts everything anew: who is next, conservation, bounds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = queue(max_waiting=4, num_pages=12, ahead_tokens=40)
-        self.waiting: list[tuple[int, PromptSize]] = []
-        self.inside: dict[int, list[int]] = {}  # key -> [uncomputed, pages]
+        self.queue = PromptQueue(max_waiting=6, num_pages=PAGES, ahead_tokens=AHEAD, patience_tokens=PATIENCE)
+        self.waiting: list[Prompt] = []
+        self.inside: list[Prompt] = []  # num_tokens: what is uncomputed
         self.next_key = 0
 
-    @rule(num_tokens=st.integers(1, 90), num_pages=st.integers(1, 12))
-    def enter(self, num_tokens: int, num_pages: int) -> None:
-        key, self.next_key = self.next_key, self.next_key + 1
-        if len(self.waiting) == 4:
+    @rule(num_tokens=st.integers(1, 90), num_pages=st.integers(1, PAGES), service_class=st.integers(0, 2))
+    def enter(self, num_tokens: int, num_pages: int, service_class: int) -> None:
+        prompt = Prompt(self.next_key, service_class, num_tokens, num_pages)
+        self.next_key += 1
+        size = PromptSize(num_tokens, num_pages)
+        if len(self.waiting) == 6:
             with pytest.raises(Overloaded):
-                self.queue.enter(key, PromptSize(num_tokens, num_pages))
+                self.queue.enter(prompt.key, size, service_class=service_class)
         else:
-            self.queue.enter(key, PromptSize(num_tokens, num_pages))
-            self.waiting.append((key, PromptSize(num_tokens, num_pages)))
+            self.queue.enter(prompt.key, size, service_class=service_class)
+            self.waiting.append(prompt)
 
     @rule()
     def turns(self) -> None:
-        for key in self.queue.next_turns():
-            expected, size = self.waiting.pop(0)
-            assert key == expected, "first come, first served"
-            assert sum(tokens for tokens, _ in self.inside.values()) < 40
-            self.inside[expected] = [size.num_tokens, size.num_pages]
-            assert sum(pages for _, pages in self.inside.values()) <= 12
-        if self.waiting:
-            full = sum(pages for _, pages in self.inside.values()) + self.waiting[0][1].num_pages > 12
-            assert full or sum(tokens for tokens, _ in self.inside.values()) >= 40, "a turn was withheld"
+        expected = []
+        while (prompt := self.expected_next()) is not None:
+            self.waiting.remove(prompt)
+            self.inside.append(prompt)
+            expected.append(prompt.key)
+            assert sum(p.num_pages for p in self.inside) <= PAGES
+            older = [p for p in self.waiting if p.service_class == prompt.service_class and p.key < prompt.key]
+            if older:
+                older[0].passed += prompt.num_tokens
+                # The bound, but for the time that older ones inside need.
+                still_ahead = sum(
+                    p.num_tokens
+                    for p in self.inside
+                    if p.key < older[0].key and p.service_class <= prompt.service_class
+                )
+                assert older[0].passed < PATIENCE + 90 or still_ahead >= AHEAD
+        assert self.queue.next_turns() == expected
 
-    @precondition(lambda self: any(tokens for tokens, _ in self.inside.values()))
+    def expected_next(self) -> Prompt | None:
+        if not self.waiting:
+            return None
+        best = min(p.service_class for p in self.waiting)
+        ours = [p for p in self.waiting if p.service_class == best]
+        oldest = min(ours, key=lambda p: p.key)
+        shortest = min(ours, key=lambda p: (p.num_tokens, p.key))
+        older = [p.num_tokens for p in self.inside if p.service_class <= best and p.key < oldest.key]
+        before = [
+            p.num_tokens
+            for p in self.inside
+            if p.service_class < best or (p.service_class == best and p.num_tokens <= shortest.num_tokens)
+        ]
+        if oldest.passed >= PATIENCE and sum(older) < AHEAD:
+            chosen = oldest
+        elif sum(before) < AHEAD:
+            chosen = shortest
+        else:
+            return None
+        fits = chosen.num_pages + sum(p.num_pages for p in self.inside) <= PAGES
+        return chosen if fits else None
+
+    @precondition(lambda self: any(p.num_tokens for p in self.inside))
     @rule(data=st.data())
     def compute(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from([k for k, v in self.inside.items() if v[0]]))
-        num_tokens = data.draw(st.integers(1, self.inside[key][0]))
-        self.queue.computed(key, num_tokens)
-        self.inside[key][0] -= num_tokens
+        prompt = data.draw(st.sampled_from([p for p in self.inside if p.num_tokens]))
+        num_tokens = data.draw(st.integers(1, prompt.num_tokens))
+        self.queue.computed(prompt.key, num_tokens)
+        prompt.num_tokens -= num_tokens
 
     @precondition(lambda self: self.inside or self.waiting)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from([*self.inside, *(key for key, _ in self.waiting)]))
-        self.queue.leave(key)
-        self.inside.pop(key, None)
-        self.waiting = [entry for entry in self.waiting if entry[0] != key]
+        prompt = data.draw(st.sampled_from([*self.inside, *self.waiting]))
+        self.queue.leave(prompt.key)
+        self.inside = [p for p in self.inside if p is not prompt]
+        self.waiting = [p for p in self.waiting if p is not prompt]
 
     @invariant()
     def counts_agree(self) -> None:
         assert self.queue.num_waiting == len(self.waiting)
         assert self.queue.num_inside == len(self.inside)
-        assert self.queue.promised_pages == sum(pages for _, pages in self.inside.values())
-        uncomputed = sum(tokens for tokens, _ in self.inside.values())
-        assert self.queue.waiting_tokens == uncomputed + sum(size.num_tokens for _, size in self.waiting)
+        assert self.queue.promised_pages == sum(p.num_pages for p in self.inside)
+        assert self.queue.waiting_tokens == sum(p.num_tokens for p in [*self.inside, *self.waiting])
 
 
 TestPromptQueueMachine = PromptQueueMachine.TestCase
 
 
-def test_a_long_prompt_is_chunked_and_its_last_step_takes_the_next_along() -> None:
-    s = ChunkScheduler(chunk_tokens=8)
-    s.add("long", num_tokens=20)
-    s.add("short", num_tokens=3)
-    assert s.next_step() == [Chunk("long", 0, 8, False)]
-    assert s.next_step() == [Chunk("long", 8, 8, False)]
-    assert s.next_step() == [Chunk("long", 16, 4, True), Chunk("short", 0, 3, True)]
-    assert s.next_step() == []
-    assert len(s) == 0
-
-
-def test_a_removed_prompt_is_in_no_later_step() -> None:
-    s = ChunkScheduler(chunk_tokens=8)
-    s.add("a", num_tokens=20)
-    s.add("b", num_tokens=20)
-    s.next_step()
-    s.remove("a")
-    s.remove("a")
-    assert s.next_step() == [Chunk("b", 0, 8, False)]
-
-
-@given(
-    chunk_tokens=st.integers(1, 64),
-    prompts=st.lists(st.integers(1, 300), max_size=12),
-    arrivals=st.lists(st.integers(0, 6), max_size=12),
-    removals=st.dictionaries(st.integers(0, 11), st.integers(0, 30), max_size=4),
-)
-def test_every_token_is_computed_once_in_order_and_steps_are_full(
-    chunk_tokens: int, prompts: list[int], arrivals: list[int], removals: dict[int, int]
-) -> None:
-    s = ChunkScheduler(chunk_tokens=chunk_tokens)
-    to_add = [(arrivals[i] if i < len(arrivals) else 0, i, n) for i, n in enumerate(prompts)]
-    remaining: dict[int, int] = {}
-    position: dict[int, int] = {}
-    for step in range(sum(prompts) + 40):
-        for arrival, key, num_tokens in to_add:
-            if arrival == step:
-                s.add(key, num_tokens=num_tokens)
-                remaining[key], position[key] = num_tokens, 0
-        for key in [k for k, when in removals.items() if when == step]:
-            s.remove(key)
-            remaining.pop(key, None)
-        chunks = s.next_step()
-        total = sum(chunk.num_tokens for chunk in chunks)
-        assert total == min(chunk_tokens, sum(remaining.values())), "the step is as full as the work allows"
-        for chunk in chunks:
-            assert chunk.start == position[chunk.key]
-            position[chunk.key] += chunk.num_tokens
-            remaining[chunk.key] -= chunk.num_tokens
-            assert chunk.is_last == (remaining[chunk.key] == 0)
-        remaining = {key: left for key, left in remaining.items() if left}
-        assert len(s) == len(remaining)
-    assert not remaining
+@given(shorts=st.lists(st.integers(1, 30), min_size=1, max_size=30), num_tokens=st.integers(31, 500))
+def test_a_long_prompt_has_its_turn_after_the_patience_and_one_prompt(shorts: list[int], num_tokens: int) -> None:
+    """Short prompts come without end, each as soon as there is room, and would pass it for ever."""
+    q = PromptQueue(max_waiting=100, num_pages=100, ahead_tokens=AHEAD, patience_tokens=PATIENCE)
+    q.enter("ahead", PromptSize(AHEAD, 1))
+    q.next_turns()
+    q.enter("long", PromptSize(num_tokens, 1))
+    q.enter(0, PromptSize(shorts[0], 1))
+    q.computed("ahead", AHEAD)
+    passed = 0
+    for n in range(PATIENCE + 2):
+        turns = q.next_turns()
+        if "long" in turns:
+            assert passed < PATIENCE + 30
+            return
+        for key in turns:
+            assert isinstance(key, int)
+            passed += shorts[key % len(shorts)]
+            q.enter(n + 1, PromptSize(shorts[(n + 1) % len(shorts)], 1))
+            q.computed(key, shorts[key % len(shorts)])
+            q.leave(key)
+            break
+    raise AssertionError("the long prompt starved")
 
 
 def test_a_computed_prompt_overtakes_the_queue_where_its_pages_fit() -> None:
@@ -193,3 +264,273 @@ def test_a_computed_prompt_overtakes_the_queue_where_its_pages_fit() -> None:
     queue.leave("small")
     assert queue.next_turns() == ["b"]
     assert queue.promised_pages == 8
+
+
+def test_short_prompts_go_before_what_is_left_of_a_long_one_but_not_for_ever() -> None:
+    s = ChunkScheduler(chunk_tokens=16)
+    s.add("long", num_tokens=40)
+    assert s.next_step() == [Chunk("long", 0, 16, False)]
+    s.add("middle", num_tokens=20)
+    s.add("short", num_tokens=3)
+    assert s.next_step() == [Chunk("short", 0, 3, True), Chunk("middle", 0, 13, False)]
+    assert s.next_step() == [Chunk("middle", 13, 7, True), Chunk("long", 16, 9, False)]
+    for n in range(OLDEST_EVERY + 1):
+        s.add(n, num_tokens=8)
+        s.add(-n - 1, num_tokens=8)
+    for _ in range(OLDEST_EVERY - 3):  # two have been without it
+        assert [chunk.num_tokens for chunk in s.next_step()] == [8, 8]
+    assert s.next_step() == [Chunk("long", 25, 15, True), Chunk(OLDEST_EVERY - 3, 0, 1, False)]
+
+
+def test_a_removed_prompt_is_in_no_later_step() -> None:
+    s = ChunkScheduler(chunk_tokens=8)
+    s.add("a", num_tokens=20)
+    s.add("b", num_tokens=20)
+    s.next_step()
+    s.remove("a")
+    s.remove("a")
+    assert s.next_step() == [Chunk("b", 0, 8, False)]
+
+
+def test_a_prompt_begins_behind_what_is_cached_and_counts_only_what_is_left() -> None:
+    s = ChunkScheduler(chunk_tokens=8)
+    s.add("short", num_tokens=7)
+    s.add("cached", num_tokens=100, start=96)
+    assert s.next_step() == [Chunk("cached", 96, 4, True), Chunk("short", 0, 4, False)]
+
+
+def test_the_last_tokens_of_a_long_prompt_are_no_short_prompt() -> None:
+    speed = PrefillSpeed(0.0, 0.00001, 0.0000001)
+    s = ChunkScheduler(chunk_tokens=512)
+    s.add("short", num_tokens=64)
+    s.add("long", num_tokens=4000, start=3960)
+    assert s.next_step(speed=speed)[0] == Chunk("short", 0, 64, True), "its 40 tokens take ten times as long"
+    s.add("another", num_tokens=64)
+    assert s.next_step(speed=speed)[0] == Chunk("another", 0, 64, True)
+
+
+def test_cancelled_prompts_leave_nothing_behind() -> None:
+    s = ChunkScheduler(chunk_tokens=8)
+    for n in range(10_000):
+        s.add(n, num_tokens=20 + n % 5)
+        s.remove(n - 10)
+    assert len(s) == 10
+    assert len(s._line._heap) < 100
+    assert len(s._ends) == 10
+
+
+prompts_with_arrivals = st.lists(
+    st.tuples(st.integers(0, 12), st.integers(1, 300), st.integers(0, 2)), min_size=1, max_size=16
+)
+"""Of each prompt, the step before which it comes, its tokens and its class."""
+
+
+@given(
+    chunk_tokens=st.integers(1, 64),
+    prompts=prompts_with_arrivals,
+    removals=st.dictionaries(st.integers(0, 15), st.integers(0, 30), max_size=4),
+    is_timed=st.booleans(),
+)
+def test_every_token_is_computed_once_and_the_best_go_first(
+    chunk_tokens: int, prompts: list[tuple[int, int, int]], removals: dict[int, int], is_timed: bool
+) -> None:
+    """Against a naive view: budgets, order, work conservation, and that everything ends."""
+    speed = PrefillSpeed(0.001, 0.0001, 0.000001) if is_timed else None
+    s = ChunkScheduler(chunk_tokens=chunk_tokens)
+    left: dict[int, int] = {}
+    position: dict[int, int] = {}
+    for step in range(sum(n for _, n, _ in prompts) + 40):
+        for key, (arrival, num_tokens, service_class) in enumerate(prompts):
+            if arrival == step:
+                s.add(key, num_tokens=num_tokens, service_class=service_class)
+                left[key], position[key] = num_tokens, 0
+        for key in [k for k, when in removals.items() if when == step]:
+            s.remove(key)
+            left.pop(key, None)
+        before = dict(left)
+        chunks = s.next_step(speed=speed)
+        total = sum(chunk.num_tokens for chunk in chunks)
+        assert total <= chunk_tokens
+        assert bool(total) == bool(before), "there is work and nobody does it"
+        if speed is None:
+            assert total == min(chunk_tokens, sum(before.values())), "the step is as full as the work allows"
+        for chunk in chunks:
+            assert isinstance(chunk.key, int)
+            assert chunk.start == position[chunk.key]
+            position[chunk.key] += chunk.num_tokens
+            left[chunk.key] -= chunk.num_tokens
+            assert chunk.is_last == (left[chunk.key] == 0)
+        costs = {key: cost_of(speed, prompts[key][1] - n, n) for key, n in before.items()}
+        check_order(prompts, costs, {c.key: c for c in chunks})
+        left = {key: n for key, n in left.items() if n}
+        assert len(s) == len(left)
+    assert not left
+
+
+def cost_of(speed: PrefillSpeed | None, start: int, num_tokens: int) -> float:
+    return num_tokens if speed is None else speed.time_s(num_tokens, start) - speed.time_s(0, start)
+
+
+def check_order(prompts: list[tuple[int, int, int]], before: dict[int, float], chunks: dict[object, Chunk]) -> None:
+    """Whoever gets tokens has nobody before it that stays unfinished; the oldest may be first out of turn."""
+    if not before:
+        return
+    oldest = min(before, key=lambda key: (prompts[key][2], prompts[key][0], key))
+    order = sorted(before, key=lambda key: (prompts[key][2], before[key], prompts[key][0], key))
+    unfinished = [key for key in order if key not in chunks or not chunks[key].is_last]
+    for key in set(order) & set(chunks) - {oldest}:
+        assert not [k for k in unfinished if order.index(k) < order.index(key) and k != oldest]
+
+
+@given(chunk_tokens=st.integers(1, 64), prompts=prompts_with_arrivals)
+@settings(deadline=None)
+def test_a_prompt_ends_within_its_bound_whoever_else_comes(
+    chunk_tokens: int, prompts: list[tuple[int, int, int]]
+) -> None:
+    """Beside the prompts there are one-token prompts without end, as many as fill every step."""
+    s = ChunkScheduler(chunk_tokens=chunk_tokens)
+    ordered = sorted((arrival, key, num_tokens) for key, (arrival, num_tokens, _) in enumerate(prompts))
+    ends_by: dict[object, int] = {}
+    num_steps = 0
+    for arrival, key, num_tokens in ordered:
+        num_steps += OLDEST_EVERY * math.ceil(num_tokens / chunk_tokens)
+        ends_by[key] = arrival + num_steps
+    waiting = set(ends_by)
+    crowd = itertools.count()
+    for step in range(max(ends_by.values()) + 1):
+        for arrival, key, num_tokens in ordered:
+            if arrival == step:
+                s.add(key, num_tokens=num_tokens)
+        for _ in range(chunk_tokens if step >= ordered[-1][0] else 0):
+            s.add(("crowd", next(crowd)), num_tokens=1)
+        for chunk in s.next_step():
+            if chunk.is_last and chunk.key in waiting:
+                waiting.remove(chunk.key)
+                assert step < ends_by[chunk.key]
+        if not waiting:
+            return
+    raise AssertionError(f"{waiting} starved")
+
+
+@given(
+    chunk_tokens=st.integers(1, 600),
+    prompts=prompts_with_arrivals,
+    overhead_s=st.sampled_from([0.0, 0.0005, 0.01]),
+    s_per_token=st.sampled_from([1e-6, 2e-5, 1e-3]),
+    s_per_token_squared=st.sampled_from([0.0, 5e-8, 1e-5]),
+)
+def test_a_step_takes_no_longer_than_the_targets_say(
+    chunk_tokens: int,
+    prompts: list[tuple[int, int, int]],
+    overhead_s: float,
+    s_per_token: float,
+    s_per_token_squared: float,
+) -> None:
+    """By prediction, and but for a single token, which is always computed."""
+    speed = PrefillSpeed(overhead_s, s_per_token, s_per_token_squared)
+    s = ChunkScheduler(chunk_tokens=chunk_tokens, targets=StepTargets(shared_s=0.004, alone_s=0.004, whole_s=0.008))
+    for key, (_, num_tokens, service_class) in enumerate(prompts):
+        s.add(key, num_tokens=num_tokens, service_class=service_class)
+    whole_s = max(0.008, STEP_OVERHEADS * overhead_s)
+    part_s = max(0.004, STEP_OVERHEADS * overhead_s)
+    while chunks := s.next_step(speed=speed):
+        step_s = overhead_s + sum(speed.time_s(c.num_tokens, c.start) - overhead_s for c in chunks)
+        is_single = len(chunks) == 1 and chunks[0].num_tokens == 1
+        limit_s = whole_s if chunks[0].is_last else part_s
+        assert step_s <= limit_s + 1e-9 or is_single
+        assert all(c.is_last for c in chunks[1:]), "those that end do not wait for one that goes on"
+
+
+def test_steps_are_long_only_where_nobody_has_come_for_a_while() -> None:
+    speed = PrefillSpeed(0.0, 0.001)
+    s = ChunkScheduler(chunk_tokens=512, targets=StepTargets(shared_s=0.004, alone_s=0.020, quiet_after_s=1.0))
+    s.add("long", num_tokens=1000, now_s=100.0)
+    assert s.next_step(speed=speed, now_s=100.0) == [Chunk("long", 0, 20, False)]
+    s.add("short", num_tokens=2, now_s=100.1)
+    assert s.next_step(speed=speed, now_s=100.1) == [Chunk("short", 0, 2, True)]
+    assert s.next_step(speed=speed, now_s=101.0) == [Chunk("long", 20, 4, False)]
+    assert s.next_step(speed=speed, now_s=101.2) == [Chunk("long", 24, 20, False)]
+    s.remove("long")
+    s.add("next", num_tokens=1000, now_s=101.3)
+    s.remove("next")
+    s.add("another", num_tokens=1000, now_s=101.4)
+    assert s.next_step(speed=speed, now_s=101.4) == [Chunk("another", 0, 4, False)], "there was one a moment ago"
+
+
+DEMO_SPEED = PrefillSpeed(overhead_s=0.001, s_per_token=2e-5, s_per_token_squared=5e-8)
+"""About what the demo model's steps take on one core."""
+
+
+class FirstComeFirstServed:
+    """What the scheduler is compared with: full steps, in order of arrival."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[object, list[int]] = {}
+
+    def add(self, key: object, num_tokens: int, now_s: float) -> None:
+        self.prompts[key] = [0, num_tokens]
+
+    def step(self, now_s: float) -> list[Chunk]:
+        budget, chunks = 512, []
+        for key, (start, end) in list(self.prompts.items()):
+            num_tokens = min(budget, end - start)
+            budget -= num_tokens
+            if num_tokens:
+                chunks.append(Chunk(key, start, num_tokens, start + num_tokens == end))
+                self.prompts[key][0] += num_tokens
+            if start + num_tokens == end:
+                del self.prompts[key]
+        return chunks
+
+
+class ShortestFirst:
+    """The scheduler with the engine's speed."""
+
+    def __init__(self) -> None:
+        self.scheduler = ChunkScheduler(chunk_tokens=512)
+
+    def add(self, key: object, num_tokens: int, now_s: float) -> None:
+        self.scheduler.add(key, num_tokens=num_tokens, now_s=now_s)
+
+    def step(self, now_s: float) -> list[Chunk]:
+        return self.scheduler.next_step(speed=DEMO_SPEED, now_s=now_s)
+
+
+def p99_of_short_prompts(
+    make: Callable[[], FirstComeFirstServed | ShortestFirst], *, is_long: bool
+) -> tuple[float, int]:
+    """Seconds to the end of short prompts that load an engine to 40 %, by events; and long prompts that ended."""
+    rng = random.Random(5)
+    rate = 0.4 / DEMO_SPEED.time_s(96)
+    scheduler, now_s, num_long, next_s = make(), 0.0, 0, 0.0
+    arrived: dict[object, float] = {}
+    times: list[float] = []
+    if is_long:
+        scheduler.add(("long", 0), 4000, 0.0)
+    while len(times) < 5000:
+        while next_s <= now_s:
+            arrived[key := len(arrived)] = next_s
+            scheduler.add(key, rng.randint(64, 128), next_s)
+            next_s += rng.expovariate(rate)
+        chunks = scheduler.step(now_s)
+        if not chunks:
+            now_s = next_s
+            continue
+        overhead_s = DEMO_SPEED.overhead_s
+        now_s += overhead_s + sum(DEMO_SPEED.time_s(c.num_tokens, c.start) - overhead_s for c in chunks)
+        for chunk in chunks:
+            if chunk.is_last and chunk.key in arrived:
+                times.append(now_s - arrived[chunk.key])
+            elif chunk.is_last:
+                num_long += 1
+                scheduler.add(("long", num_long), 4000, now_s)
+    return sorted(times)[len(times) * 99 // 100], num_long
+
+
+def test_a_long_prompt_costs_short_ones_a_step_and_not_its_length() -> None:
+    without, _ = p99_of_short_prompts(ShortestFirst, is_long=False)
+    beside, num_long = p99_of_short_prompts(ShortestFirst, is_long=True)
+    in_order, num_long_in_order = p99_of_short_prompts(FirstComeFirstServed, is_long=True)
+    assert beside < 1.3 * without
+    assert in_order > 20 * beside
+    assert num_long > num_long_in_order / 2
