@@ -13,6 +13,7 @@ from services.engine.pages import CachedPages, PageAllocator, PageCounts, PageLe
 from services.engine.sequence import FinishReason, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
 from services.runtime.clock import Clock
+from services.scheduling.prediction import PrefillMeter
 
 
 class Runner(Protocol):
@@ -74,6 +75,7 @@ class PrefillLoop:
         self._clock = clock
         self._on_report = on_report
         self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens)
+        self._meter = PrefillMeter()
         self._leases: dict[Hashable, PageLease] = {}
         self._sequences: dict[Hashable, Sequence] = {}
         self._kept: dict[Hashable, CachedPages] = {}
@@ -88,7 +90,7 @@ class PrefillLoop:
         sequence.page_table = lease.page_ids
         self._leases[sequence.sequence_id] = lease
         self._sequences[sequence.sequence_id] = sequence
-        self._scheduler.add(sequence.sequence_id, num_tokens=sequence.num_prompt_tokens)
+        self._scheduler.add(sequence.sequence_id, num_tokens=sequence.num_prompt_tokens, now_s=self._clock.monotonic())
 
     def release(self, key: Hashable, *, is_kept: bool = False) -> None:
         """Forgets a prompt and frees its pages, computed or not. Unknown keys are ignored.
@@ -126,7 +128,8 @@ class PrefillLoop:
 
     def step(self) -> bool:
         """Schedule, run, apply, report. Returns whether there is more to compute."""
-        chunks = self._scheduler.next_step()
+        start_s = self._clock.monotonic()
+        chunks = self._scheduler.next_step(speed=self._meter.speed, now_s=start_s)
         if not chunks:
             self._rest()
             return False
@@ -134,7 +137,17 @@ class PrefillLoop:
         result = self._runner.run(StepPlan([self._item(chunk) for chunk in chunks]))
         computed = tuple(map(self._apply, chunks, result.outcomes))
         self._report(start_unix_ns, computed)
+        self._observe(chunks, start_s)
         return len(self._scheduler) > 0
+
+    def _observe(self, chunks: list[Chunk], start_s: float) -> None:
+        """Learns from a step how long the next ones will take, all that a step costs this thread included."""
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        pairs = sum(chunk.num_tokens * (chunk.num_tokens + 2 * chunk.start) for chunk in chunks)
+        # One chunk that has as many tokens, and as much attention to pay, as all of them.
+        num_cached_tokens = round((pairs / num_tokens - num_tokens) / 2)
+        end_s = self._clock.monotonic()
+        self._meter.observe(num_tokens, num_cached_tokens, end_s - start_s, end_s)
 
     def _item(self, chunk: Chunk) -> StepItem:
         return StepItem(self._sequences[chunk.key], chunk.num_tokens)
