@@ -5,6 +5,9 @@ slice by slice, there is or is not a client beside them that sends one long prom
 TTFT percentiles of the short prompts in both, over all slices, and their ratio; the aim is a p99 of at most 1.3 times.
 A pair of slices during which strangers used more than --strangers of a core does not count, and is measured again.
 
+Before that the same is asked of the prefill loop alone, with the same model, by a clock that counts the processor time
+of its thread: what strangers do to the machine does not show there, and neither does what other processes cost.
+
 The demo model knows shorter contexts than the long prompt. It is given more positions here: what it says there is
 worth nothing, and computing it takes as long.
 """
@@ -12,6 +15,8 @@ worth nothing, and computing it takes as long.
 import argparse
 import asyncio
 import contextlib
+import gc
+import itertools
 import json
 import os
 import random
@@ -19,7 +24,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +34,10 @@ import uvloop
 from benchmarks.cluster import Cluster, collect, request, running_cluster
 from benchmarks.system import percentile
 from demo import DEMO_MODEL
+from prefill_worker.engine_loop import PrefillLoop, StepReport
 from protos import inference_pb2_grpc
+from services.engine.engine import EngineParts, load_engine
+from services.engine.sequence import Sampling, Sequence
 
 SHORT_TOKENS = (64, 128)
 NEW_TOKENS = 2
@@ -109,11 +117,15 @@ def main() -> None:
     parser.add_argument("--long-tokens", type=int, default=4000, help="length of the long prompts")
     parser.add_argument("--load", type=float, default=0.4, help="part of the highest rate of short prompts")
     parser.add_argument("--rate", type=float, help="short prompts a second, instead of a part of the highest rate")
+    parser.add_argument("--engine-only", action="store_true", help="without a cluster")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
-    with _model() as model, running_cluster("--threads", "1", model=model) as cluster:
-        figures = uvloop.run(measure(cluster, arguments))
+    with _model() as model:
+        figures = {"engine": measure_engine(model, arguments)}
+        if not arguments.engine_only:
+            with running_cluster("--threads", "1", model=model) as cluster:
+                figures["system"] = uvloop.run(measure(cluster, arguments))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
@@ -126,6 +138,121 @@ def _model() -> Iterator[Path]:
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
         yield model
+
+
+class CpuClock:
+    """Time as a thread sees it that is never interrupted; idle time is skipped."""
+
+    def __init__(self) -> None:
+        self._skipped_s = 0.0
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return self._skipped_s + time.thread_time()
+
+    def unix_ns(self) -> int:
+        """Nanoseconds, for reports."""
+        return int(self.monotonic() * 1e9)
+
+    def skip_to(self, time_s: float) -> None:
+        """Nothing happens until then."""
+        self._skipped_s += max(0.0, time_s - self.monotonic())
+
+
+def measure_engine(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The prefill loop alone, with and without long prompts, in turn; its load is a part of what it can compute."""
+    parts = load_engine(model, threads=1, kv_memory_bytes=1 << 28)
+    rng = random.Random(arguments.seed)
+    gc.collect()
+    gc.freeze()  # what the interpreter looks through after loading a model is not what is measured
+    engine = _Engine(parts, rng)
+    mean_s = engine.busy_s(arguments.slice_s / 4)
+    engine.measured(0.1 / mean_s, arguments.slice_s / 4, arguments.long_tokens)  # it learns how long its steps take
+    rate = arguments.load / mean_s
+    slices = {False: Slices(), True: Slices()}
+    for _ in range(arguments.rounds):
+        for is_long in (False, True):
+            measured = engine.measured(rate, arguments.slice_s, arguments.long_tokens if is_long else 0)
+            slices[is_long].extend(measured)
+    without, beside = slices[False].figures(), slices[True].figures()
+    ratio = beside["ttft_p99_s"] / without["ttft_p99_s"]
+    print(f"prefill loop alone, {rate:.0f} short prompts/s of {1 / mean_s:.0f}/s, by processor time")
+    for name, figures in (("without", without), ("beside", beside)):
+        print(f"{name:8} " + ", ".join(_shown(key, value) for key, value in figures.items()))
+    print(f"p99 beside a prompt of {arguments.long_tokens}: {ratio:.2f} of that without (aim at most {AIM})")
+    return {"rate": rate, "without": without, "beside": beside, "p99_ratio": ratio}
+
+
+class _Engine:
+    """The prefill loop and what is sent to it."""
+
+    def __init__(self, parts: EngineParts, rng: random.Random) -> None:
+        self._rng = rng
+        self._long_tokens = 0
+        self._clock = CpuClock()
+        self._loop = PrefillLoop(
+            runner=parts.runner,
+            allocator=parts.allocator,
+            page_size=parts.pool.layout.page_size,
+            chunk_tokens=512,
+            clock=self._clock,
+            on_report=self._on_report,
+        )
+        self._keys = itertools.count()
+        self._begun: dict[Hashable, tuple[float, int]] = {}
+        self._measured = Slices()
+        self._num_ended = 0
+
+    def busy_s(self, slice_s: float) -> float:
+        """Seconds per short prompt when there are always some."""
+        begin_s = self._clock.monotonic()
+        while self._clock.monotonic() < begin_s + slice_s:
+            while len(self._begun) < CALIBRATION_STREAMS:
+                self._begin(self._rng.randint(*SHORT_TOKENS), self._clock.monotonic())
+            self._loop.step()
+        elapsed_s = self._clock.monotonic() - begin_s
+        self._end()
+        return elapsed_s / self._num_ended
+
+    def measured(self, rate: float, slice_s: float, long_tokens: int) -> Slices:
+        """Times to first tokens in a slice."""
+        self._measured = measured = Slices()
+        self._long_tokens = long_tokens
+        begin_s = next_s = self._clock.monotonic()
+        if self._long_tokens:
+            self._begin(self._long_tokens, begin_s)
+        while (now_s := self._clock.monotonic()) < begin_s + slice_s:
+            while next_s <= now_s:
+                self._begin(self._rng.randint(*SHORT_TOKENS), next_s)
+                next_s += self._rng.expovariate(rate)
+            if not self._loop.step():
+                self._clock.skip_to(next_s)
+        self._end()
+        measured.p99s_s.append(percentile(sorted(measured.ttfts_s), 99))
+        return measured
+
+    def _begin(self, num_tokens: int, arrived_s: float) -> None:
+        key = next(self._keys)
+        self._begun[key] = (arrived_s, num_tokens)
+        token_ids = [self._rng.randrange(5, 1000) for _ in range(num_tokens)]
+        self._loop.begin(Sequence(key, token_ids, sampling=Sampling(max_tokens=NEW_TOKENS, temperature=0.0)))
+
+    def _end(self) -> None:
+        for key in self._begun:
+            self._loop.release(key)
+        self._begun.clear()
+
+    def _on_report(self, report: StepReport) -> None:
+        for chunk in report.chunks:
+            if chunk.is_last:
+                arrived_s, num_tokens = self._begun.pop(chunk.key)
+                self._loop.release(chunk.key)
+                self._num_ended += 1
+                is_long = num_tokens == self._long_tokens
+                times_s = self._measured.long_ttfts_s if is_long else self._measured.ttfts_s
+                times_s.append(self._clock.monotonic() - arrived_s)
+                if is_long:
+                    self._begin(self._long_tokens, self._clock.monotonic())
 
 
 async def measure(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:

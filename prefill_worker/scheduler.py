@@ -298,7 +298,7 @@ class StepTargets:
     Prompts that all end in the step are those that others would wait for anyway: together they may take `whole_s`.
     """
 
-    shared_s: float = 0.004
+    shared_s: float = 0.003
     alone_s: float = 0.020
     whole_s: float = 0.008
     quiet_after_s: float = 1.0
