@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from services.engine.prefix import PageKey
 from services.runtime.errors import InvariantViolated, NoFreePages
 
 PageState = Literal["free", "cached", "reserved", "used"]
@@ -106,12 +107,16 @@ class PageCounts(NamedTuple):
     used: int
 
 
-@dataclass(frozen=True, slots=True)
-class CachedPages:
-    """Pages that were put into the cache together, in order; what takes them out again. Serves one taking."""
+class PageChanges(NamedTuple):
+    """Keys that pages are found by now and were not before, and the other way round; no key is in both."""
 
-    page_ids: tuple[int, ...]
-    number: int
+    added: tuple[PageKey, ...]
+    evicted: tuple[PageKey, ...]
+
+    @classmethod
+    def none(cls) -> PageChanges:
+        """Nothing has changed."""
+        return cls((), ())
 
 
 class PageAllocator:
@@ -121,8 +126,13 @@ class PageAllocator:
     that is still to arrive and be verified) or `used` (held, content trusted). Holders are counted: the page goes back
     when the last one releases it. A **promise** counts pages that an admitted request may still need; it takes no
     page, but nobody else can be given the last ones. A page's **generation** changes at each allocation, so a late
-    reference to an earlier holder's content can be told. Cached pages give way to an allocation that finds no free
-    ones, those that were cached first before the others.
+    reference to an earlier holder's content can be told.
+
+    A used page whose content is final may be **named** by a key (services.engine.prefix): `find` gives named pages to
+    whoever needs the same content, and they are cached when their last holder lets go. Of two pages with the same
+    content one is named. Cached pages give way to an allocation that finds no free ones: first those that were let go
+    first, and of those that were let go together the end of the sequence before its beginning, without which it could
+    not be found. Which keys come and go is written down for who tells others (`take_changes`).
 
     Misuse (releasing a free page, marking a page used twice …) raises InvariantViolated: the books are then wrong and
     so, sooner or later, is an answer.
@@ -139,9 +149,12 @@ class PageAllocator:
         self._free_ids = list(range(num_pages - 1, -1, -1))
         self._num_in_state = [num_pages, 0, 0, 0]
         self._num_promised = 0
-        # Cached pages in the order in which they were cached, each with the number of that caching.
-        self._cachings: dict[int, int] = {}
-        self._num_cachings = 0
+        self._keys: list[PageKey | None] = [None] * num_pages
+        self._page_of: dict[PageKey, int] = {}
+        self._cached: dict[int, None] = {}  # in the order in which they give way
+        self._parents: dict[PageKey, PageKey | None] = {}  # the key of the page before, of each key in _page_of
+        self._added: dict[PageKey, None] = {}  # since take_changes
+        self._evicted: dict[PageKey, None] = {}
 
     @property
     def num_pages(self) -> int:
@@ -230,41 +243,109 @@ class PageAllocator:
             self._generations[page_id] += 1
         return page_ids
 
-    def cache(self, page_ids: Sequence[int]) -> CachedPages:
-        """Let go of used pages, each of them once, but keep their content for who may come back.
+    def name(self, page_ids: Sequence[int], keys: Sequence[PageKey], *, parent: PageKey | None = None) -> None:
+        """Say what is in used pages that follow each other, to which nobody writes any more.
 
-        They must have no other holder.
+        `parent` is the key of the page before them; None: there is none. A key that another page has stays with that
+        one. Behind a page that nobody finds, nothing is named: it could not be found either.
+        """
+        for page_id, key in zip(page_ids, keys, strict=True):
+            self._check_state(page_id, _USED)
+            if self._keys[page_id] not in (None, key):
+                raise InvariantViolated(f"page {page_id} is named twice")
+            if parent is not None and parent not in self._page_of:
+                return
+            if key not in self._page_of:
+                self._page_of[key] = page_id
+                self._parents[key] = parent
+                self._keys[page_id] = key
+                self._note(key, self._added, self._evicted)
+            parent = key
+
+    def unname(self, page_ids: Sequence[int]) -> None:
+        """Have nobody find these used pages any more, nor what was computed behind them: their content is wrong.
+
+        Takes time in proportion to all named pages.
         """
         for page_id in page_ids:
             self._check_state(page_id, _USED)
-            if self._references[page_id] != 1:
-                raise InvariantViolated(f"page {page_id} has {self._references[page_id]} holders and cannot be cached")
-            self._references[page_id] = 0
-            self._move(page_id, _CACHED)
-            self._cachings[page_id] = self._num_cachings
-        cached = CachedPages(tuple(page_ids), self._num_cachings)
-        self._num_cachings += 1
-        return cached
-
-    def take_cached(self, cached: CachedPages) -> bool:
-        """Use cached pages again, each with one holder, of the same generation; all or none.
-
-        Return False, and change nothing, where one was given away, dropped or taken since, or where they cannot be
-        had because of a promise.
-        """
-        page_ids = self._still_cached(cached)
-        if len(page_ids) < len(cached.page_ids) or len(page_ids) > self.num_available_pages:
-            return False
+        is_doubtful: dict[PageKey | None, bool] = {None: False}
         for page_id in page_ids:
-            del self._cachings[page_id]
+            if (key := self._keys[page_id]) is not None:
+                is_doubtful[key] = True
+        if len(is_doubtful) == 1:
+            return
+        for key in self._page_of:
+            chain: list[PageKey | None] = []
+            ancestor: PageKey | None = key
+            while ancestor not in is_doubtful:
+                if ancestor not in self._parents:  # gave way: what is behind it may be behind more
+                    is_doubtful[ancestor] = True
+                    break
+                chain.append(ancestor)
+                ancestor = self._parents[ancestor]
+            is_doubtful.update(dict.fromkeys(chain, is_doubtful[ancestor]))
+        for key in [key for key in self._page_of if is_doubtful[key]]:
+            page_id = self._page_of[key]
+            if page_id in self._cached:
+                self._free_cached(page_id)
+            else:
+                self._forget_key(page_id)
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` would say something."""
+        return bool(self._added or self._evicted)
+
+    def take_changes(self) -> PageChanges:
+        """Return which keys have come and gone since the last call. What came and went is in neither."""
+        changes = PageChanges(tuple(self._added), tuple(self._evicted))
+        self._added.clear()
+        self._evicted.clear()
+        return changes
+
+    def find(self, keys: Sequence[PageKey]) -> list[int]:
+        """Return the pages with the first of these keys, as many as there are in a row. Nothing changes."""
+        page_ids = []
+        for key in keys:
+            page_id = self._page_of.get(key)
+            if page_id is None:
+                break
+            page_ids.append(page_id)
+        return page_ids
+
+    def take(self, page_ids: Sequence[int], generations: Sequence[int] | None = None, *, num_promised: int = 0) -> bool:
+        """Use different pages whose content is there, each with one holder more; all or none.
+
+        `num_promised` of them were promised to the caller before; the promise shrinks by as many. Return False, and
+        change nothing, where a page is not of the given generation or holds nothing, or where they cannot be had
+        because of promises to others.
+        """
+        if not 0 <= num_promised <= min(len(page_ids), self._num_promised):
+            raise InvariantViolated(
+                f"{len(page_ids)} pages taken, {num_promised} of them from a promise of {self._num_promised}"
+            )
+        if generations is not None and self.generations(page_ids) != tuple(generations):
+            return False
+        if any(self._states[page_id] not in (_CACHED, _USED) for page_id in page_ids):
+            return False
+        cached = [page_id for page_id in page_ids if self._states[page_id] == _CACHED]
+        if len(cached) - num_promised > self.num_available_pages:
+            return False
+        self._num_promised -= num_promised
+        for page_id in cached:
+            del self._cached[page_id]
             self._move(page_id, _USED)
-            self._references[page_id] = 1
+        for page_id in page_ids:
+            self._references[page_id] += 1
         return True
 
-    def drop_cached(self, cached: CachedPages) -> None:
-        """Free those of the pages that are still cached. Idempotent."""
-        for page_id in self._still_cached(cached):
-            self._free_cached(page_id)
+    def drop(self, page_ids: Sequence[int], generations: Sequence[int]) -> None:
+        """Free those of the pages that are cached in that generation and that no key finds. Idempotent."""
+        for page_id, generation in zip(page_ids, generations, strict=True):
+            is_meant = page_id in self._cached and self._generations[page_id] == generation
+            if is_meant and self._keys[page_id] is None:
+                self._free_cached(page_id)
 
     def mark_used(self, page_ids: Sequence[int]) -> None:
         """Move reserved pages to used: their content was verified."""
@@ -278,12 +359,20 @@ class PageAllocator:
             self._check_held(page_id)
             self._references[page_id] += 1
 
-    def release(self, page_ids: Sequence[int]) -> None:
-        """Take one holder from each page; a page without holders becomes free."""
-        for page_id in page_ids:
+    def release(self, page_ids: Sequence[int], *, is_kept: bool = False) -> None:
+        """Take one holder from each page; a page without holders is cached if it is named or `is_kept`, else free.
+
+        In the order of a sequence's tokens.
+        """
+        for page_id in reversed(page_ids):
             self._check_held(page_id)
             self._references[page_id] -= 1
-            if self._references[page_id] == 0:
+            if self._references[page_id]:
+                continue
+            if self._states[page_id] == _USED and (is_kept or self._keys[page_id] is not None):
+                self._move(page_id, _CACHED)
+                self._cached[page_id] = None
+            else:
                 self._move(page_id, _FREE)
                 self._free_ids.append(page_id)
 
@@ -323,17 +412,29 @@ class PageAllocator:
         if problems:
             raise InvariantViolated("page allocator: " + "; ".join(problems))
 
-    def _still_cached(self, cached: CachedPages) -> list[int]:
-        return [page_id for page_id in cached.page_ids if self._cachings.get(page_id) == cached.number]
-
     def _evict(self, num_pages: int) -> None:
-        for page_id in list(islice(self._cachings, max(0, num_pages))):
+        for page_id in list(islice(self._cached, max(0, num_pages))):
             self._free_cached(page_id)
 
     def _free_cached(self, page_id: int) -> None:
-        del self._cachings[page_id]
+        del self._cached[page_id]
+        self._forget_key(page_id)
         self._move(page_id, _FREE)
         self._free_ids.append(page_id)
+
+    def _forget_key(self, page_id: int) -> None:
+        key, self._keys[page_id] = self._keys[page_id], None
+        if key is not None:
+            del self._page_of[key]
+            del self._parents[key]
+            self._note(key, self._evicted, self._added)
+
+    @staticmethod
+    def _note(key: PageKey, happened: dict[PageKey, None], opposite: dict[PageKey, None]) -> None:
+        if key in opposite:
+            del opposite[key]
+        else:
+            happened[key] = None
 
     def _no_free_pages(self, num_pages: int) -> NoFreePages:
         return NoFreePages(
@@ -396,9 +497,18 @@ class PageAllocator:
         return problems
 
     def _cache_problems(self) -> list[str]:
+        problems = []
         really_cached = {page_id for page_id, code in enumerate(self._states) if code == _CACHED}
-        wrong = sorted(self._cachings.keys() ^ really_cached)
-        return [f"list of cached pages is wrong about pages {wrong[:10]}"] if wrong else []
+        if wrong := sorted(self._cached.keys() ^ really_cached):
+            problems.append(f"list of cached pages is wrong about pages {wrong[:10]}")
+        named = {page_id: key for page_id, key in enumerate(self._keys) if key is not None}
+        if {key: page_id for page_id, key in named.items()} != self._page_of or len(named) != len(self._page_of):
+            problems.append("pages and keys do not agree")
+        if self._parents.keys() != self._page_of.keys():
+            problems.append("keys and the keys before them do not agree")
+        if wrong := [page_id for page_id in named if self._states[page_id] not in (_CACHED, _USED)]:
+            problems.append(f"pages {wrong[:10]} are named and hold nothing")
+        return problems
 
 
 class PageLease:
@@ -415,15 +525,6 @@ class PageLease:
         self._num_promised = num_promised_pages
         self._is_closed = False
         self.page_ids: list[int] = []
-
-    @classmethod
-    def from_cached(cls, allocator: PageAllocator, cached: CachedPages) -> PageLease | None:
-        """Return a lease of pages that were cached, in their order, or None where they cannot be had any more."""
-        if not allocator.take_cached(cached):
-            return None
-        lease = cls(allocator)
-        lease.page_ids += cached.page_ids
-        return lease
 
     @property
     def num_promised_pages(self) -> int:
@@ -458,16 +559,29 @@ class PageLease:
         is_reserved = [page_id for page_id in self.page_ids if self._allocator.state(page_id) == "reserved"]
         self._allocator.mark_used(is_reserved)
 
-    def close(self) -> None:
-        """Give back the pages and the promise. The second time does nothing."""
-        if not self._is_closed:
-            self._allocator.release(self._end())
-
-    def cache(self) -> CachedPages:
-        """Give back the promise, and the pages too, but keep their content. All must be used, and only here."""
+    def take(self, page_ids: Sequence[int], generations: Sequence[int] | None = None) -> bool:
+        """Add pages whose content is there already, as `PageAllocator.take`; the promise shrinks by as many."""
         if self._is_closed:
-            raise InvariantViolated("a closed page lease has nothing to cache")
-        return self._allocator.cache(self._end())
+            raise InvariantViolated("a closed page lease cannot grow")
+        num_promised = min(len(page_ids), self._num_promised)
+        if not self._allocator.take(page_ids, generations, num_promised=num_promised):
+            return False
+        self._num_promised -= num_promised
+        self.page_ids += page_ids
+        return True
+
+    def close(self, *, is_kept: bool = False) -> None:
+        """Give back the pages and the promise. The second time does nothing.
+
+        `is_kept`: the content of used pages stays, as long as there is room, for who takes it by its generation.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        page_ids, self.page_ids[:] = self.page_ids[:], []
+        num_promised, self._num_promised = self._num_promised, 0
+        self._allocator.unpromise(num_promised)
+        self._allocator.release(page_ids, is_kept=is_kept)
 
     def __enter__(self) -> PageLease:
         return self
@@ -476,14 +590,6 @@ class PageLease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _end(self) -> list[int]:
-        """Close the lease and give back its promise; the caller sees to the pages."""
-        self._is_closed = True
-        page_ids, self.page_ids[:] = self.page_ids[:], []
-        num_promised, self._num_promised = self._num_promised, 0
-        self._allocator.unpromise(num_promised)
-        return page_ids
 
 
 def _check_count(num_pages: int) -> None:
