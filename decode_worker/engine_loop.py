@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from decode_worker.scheduler import BatchScheduler, Progress, Work
-from services.engine.pages import PageAllocator, PageCounts, PageLease, num_pages_for
+from services.engine.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
+from services.engine.prefix import KeyChain, PageKey
 from services.engine.sequence import FinishReason, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
 from services.runtime.clock import Clock
@@ -56,10 +57,19 @@ class PausedSequence(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ReservedPages:
+    """Pages in the order of the tokens; the first `num_cached_tokens` tokens, whole pages, are there already."""
+
+    page_ids: tuple[int, ...]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One step, or what changed between steps (`advances` is empty then). Times are Unix nanoseconds.
 
-    What `paused` names was paused after the step.
+    What `paused` names was paused after the step. `changes` says which pages have come to be found, and which no longer
+    are, since the report before.
     """
 
     start_unix_ns: int
@@ -70,13 +80,15 @@ class StepReport:
     num_running: int
     num_waiting: int
     waiting_tokens: int
+    changes: PageChanges
 
 
 class DecodeLoop:
     """The pages that are set aside and the sequences that are computed.
 
-    Tokens that an earlier attempt emitted are computed again: in chunks, if `replays_in_chunks`, which is right where
-    a chunk gives the same bits as single-token steps, and otherwise one by one, as when they were generated.
+    `is_exact`: a chunk gives the same bits as single-token steps. Then tokens that an earlier attempt emitted are
+    computed again in chunks, and otherwise one by one, as when they were generated. And then pages that were filled by
+    steps of decoding are found by prompts that begin with what was said in them, as those of prompts are in any case.
 
     A key owns its pages from `reserve` or `start` until it ends in a step or `free` is called. `on_report` is called on
     the engine thread and must not block. What a step did is reported when the next one has been prepared: the event
@@ -90,7 +102,7 @@ class DecodeLoop:
         allocator: PageAllocator,
         page_size: int,
         scheduler: BatchScheduler,
-        replays_in_chunks: bool,
+        is_exact: bool,
         clock: Clock,
         on_report: Callable[[StepReport], None],
     ) -> None:
@@ -98,10 +110,11 @@ class DecodeLoop:
         self._allocator = allocator
         self._page_size = page_size
         self._scheduler = scheduler
-        self._replays_in_chunks = replays_in_chunks
+        self._is_exact = is_exact
         self._clock = clock
         self._on_report = on_report
         self._leases: dict[Hashable, PageLease] = {}
+        self._chains: dict[Hashable, KeyChain] = {}
         self._sequences: dict[Hashable, Sequence] = {}
         self._pausing: set[Hashable] = set()
         self._paused: set[Hashable] = set()
@@ -109,25 +122,37 @@ class DecodeLoop:
         self._unsent: StepReport | None = None
         self._is_checked = False
 
-    def reserve(self, key: Hashable, *, num_tokens: int, max_num_tokens: int) -> list[int]:
-        """Sets the prompt's pages aside, promises the rest of the worst case, and returns the pages in order.
+    def reserve(
+        self, key: Hashable, token_ids: list[int], *, num_prompt_tokens: int, max_num_tokens: int, salt: bytes
+    ) -> ReservedPages:
+        """Sets pages aside for tokens that are to arrive, and promises the rest of the worst case.
 
-        Raises NoFreePages, which the caller's books exclude.
+        The first `num_prompt_tokens` of them are the prompt. Pages are shared with sequences of the same `salt`. Raises
+        NoFreePages, which the caller's books exclude.
         """
-        lease = self._lease(key, max_num_tokens)
-        return lease.grow_to(num_pages_for(num_tokens, self._page_size), state="reserved")
+        lease = self._lease(key, max_num_tokens, salt)
+        num_nameable_tokens = self._num_nameable_tokens(num_prompt_tokens, len(token_ids))
+        cached = self._take_cached(lease, self._chains[key].extend(token_ids, num_nameable_tokens))
+        lease.grow_to(num_pages_for(len(token_ids), self._page_size), state="reserved")
+        return ReservedPages(tuple(lease.page_ids), cached * self._page_size)
 
-    def start(self, sequence: Sequence, *, is_paused: bool = False) -> None:
+    def start(self, sequence: Sequence, *, salt: bytes, is_paused: bool = False) -> None:
         """Puts a sequence in line for the batch, or pauses it before its first step of decoding.
 
         Its leading tokens have arrived in the pages that were reserved under its id (`num_computed_tokens` says how
         many), or it has none and is computed here.
         """
         key = sequence.sequence_id
-        lease = self._leases.get(key) or self._lease(key, sequence.max_num_tokens)
+        lease = self._leases.get(key)
+        if lease is None:
+            lease = self._lease(key, sequence.max_num_tokens, salt)
+            num_tokens = self._num_nameable_tokens(sequence.num_prompt_tokens, sequence.num_tokens - 1)
+            keys = self._chains[key].extend(sequence.token_ids, num_tokens)
+            sequence.num_computed_tokens = self._take_cached(lease, keys) * self._page_size
         lease.mark_used()
         sequence.page_table = lease.page_ids
         self._sequences[key] = sequence
+        self._name(sequence, 0)
         self._schedule(sequence)
         if is_paused:
             self.pause(key)
@@ -157,6 +182,7 @@ class DecodeLoop:
         """Forgets a key in any phase and frees its pages. Unknown keys are ignored."""
         self._scheduler.remove(key)
         self._sequences.pop(key, None)
+        self._chains.pop(key, None)
         self._pausing.discard(key)
         self._paused.discard(key)
         lease = self._leases.pop(key, None)
@@ -182,16 +208,35 @@ class DecodeLoop:
             self._send()
         return has_more
 
-    def _lease(self, key: Hashable, max_num_tokens: int) -> PageLease:
+    def _lease(self, key: Hashable, max_num_tokens: int, salt: bytes) -> PageLease:
         assert key not in self._leases, "a key reserves or starts once"
         self._is_checked = False
         lease = PageLease(self._allocator, num_promised_pages=num_pages_for(max_num_tokens, self._page_size))
         self._leases[key] = lease
+        self._chains[key] = KeyChain(salt, self._page_size)
         return lease
+
+    def _take_cached(self, lease: PageLease, keys: list[PageKey]) -> int:
+        """Takes the pages with these keys that are there; how many."""
+        cached = self._allocator.find(keys)
+        return len(cached) if lease.take(cached) else 0
+
+    def _num_nameable_tokens(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """How many of the first tokens have KV that another sequence may use instead of computing them in chunks."""
+        return num_tokens if self._is_exact else min(num_tokens, num_prompt_tokens)
+
+    def _name(self, sequence: Sequence, start: int) -> None:
+        """Lets others find the pages that have become full since `start` tokens were computed."""
+        num_tokens = self._num_nameable_tokens(sequence.num_prompt_tokens, sequence.num_computed_tokens)
+        first_page, end_page = start // self._page_size, num_tokens // self._page_size
+        if first_page < end_page:
+            keys = self._chains[sequence.sequence_id].extend(sequence.token_ids, num_tokens)[:end_page]
+            parent = keys[first_page - 1] if first_page else None
+            self._allocator.name(sequence.page_table[first_page:end_page], keys[first_page:], parent=parent)
 
     def _schedule(self, sequence: Sequence) -> None:
         num_chunked_tokens = sequence.num_prompt_tokens
-        if self._replays_in_chunks:
+        if self._is_exact:
             # All but the last: what continues an answer is a step of decoding, as it would have been.
             num_chunked_tokens = max(num_chunked_tokens, sequence.num_tokens - 1)
         progress = Progress(num_chunked_tokens, sequence.num_tokens, sequence.num_computed_tokens)
@@ -226,6 +271,10 @@ class DecodeLoop:
         sequence = self._sequences[work.key]
         sequence.num_computed_tokens += work.num_tokens
         token_index = sequence.num_generated_tokens
+        if isinstance(outcome, NonFiniteLogits):
+            self._allocator.unname(sequence.page_table)
+        elif work.start // self._page_size != sequence.num_computed_tokens // self._page_size:
+            self._name(sequence, work.start)
         finish_reason = None
         if isinstance(outcome, SampledToken):
             sequence.append_token(outcome.token_id)
@@ -239,7 +288,7 @@ class DecodeLoop:
         if not self._leases and not self._is_checked:
             self._allocator.check_integrity()
             self._is_checked = True
-        if self._allocator.counts() != self._reported_pages:
+        if self._allocator.counts() != self._reported_pages or self._allocator.has_changes:
             self._on_report(self._report(self._clock.unix_ns(), (), ()))
 
     def _send(self) -> None:
@@ -260,6 +309,7 @@ class DecodeLoop:
             self._scheduler.num_running,
             self._scheduler.num_waiting,
             self._scheduler.waiting_tokens,
+            self._allocator.take_changes(),
         )
 
 

@@ -20,7 +20,7 @@ Nothing here touches a tensor; the engine thread is given commands and sends rep
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from kv_transfer.sending import HandoffStats, SendLinks, SendTransfer
 from protos import worker_pb2, worker_pb2_grpc
 from services.engine.engine import EngineParts, check_fits, check_token_ids
 from services.engine.pages import num_pages_for
+from services.engine.prefix import PageKey, cache_salt
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken
 from services.engine.thread import EngineThread, StepWatch
@@ -104,6 +105,7 @@ class _Attempt:
     session: Session
     admitted_s: float
     from_decode: bool
+    is_local: bool
     phase: Phase = Phase.ADMITTED
     wants_pause: bool = False
     paused: PausedSequence | None = None
@@ -142,7 +144,8 @@ class _Attempt:
 class DecodeWorker:
     """Takes pages in, generates tokens, and hands sequences over to other decode workers. Made on the event loop.
 
-    It is the ReceiveTarget of the LinkReceiver that `attach` gives it.
+    It is the ReceiveTarget of the LinkReceiver that `attach` gives it. `on_pages_changed(added, evicted)` is called on
+    the event loop with the keys of pages that have come to be found here, and of those that no longer are.
     """
 
     def __init__(
@@ -154,11 +157,13 @@ class DecodeWorker:
         limits: Limits,
         metrics: WorkerMetrics,
         step_timeout_s: float = 0.0,
+        on_pages_changed: Callable[[tuple[PageKey, ...], tuple[PageKey, ...]], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._parts = parts
         self._links = links
         self._metrics = metrics
+        self._on_pages_changed = on_pages_changed
         self._clock = clock
         self._page_size = parts.pool.layout.page_size
         self._attempts: AttemptTable[_Attempt] = AttemptTable()
@@ -194,7 +199,7 @@ class DecodeWorker:
             allocator=parts.allocator,
             page_size=self._page_size,
             scheduler=BatchScheduler(max_batch=limits.max_batch, step_tokens=limits.chunk_tokens),
-            replays_in_chunks=parts.model.exact,
+            is_exact=parts.model.exact,
             clock=clock,
             on_report=on_this_loop(self._on_report),
         )
@@ -253,7 +258,7 @@ class DecodeWorker:
         self._check(spec)
         if message.from_decode and (message.local_prefill or not spec.emitted_token_ids):
             raise InvalidRequest("a decode worker hands over a sequence that has emitted tokens", field="from_decode")
-        attempt = _Attempt(spec, session, self._clock.monotonic(), message.from_decode)
+        attempt = _Attempt(spec, session, self._clock.monotonic(), message.from_decode, message.local_prefill)
         superseded = self._attempts.begin(spec.key, attempt)
         if superseded is not None:
             self._end(superseded, "superseded", RequestCancelled("a newer attempt was admitted"))
@@ -337,17 +342,21 @@ class DecodeWorker:
             raise TransferFailed(f"the attempt waits for {attempt.num_tokens_to_come} tokens, not {num_tokens}")
         attempt.phase = Phase.RECEIVING
         self._receiving[key] = attempt
-        max_num_tokens = self._max_num_tokens(attempt.spec)
-        reserved = self._engine.submit(
-            lambda: self._loop.reserve(key, num_tokens=num_tokens, max_num_tokens=max_num_tokens)
+        spec = attempt.spec
+        token_ids = [*spec.prompt_token_ids, *spec.emitted_token_ids][:num_tokens]
+        max_num_tokens, salt = self._max_num_tokens(spec), self._salt(spec)
+        reserving = self._engine.submit(
+            lambda: self._loop.reserve(
+                key, token_ids, num_prompt_tokens=len(spec.prompt_token_ids), max_num_tokens=max_num_tokens, salt=salt
+            )
         )
         try:
             # Should the attempt end meanwhile, the transfer is told so and gives the pages back through `release`.
-            page_ids = await asyncio.shield(asyncio.wrap_future(reserved))
+            reserved = await asyncio.shield(asyncio.wrap_future(reserving))
         except Exception as error:
             await self.release(transfer_id, TransferFailed("the pages could not be reserved"))
             raise WorkerUnavailable("the decode worker failed") from error
-        return Reserved(page_ids=page_ids, num_cached_tokens=0)
+        return Reserved(page_ids=reserved.page_ids, num_cached_tokens=reserved.num_cached_tokens)
 
     async def commit(self, transfer_id: TransferId, *, first_token_id: int, sampling_position: int) -> None:
         """Puts the sequence in line for the batch. Raises where the attempt has ended or the seal contradicts it."""
@@ -440,8 +449,8 @@ class DecodeWorker:
             spec.key, spec.prompt_token_ids, sampling=spec.sampling, emitted_token_ids=emitted_token_ids
         )
         sequence.num_computed_tokens = num_computed_tokens
-        is_paused = attempt.wants_pause
-        self._engine.submit(infallible(lambda: self._loop.start(sequence, is_paused=is_paused)))
+        is_paused, salt = attempt.wants_pause, self._salt(spec)
+        self._engine.submit(infallible(lambda: self._loop.start(sequence, salt=salt, is_paused=is_paused)))
 
     def _go_on(self, attempt: _Attempt) -> None:
         attempt.phase = Phase.COMPUTING
@@ -482,6 +491,9 @@ class DecodeWorker:
     def _emit(self, attempt: _Attempt, payload: Payload) -> None:
         self.sessions.emit(attempt.session, *attempt.spec.key, payload)
 
+    def _salt(self, spec: AttemptSpec[Sampling]) -> bytes:
+        return cache_salt(model=self._parts.fingerprint, tenant=spec.cache_salt)
+
     def _max_num_tokens(self, spec: AttemptSpec[Sampling]) -> int:
         return len(spec.prompt_token_ids) + spec.sampling.max_tokens
 
@@ -489,6 +501,8 @@ class DecodeWorker:
 
     def _on_report(self, report: StepReport) -> None:
         self._pages = report.pages
+        if self._on_pages_changed is not None and any(report.changes):
+            self._on_pages_changed(*report.changes)
         self._num_running = report.num_running
         self._waiting_tokens = report.waiting_tokens
         for advance in report.advances:
@@ -508,6 +522,8 @@ class DecodeWorker:
             self.sessions.load_changed()  # an idle worker is seen as idle at once, even if its last step has no event
 
     def _on_advance(self, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
+        if attempt.is_local and attempt.prefill_span is None:
+            self._on_prefill_begun(attempt, advance, report)
         if advance.start < len(attempt.spec.prompt_token_ids):
             self._on_chunk(attempt, advance, report)
         elif attempt.decode_span is None:
@@ -531,13 +547,21 @@ class DecodeWorker:
         attempt.paused = paused
         self._emit(attempt, worker_pb2.Paused(num_tokens=paused.num_generated_tokens))
 
+    def _on_prefill_begun(self, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
+        """Of a prompt that is computed here, the first tokens were computed, or all were here already."""
+        num_cached_tokens = min(advance.start, len(attempt.spec.prompt_token_ids))
+        step_s = (report.end_unix_ns - report.start_unix_ns) / 1e9
+        queue_s = max(0.0, self._clock.monotonic() - attempt.admitted_s - step_s)
+        self._emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s, num_cached_tokens=num_cached_tokens))
+        self._metrics.cached_tokens.inc(num_cached_tokens)
+        attempt.prefill_span = attempt.start_span("prefill", report.start_unix_ns)
+        attempt.prefill_span.set_attribute("tandem.cached_tokens", num_cached_tokens)
+        if advance.start >= len(attempt.spec.prompt_token_ids):
+            attempt.prefill_span.end(report.start_unix_ns)
+
     def _on_chunk(self, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
         """A part of a prompt was computed here."""
-        if attempt.prefill_span is None:
-            step_s = (report.end_unix_ns - report.start_unix_ns) / 1e9
-            queue_s = max(0.0, self._clock.monotonic() - attempt.admitted_s - step_s)
-            self._emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s))
-            attempt.prefill_span = attempt.start_span("prefill", report.start_unix_ns)
+        assert attempt.prefill_span is not None, "a prompt that is computed has begun"
         record_chunk(
             attempt.prefill_span,
             report.start_unix_ns,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prefill_worker.scheduler import Chunk, ChunkScheduler
-from services.engine.pages import CachedPages, PageAllocator, PageCounts, PageLease, num_pages_for
+from services.engine.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
+from services.engine.prefix import KeyChain
 from services.engine.sequence import FinishReason, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
 from services.runtime.clock import Clock
@@ -44,17 +45,38 @@ class ComputedChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """What of a prompt need not be computed: its first `num_tokens` tokens, whole pages, whose KV is in `page_ids`."""
+
+    num_tokens: int
+    page_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptPages:
+    page_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step, or a change of the pages between steps (`chunks` is empty then). Times are Unix nanoseconds."""
+    """One step, or a change of the pages between steps (`chunks` is empty then). Times are Unix nanoseconds.
+
+    `changes` says which pages have come to be found, and which no longer are, since the report before.
+    """
 
     start_unix_ns: int
     end_unix_ns: int
     chunks: tuple[ComputedChunk, ...]
     pages: PageCounts
+    changes: PageChanges
 
 
 class PrefillLoop:
     """The prompts that are being computed, and the pages of those that were, as long as nobody needs the room.
+
+    Full pages are named by what is in them as soon as they are computed, and a prompt begins after those of its first
+    tokens that are there already. At least one token is always computed, because the first answer comes out of it.
 
     `on_report` is called on the engine thread and must not block.
     """
@@ -78,53 +100,67 @@ class PrefillLoop:
         self._meter = PrefillMeter()
         self._leases: dict[Hashable, PageLease] = {}
         self._sequences: dict[Hashable, Sequence] = {}
-        self._kept: dict[Hashable, CachedPages] = {}
+        self._chains: dict[Hashable, KeyChain] = {}
+        self._kept: dict[Hashable, _KeptPages] = {}
         self._reported_pages: PageCounts | None = None
         self._is_checked = False
 
-    def begin(self, sequence: Sequence) -> None:
-        """Takes all pages of a prompt and makes it ready. Raises NoFreePages, which the caller's books exclude."""
+    def begin(self, sequence: Sequence, *, salt: bytes) -> CachedPrefix:
+        """Takes all pages of a prompt and makes it ready; returns what is there already.
+
+        Pages are shared with prompts of the same `salt`. Raises NoFreePages, which the caller's books exclude.
+        """
         self._is_checked = False
+        key, num_tokens = sequence.sequence_id, sequence.num_prompt_tokens
+        chain = KeyChain(salt, self._page_size)
         lease = PageLease(self._allocator)
-        lease.grow(num_pages_for(sequence.num_prompt_tokens, self._page_size), state="used")
+        cached = self._allocator.find(chain.extend(sequence.token_ids, num_tokens - 1))
+        if not lease.take(cached):
+            cached = []
+        lease.grow_to(num_pages_for(num_tokens, self._page_size), state="used")
         sequence.page_table = lease.page_ids
-        self._leases[sequence.sequence_id] = lease
-        self._sequences[sequence.sequence_id] = sequence
-        self._scheduler.add(sequence.sequence_id, num_tokens=sequence.num_prompt_tokens, now_s=self._clock.monotonic())
+        sequence.num_computed_tokens = len(cached) * self._page_size
+        self._leases[key] = lease
+        self._sequences[key] = sequence
+        self._chains[key] = chain
+        now_s = self._clock.monotonic()
+        self._scheduler.add(key, start=sequence.num_computed_tokens, num_tokens=num_tokens, now_s=now_s)
+        return CachedPrefix(sequence.num_computed_tokens, tuple(cached))
 
     def release(self, key: Hashable, *, is_kept: bool = False) -> None:
-        """Forgets a prompt and frees its pages, computed or not. Unknown keys are ignored.
+        """Forgets a prompt and lets its pages go, computed or not. Unknown keys are ignored.
 
         The pages of one that `is_kept` are all computed: they stay as they are until `take_kept`, `drop_kept`, or
         another prompt that needs them.
         """
         self._sequences.pop(key, None)
+        self._chains.pop(key, None)
         self._scheduler.remove(key)
         lease = self._leases.pop(key, None)
         if lease is None:
             return
         if is_kept:
-            self._kept[key] = lease.cache()
-        else:
-            lease.close()
+            page_ids = tuple(lease.page_ids)
+            self._kept[key] = _KeptPages(page_ids, self._allocator.generations(page_ids))
+        lease.close(is_kept=is_kept)
 
     def take_kept(self, kept_key: Hashable, key: Hashable) -> tuple[int, ...] | None:
         """Gives the pages that are kept under `kept_key` to `key`, which releases them. None: not all are there."""
-        cached = self._kept.get(kept_key)
-        lease = None if cached is None else PageLease.from_cached(self._allocator, cached)
-        if lease is None:
+        kept = self._kept.get(kept_key)
+        lease = PageLease(self._allocator)
+        if kept is None or not lease.take(kept.page_ids, kept.generations):
             self.drop_kept(kept_key)
             return None
         del self._kept[kept_key]
         self._is_checked = False
         self._leases[key] = lease
-        return tuple(lease.page_ids)
+        return kept.page_ids
 
     def drop_kept(self, key: Hashable) -> None:
-        """Frees what is left of the pages that are kept under a key. Unknown keys are ignored."""
-        cached = self._kept.pop(key, None)
-        if cached is not None:
-            self._allocator.drop_cached(cached)
+        """Ends the keeping of pages; those that are named may still be found by their content. Ignores unknown keys."""
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._allocator.drop(kept.page_ids, kept.generations)
 
     def step(self) -> bool:
         """Schedule, run, apply, report. Returns whether there is more to compute."""
@@ -158,6 +194,10 @@ class PrefillLoop:
         sequence.num_computed_tokens += chunk.num_tokens
         end = sequence.num_computed_tokens
         first_page = chunk.start // self._page_size
+        if isinstance(outcome, NonFiniteLogits):
+            self._allocator.unname(sequence.page_table)
+        else:
+            self._name(sequence, first_page)
         end_page = num_pages_for(end, self._page_size) if chunk.is_last else end // self._page_size
         finish_reason = None
         if isinstance(outcome, SampledToken):
@@ -174,14 +214,22 @@ class PrefillLoop:
             finish_reason,
         )
 
+    def _name(self, sequence: Sequence, first_page: int) -> None:
+        """Lets others find the pages that are full now, from place `first_page` of the page table on."""
+        end_page = sequence.num_computed_tokens // self._page_size
+        keys = self._chains[sequence.sequence_id].extend(sequence.token_ids, sequence.num_computed_tokens)[:end_page]
+        parent = keys[first_page - 1] if first_page else None
+        self._allocator.name(sequence.page_table[first_page:end_page], keys[first_page:], parent=parent)
+
     def _rest(self) -> None:
         """Nothing to compute: the pages may have changed, and there is time to check the books."""
         if not self._leases and not self._is_checked:
             self._allocator.check_integrity()
             self._is_checked = True
-        if self._allocator.counts() != self._reported_pages:
+        if self._allocator.counts() != self._reported_pages or self._allocator.has_changes:
             self._report(self._clock.unix_ns(), ())
 
     def _report(self, start_unix_ns: int, chunks: tuple[ComputedChunk, ...]) -> None:
         self._reported_pages = self._allocator.counts()
-        self._on_report(StepReport(start_unix_ns, self._clock.unix_ns(), chunks, self._reported_pages))
+        changes = self._allocator.take_changes()
+        self._on_report(StepReport(start_unix_ns, self._clock.unix_ns(), chunks, self._reported_pages, changes))

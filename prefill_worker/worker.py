@@ -23,18 +23,19 @@ Nothing here touches a tensor; the engine thread is given commands and sends rep
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.sending import SendLinks, SendTransfer
-from prefill_worker.engine_loop import ComputedChunk, PrefillLoop, StepReport
+from prefill_worker.engine_loop import CachedPrefix, ComputedChunk, PrefillLoop, StepReport
 from prefill_worker.scheduler import PromptQueue, PromptSize
 from protos import worker_pb2, worker_pb2_grpc
 from services.engine.engine import EngineParts, check_fits, check_token_ids
 from services.engine.pages import num_pages_for
+from services.engine.prefix import PageKey, cache_salt
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken
 from services.engine.thread import EngineThread, StepWatch
@@ -89,6 +90,7 @@ class _Kept:
     key: AttemptKey
     """The attempt under which the engine thread knows the pages."""
     prompt_token_ids: list[int]
+    cache_salt: str
     sampling: Sampling
     first_token_id: int
     outcome: SampledToken | None
@@ -99,7 +101,9 @@ class _Kept:
 
     def fits(self, spec: AttemptSpec[Sampling]) -> bool:
         """Whether computing the prompt of `spec` would give these pages and this token."""
-        if spec.prompt_token_ids != self.prompt_token_ids or spec.sampling != self.sampling:
+        if spec.prompt_token_ids != self.prompt_token_ids or spec.cache_salt != self.cache_salt:
+            return False
+        if spec.sampling != self.sampling:
             return False
         if spec.emitted_token_ids:
             return spec.emitted_token_ids[0] == self.first_token_id
@@ -138,7 +142,11 @@ class _Attempt:
 
 
 class PrefillWorker:
-    """Computes prompts and hands their pages over. Made on the event loop."""
+    """Computes prompts and hands their pages over. Made on the event loop.
+
+    `on_pages_changed(added, evicted)` is called on the event loop with the keys of pages that have come to be found
+    here, and of those that no longer are.
+    """
 
     def __init__(
         self,
@@ -149,11 +157,13 @@ class PrefillWorker:
         limits: Limits,
         metrics: WorkerMetrics,
         step_timeout_s: float = 0.0,
+        on_pages_changed: Callable[[tuple[PageKey, ...], tuple[PageKey, ...]], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._parts = parts
         self._links = links
         self._metrics = metrics
+        self._on_pages_changed = on_pages_changed
         self._clock = clock
         self._page_size = parts.pool.layout.page_size
         self._attempts: AttemptTable[_Attempt] = AttemptTable()
@@ -343,9 +353,7 @@ class PrefillWorker:
 
     def _send_again(self, attempt: _Attempt, transfer: SendTransfer, page_ids: tuple[int, ...]) -> None:
         assert attempt.kept is not None, "who has the pages has the rest"
-        queue_s = self._clock.monotonic() - attempt.arrived_s
-        self._emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s, num_cached_tokens=attempt.num_tokens))
-        self._metrics.cached_tokens.inc(attempt.num_tokens)
+        self._emit_started(attempt, attempt.num_tokens)
         if not attempt.spec.emitted_token_ids and attempt.kept.outcome is not None:
             self._emit(attempt, tokens_message(0, attempt.kept.outcome))
         transfer.send(0, page_ids)
@@ -357,7 +365,7 @@ class PrefillWorker:
         former = self._kept.get(spec.key.request_id)
         if former is not None:
             self._forget(former)
-        attempt.kept = _Kept(spec.key, spec.prompt_token_ids, spec.sampling, first_token_id, outcome)
+        attempt.kept = _Kept(spec.key, spec.prompt_token_ids, spec.cache_salt, spec.sampling, first_token_id, outcome)
         self._kept[spec.key.request_id] = attempt.kept
 
     def _forget(self, kept: _Kept) -> None:
@@ -372,8 +380,11 @@ class PrefillWorker:
 
     async def _compute(self, attempt: _Attempt, transfer: SendTransfer) -> ComputedChunk:
         """Has the prompt computed and its pages sent, chunk by chunk, emits the first token, returns the last chunk."""
-        self._begin(attempt)
         with self._span(attempt, "prefill", {"tandem.prompt_tokens": attempt.num_tokens}) as span:
+            prefix = await self._begin(attempt)
+            span.set_attribute("tandem.cached_tokens", prefix.num_tokens)
+            if prefix.page_ids:
+                self._send(attempt, transfer, 0, prefix.page_ids)
             while True:
                 report, chunk = await attempt.chunks.get()
                 record_chunk(
@@ -384,20 +395,34 @@ class PrefillWorker:
                 if isinstance(chunk.outcome, SampledToken):
                     self._emit(attempt, tokens_message(0, chunk.outcome))
                 if chunk.page_ids:
-                    # Raises what ended the transfer, if it has ended: nobody waits for the rest of the prompt then.
-                    transfer.send(chunk.first_page, chunk.page_ids)
-                    attempt.sending_since_unix_ns = attempt.sending_since_unix_ns or self._clock.unix_ns()
+                    self._send(attempt, transfer, chunk.first_page, chunk.page_ids)
                 if chunk.is_last:
                     return chunk
 
-    def _begin(self, attempt: _Attempt) -> None:
+    def _send(self, attempt: _Attempt, transfer: SendTransfer, first_page: int, page_ids: tuple[int, ...]) -> None:
+        """Raises what ended the transfer, if it has ended: nobody waits for the rest of the prompt then."""
+        transfer.send(first_page, page_ids)
+        attempt.sending_since_unix_ns = attempt.sending_since_unix_ns or self._clock.unix_ns()
+
+    async def _begin(self, attempt: _Attempt) -> CachedPrefix:
+        """Puts the prompt in line for the engine; returns when that knows what need not be computed."""
         spec = attempt.spec
         sequence = Sequence(
             spec.key, spec.prompt_token_ids, sampling=spec.sampling, emitted_token_ids=spec.emitted_token_ids
         )
+        salt = cache_salt(model=self._parts.fingerprint, tenant=spec.cache_salt)
         attempt.has_begun = True
-        self._engine.submit(infallible(lambda: self._loop.begin(sequence)))
-        self._emit(attempt, worker_pb2.PrefillStarted(queue_s=self._clock.monotonic() - attempt.arrived_s))
+        beginning = self._engine.submit(infallible(lambda: self._loop.begin(sequence, salt=salt)))
+        prefix = await asyncio.wrap_future(beginning)
+        self._emit_started(attempt, prefix.num_tokens)
+        self._queue.computed(spec.key, prefix.num_tokens)
+        self._give_turns()
+        return prefix
+
+    def _emit_started(self, attempt: _Attempt, num_cached_tokens: int) -> None:
+        queue_s = self._clock.monotonic() - attempt.arrived_s
+        self._emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s, num_cached_tokens=num_cached_tokens))
+        self._metrics.cached_tokens.inc(num_cached_tokens)
 
     async def _seal(self, attempt: _Attempt, transfer: SendTransfer) -> None:
         assert attempt.kept is not None, "what is sealed is computed"
@@ -487,6 +512,8 @@ class PrefillWorker:
 
     def _on_report(self, report: StepReport) -> None:
         self._pages = report.pages
+        if self._on_pages_changed is not None and any(report.changes):
+            self._on_pages_changed(*report.changes)
         for chunk in report.chunks:
             assert isinstance(chunk.key, AttemptKey), "only attempts are computed"
             self._queue.computed(chunk.key, chunk.num_tokens)

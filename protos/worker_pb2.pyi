@@ -290,10 +290,13 @@ class SequenceSpec(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """Milliseconds that were left until the request's deadline when this message was sent; at least 1."""
     traceparent: _builtins.str
     """W3C trace context of the request's span. Empty: not traced."""
+    cache_salt: _builtins.str
+    """Who may share this request's pages: requests of the same text. Empty: all that have none."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """Which try this is."""
@@ -324,10 +327,11 @@ class SequenceSpec(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         deadline_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "id", b"id", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "id", b"id", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -750,7 +754,7 @@ class PrefillStarted(_message.Message):
     queue_s: _builtins.float
     """Seconds between taking the attempt and beginning it."""
     num_cached_tokens: _builtins.int
-    """Prompt tokens that are not computed, because an earlier attempt's pages are still here."""
+    """Prompt tokens that are not computed, because pages of earlier requests are here."""
     def __init__(
         self,
         *,

@@ -29,6 +29,7 @@ class AttemptSpec(Generic[S]):
     sampling: S
     deadline: Deadline
     traceparent: str
+    cache_salt: str = ""
 
 
 def read_key(message: worker_pb2.AttemptId) -> AttemptKey:
@@ -54,6 +55,7 @@ def read_spec(
         sampling=sampling_class(**_sampling_values(message)),
         deadline=Deadline.from_remaining_ms(max(message.deadline_ms, 1), clock=clock),
         traceparent=message.traceparent,
+        cache_salt=message.cache_salt,
     )
 
 

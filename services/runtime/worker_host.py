@@ -45,12 +45,12 @@ async def within(deadline: Deadline) -> AsyncIterator[None]:
         raise DeadlineExceeded("the request's deadline passed") from None
 
 
-def infallible(command: Callable[[], None]) -> Callable[[], None]:
-    """A command for the engine thread that nobody waits for: if it fails, the books are wrong and the engine stops."""
+def infallible(command: Callable[[], R]) -> Callable[[], R]:
+    """A command for the engine thread that cannot fail: if it does, the books are wrong and the engine stops."""
 
-    def run() -> None:
+    def run() -> R:
         try:
-            command()
+            return command()
         except InvariantViolated:
             raise
         except Exception as error:

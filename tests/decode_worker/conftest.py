@@ -198,10 +198,15 @@ class Bench:
             while not holds():  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.002)
 
-    async def until_free(self) -> None:
-        """Waits until every page is free and every account is even."""
-        nothing = Load(NUM_PAGES, NUM_PAGES, 0, 0, 0)
-        await self.until(lambda: self.worker.load() == nothing)
+    async def until_free(self, *, num_cached: int | None = None) -> None:
+        """Waits until nobody holds a page, so many are cached, all others are free, and every account is even."""
+
+        def is_even() -> bool:
+            load = self.worker.load()
+            cached = load.pages_cached if num_cached is None else num_cached
+            return load == Load(NUM_PAGES, NUM_PAGES - cached, cached, 0, 0)
+
+        await self.until(is_even)
         assert not len(self.worker._attempts)
         assert not self.worker._receiving
         self.allocator.check_integrity()
@@ -218,6 +223,7 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
         chunk_tokens: int = 8,
         step_timeout_s: float = 0.0,
         exact: bool = False,
+        **fields: Any,
     ) -> Bench:
         allocator = PageAllocator(NUM_PAGES)
         runner = GatedRunner()
@@ -228,6 +234,7 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
             allocator=allocator,
             runner=runner,
             model=SimpleNamespace(exact=exact),
+            fingerprint="a model",
         )
         metrics = WorkerMetrics(worker_id="decode-0")
         links = FakeLinks()
@@ -238,6 +245,7 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
             limits=Limits(max_batch=max_batch, max_admitted=max_admitted, chunk_tokens=chunk_tokens),
             metrics=metrics,
             step_timeout_s=step_timeout_s,
+            **fields,
         )
         receiver = FakeReceiver(worker)
         worker.attach(cast(Any, receiver))

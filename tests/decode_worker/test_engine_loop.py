@@ -1,19 +1,22 @@
+from collections import Counter
 from collections.abc import Hashable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.engine_loop import Advance, DecodeLoop, StepReport
+from decode_worker.engine_loop import Advance, DecodeLoop, ReservedPages, StepReport
 from decode_worker.scheduler import BatchScheduler
 from services.engine.pages import PageAllocator
+from services.engine.prefix import page_keys
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
 from services.runtime.clock import ManualClock
-from services.runtime.errors import InvariantViolated
+from services.runtime.errors import InvariantViolated, NoFreePages
 
 PAGE_SIZE = 4
 STOP = 999
+SALT = b"shared by all"
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -22,13 +25,19 @@ def next_token(token_ids: list[int]) -> int:
 
 
 class FakeRunner:
-    """Sees that no token is computed without a used page of its own, and that replay is one token at a time."""
+    """Sees that no token is computed without a used page of its own, and that replay is one token at a time.
+
+    `memory` says which token's KV is in a slot of a page, and whether a chunk wrote it: whoever attends to it must find
+    what it would have computed itself.
+    """
 
     def __init__(self, allocator: PageAllocator, *, replays_in_chunks: bool) -> None:
         self.allocator = allocator
         self.replays_in_chunks = replays_in_chunks
         self.broken: set[Hashable] = set()
         self.batches: list[int] = []
+        self.num_tokens = 0
+        self.memory: dict[tuple[int, int], tuple[int, bool]] = {}
 
     def prepare(self, plan: StepPlan) -> StepPlan:
         return plan
@@ -36,23 +45,43 @@ class FakeRunner:
     def compute(self, plan: StepPlan) -> StepResult:
         self.batches.append(len(plan.items))
         outcomes: list[SampledToken | NonFiniteLogits | None] = []
-        seen: set[int] = set()
+        held = Counter(page for item in plan.items for page in item.sequence.page_table)
         for item in plan.items:
             sequence = item.sequence
             end = sequence.num_computed_tokens + item.num_scheduled_tokens
             assert len(sequence.page_table) * PAGE_SIZE >= end
             assert all(self.allocator.state(page) == "used" for page in sequence.page_table)
-            assert not seen & set(sequence.page_table)
-            seen |= set(sequence.page_table)
+            writes = sequence.page_table[sequence.num_computed_tokens // PAGE_SIZE : -(-end // PAGE_SIZE)]
+            assert all(held[page] == self.allocator.num_references(page) == 1 for page in writes)
             chunked = sequence.num_prompt_tokens
             if self.replays_in_chunks:
                 chunked = max(chunked, sequence.num_prompt_tokens + sequence.num_emitted_tokens - 1)
             assert end <= chunked or item.num_scheduled_tokens == 1
-            if sequence.sequence_id in self.broken:
+            self.num_tokens += item.num_scheduled_tokens
+            is_broken = sequence.sequence_id in self.broken
+            if not is_broken:
+                self.check(sequence)
+            self.write(
+                sequence.page_table,
+                [-1 if is_broken else token for token in sequence.token_ids[:end]],
+                start=sequence.num_computed_tokens,
+                is_chunk=end <= chunked,
+            )
+            if is_broken:
                 outcomes.append(NonFiniteLogits("NaN"))
             else:
                 outcomes.append(SampledToken(next_token(sequence.token_ids)) if item.is_sampled else None)
         return StepResult(outcomes)
+
+    def write(self, page_table: list[int], token_ids: list[int], *, start: int, is_chunk: bool) -> None:
+        for place in range(start, len(token_ids)):
+            self.memory[page_table[place // PAGE_SIZE], place % PAGE_SIZE] = (token_ids[place], is_chunk)
+
+    def check(self, sequence: Sequence) -> None:
+        for place in range(sequence.num_computed_tokens):
+            token, is_chunk = self.memory[sequence.page_table[place // PAGE_SIZE], place % PAGE_SIZE]
+            assert token == sequence.token_ids[place], "the page holds another content"
+            assert is_chunk or self.replays_in_chunks or place >= sequence.num_prompt_tokens
 
 
 class Bench:
@@ -67,20 +96,50 @@ class Bench:
             allocator=self.allocator,
             page_size=PAGE_SIZE,
             scheduler=BatchScheduler(max_batch=max_batch, step_tokens=step_tokens, min_prefill_tokens=1),
-            replays_in_chunks=replays_in_chunks,
+            is_exact=replays_in_chunks,
             clock=ManualClock(),
             on_report=self.reports.append,
         )
 
-    def local(self, key: str | int, prompt: list[int], *, max_tokens: int, emitted: list[int] | None = None) -> None:
-        self.loop.start(sequence(key, prompt, max_tokens=max_tokens, emitted=emitted or []))
+    def local(
+        self,
+        key: str | int,
+        prompt: list[int],
+        *,
+        max_tokens: int,
+        emitted: list[int] | None = None,
+        salt: bytes = SALT,
+    ) -> None:
+        self.loop.start(sequence(key, prompt, max_tokens=max_tokens, emitted=emitted or []), salt=salt)
+
+    def reserve(
+        self, key: str | int, tokens: list[int], *, max_tokens: int, num_prompt_tokens: int | None = None
+    ) -> ReservedPages:
+        num_prompt_tokens = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
+        reserved = self.loop.reserve(
+            key,
+            tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            max_num_tokens=num_prompt_tokens + max_tokens,
+            salt=SALT,
+        )
+        num_cached = reserved.num_cached_tokens // PAGE_SIZE
+        assert all(self.allocator.state(page) == "used" for page in reserved.page_ids[:num_cached])
+        assert all(self.allocator.state(page) == "reserved" for page in reserved.page_ids[num_cached:])
+        return reserved
 
     def handed_over(self, key: str | int, prompt: list[int], *, max_tokens: int, emitted: list[int]) -> None:
-        pages = self.loop.reserve(key, num_tokens=len(prompt), max_num_tokens=len(prompt) + max_tokens)
-        assert all(self.allocator.state(page) == "reserved" for page in pages)
+        reserved = self.reserve(key, prompt, max_tokens=max_tokens)
+        self.runner.write([*reserved.page_ids], prompt, start=reserved.num_cached_tokens, is_chunk=True)
         taken = sequence(key, prompt, max_tokens=max_tokens, emitted=emitted)
         taken.num_computed_tokens = len(prompt)
-        self.loop.start(taken)
+        self.loop.start(taken, salt=SALT)
+
+    def until_rest(self) -> None:
+        """Nothing is held, whatever is still found."""
+        pages = self.reports[-1].pages
+        assert (pages.free + pages.cached, pages.reserved, pages.used) == (pages.total, 0, 0)
+        self.allocator.check_integrity()
 
     def run(self) -> None:
         while self.loop.step():
@@ -119,7 +178,7 @@ def test_a_handed_over_sequence_goes_on_from_index_one_and_frees_its_pages() -> 
     bench.run()
     assert bench.tokens("a") == dict(list(enumerate(answer))[1:])
     assert bench.advances("a")[-1].finish_reason == "length"
-    assert bench.reports[-1].pages == (64, 64, 0, 0, 0)
+    bench.until_rest()
     assert bench.reports[-1].num_running == 0
 
 
@@ -187,7 +246,7 @@ def test_a_broken_sequence_fails_alone_and_frees_its_pages() -> None:
 
 def test_a_reservation_can_be_freed_before_it_starts() -> None:
     bench = Bench(num_pages=8)
-    bench.loop.reserve("a", num_tokens=9, max_num_tokens=20)
+    bench.reserve("a", [1] * 9, max_tokens=11)
     assert not bench.loop.step()
     assert bench.reports[-1].pages == (8, 5, 0, 3, 0)
     bench.loop.free("a")
@@ -200,7 +259,7 @@ def test_the_worst_case_is_promised_so_growth_cannot_fail() -> None:
     bench = Bench(num_pages=5)
     bench.handed_over("a", [1] * 4, max_tokens=16, emitted=[1])
     with pytest.raises(Exception, match="available"):
-        bench.loop.reserve("b", num_tokens=1, max_num_tokens=4)
+        bench.reserve("b", [1], max_tokens=3)
     bench.loop.free("b")
     bench.run()
     assert len(bench.tokens("a")) == 15
@@ -259,7 +318,7 @@ def test_any_mix_gives_each_its_own_answer_and_leaves_no_page(
         else:
             assert tokens.items() <= answer.items()
     assert max(bench.runner.batches, default=0) <= max_batch
-    assert bench.reports[-1].pages == (400, 400, 0, 0, 0)
+    bench.until_rest()
 
 
 def test_a_pause_comes_after_the_report_of_the_step_before_it() -> None:
@@ -281,7 +340,7 @@ def test_a_pause_comes_after_the_report_of_the_step_before_it() -> None:
     bench.loop.unpause("a")
     bench.run()
     assert list(bench.tokens("a").values()) == answer
-    assert bench.reports[-1].pages == (64, 64, 0, 0, 0)
+    bench.until_rest()
 
 
 def test_a_paused_sequence_can_be_freed() -> None:
@@ -293,7 +352,7 @@ def test_a_paused_sequence_can_be_freed() -> None:
     bench.loop.unpause("a")
     bench.loop.pause("a")
     bench.run()
-    assert bench.reports[-1].pages == (64, 64, 0, 0, 0)
+    bench.until_rest()
     assert not bench.loop._paused
 
 
@@ -346,4 +405,177 @@ def test_pauses_at_any_time_change_no_token(
             sequence_length = len(prompts[paused.key]) + paused.num_generated_tokens
             assert paused.num_computed_tokens == sequence_length - 1
             assert len(paused.page_ids) == -(-paused.num_computed_tokens // PAGE_SIZE)
+    bench.until_rest()
+
+
+def test_the_next_turn_finds_what_the_last_one_left() -> None:
+    bench = Bench(replays_in_chunks=True)
+    prompt = list(range(1, 11))
+    answer = expected(prompt, 9)
+    bench.handed_over("a", prompt, max_tokens=9, emitted=answer[:1])
+    bench.run()
+    said = [*prompt, *answer]
+    # Of the last token nobody has computed anything, and its page is full with it: 18 tokens are four pages.
+    reserved = bench.reserve("b", [*said, 5, 6, 7], max_tokens=4)
+    assert reserved.num_cached_tokens == 16
+    bench.loop.free("b")
+    before = bench.runner.num_tokens
+    bench.local("c", [*said, 5, 6, 7], max_tokens=1)
+    bench.run()
+    assert bench.advances("c")[0].start == 16
+    assert bench.runner.num_tokens - before == 22 - 16
+    assert bench.tokens("c") == dict(enumerate(expected([*said, 5, 6, 7], 1)))
+    bench.until_rest()
+
+
+def test_where_chunks_are_not_exact_only_prompts_are_found() -> None:
+    bench = Bench(replays_in_chunks=False)
+    prompt = list(range(1, 11))
+    answer = expected(prompt, 9)
+    bench.handed_over("a", prompt, max_tokens=9, emitted=answer[:1])
+    bench.run()
+    bench.local("b", [*prompt, *answer, 5], max_tokens=1)
+    bench.run()
+    assert bench.advances("b")[0].start == 8
+    assert bench.reserve("c", [*prompt, *answer, 5], num_prompt_tokens=10, max_tokens=30).num_cached_tokens == 8
+    assert bench.reserve("d", [*prompt, *answer, 5], max_tokens=30).num_cached_tokens == 20, "of b's prompt"
+
+
+@pytest.mark.parametrize(("num_tokens", "num_cached"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_of_a_local_prompt_at_least_the_last_token_is_computed(num_tokens: int, num_cached: int) -> None:
+    bench = Bench()
+    for key in "ab":
+        bench.local(key, [1] * num_tokens, max_tokens=2)
+        bench.run()
+    assert bench.advances("b")[0].start == num_cached
+    assert bench.tokens("b") == bench.tokens("a")
+
+
+def test_of_a_handover_everything_may_be_here_already() -> None:
+    bench = Bench()
+    bench.local("a", [1] * 8, max_tokens=2)
+    bench.run()
+    assert bench.reserve("b", [1] * 8, max_tokens=2).num_cached_tokens == 8
+    bench.loop.free("b")
+    bench.handed_over("c", [1] * 8, max_tokens=3, emitted=expected([1] * 8, 1))
+    bench.run()
+    assert list(bench.tokens("c").values()) == expected([1] * 8, 3)[1:]
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_replay_begins_after_what_is_here(is_exact: bool) -> None:
+    bench = Bench(replays_in_chunks=is_exact, step_tokens=64)
+    answer = expected([3] * 9, 30)
+    bench.local("a", [3] * 9, max_tokens=30)
+    bench.run()
+    bench.local("b", [3] * 9, max_tokens=30, emitted=answer[:20])
+    bench.run()
+    assert bench.tokens("b") == dict(list(enumerate(answer))[20:])
+    assert bench.advances("b")[0].start == (28 if is_exact else 8)
+
+
+def test_pages_that_were_not_sealed_are_not_found() -> None:
+    bench = Bench()
+    bench.reserve("a", [1] * 20, max_tokens=4)
+    assert bench.reserve("b", [1] * 20, max_tokens=4).num_cached_tokens == 0
+    bench.loop.free("a")
+    bench.loop.free("b")
+    bench.loop.step()
     assert bench.reports[-1].pages == (64, 64, 0, 0, 0)
+    assert bench.reserve("c", [1] * 20, max_tokens=4).num_cached_tokens == 0
+
+
+def test_what_came_out_wrong_is_not_found() -> None:
+    bench = Bench(step_tokens=8, replays_in_chunks=True)
+    bench.local("a", [1] * 12, max_tokens=9)
+    bench.run()
+    bench.local("bad", [1] * 12, max_tokens=9)
+    bench.runner.broken.add("bad")
+    bench.run()
+    bench.local("b", [1] * 12, max_tokens=9)
+    bench.run()
+    assert bench.advances("b")[0].start == 0, "nor what it had found: some of it may have been the reason"
+    assert list(bench.tokens("b").values()) == expected([1] * 12, 9)
+    bench.until_rest()
+
+
+def test_another_salt_shares_nothing() -> None:
+    bench = Bench()
+    for key in "ab":
+        bench.local(key, [1] * 12, max_tokens=2, salt=key.encode())
+        bench.run()
+    assert bench.advances("b")[0].start == 0
+
+
+def test_a_hit_costs_no_page_that_was_promised_to_another() -> None:
+    bench = Bench(num_pages=6)
+    bench.local("a", [1] * 12, max_tokens=4)
+    bench.run()
+    assert bench.allocator.counts().cached == 3
+    bench.reserve("b", [2] * 4, max_tokens=8)
+    assert bench.reserve("c", [1] * 12, max_tokens=0).num_cached_tokens == 12
+    assert bench.allocator.num_available_pages == 0
+    with pytest.raises(NoFreePages):
+        bench.reserve("d", [1] * 4, max_tokens=0)
+
+
+def test_reports_say_what_came_to_be_found_and_what_gave_way() -> None:
+    bench = Bench(num_pages=3, replays_in_chunks=True)
+    bench.local("a", [1] * 5, max_tokens=6)
+    bench.run()
+    said = [1] * 5 + expected([1] * 5, 6)
+    keys = page_keys(said, salt=SALT, page_size=PAGE_SIZE)
+    assert [key for report in bench.reports for key in report.changes.added] == keys
+    bench.reserve("b", [7] * 8, max_tokens=0)
+    bench.loop.step()
+    assert bench.reports[-1].changes == ((), (keys[1],))
+
+
+CONVERSATIONS = st.lists(
+    st.tuples(
+        st.integers(0, 1),  # which conversation
+        st.integers(1, 30),  # how much of it is the prompt
+        st.integers(1, 6),  # max_tokens
+        st.integers(0, 3),  # emitted before
+        st.booleans(),  # computed here
+        st.integers(0, 3),  # steps before the next
+        st.sampled_from(["runs", "runs", "cancelled", "broken", "never sealed"]),
+    ),
+    min_size=2,
+    max_size=25,
+)
+
+
+@given(CONVERSATIONS, st.integers(10, 24), st.booleans(), st.integers(1, 9))
+def test_whatever_is_found_under_pressure_is_what_would_have_been_computed(
+    turns: list[tuple[int, int, int, int, bool, int, str]], num_pages: int, is_exact: bool, step_tokens: int
+) -> None:
+    bench = Bench(num_pages=num_pages, replays_in_chunks=is_exact, step_tokens=step_tokens)
+    texts = [[first, *expected([first], 40)] for first in (7, 8)]
+    for key, (which, length, max_tokens, num_emitted, is_local, num_steps, fate) in enumerate(turns):
+        prompt = texts[which][:length]
+        emitted = expected(prompt, min(num_emitted, max_tokens - 1))
+        try:
+            if fate == "never sealed":
+                bench.reserve(key, prompt, max_tokens=max_tokens)
+            elif is_local or not emitted:
+                bench.local(key, prompt, max_tokens=max_tokens, emitted=emitted)
+            else:
+                bench.handed_over(key, prompt, max_tokens=max_tokens, emitted=emitted)
+        except NoFreePages:
+            bench.run()
+            continue
+        if fate == "broken":
+            bench.runner.broken.add(key)
+        for _ in range(num_steps):
+            bench.loop.step()
+        if fate in ("cancelled", "never sealed"):
+            bench.loop.free(key)
+    bench.run()
+    bench.until_rest()
+    for key, (which, length, max_tokens, *_) in enumerate(turns):
+        answer = dict(enumerate(expected(texts[which][:length], max_tokens)))
+        assert bench.tokens(key).items() <= answer.items()
+    found = {key for report in bench.reports for key in report.changes.added}
+    gone = {key for report in bench.reports for key in report.changes.evicted}
+    assert found - gone <= bench.allocator._page_of.keys()

@@ -419,3 +419,98 @@ async def test_what_is_left_at_the_end_of_a_drain_is_told(make_bench: Make) -> N
     await asyncio.wait_for(closing, 10)
     assert not len(bench.worker._attempts)
     assert gateway.kinds("r").count("failed") == 1
+
+
+def turn(prompt: list[int], num_tokens: int) -> list[int]:
+    """The conversation after an answer to `prompt`."""
+    return [*prompt, *answer(prompt, num_tokens).values()]
+
+
+async def test_the_next_turn_finds_the_pages_that_the_last_answer_left(make_bench: Make) -> None:
+    bench = make_bench(exact=True)
+    gateway = bench.gateway()
+    gateway.admit("r", [1] * 6, max_tokens=7)
+    await gateway.event("r", "admitted")
+    await bench.hand_over("r", [1] * 6)
+    await gateway.event("r", "finished")
+    await bench.until_free(num_cached=3)
+    said = [*turn([1] * 6, 7), 5]
+    gateway.admit("s", said)
+    await gateway.event("s", "admitted")
+    reserved = await bench.worker.reserve(TransferId("s", 1), len(said))
+    assert (len(reserved.page_ids), reserved.num_cached_tokens) == (4, 12)
+    await bench.worker.commit(TransferId("s", 1), first_token_id=sum(said) % 1000, sampling_position=len(said) + 1)
+    await gateway.event("s", "finished")
+    assert gateway.tokens("s") == {k: v for k, v in answer(said, 4).items() if k}
+    gateway.admit("t", said, local=True)
+    assert (await gateway.event("t", "prefill_started")).num_cached_tokens == 12
+    await gateway.event("t", "finished")
+    assert gateway.tokens("t") == answer(said, 4)
+    await bench.until_free()
+    value = bench.metrics.registry.get_sample_value
+    assert value("tandem_cached_tokens_total", {"worker": "decode-0"}) == 12
+    assert value("tandem_computed_tokens_total", {"worker": "decode-0"}) == 6 + 3 + 2 + 3
+
+
+@pytest.mark.parametrize(("num_emitted", "num_cached"), [(0, 4), (3, 4), (4, 5), (7, 5)])
+async def test_a_replay_says_how_much_of_the_prompt_was_here(
+    make_bench: Make, num_emitted: int, num_cached: int
+) -> None:
+    bench = make_bench(exact=True)
+    gateway = bench.gateway()
+    gateway.admit("r", [1] * 5, max_tokens=8, local=True)
+    await gateway.event("r", "finished")
+    emitted = list(answer([1] * 5, 8).values())
+    gateway.admit("r", [1] * 5, max_tokens=8, local=True, attempt=2, emitted_token_ids=emitted[:num_emitted])
+    assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == num_cached
+    await gateway.event("r", "finished", attempt=2)
+    assert gateway.kinds("r", attempt=2).count("prefill_started") == 1
+    assert gateway.tokens("r", attempt=2) == dict(list(enumerate(emitted))[num_emitted:])
+
+
+async def test_tenants_share_no_page(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    for request_id, salt in (("a", "one"), ("b", "two"), ("c", ""), ("d", "two")):
+        gateway.admit(request_id, [1] * 9, local=True, cache_salt=salt)
+        await gateway.event(request_id, "finished")
+    cached = [(await gateway.event(request_id, "prefill_started")).num_cached_tokens for request_id in "abcd"]
+    assert cached == [0, 0, 0, 8]
+    gateway.admit("e", [1] * 9, cache_salt="three")
+    gateway.admit("f", [1] * 9, cache_salt="two")
+    await gateway.event("f", "admitted")
+    assert (await bench.worker.reserve(TransferId("e", 1), 9)).num_cached_tokens == 0
+    assert (await bench.worker.reserve(TransferId("f", 1), 9)).num_cached_tokens == 8
+    for request_id in "ef":
+        await bench.worker.release(TransferId(request_id, 1), TransferFailed("broken"))
+    await bench.until_free()
+
+
+@pytest.mark.parametrize("how", ["cancel", "release"])
+async def test_a_transfer_that_ends_early_leaves_nothing_to_find_but_what_was_here(make_bench: Make, how: str) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.admit("first", [1] * 9, local=True, max_tokens=1)
+    await gateway.event("first", "finished")
+    await bench.until_free(num_cached=2)
+    gateway.admit("r", [1] * 9 + [2] * 9)
+    await gateway.event("r", "admitted")
+    await bench.worker.reserve(TransferId("r", 1), 18)
+    assert bench.allocator.counts() == (16, 11, 0, 3, 2)
+    if how == "cancel":
+        gateway.cancel("r")
+    else:
+        await bench.worker.release(TransferId("r", 1), TransferFailed("broken"))
+    await bench.until_free(num_cached=2)
+
+
+async def test_who_asks_hears_which_pages_come_and_go(make_bench: Make) -> None:
+    heard: list[tuple[int, int]] = []
+    bench = make_bench(on_pages_changed=lambda added, evicted: heard.append((len(added), len(evicted))))
+    gateway = bench.gateway()
+    for request_id, token in (("r", 1), ("s", 2)):
+        gateway.admit(request_id, [token] * 40, local=True, max_tokens=1)
+        await gateway.event(request_id, "finished")
+    await bench.until_free()
+    assert [sum(numbers) for numbers in zip(*heard, strict=True)] == [20, 4]
+    assert (0, 0) not in heard

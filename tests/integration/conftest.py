@@ -340,6 +340,7 @@ class ScriptedGateway:
         deadline_ms: int = 60_000,
         eos: list[int] | None = None,
         traceparent: str = "",
+        cache_salt: str = "",
         **sampling: Any,
     ) -> Answer:
         """Admits a request and, once admitted, has it prefilled, unless it comes from a decode worker.
@@ -354,6 +355,7 @@ class ScriptedGateway:
             emitted_token_ids=emitted or [],
             sampling=inference_pb2.SamplingParams(**given),
             eos_token_ids=eos or [],
+            cache_salt=cache_salt,
             deadline_ms=deadline_ms,
             traceparent=traceparent,
         )

@@ -142,10 +142,15 @@ class Bench:
             while not holds():  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.002)
 
-    async def until_free(self, *, num_cached: int = 0) -> None:
-        """Waits until nobody holds a page, so many are kept, all others are free, and every account is even."""
-        nothing = Load(NUM_PAGES, NUM_PAGES - num_cached, num_cached, 0, 0)
-        await self.until(lambda: self.worker.load() == nothing)
+    async def until_free(self, *, num_cached: int | None = None) -> None:
+        """Waits until nobody holds a page, so many are cached, all others are free, and every account is even."""
+
+        def is_even() -> bool:
+            load = self.worker.load()
+            cached = load.pages_cached if num_cached is None else num_cached
+            return load == Load(NUM_PAGES, NUM_PAGES - cached, cached, 0, 0)
+
+        await self.until(is_even)
         assert not self.worker._tasks
         assert not len(self.worker._attempts)
         self.allocator.check_integrity()
@@ -157,7 +162,7 @@ async def make_bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
     monkeypatch.setattr("prefill_worker.worker.KEPT_S", 600.0)
     benches: list[Bench] = []
 
-    def make(*, chunk_tokens: int = 8, max_waiting: int = 4, step_timeout_s: float = 0.0) -> Bench:
+    def make(*, chunk_tokens: int = 8, max_waiting: int = 4, step_timeout_s: float = 0.0, **fields: Any) -> Bench:
         allocator = PageAllocator(NUM_PAGES)
         runner = GatedRunner()
         links = FakeLinks()
@@ -167,6 +172,7 @@ async def make_bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
             pool=SimpleNamespace(num_pages=NUM_PAGES, layout=layout),
             allocator=allocator,
             runner=runner,
+            fingerprint="a model",
         )
         metrics = WorkerMetrics(worker_id="prefill-0")
         worker = PrefillWorker(
@@ -176,6 +182,7 @@ async def make_bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
             limits=Limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting),
             metrics=metrics,
             step_timeout_s=step_timeout_s,
+            **fields,
         )
         benches.append(Bench(worker, links, runner, allocator, metrics))
         return benches[-1]
@@ -188,7 +195,7 @@ async def make_bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
             transfer.may_abort.set()
         await bench.worker.close()
         if not bench.worker.failed.done():
-            assert bench.allocator.num_free_pages == NUM_PAGES
+            assert bench.allocator.num_free_pages + bench.allocator.num_cached_pages == NUM_PAGES
             bench.allocator.check_integrity()
         for gateway in bench.gateways:
             gateway.drop()

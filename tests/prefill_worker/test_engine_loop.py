@@ -2,14 +2,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefill_worker.engine_loop import ComputedChunk, PrefillLoop, StepReport
-from services.engine.pages import PageAllocator
+from prefill_worker.engine_loop import CachedPrefix, ComputedChunk, PrefillLoop, StepReport
+from services.engine.pages import PageAllocator, PageChanges
+from services.engine.prefix import page_keys
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
 from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated, NoFreePages
 
 PAGE_SIZE = 4
+SALT = b"shared by all"
 
 
 class SumRunner:
@@ -37,6 +39,7 @@ class Bench:
         self.allocator = PageAllocator(num_pages)
         self.runner = SumRunner()
         self.reports: list[StepReport] = []
+        self.prefixes: dict[object, CachedPrefix] = {}
         self.loop = PrefillLoop(
             runner=self.runner,
             allocator=self.allocator,
@@ -46,9 +49,11 @@ class Bench:
             on_report=self.reports.append,
         )
 
-    def begin(self, key: object, prompt: list[int], emitted: list[int] | None = None) -> Sequence:
+    def begin(
+        self, key: object, prompt: list[int], emitted: list[int] | None = None, *, salt: bytes = SALT
+    ) -> Sequence:
         sequence = Sequence(key, prompt, sampling=Sampling(max_tokens=4), emitted_token_ids=emitted or [])
-        self.loop.begin(sequence)
+        self.prefixes[key] = self.loop.begin(sequence, salt=salt)
         return sequence
 
     def run(self) -> None:
@@ -91,7 +96,7 @@ def test_pages_stay_until_release_and_the_idle_counts_are_reported() -> None:
     bench.loop.release("a")
     bench.loop.release("a")
     assert not bench.loop.step()
-    assert bench.reports[-1].pages == (10, 10, 0, 0, 0)
+    assert bench.reports[-1].pages == (10, 8, 2, 0, 0)
     num_reports = len(bench.reports)
     bench.loop.step()
     assert len(bench.reports) == num_reports, "nothing changed, nothing is said"
@@ -144,7 +149,7 @@ def test_any_mix_and_any_release_gives_the_same_tokens_and_leaves_no_page(
         bench.loop.step()
     for key, length in enumerate(prompts):
         chunks = bench.chunks(key)
-        sent = [page for c in chunks for page in c.page_ids]
+        sent = [*bench.prefixes[key].page_ids, *(page for c in chunks for page in c.page_ids)]
         if key not in releases or (chunks and chunks[-1].is_last):
             assert sent == tables[key]
             assert chunks[-1].outcome == SampledToken(sum(range(key, key + length)))
@@ -153,7 +158,8 @@ def test_any_mix_and_any_release_gives_the_same_tokens_and_leaves_no_page(
             assert all(not c.is_last for c in chunks)
         bench.loop.release(key)
     bench.loop.step()
-    assert bench.reports[-1].pages == (120, 120, 0, 0, 0)
+    pages = bench.reports[-1].pages
+    assert (pages.free + pages.cached, pages.reserved, pages.used) == (120, 0, 0)
 
 
 def test_kept_pages_serve_one_taking_and_come_back_in_order() -> None:
@@ -169,22 +175,138 @@ def test_kept_pages_serve_one_taking_and_come_back_in_order() -> None:
     assert bench.reports[-1].pages == (64, 61, 0, 0, 3)
     bench.loop.release("b")
     bench.run()
-    assert bench.reports[-1].pages == (64, 64, 0, 0, 0)
+    assert bench.reports[-1].pages == (64, 62, 2, 0, 0), "full pages are found as long as there is room"
     assert bench.runner.num_steps == 2
 
 
-def test_of_kept_pages_that_lost_one_the_rest_is_freed() -> None:
+def test_of_kept_pages_that_lost_one_the_rest_is_found_by_its_content() -> None:
     bench = Bench(num_pages=4)
-    bench.begin("a", [1] * 10)
+    pages = bench.begin("a", [1] * 10).page_table[:]
     bench.run()
     bench.loop.release("a", is_kept=True)
-    bench.begin("b", [1] * 8)
-    assert bench.allocator.counts() == (4, 0, 2, 0, 2)
+    bench.begin("b", [2] * 8)
+    assert bench.allocator.counts() == (4, 0, 2, 0, 2), "the partial page went first"
     assert bench.loop.take_kept("a", "c") is None
-    assert bench.allocator.counts() == (4, 2, 0, 0, 2)
+    assert bench.allocator.counts() == (4, 0, 2, 0, 2)
     bench.loop.drop_kept("a")
     bench.run()
     bench.loop.release("b", is_kept=True)
     bench.loop.drop_kept("b")
+    bench.begin("c", [1] * 10)
+    assert bench.prefixes["c"] == CachedPrefix(8, tuple(pages[:2]))
     bench.run()
-    assert bench.reports[-1].pages == (4, 4, 0, 0, 0)
+    bench.loop.release("c")
+    bench.run()
+    assert bench.reports[-1].pages == (4, 1, 3, 0, 0)
+
+
+def test_a_prompt_begins_after_its_first_pages_that_are_here() -> None:
+    bench = Bench()
+    bench.begin("a", list(range(14)))
+    bench.run()
+    pages = tuple(bench.loop._sequences["a"].page_table)
+    bench.begin("b", [*range(13), 99, 98])
+    assert bench.prefixes["b"] == CachedPrefix(12, pages[:3])
+    assert bench.allocator.counts().used == 5, "three are held by both"
+    bench.run()
+    assert [(c.start, c.num_tokens, c.first_page) for c in bench.chunks("b")] == [(12, 3, 3)]
+    assert bench.chunks("b")[-1].outcome == SampledToken(sum(range(13)) + 99 + 98)
+    bench.loop.release("a")
+    assert bench.allocator.counts() == (64, 60, 0, 0, 4)
+    assert all(bench.allocator.state(page) == "used" for page in pages[:3]), "the other one still holds them"
+
+
+@pytest.mark.parametrize(("num_tokens", "num_cached"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_at_least_one_token_is_computed_because_the_first_answer_comes_out_of_it(
+    num_tokens: int, num_cached: int
+) -> None:
+    bench = Bench()
+    for key in "ab":
+        bench.begin(key, [1] * num_tokens)
+        bench.run()
+        assert bench.chunks(key)[-1].outcome == SampledToken(num_tokens)
+        bench.loop.release(key)
+    assert bench.prefixes["b"].num_tokens == num_cached
+    assert sum(chunk.num_tokens for chunk in bench.chunks("b")) == num_tokens - num_cached
+
+
+def test_another_salt_shares_nothing() -> None:
+    bench = Bench()
+    for key in "ab":
+        bench.begin(key, [1] * 20, salt=key.encode())
+        bench.run()
+        bench.loop.release(key)
+    assert bench.prefixes["b"] == CachedPrefix(0, ())
+    bench.begin("c", [1] * 20, salt=b"a")
+    assert bench.prefixes["c"].num_tokens == 16
+
+
+def test_what_another_prompt_has_just_computed_is_found_while_it_goes_on() -> None:
+    bench = Bench(chunk_tokens=8)
+    bench.begin("a", [1] * 20)
+    bench.loop.step()
+    bench.begin("b", [1] * 20)
+    assert bench.prefixes["b"].num_tokens == 8
+    bench.run()
+    bench.loop.release("a")
+    bench.loop.release("b")
+    bench.begin("c", [1] * 21)
+    assert bench.prefixes["c"].num_tokens == 20
+    bench.loop.release("c")
+    bench.run()
+
+
+@pytest.mark.parametrize("ends", ["before", "after"])
+def test_what_came_out_wrong_is_not_found_nor_what_was_computed_behind_it(ends: str) -> None:
+    bench = Bench(chunk_tokens=8)
+    bench.begin("good", [2] * 9)
+    bench.begin("bad", [1] * 12)
+    while not any(chunk.start == 0 for chunk in bench.chunks("bad")):
+        bench.loop.step()
+    # It shares the first pages, adds some, and is released before it could notice anything.
+    bench.begin("behind", [1] * 7 + [3] * 30)
+    assert bench.prefixes["behind"].num_tokens == 4
+    bench.runner.broken.add("bad")
+    bench.run()
+    assert isinstance(bench.chunks("bad")[-1].outcome, NonFiniteLogits)
+    if ends == "before":
+        bench.loop.release("behind")
+    bench.loop.release("bad")
+    bench.begin("again", [1] * 12)
+    assert bench.prefixes["again"].num_tokens == 0
+    bench.run()
+    bench.begin("again behind", [1] * 7 + [3] * 30)
+    assert bench.prefixes["again behind"].num_tokens == 4, "of the one behind, nothing but what is right again"
+    for key in ("good", "bad", "behind", "again", "again behind"):
+        bench.loop.release(key)
+    bench.run()
+    assert bench.reports[-1].pages.used == 0
+    bench.begin("good again", [2] * 9)
+    assert bench.prefixes["good again"].num_tokens == 8
+
+
+def test_reports_say_what_came_to_be_found_and_what_gave_way() -> None:
+    bench = Bench(num_pages=4, chunk_tokens=8)
+    bench.begin("a", [1] * 16)
+    bench.run()
+    first = page_keys([1] * 16, salt=SALT, page_size=PAGE_SIZE)
+    assert [report.changes for report in bench.reports[:2]] == [(tuple(first[:2]), ()), (tuple(first[2:]), ())]
+    bench.loop.release("a")
+    bench.run()
+    assert bench.reports[-1].changes == PageChanges.none()
+    bench.begin("b", [2] * 5)
+    bench.loop.step()
+    second = page_keys([2] * 5, salt=SALT, page_size=PAGE_SIZE)
+    assert bench.reports[-1].changes == (tuple(second), (first[3], first[2]))
+
+
+def test_a_change_of_names_alone_is_reported() -> None:
+    bench = Bench()
+    sequence = bench.begin("a", [1] * 8)
+    bench.run()
+    bench.allocator.unname(sequence.page_table)
+    bench.loop.step()
+    assert len(bench.reports[-1].changes.evicted) == 2
+    num_reports = len(bench.reports)
+    bench.loop.step()
+    assert len(bench.reports) == num_reports

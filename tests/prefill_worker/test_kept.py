@@ -94,14 +94,23 @@ async def test_a_token_that_was_never_sampled_here_is_computed_for_who_wants_it(
     gateway.prefill("r", PROMPT, attempt=2)
     await gateway.event("r", "handed_off", attempt=2)
     assert (await gateway.event("r", "tokens", attempt=2)).token_ids == [sum(PROMPT)]
-    assert computed_tokens(bench) == 40
+    assert computed_tokens(bench) == 20 + 4, "the last page is computed again, for the token that comes out of it"
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"prompt": [9, *PROMPT[1:]]}, {"prompt": PROMPT[:-1]}, {"seed": 2}, {"logprobs": 1}, {"emitted_token_ids": [5]}],
+    ("changed", "num_computed", "num_cached"),
+    [
+        ({"prompt": [9, *PROMPT[1:]]}, 20, 10),
+        ({"cache_salt": "another"}, 20, 10),
+        ({"prompt": PROMPT[:-1]}, 3, 6),
+        ({"seed": 2}, 4, 6),
+        ({"logprobs": 1}, 4, 6),
+        ({"emitted_token_ids": [5]}, 4, 6),
+    ],
 )
-async def test_another_prompt_or_another_choice_is_computed(make_bench: Make, changed: dict[str, Any]) -> None:
+async def test_of_another_prompt_or_another_choice_what_differs_is_computed(
+    make_bench: Make, changed: dict[str, Any], num_computed: int, num_cached: int
+) -> None:
     bench = make_bench()
     gateway = bench.gateway()
     gateway.prefill("r", PROMPT)
@@ -109,18 +118,11 @@ async def test_another_prompt_or_another_choice_is_computed(make_bench: Make, ch
     fields = {"prompt": PROMPT} | changed
     gateway.prefill("r", attempt=2, **fields)
     await gateway.event("r", "handed_off", attempt=2)
-    assert computed_tokens(bench) == 20 + len(fields["prompt"])
-    await bench.until_free(num_cached=5)  # only the newest is kept
-
-
-async def test_another_request_finds_nothing(make_bench: Make) -> None:
-    bench = make_bench()
-    gateway = bench.gateway()
-    gateway.prefill("r", PROMPT)
-    await gateway.event("r", "handed_off")
-    gateway.prefill("s", PROMPT)
-    await gateway.event("s", "handed_off")
-    assert computed_tokens(bench) == 40
+    assert computed_tokens(bench) == 20 + num_computed
+    started = await gateway.event("r", "prefill_started", attempt=2)
+    assert started.num_cached_tokens == len(fields["prompt"]) - num_computed
+    # Of the first one's pages all have a name; of the second one's, all that differ, or the last, which is kept.
+    await bench.until_free(num_cached=num_cached)
 
 
 @pytest.mark.parametrize("how", ["transfer", "cancel", "newer"])
@@ -155,50 +157,61 @@ async def test_pages_that_are_still_read_are_not_waited_for_for_long(make_bench:
     bench.links.holds_commits = bench.links.holds_aborts = False
     gateway.prefill("r", PROMPT, attempt=2)
     await gateway.event("r", "handed_off", attempt=2)
-    assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == 0
-    assert not set(pages_sent(bench)) & set(pages_sent(bench, attempt=2)), "two transfers, two sets of pages"
+    assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == 16
+    first, second = pages_sent(bench), pages_sent(bench, attempt=2)
+    assert first[:4] == second[:4], "nobody writes to them"
+    assert first[4] != second[4]
     transfer(bench).may_abort.set()
-    await bench.until_free(num_cached=5)
+    await bench.until_free(num_cached=6)
 
 
-async def test_half_a_prompt_is_not_kept(make_bench: Make) -> None:
+async def test_of_half_a_prompt_the_full_pages_are_found(make_bench: Make) -> None:
     bench = make_bench(chunk_tokens=4)
-    bench.runner.closes_gate = True
+    bench.runner.gate.clear()
     gateway = bench.gateway()
     gateway.prefill("r", PROMPT)
-    await bench.until(lambda: bench.runner.num_steps == 1)
+    await gateway.event("r", "prefill_started")
     transfer(bench).error = TransferFailed("the channel broke")
-    bench.runner.closes_gate = False
+    bench.runner.closes_gate = True
     bench.runner.gate.set()
     await gateway.event("r", "failed")
+    await bench.until(lambda: not bench.worker._tasks)
+    bench.runner.closes_gate = False
+    bench.runner.gate.set()  # the next step may have begun
+    await bench.until(lambda: bench.worker.load().pages_cached > 0)
     await bench.until_free()
+    num_computed = 4 * bench.runner.num_steps
+    assert num_computed in (4, 8)
     gateway.prefill("r", PROMPT, attempt=2)
     await gateway.event("r", "handed_off", attempt=2)
-    assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == 0
+    assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == num_computed
 
 
 async def test_an_answer_of_one_token_is_not_kept(make_bench: Make) -> None:
     bench = make_bench()
     gateway = bench.gateway()
-    gateway.prefill("r", PROMPT, max_tokens=1)
+    gateway.prefill("r", [*PROMPT, 7], max_tokens=1)
     await gateway.event("r", "finished")
-    await bench.until_free()
+    await bench.until_free(num_cached=5)
+    assert not bench.worker._kept
 
 
 async def test_kept_pages_give_way_to_prompts_and_what_lost_one_is_computed(make_bench: Make) -> None:
     bench = make_bench()
     gateway = bench.gateway()
     for num_requests, request_id in enumerate("rst", start=1):
-        gateway.prefill(request_id, PROMPT)
+        gateway.prefill(request_id, PROMPT, cache_salt=request_id)
         await gateway.event(request_id, "handed_off")
         await bench.until_free(num_cached=5 * num_requests)
     gateway.prefill("big", [1] * 12)  # three pages, of which one is free
     await gateway.event("big", "handed_off")
-    gateway.prefill("r", PROMPT, attempt=2)
-    gateway.prefill("t", PROMPT, attempt=2)
+    gateway.prefill("r", PROMPT, attempt=2, cache_salt="r")
+    gateway.prefill("t", PROMPT, attempt=2, cache_salt="t")
     await gateway.event("r", "handed_off", attempt=2)
     await gateway.event("t", "handed_off", attempt=2)
-    assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == 0, "the oldest gave way"
+    assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == 12, (
+        "the end of the oldest gave way"
+    )
     assert (await gateway.event("t", "prefill_started", attempt=2)).num_cached_tokens == 20
     await bench.until_free(num_cached=16)
 
@@ -232,14 +245,16 @@ async def test_kept_pages_expire(make_bench: Make, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(worker, "KEPT_S", 0.05)
     bench = make_bench()
     gateway = bench.gateway()
-    gateway.prefill("r", PROMPT)
+    gateway.prefill("r", [*PROMPT, 7])
     await gateway.event("r", "handed_off")
-    await bench.until(lambda: bench.worker.load().pages_free == 16)
+    await bench.until(lambda: bench.worker.load().pages_free == 11)
     assert not bench.worker._kept
     assert not bench.worker._loop._kept
-    gateway.prefill("r", PROMPT, attempt=2)
+    assert bench.worker.load().pages_cached == 5, "what is full is still found"
+    gateway.prefill("r", [*PROMPT, 7], attempt=2)
     await gateway.event("r", "handed_off", attempt=2)
-    assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == 0
+    assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == 20
+    assert computed_tokens(bench) == 22
 
 
 @pytest.mark.parametrize("how", ["cancel", "drop", "newer"])
@@ -288,15 +303,15 @@ async def test_an_end_in_any_phase_of_the_second_handover_leaves_nothing(
         ended.may_abort.set()
     if how == "newer":
         await gateway.event("r", "handed_off", attempt=3)
-    await bench.until_free(num_cached=6 if phase == "taking" else 5)
+    await bench.until_free(num_cached=5 + 5 * (how == "newer") + (phase == "taking"))
     assert not {"failed", "refused", "handed_off"} & set(gateway.kinds("r", attempt=2))
 
 
 async def test_a_worker_that_leaves_frees_what_it_kept(make_bench: Make) -> None:
     bench = make_bench()
     gateway = bench.gateway()
-    gateway.prefill("r", PROMPT)
+    gateway.prefill("r", [*PROMPT, 7])
     await gateway.event("r", "handed_off")
-    await bench.until_free(num_cached=5)
+    await bench.until_free(num_cached=6)
     await asyncio.wait_for(bench.worker.close(), 10)
-    assert bench.allocator.num_free_pages == 16
+    assert bench.allocator.counts() == (16, 11, 5, 0, 0)

@@ -74,7 +74,7 @@ async def test_a_first_token_that_ends_the_answer_aborts_the_transfer(make_bench
     finished = await gateway.event("r", "finished")
     reason = inference_pb2.FINISH_REASON_LENGTH if "max_tokens" in stop else inference_pb2.FINISH_REASON_STOP
     assert finished.reason == reason
-    await bench.until_free()
+    await bench.until_free(num_cached=0)
     assert gateway.kinds("r") == ["prefill_started", "tokens", "finished"]
     assert isinstance(next(iter(bench.links.transfers.values())).abort_reason, RequestCancelled)
 
@@ -97,9 +97,14 @@ async def test_pages_are_not_freed_before_the_abort_is_over(make_bench: Make) ->
 
 
 @pytest.mark.parametrize("how", ["cancel", "session", "drop", "newer"])
-@pytest.mark.parametrize("phase", ["queued", "reserving", "computing", "sealing"])
+@pytest.mark.parametrize("phase", ["queued", "reserving", "beginning", "computing", "sealing"])
 async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, how: str) -> None:
     bench = make_bench(chunk_tokens=4)
+    if phase == "beginning":
+        bench.runner.gate.clear()
+        busy = bench.gateway()
+        busy.prefill("busy", [7, 7])
+        await busy.event("busy", "prefill_started")
     bench.links.holds_commits = True
     gateway, other = bench.gateway(), bench.gateway()
     if phase == "queued":
@@ -116,6 +121,9 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
             await bench.until(lambda: bench.worker.load().waiting == 1)
         case "reserving":
             await bench.until(lambda: bool(bench.links.asked))
+        case "beginning":  # the engine is busy and has not said yet what of the prompt it has
+            await bench.until(lambda: any(a.has_begun for a in bench.worker._attempts if a.spec.key == ("r", 1)))
+            assert not gateway.kinds("r")
         case "computing":
             await gateway.event("r", "prefill_started")
         case "sealing":
@@ -138,11 +146,76 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
         transfer.may_commit.set()
     if how == "newer":
         await gateway.event("r", "handed_off", attempt=2)
-    # A computed prompt is kept; as much of the first one's gives way as another one needs.
-    num_first = 15 if phase == "queued" else 0
-    num_own = 5 if phase == "sealing" or how == "newer" else 0
-    await bench.until_free(num_cached=min(16, num_first + num_own))
+    # Pages that are full stay; as much of the first one's gives way as another one needs.
+    if phase == "beginning":
+        await busy.event("busy", "handed_off")
+    num_computed = {"queued": 15, "reserving": 0, "beginning": 1, "computing": 1, "sealing": 5}[phase]
+    await bench.until_free(num_cached=min(16, num_computed + 5 * (how == "newer")))
     assert not {"failed", "refused", "handed_off"} & set(gateway.kinds("r"))
+
+
+async def test_pages_that_are_here_are_sent_at_once_and_not_computed(make_bench: Make) -> None:
+    bench = make_bench(chunk_tokens=8)
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 14)
+    await gateway.event("r", "handed_off")
+    bench.runner.gate.clear()
+    gateway.prefill("s", [1] * 13 + [2] * 5)
+    assert (await gateway.event("s", "prefill_started")).num_cached_tokens == 12
+    transfer = list(bench.links.transfers.values())[-1]
+    await bench.until(lambda: bool(transfer.sent))
+    assert [(first, len(pages)) for first, pages in transfer.sent] == [(0, 3)], "before anything is computed"
+    assert (
+        transfer.sent[0][1]
+        == next(iter(bench.links.transfers.values())).sent[0][1]
+        + (next(iter(bench.links.transfers.values())).sent[1][1][:1])
+    )
+    bench.runner.gate.set()
+    await gateway.event("s", "handed_off")
+    assert [(first, len(pages)) for first, pages in transfer.sent] == [(0, 3), (3, 2)]
+    assert transfer.sealed["num_tokens"] == 18
+    value = bench.metrics.registry.get_sample_value
+    assert value("tandem_computed_tokens_total", {"worker": "prefill-0"}) == 14 + 6
+    assert value("tandem_cached_tokens_total", {"worker": "prefill-0"}) == 12
+    await bench.until_free(num_cached=6)
+
+
+async def test_tenants_share_no_page(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    for request_id, salt in (("a", "one"), ("b", "two"), ("c", ""), ("d", "two")):
+        gateway.prefill(request_id, [1] * 9, cache_salt=salt)
+        await gateway.event(request_id, "handed_off")
+    cached = [(await gateway.event(request_id, "prefill_started")).num_cached_tokens for request_id in "abcd"]
+    assert cached == [0, 0, 0, 8]
+
+
+async def test_who_asks_hears_which_pages_come_and_go(make_bench: Make) -> None:
+    heard: list[tuple[int, int]] = []
+    bench = make_bench(on_pages_changed=lambda added, evicted: heard.append((len(added), len(evicted))))
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 60)
+    await gateway.event("r", "handed_off")
+    gateway.prefill("s", [2] * 60)
+    await gateway.event("s", "handed_off")
+    await bench.until_free()
+    assert [sum(numbers) for numbers in zip(*heard, strict=True)] == [30, 15 - 1]
+    assert (0, 0) not in heard
+
+
+async def test_what_is_cached_is_no_work_that_others_wait_for(make_bench: Make) -> None:
+    bench = make_bench(chunk_tokens=8)
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20)
+    await gateway.event("r", "handed_off")
+    bench.runner.gate.clear()
+    gateway.prefill("s", [1] * 21)
+    await gateway.event("s", "prefill_started")
+    gateway.prefill("t", [2] * 4)
+    await bench.until(lambda: bench.worker.load().running == 2)
+    assert bench.worker.load().waiting_tokens == 1 + 4, "the second has its turn although the first has 21 tokens"
+    bench.runner.gate.set()
+    await gateway.event("t", "handed_off")
 
 
 async def test_a_cancel_before_the_task_began_leaves_nothing(make_bench: Make) -> None:
@@ -280,8 +353,8 @@ async def test_the_next_prompt_reserves_while_the_first_is_computed(make_bench: 
     bench.runner.gate.clear()
     gateway = bench.gateway()
     gateway.prefill("a", [1] * 8)
-    gateway.prefill("b", [1] * 8)
-    gateway.prefill("c", [1] * 8)
+    gateway.prefill("b", [2] * 8)
+    gateway.prefill("c", [3] * 8)
     await bench.until(lambda: len(bench.links.transfers) == 2)
     await asyncio.sleep(0.02)
     assert [t.transfer_id.request_id for t in bench.links.transfers.values()] == ["a", "b"]
