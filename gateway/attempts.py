@@ -81,6 +81,13 @@ class TokenLog:
     def __init__(self, max_tokens: int, token_ids: Sequence[int] = ()) -> None:
         self.token_ids: list[int] = list(token_ids)
         self._max_tokens = max_tokens
+        # Who began the answer elsewhere has computed the prompt, and how much of it is not known here.
+        self._num_cached_tokens: int | None = 0 if token_ids else None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt, from its beginning, that no attempt computed: pages of other requests were there."""
+        return self._num_cached_tokens or 0
 
     @property
     def next_index(self) -> int:
@@ -91,6 +98,12 @@ class TokenLog:
     def is_full(self) -> bool:
         """Whether there are max_tokens tokens."""
         return len(self.token_ids) >= self._max_tokens
+
+    def note_prefill(self, num_cached_tokens: int) -> None:
+        """An attempt computes the prompt but for its first tokens."""
+        # What one attempt computed, the next may find as pages: the request has computed it all the same.
+        known = self._num_cached_tokens
+        self._num_cached_tokens = num_cached_tokens if known is None else min(known, num_cached_tokens)
 
     def accept(self, tokens: Tokens) -> Tokens:
         """Appends what is new and returns it. Raises TransferFailed at a gap, InternalError beyond max_tokens."""
@@ -183,7 +196,6 @@ class Attempt:
         self.order = order
         self.decode = decode
         self.prefill: PrefillSession | None = None
-        self.num_cached_tokens = 0
         self.handed_off: HandedOff | None = None
         self.fault: Fault | None = None
         self.probes: set[Hashable] = set()
@@ -223,7 +235,6 @@ class Attempt:
                 raise GiverFailed
             events.popleft()
             if isinstance(event, Admitted):
-                self.num_cached_tokens = event.num_cached_tokens
                 return
             if isinstance(event, Refused | Failed):
                 if isinstance(event, Refused):
@@ -368,6 +379,7 @@ class Attempt:
             self._is_paused = True
         if isinstance(event, PrefillStarted):
             self._is_begun = True
+            self._log.note_prefill(event.num_cached_tokens)
         if not isinstance(event, Tokens | Finished):
             return
         is_early = self._held or (isinstance(event, Tokens) and event.first_index > self._log.next_index)
@@ -383,6 +395,7 @@ class Attempt:
     def _take_from_prefill(self, event: Event) -> None:
         if isinstance(event, PrefillStarted):
             self._is_begun = True
+            self._log.note_prefill(event.num_cached_tokens)
             if event.num_cached_tokens >= len(self.order.prompt_token_ids):
                 self._note_prompt_done()
         elif isinstance(event, Tokens):

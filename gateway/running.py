@@ -71,7 +71,6 @@ class RunningRequest:
         self.last_gap_s = 0.0
         self._text = text
         self._clock = clock
-        self._num_cached_tokens = 0
         self._num_tokens_at_failure = 0
         self._kept_at: Peer | None = None
         self._kept_until_s = 0.0
@@ -125,6 +124,7 @@ class RunningRequest:
             eos_token_ids=() if generation.sampling.ignore_eos else generation.eos_token_ids,
             deadline=generation.deadline,
             traceparent=telemetry.inject(generation.span),
+            cache_salt=generation.tenant,
         )
 
     def new_attempt(self, decode: DecodeSession, *, giver: Giver | None = None) -> Attempt:
@@ -178,7 +178,6 @@ class RunningRequest:
         self.bookings.note_admitted()
         self.generation.totals.placed.add(self.generation.choice)
         self.noted_state = State.ADMITTED
-        self._num_cached_tokens = attempt.num_cached_tokens
         if not self._placed_s:
             self._placed_s = self._clock.monotonic()
 
@@ -244,7 +243,7 @@ class RunningRequest:
         handed_off = attempt.handed_off if attempt is not None else None
         return Usage(
             prompt_tokens=len(generation.prompt_token_ids),
-            cached_tokens=self._num_cached_tokens,
+            cached_tokens=self.log.num_cached_tokens,
             completion_tokens=self.num_tokens,
             queue_s=max(0.0, self._placed_s - generation.arrived_s),
             prefill_s=max(0.0, self._first_token_s - self._placed_s),

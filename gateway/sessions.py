@@ -50,6 +50,8 @@ class SequenceOrder(msgspec.Struct):
     eos_token_ids: Sequence[int]
     deadline: Deadline
     traceparent: str
+    cache_salt: str = ""
+    """Who may share its pages: those of the same text. Empty: all that have none."""
     message: worker_pb2.SequenceSpec | None = None
     """The same for the wire, made once for both workers."""
 
@@ -76,7 +78,7 @@ class Refused(msgspec.Struct, frozen=True):
 class PrefillStarted(msgspec.Struct, frozen=True):
     """The prompt is being computed, after waiting `queue_s` in the worker.
 
-    `num_cached_tokens` of it are not computed, because an earlier attempt's pages are still there.
+    `num_cached_tokens` of it are not computed, because pages of earlier requests are there.
     """
 
     queue_s: float
@@ -405,6 +407,7 @@ def _sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
             sampling=_sampling_params(order.sampling),
             eos_token_ids=order.eos_token_ids,
             traceparent=order.traceparent,
+            cache_salt=order.cache_salt,
         )
     order.message.deadline_ms = max(1, order.deadline.remaining_ms())
     return order.message
