@@ -64,7 +64,8 @@ from services.runtime.errors import (
 from services.runtime.logs import request_fields
 from services.runtime.session import Payload, Session, SessionServer, failed
 from services.runtime.worker_host import infallible, on_this_loop, record_chunk
-from services.runtime.worker_metrics import Load, WorkerMetrics
+from services.runtime.worker_metrics import Load, Speeds, WorkerMetrics
+from services.scheduling.speedometer import Speedometer, numbers
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 
@@ -169,8 +170,10 @@ class DecodeWorker:
         self._attempts: AttemptTable[_Attempt] = AttemptTable()
         self._book = AdmissionBook(num_pages=parts.pool.num_pages, max_admitted=limits.max_admitted)
         self._pages = parts.allocator.counts()
+        self._speedometer = Speedometer()
         self._num_running = 0
         self._waiting_tokens = 0
+        self._context_tokens = 0
         self._is_draining = False
         self._receiving: dict[AttemptKey, _Attempt] = {}
         """Those whose pages a transfer holds, ended or not."""
@@ -218,7 +221,13 @@ class DecodeWorker:
             promised_pages=max(0, self._book.promised_pages - self._pages.reserved - self._pages.used),
             running=self._num_running,
             waiting=max(0, len(self._book) - self._num_running),
+            speeds=Speeds(
+                prefill=numbers(self._speedometer.prefill),
+                decode=numbers(self._speedometer.decode),
+                link=numbers(self._speedometer.link),
+            ),
             waiting_tokens=self._waiting_tokens,
+            context_tokens=self._context_tokens if self._num_running else 0,
         )
 
     def begin_drain(self) -> None:
@@ -416,6 +425,7 @@ class DecodeWorker:
         if error is None:
             stats = task.result()
             self._metrics.transferred_bytes.inc(stats.num_bytes)
+            self._speedometer.observe_transfer(stats.num_bytes, stats.exposed_s, self._clock.monotonic())
             self._end(attempt, "handed_off", RequestCancelled("it moved"), answer=handed_off_message(stats))
             self._free(key)
             return
@@ -517,7 +527,10 @@ class DecodeWorker:
                 self._on_paused(attempt, paused)
         if report.advances:
             self._metrics.tokens.inc(sum(advance.num_tokens for advance in report.advances))
-            self._metrics.step_s.observe((report.end_unix_ns - report.start_unix_ns) / 1e9)
+            step_s, now_s = (report.end_unix_ns - report.start_unix_ns) / 1e9, report.end_unix_ns / 1e9
+            self._metrics.step_s.observe(step_s)
+            self._speedometer.observe_step(((a.start, a.num_tokens) for a in report.advances), step_s, now_s)
+            self._context_tokens = sum(a.start + a.num_tokens for a in report.advances)
         if not report.num_running:
             self.sessions.load_changed()  # an idle worker is seen as idle at once, even if its last step has no event
 

@@ -7,6 +7,7 @@ gets plain events for exactly that attempt, and closes it; an event without a ro
 import asyncio
 import contextlib
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, status
 from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded, TandemError, WorkerLost, WorkerUnavailable
+from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 
 CONNECT_TIMEOUT_S = 3.0
 SILENCE_LIMIT_S = 2.7
@@ -139,6 +141,12 @@ class Load(msgspec.Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
+    context_tokens: int = 0
+    """Tokens that the sequences of its batch look back on, all together."""
+    prefill_speed: PrefillSpeed | None = None
+    """None, as for the other speeds: it has measured nothing yet."""
+    decode_speed: DecodeSpeed | None = None
+    link_speed: LinkSpeed | None = None
     is_draining: bool = False
 
 
@@ -465,8 +473,34 @@ def _read_load(load: worker_pb2.WorkerLoad) -> Load:
         running=load.running,
         waiting=load.waiting,
         waiting_tokens=load.waiting_tokens,
+        context_tokens=load.context_tokens,
+        prefill_speed=_read_prefill_speed(load),
+        decode_speed=_read_decode_speed(load),
+        link_speed=_read_link_speed(load),
         is_draining=load.state == cluster_pb2.WORKER_STATE_DRAINING,
     )
+
+
+def _read_prefill_speed(load: worker_pb2.WorkerLoad) -> PrefillSpeed | None:
+    speed = load.prefill_speed
+    numbers = (speed.overhead_s, speed.s_per_token, speed.s_per_token_squared)
+    return PrefillSpeed(*numbers) if load.HasField("prefill_speed") and _are_sane(numbers) else None
+
+
+def _read_decode_speed(load: worker_pb2.WorkerLoad) -> DecodeSpeed | None:
+    speed = load.decode_speed
+    numbers = (speed.overhead_s, speed.s_per_sequence, speed.s_per_context_token)
+    return DecodeSpeed(*numbers) if load.HasField("decode_speed") and _are_sane(numbers) else None
+
+
+def _read_link_speed(load: worker_pb2.WorkerLoad) -> LinkSpeed | None:
+    numbers = (load.link_speed.latency_s, load.link_speed.bytes_per_s)
+    return LinkSpeed(*numbers) if load.HasField("link_speed") and _are_sane(numbers) and numbers[1] > 0 else None
+
+
+def _are_sane(numbers: tuple[float, ...]) -> bool:
+    """Whether a policy can calculate with them; what a worker says is not trusted."""
+    return all(math.isfinite(number) and number >= 0 for number in numbers)
 
 
 _REASONS: dict[int, Literal["stop", "length", "cancelled"]] = {

@@ -62,7 +62,8 @@ from services.runtime.errors import (
 from services.runtime.logs import request_fields
 from services.runtime.session import Payload, Session, SessionServer, failed
 from services.runtime.worker_host import infallible, on_this_loop, record_chunk, within
-from services.runtime.worker_metrics import Load, WorkerMetrics
+from services.runtime.worker_metrics import Load, Speeds, WorkerMetrics
+from services.scheduling.speedometer import Speedometer, numbers
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 # Uncomputed tokens of prompts that have their turn, in steps: one runs, the next is ready when it ends.
@@ -128,6 +129,7 @@ class _Attempt:
     transfer: SendTransfer | None = None
     chunks: "asyncio.Queue[tuple[StepReport, ComputedChunk]]" = field(default_factory=asyncio.Queue)
     sending_since_unix_ns: int | None = None
+    num_sends: int = 0
     outcome: str = "cancelled"
     abort_reason: TandemError | None = field(default_factory=lambda: RequestCancelled("the attempt was cancelled"))
 
@@ -171,6 +173,7 @@ class PrefillWorker:
         """By request, of those whose newest computed attempt may be handed over again."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._pages = parts.allocator.counts()
+        self._speedometer = Speedometer()
         self._is_draining = False
         self._queue = PromptQueue(
             max_waiting=limits.max_waiting,
@@ -205,6 +208,11 @@ class PrefillWorker:
             promised_pages=max(0, self._queue.promised_pages - self._pages.used),
             running=self._queue.num_inside,
             waiting=self._queue.num_waiting,
+            speeds=Speeds(
+                prefill=numbers(self._speedometer.prefill),
+                decode=numbers(self._speedometer.decode),
+                link=numbers(self._speedometer.link),
+            ),
             waiting_tokens=self._queue.waiting_tokens,
         )
 
@@ -357,6 +365,7 @@ class PrefillWorker:
         if not attempt.spec.emitted_token_ids and attempt.kept.outcome is not None:
             self._emit(attempt, tokens_message(0, attempt.kept.outcome))
         transfer.send(0, page_ids)
+        attempt.num_sends += 1
 
     def _keep(self, attempt: _Attempt, outcome: SampledToken | None) -> None:
         """From here on the attempt's pages outlive it."""
@@ -402,6 +411,7 @@ class PrefillWorker:
     def _send(self, attempt: _Attempt, transfer: SendTransfer, first_page: int, page_ids: tuple[int, ...]) -> None:
         """Raises what ended the transfer, if it has ended: nobody waits for the rest of the prompt then."""
         transfer.send(first_page, page_ids)
+        attempt.num_sends += 1
         attempt.sending_since_unix_ns = attempt.sending_since_unix_ns or self._clock.unix_ns()
 
     async def _begin(self, attempt: _Attempt) -> CachedPrefix:
@@ -443,6 +453,8 @@ class PrefillWorker:
             )
         attempt.end("handed_off", None)
         self._metrics.transferred_bytes.inc(stats.num_bytes)
+        if attempt.num_sends == 1:  # nothing of it was hidden behind the computation
+            self._speedometer.observe_transfer(stats.num_bytes, stats.exposed_s, self._clock.monotonic())
         self._emit(attempt, handed_off_message(stats))
 
     def _fail(self, attempt: _Attempt, error: BaseException) -> None:
@@ -522,7 +534,9 @@ class PrefillWorker:
                 attempt.chunks.put_nowait((report, chunk))
         if report.chunks:
             self._metrics.tokens.inc(sum(chunk.num_tokens for chunk in report.chunks))
-            self._metrics.step_s.observe((report.end_unix_ns - report.start_unix_ns) / 1e9)
+            step_s, now_s = (report.end_unix_ns - report.start_unix_ns) / 1e9, report.end_unix_ns / 1e9
+            self._metrics.step_s.observe(step_s)
+            self._speedometer.observe_step(((c.start, c.num_tokens) for c in report.chunks), step_s, now_s)
             self._give_turns()
         else:
             self.sessions.load_changed()  # pages came free: an idle worker is seen as idle at once

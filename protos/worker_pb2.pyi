@@ -579,6 +579,10 @@ class WorkerLoad(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_SPEED_FIELD_NUMBER: _builtins.int
+    DECODE_SPEED_FIELD_NUMBER: _builtins.int
+    LINK_SPEED_FIELD_NUMBER: _builtins.int
     promised_pages: _builtins.int
     """Pages promised to admitted requests and not yet taken from `free`."""
     running: _builtins.int
@@ -589,9 +593,23 @@ class WorkerLoad(_message.Message):
     """Prompt tokens that wait for computation."""
     state: _cluster_pb2.WorkerState.ValueType
     """Whether it gets new work."""
+    context_tokens: _builtins.int
+    """Tokens that the sequences of its batch look back on, all together."""
     @_builtins.property
     def pages(self) -> _cluster_pb2.PageCounts:
         """Its KV pages."""
+
+    @_builtins.property
+    def prefill_speed(self) -> Global___PrefillSpeed:
+        """How fast it computes prompts. Absent: it has measured nothing yet."""
+
+    @_builtins.property
+    def decode_speed(self) -> Global___DecodeSpeed:
+        """How fast a step of decoding is. Absent: it has measured nothing yet."""
+
+    @_builtins.property
+    def link_speed(self) -> Global___LinkSpeed:
+        """How fast pages leave it. Absent: it has measured nothing yet."""
 
     def __init__(
         self,
@@ -602,14 +620,104 @@ class WorkerLoad(_message.Message):
         waiting: _builtins.int = ...,
         waiting_tokens: _builtins.int = ...,
         state: _cluster_pb2.WorkerState.ValueType = ...,
+        context_tokens: _builtins.int = ...,
+        prefill_speed: Global___PrefillSpeed | None = ...,
+        decode_speed: Global___DecodeSpeed | None = ...,
+        link_speed: Global___LinkSpeed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_speed", b"decode_speed", "link_speed", b"link_speed", "pages", b"pages", "prefill_speed", b"prefill_speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "promised_pages", b"promised_pages", "running", b"running", "state", b"state", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decode_speed", b"decode_speed", "link_speed", b"link_speed", "pages", b"pages", "prefill_speed", b"prefill_speed", "promised_pages", b"promised_pages", "running", b"running", "state", b"state", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class PrefillSpeed(_message.Message):
+    """Seconds for n tokens of a prompt after c computed ones: overhead_s + s_per_token n + s_per_token_squared (n^2 + 2 n c)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OVERHEAD_S_FIELD_NUMBER: _builtins.int
+    S_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    S_PER_TOKEN_SQUARED_FIELD_NUMBER: _builtins.int
+    overhead_s: _builtins.float
+    """Seconds for every step."""
+    s_per_token: _builtins.float
+    """Seconds for each token."""
+    s_per_token_squared: _builtins.float
+    """Seconds for each pair of tokens of which one attends to the other, doubled."""
+    def __init__(
+        self,
+        *,
+        overhead_s: _builtins.float = ...,
+        s_per_token: _builtins.float = ...,
+        s_per_token_squared: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overhead_s", b"overhead_s", "s_per_token", b"s_per_token", "s_per_token_squared", b"s_per_token_squared"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillSpeed: _TypeAlias = PrefillSpeed  # noqa: Y015
+
+@_typing.final
+class DecodeSpeed(_message.Message):
+    """Seconds of a step of decoding: the sum of the three."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OVERHEAD_S_FIELD_NUMBER: _builtins.int
+    S_PER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    S_PER_CONTEXT_TOKEN_FIELD_NUMBER: _builtins.int
+    overhead_s: _builtins.float
+    """Seconds for every step."""
+    s_per_sequence: _builtins.float
+    """Seconds for each sequence."""
+    s_per_context_token: _builtins.float
+    """Seconds for each token that a sequence looks back on."""
+    def __init__(
+        self,
+        *,
+        overhead_s: _builtins.float = ...,
+        s_per_sequence: _builtins.float = ...,
+        s_per_context_token: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overhead_s", b"overhead_s", "s_per_context_token", b"s_per_context_token", "s_per_sequence", b"s_per_sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeSpeed: _TypeAlias = DecodeSpeed  # noqa: Y015
+
+@_typing.final
+class LinkSpeed(_message.Message):
+    """Seconds until bytes are verified at the other side: latency_s + bytes / bytes_per_s."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    latency_s: _builtins.float
+    """Seconds for every transfer."""
+    bytes_per_s: _builtins.float
+    """More than 0."""
+    def __init__(
+        self,
+        *,
+        latency_s: _builtins.float = ...,
+        bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "latency_s", b"latency_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkSpeed: _TypeAlias = LinkSpeed  # noqa: Y015
 
 @_typing.final
 class WorkerEvent(_message.Message):

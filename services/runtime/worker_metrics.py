@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -18,6 +18,26 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a worker has measured, as the numbers of `PrefillSpeed` … in `worker.proto`. None: nothing yet."""
+
+    prefill: tuple[float, ...] | None = None
+    decode: tuple[float, ...] | None = None
+    link: tuple[float, ...] | None = None
+
+    def set_in(self, load: worker_pb2.WorkerLoad) -> None:
+        """Writes down what is known."""
+        if self.prefill is not None:
+            speed = load.prefill_speed
+            speed.overhead_s, speed.s_per_token, speed.s_per_token_squared = self.prefill
+        if self.decode is not None:
+            step = load.decode_speed
+            step.overhead_s, step.s_per_sequence, step.s_per_context_token = self.decode
+        if self.link is not None:
+            load.link_speed.latency_s, load.link_speed.bytes_per_s = self.link
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How busy a worker is; pages by state as in `cluster.proto`."""
 
@@ -30,6 +50,8 @@ class Load:
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
+    context_tokens: int = 0
+    speeds: Speeds = field(default=Speeds(), compare=False)
 
     def record_fields(self) -> dict[str, int]:
         """The load as fields of a WorkerRecord."""
@@ -46,7 +68,7 @@ class Load:
     def to_message(self, *, is_draining: bool) -> worker_pb2.WorkerLoad:
         """The load as it travels with a session's events."""
         state = cluster_pb2.WORKER_STATE_DRAINING if is_draining else cluster_pb2.WORKER_STATE_READY
-        return worker_pb2.WorkerLoad(
+        message = worker_pb2.WorkerLoad(
             pages=cluster_pb2.PageCounts(
                 total=self.pages_total,
                 free=self.pages_free,
@@ -58,8 +80,11 @@ class Load:
             running=self.running,
             waiting=self.waiting,
             waiting_tokens=self.waiting_tokens,
+            context_tokens=self.context_tokens,
             state=state,
         )
+        self.speeds.set_in(message)
+        return message
 
 
 class WorkerMetrics:
@@ -110,14 +135,14 @@ class WorkerMetrics:
         pages = Gauge("tandem_kv_pages", "KV pages by state.", ("worker", "state"), registry=self.registry)
         for state in ("total", "free", "cached", "reserved", "used"):
             pages.labels(self._worker_id, state).set_function(partial(_field, load, f"pages_{state}"))
-        for field, name, words in (
+        for name_of_field, name, words in (
             ("promised_pages", "tandem_kv_pages_promised", "Pages promised and not yet taken."),
             ("running", "tandem_running_sequences", "Sequences that are being computed."),
             ("waiting", "tandem_waiting_sequences", "Sequences taken and not begun."),
             ("waiting_tokens", "tandem_waiting_prompt_tokens", "Prompt tokens that wait for computation."),
         ):
             gauge = Gauge(name, words, ("worker",), registry=self.registry).labels(self._worker_id)
-            gauge.set_function(partial(_field, load, field))
+            gauge.set_function(partial(_field, load, name_of_field))
 
 
 def _field(load: Callable[[], Load], name: str) -> float:

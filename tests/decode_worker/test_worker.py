@@ -514,3 +514,19 @@ async def test_who_asks_hears_which_pages_come_and_go(make_bench: Make) -> None:
     await bench.until_free()
     assert [sum(numbers) for numbers in zip(*heard, strict=True)] == [20, 4]
     assert (0, 0) not in heard
+
+
+async def test_gateways_hear_how_fast_it_is_and_how_much_it_looks_back_on(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    bench.runner.pause_at_step = 4
+    gateway.admit("r", [1] * 7, max_tokens=9, local=True)
+    await bench.until(lambda: bench.worker.load().context_tokens == 9)
+    load = bench.worker.load().to_message(is_draining=False)
+    assert load.HasField("prefill_speed")
+    assert load.HasField("decode_speed")
+    assert not load.HasField("link_speed")
+    bench.runner.gate.set()
+    await gateway.event("r", "finished")
+    await bench.until_free()
+    assert bench.worker.load().context_tokens == 0

@@ -209,9 +209,11 @@ async def test_what_is_cached_is_no_work_that_others_wait_for(make_bench: Make) 
     gateway.prefill("r", [1] * 20)
     await gateway.event("r", "handed_off")
     bench.runner.gate.clear()
+    bench.links.may_reserve.clear()
     gateway.prefill("s", [1] * 21)
-    await gateway.event("s", "prefill_started")
     gateway.prefill("t", [2] * 4)
+    await bench.until(lambda: bench.worker.load().waiting == 1)
+    bench.links.may_reserve.set()
     await bench.until(lambda: bench.worker.load().running == 2)
     assert bench.worker.load().waiting_tokens == 1 + 4, "the second has its turn although the first has 21 tokens"
     bench.runner.gate.set()
@@ -476,3 +478,19 @@ async def test_what_is_left_at_the_end_of_a_drain_is_told(make_bench: Make) -> N
     await asyncio.wait_for(closing, 10)
     assert not len(bench.worker._attempts)
     assert gateway.kinds("r").count("failed") == 1
+
+
+async def test_gateways_hear_how_fast_it_is(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 7)
+    await gateway.event("r", "handed_off")
+    await bench.until_free()
+    load = bench.worker.load().to_message(is_draining=False)
+    assert load.HasField("prefill_speed")
+    assert not load.HasField("decode_speed")
+    assert load.link_speed.latency_s + 128 / load.link_speed.bytes_per_s == pytest.approx(0.5, rel=0.3)
+    # What was sent in several pieces was hidden behind the computation, and says nothing.
+    gateway.prefill("s", [2] * 30)
+    await gateway.event("s", "handed_off")
+    assert bench.worker.load().to_message(is_draining=False).link_speed == load.link_speed

@@ -1,0 +1,69 @@
+"""What a worker measures while it works: the speeds of services.scheduling.prediction, from its steps and transfers."""
+
+from collections.abc import Iterable
+from dataclasses import astuple
+
+from services.scheduling.prediction import (
+    DEFAULT_DECODE,
+    DEFAULT_LINK,
+    DEFAULT_PREFILL,
+    DecodeMeter,
+    DecodeSpeed,
+    LinkMeter,
+    LinkSpeed,
+    PrefillMeter,
+    PrefillSpeed,
+)
+
+
+class Speedometer:
+    """Takes steps, in which chunks of prompts and sequences that decode may be mixed, and transfers."""
+
+    def __init__(self) -> None:
+        self._prefill, self._decode, self._link = PrefillMeter(), DecodeMeter(), LinkMeter()
+
+    @property
+    def prefill(self) -> PrefillSpeed | None:
+        """None: nothing was measured yet."""
+        return None if self._prefill.speed is DEFAULT_PREFILL else self._prefill.speed
+
+    @property
+    def decode(self) -> DecodeSpeed | None:
+        """None: nothing was measured yet."""
+        return None if self._decode.speed is DEFAULT_DECODE else self._decode.speed
+
+    @property
+    def link(self) -> LinkSpeed | None:
+        """None: nothing was measured yet."""
+        return None if self._link.speed is DEFAULT_LINK else self._link.speed
+
+    def observe_step(self, work: Iterable[tuple[int, int]], time_s: float, now_s: float) -> None:
+        """A step took `time_s` seconds and was done at `now_s`; `work` is (computed before, computed in it) tokens.
+
+        One token is decoding, more are a chunk. Of a mixed step, the chunks took what decoding alone does not take.
+        """
+        num_sequences = context_tokens = num_tokens = num_pairs = 0
+        for start, num in work:
+            if num == 1:
+                num_sequences += 1
+                context_tokens += start
+            else:
+                num_tokens += num
+                num_pairs += num * (num + 2 * start)
+        if not num_tokens:
+            self._decode.observe(num_sequences, context_tokens, time_s, now_s)
+            return
+        if num_sequences:
+            time_s -= self._decode.speed.step_s(num_sequences, context_tokens)
+        # Several chunks are taken for one with as many pairs of tokens, before which there may be fewer than none.
+        num_before = round((num_pairs / num_tokens - num_tokens) / 2)
+        self._prefill.observe(num_tokens, num_before, time_s, now_s)
+
+    def observe_transfer(self, num_bytes: int, time_s: float, now_s: float) -> None:
+        """Pages that were all sent at once were verified at the other side `time_s` seconds later, at `now_s`."""
+        self._link.observe(num_bytes, time_s, now_s)
+
+
+def numbers(speed: PrefillSpeed | DecodeSpeed | LinkSpeed | None) -> tuple[float, ...] | None:
+    """The numbers of a speed, in the order of its fields."""
+    return None if speed is None else astuple(speed)

@@ -1,0 +1,43 @@
+"""What a worker says of its load is what the gateway reads, and nonsense is not calculated with."""
+
+import math
+
+import pytest
+
+from gateway.sessions import _read_load
+from protos import worker_pb2
+from services.runtime.worker_metrics import Load, Speeds
+from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
+
+
+def test_what_a_worker_has_measured_arrives():
+    speeds = Speeds((0.01, 0.002, 3e-7), (0.02, 0.003, 4e-6), (0.03, 5e8))
+    load = _read_load(Load(10, 4, 3, 2, 1, context_tokens=77, speeds=speeds).to_message(is_draining=False))
+    assert (load.pages_total, load.pages_free, load.pages_cached, load.context_tokens) == (10, 4, 3, 77)
+    assert load.prefill_speed == PrefillSpeed(0.01, 0.002, 3e-7)
+    assert load.decode_speed == DecodeSpeed(0.02, 0.003, 4e-6)
+    assert load.link_speed == LinkSpeed(0.03, 5e8)
+
+
+def test_what_was_not_measured_is_not_known():
+    message = Load(10, 10, 0, 0, 0).to_message(is_draining=True)
+    assert not message.HasField("prefill_speed")
+    load = _read_load(message)
+    assert load.is_draining
+    assert (load.prefill_speed, load.decode_speed, load.link_speed) == (None, None, None)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_nonsense_is_not_calculated_with(wrong):
+    message = worker_pb2.WorkerLoad(
+        prefill_speed=worker_pb2.PrefillSpeed(overhead_s=wrong),
+        decode_speed=worker_pb2.DecodeSpeed(s_per_context_token=wrong),
+        link_speed=worker_pb2.LinkSpeed(latency_s=1, bytes_per_s=wrong),
+    )
+    load = _read_load(message)
+    assert (load.prefill_speed, load.decode_speed, load.link_speed) == (None, None, None)
+
+
+def test_a_link_without_speed_is_not_divided_by():
+    message = worker_pb2.WorkerLoad(link_speed=worker_pb2.LinkSpeed(latency_s=1))
+    assert _read_load(message).link_speed is None

@@ -1,0 +1,55 @@
+import pytest
+
+from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
+from services.scheduling.speedometer import Speedometer, numbers
+
+PREFILL = PrefillSpeed(0.004, 0.0002, 1e-7)
+DECODE = DecodeSpeed(0.003, 0.0005, 1e-6)
+LINK = LinkSpeed(0.001, 5e8)
+
+
+def decode_step(speedometer: Speedometer, number: int) -> None:
+    contexts = [50 + 37 * (number + place) % 400 for place in range(1 + number % 7)]
+    time_s = DECODE.step_s(len(contexts), sum(contexts))
+    speedometer.observe_step([(context, 1) for context in contexts], time_s, number * 0.01)
+
+
+def test_before_anything_was_measured_nothing_is_said() -> None:
+    speedometer = Speedometer()
+    speedometer.observe_step([], 1.0, 0.0)
+    speedometer.observe_transfer(0, 1.0, 0.0)
+    assert (speedometer.prefill, speedometer.decode, speedometer.link) == (None, None, None)
+    assert numbers(speedometer.link) is None
+
+
+def test_each_law_is_found_from_what_obeys_it() -> None:
+    speedometer = Speedometer()
+    for number in range(200):
+        decode_step(speedometer, number)
+        chunks = [(64 * place, 16 + 61 * (number + place) % 500) for place in range(1 + number % 3)]
+        time_s = PREFILL.overhead_s + sum(PREFILL.time_s(num, start) - PREFILL.overhead_s for start, num in chunks)
+        speedometer.observe_step(chunks, time_s, number * 0.01)
+        num_bytes = 1000 * (1 + number % 50) ** 2
+        speedometer.observe_transfer(num_bytes, LINK.time_s(num_bytes), number * 0.01)
+    assert speedometer.prefill is not None
+    assert speedometer.decode is not None
+    assert speedometer.link is not None
+    assert speedometer.prefill.time_s(300, 500) == pytest.approx(PREFILL.time_s(300, 500), rel=0.02)
+    assert speedometer.prefill.time_s(20) == pytest.approx(PREFILL.time_s(20), rel=0.02)
+    assert speedometer.decode.step_s(4, 900) == pytest.approx(DECODE.step_s(4, 900), rel=0.02)
+    assert speedometer.link.time_s(10**6) == pytest.approx(LINK.time_s(10**6), rel=0.02)
+    assert numbers(speedometer.link) == (speedometer.link.latency_s, speedometer.link.bytes_per_s)
+
+
+def test_of_a_mixed_step_the_chunks_took_what_decoding_alone_does_not() -> None:
+    speedometer = Speedometer()
+    for number in range(100):
+        decode_step(speedometer, number)
+    for number in range(100):
+        num_tokens = 16 + 61 * number % 500
+        time_s = DECODE.step_s(3, 600) + PREFILL.time_s(num_tokens)
+        speedometer.observe_step([(100, 1), (200, 1), (300, 1), (0, num_tokens)], time_s, 1 + number * 0.01)
+    assert speedometer.prefill is not None
+    assert speedometer.decode is not None
+    assert speedometer.prefill.time_s(300) == pytest.approx(PREFILL.time_s(300), rel=0.05)
+    assert speedometer.decode.step_s(3, 600) == pytest.approx(DECODE.step_s(3, 600), rel=0.02)
