@@ -12,6 +12,7 @@ from kv_transfer.protocol.counters import Counters
 from kv_transfer.receiving import LinkReceiver
 from kv_transfer.sending import SendLinks
 from protos import link_pb2_grpc, worker_pb2_grpc
+from services.cluster.prefix_index import PrefixPublisher
 from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
 from services.engine.engine import EngineParts, load_engine
 from services.runtime import config, process, rpc
@@ -32,16 +33,20 @@ def main() -> None:
 async def serve(settings: DecodeWorkerConfig, stop: asyncio.Event) -> None:
     """Loads, serves and drains one worker."""
     incarnation = new_incarnation()
-    with held(_lease(settings, incarnation, stop)) as lease:
-        await _serve(settings, incarnation, lease, stop)
+    with held(_lease(settings, incarnation, stop)) as lease, held(_publisher(settings, lease)) as publisher:
+        await _serve(settings, incarnation, lease, publisher, stop)
 
 
 async def _serve(
-    settings: DecodeWorkerConfig, incarnation: str, lease: WorkerLease | None, stop: asyncio.Event
+    settings: DecodeWorkerConfig,
+    incarnation: str,
+    lease: WorkerLease | None,
+    publisher: PrefixPublisher | None,
+    stop: asyncio.Event,
 ) -> None:
     parts = await load_or_stop(lambda: load_engine(**settings.engine_settings()), lease, stop)
     metrics = WorkerMetrics(worker_id=settings.id)
-    worker, receiver = _worker(settings, incarnation, parts, metrics)
+    worker, receiver = _worker(settings, incarnation, parts, metrics, publisher)
     metrics.serve(settings, worker.load)
     server = rpc.make_server([SERVICE_NAME, LINK_SERVICE_NAME])
     worker_pb2_grpc.add_DecodeWorkerServicer_to_server(Servicer(worker.sessions), server.server)
@@ -68,11 +73,21 @@ def _lease(settings: DecodeWorkerConfig, incarnation: str, stop: asyncio.Event) 
     return lease
 
 
+def _publisher(settings: DecodeWorkerConfig, lease: WorkerLease | None) -> PrefixPublisher | None:
+    """Says which pages can be found here; from the start on, so that those of an earlier life are forgotten."""
+    if settings.redis is None or lease is None:
+        return None
+    publisher = PrefixPublisher(settings.redis, cluster=settings.cluster, record=lease.record)
+    publisher.start()
+    return publisher
+
+
 def _worker(
     settings: DecodeWorkerConfig,
     incarnation: str,
     parts: EngineParts,
     metrics: WorkerMetrics,
+    publisher: PrefixPublisher | None,
 ) -> tuple[DecodeWorker, LinkReceiver]:
     max_admitted = settings.max_admitted or 2 * settings.max_batch
     identity = LinkIdentity(
@@ -93,6 +108,7 @@ def _worker(
         limits=Limits(max_batch=settings.max_batch, max_admitted=max_admitted, chunk_tokens=settings.chunk_tokens),
         metrics=metrics,
         step_timeout_s=settings.step_timeout,
+        on_pages_changed=None if publisher is None else publisher.note,
     )
     receiver = LinkReceiver(
         identity=identity,

@@ -24,10 +24,18 @@ from services.scheduling.routing import Fits, Route, Router, RouteRequest, Worke
 
 
 class PrefixHints(Protocol):
-    """What workers are believed to hold; `gateway.prefix_view` follows the cluster's index."""
+    """What workers are believed to hold; `gateway.cache_hints` asks the cluster's index."""
 
     def cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:
         """Worker id → tokens from the start of the prompt whose pages it has."""
+        ...
+
+    def expect(self, request: RunningRequest, route: Route) -> None:
+        """The request goes this way, so its workers will have the prompt's pages."""
+        ...
+
+    def forget(self, worker_id: str) -> None:
+        """They did not come to have what was expected."""
         ...
 
 
@@ -129,6 +137,11 @@ class Candidates:
         views = [route.decode for route in self.routes(request)]
         return [view for view in views if self._topology.can_take_over(view.worker_id, giver.peer)]
 
+    def note_sent(self, request: RunningRequest, route: Route) -> None:
+        """Workers took the request, and are about to have its prompt's pages."""
+        if self._hints is not None:
+            self._hints.expect(request, route)
+
     def begin(self, attempt: Attempt, prefills: list[PrefillSession]) -> None:
         """The attempt is sent there; it may be the probe of a breaker."""
         keys: list[str | tuple[str, str]] = [attempt.decode.peer.worker_id]
@@ -150,6 +163,10 @@ class Candidates:
     def note_failure(self, attempt: Attempt) -> None:
         """An attempt ended with a fault: whose breaker that concerns."""
         fault = attempt.fault
+        if self._hints is not None:
+            for worker in (attempt.decode, attempt.prefill):
+                if worker is not None:
+                    self._hints.forget(worker.peer.worker_id)
         if fault is None:
             return
         if isinstance(fault.error, TransferFailed) and attempt.prefill is not None:

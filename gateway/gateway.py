@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import cast
 
 from gateway.admission import AdmissionQueue
+from gateway.cache_hints import CacheHints
 from gateway.candidates import RoomLimits
 from gateway.catalog import load_catalog
 from gateway.catalog_file import ModelEntry, read_models_file
@@ -19,9 +20,11 @@ from gateway.journals import Journals
 from gateway.lifecycle import Policies, Requests
 from gateway.metrics import Metrics
 from gateway.overload import OverloadGuard
+from gateway.prefix_view import PrefixView
 from gateway.topology import Topology
 from services.cluster.journal import JournalStore
 from services.cluster.placement import PlacementStore, PlacementWriter
+from services.cluster.prefix_index import PrefixIndex
 from services.cluster.quarantine import Quarantine
 from services.cluster.registry import Membership, WorkerRecord, new_incarnation, watch_workers
 from services.cluster.store import Store
@@ -58,6 +61,7 @@ class Gateway:
         self._store = Store(config.redis, cluster=config.cluster)
         self._placements = PlacementWriter(PlacementStore(self._store))
         self._quarantine = Quarantine(self._store)
+        self._prefixes = PrefixView(PrefixIndex(self._store))
         metrics = self.metrics = Metrics()
         # Each model has its own, or a full one would hold up the others.
         queues: dict[str, AdmissionQueue] = {}
@@ -87,6 +91,7 @@ class Gateway:
             placements=self._placements,
             metrics=metrics,
             quarantine=self._quarantine,
+            hints=CacheHints(self._prefixes, self.topology),
             gateway_incarnation=self.incarnation,
             seed=config.seed,
         )
@@ -130,6 +135,7 @@ class Gateway:
         self._placements.start()
         self._journals.start()
         self._quarantine.start()
+        self._prefixes.start()
         self.topology.start()
         self._watch = asyncio.create_task(self._follow_workers(), name="workers")
         await self._grpc.set_serving(True)
@@ -158,6 +164,7 @@ class Gateway:
         await self.topology.close()
         await self._placements.close()
         await self._quarantine.close()
+        await self._prefixes.close()
         await self._store.close()
 
     async def _follow_workers(self) -> None:

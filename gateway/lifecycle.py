@@ -378,6 +378,7 @@ class Requests:
         self._guards[request.generation.model].note_started(request.queue_entry, request.admitted)
         request.admitted = None
         request.note_placed(attempt)
+        self._candidates.note_sent(request, route)
         self.num_running += request.count_as_running()
         self._note(request, State.ADMITTED)
         span = request.generation.span

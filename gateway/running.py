@@ -60,6 +60,8 @@ class RunningRequest:
         self.routes: Sequence[Route] = ()
         """Ways to go now, best first, as of the last decision."""
         self.bookings = Bookings()
+        self.page_keys: dict[tuple[str, int], Sequence[bytes]] = {}
+        """Keys of the prompt's full pages by (layout fingerprint, page size)."""
         self.queue_entry = queue_entry
         self.is_judged = False
         self.admitted: Admit | None = None
@@ -88,6 +90,11 @@ class RunningRequest:
     def is_resumed(self) -> bool:
         """Whether an earlier attempt has begun the answer or has failed."""
         return self.num_failures > 0 or self.log.next_index > 0
+
+    @property
+    def cache_salt(self) -> str:
+        """Who may share pages with this request: its tenant."""
+        return self.generation.tenant
 
     @property
     def num_known_tokens(self) -> int:
@@ -124,7 +131,7 @@ class RunningRequest:
             eos_token_ids=() if generation.sampling.ignore_eos else generation.eos_token_ids,
             deadline=generation.deadline,
             traceparent=telemetry.inject(generation.span),
-            cache_salt=generation.tenant,
+            cache_salt=self.cache_salt,
         )
 
     def new_attempt(self, decode: DecodeSession, *, giver: Giver | None = None) -> Attempt:

@@ -15,6 +15,7 @@ from typing import Literal
 from gateway.sessions import DecodeSession, Load, Peer, PrefillSession, WorkerSession
 from services.cluster.registry import WorkerRecord
 from services.runtime.errors import NotFound, WorkerUnavailable
+from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_LINK, DEFAULT_PREFILL
 from services.scheduling.routing import WorkerView
 
 FIRST_RECONNECT_S = 0.1
@@ -178,11 +179,14 @@ class Topology:
         """What the KV of a token weighs on its way to another worker; 0: nobody knows yet."""
         return max((member.record.kv_bytes_per_token for member in self._ready("prefill", model)), default=0)
 
+    def cache_layouts(self, model: str) -> set[tuple[str, int]]:
+        """(layout fingerprint, tokens of a page) of a model's workers in rotation: what names of pages depend on."""
+        ready = itertools.chain(self._ready("prefill", model), self._ready("decode", model))
+        return {(member.record.layout_fingerprint, member.record.page_size) for member in ready}
+
     def is_uniform(self, model: str) -> bool:
         """Whether the pages of every worker of a model in rotation fit every other one."""
-        ready = itertools.chain(self._ready("prefill", model), self._ready("decode", model))
-        layouts = {member.record.layout_fingerprint for member in ready}
-        return len(layouts) <= 1 and not self._mismatched
+        return len({fingerprint for fingerprint, _ in self.cache_layouts(model)}) <= 1 and not self._mismatched
 
     def max_running(self, worker_id: str) -> int:
         """Places in a decode worker's batch; 0: not known."""
@@ -321,7 +325,11 @@ def _view(member: Member) -> WorkerView:
         waiting_tokens=max(load.waiting_tokens, session.books.tokens),
         max_sequence_tokens=record.max_sequence_tokens,
         num_running=load.running,
+        context_tokens=load.context_tokens,
         region=record.region,
         tenants=frozenset(record.tenants),
         page_size=record.page_size,
+        prefill_speed=load.prefill_speed or DEFAULT_PREFILL,
+        decode_speed=load.decode_speed or DEFAULT_DECODE,
+        link_speed=load.link_speed or DEFAULT_LINK,
     )

@@ -9,6 +9,7 @@ from kv_transfer.sending import SendLinks
 from prefill_worker.config import PrefillWorkerConfig
 from prefill_worker.worker import Limits, PrefillWorker, Servicer
 from protos import worker_pb2_grpc
+from services.cluster.prefix_index import PrefixPublisher
 from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
 from services.engine.engine import EngineParts, load_engine
 from services.runtime import config, process, rpc
@@ -29,16 +30,20 @@ def main() -> None:
 async def serve(settings: PrefillWorkerConfig, stop: asyncio.Event) -> None:
     """Loads, serves and drains one worker."""
     incarnation = new_incarnation()
-    with held(_lease(settings, incarnation, stop)) as lease:
-        await _serve(settings, incarnation, lease, stop)
+    with held(_lease(settings, incarnation, stop)) as lease, held(_publisher(settings, lease)) as publisher:
+        await _serve(settings, incarnation, lease, publisher, stop)
 
 
 async def _serve(
-    settings: PrefillWorkerConfig, incarnation: str, lease: WorkerLease | None, stop: asyncio.Event
+    settings: PrefillWorkerConfig,
+    incarnation: str,
+    lease: WorkerLease | None,
+    publisher: PrefixPublisher | None,
+    stop: asyncio.Event,
 ) -> None:
     parts = await load_or_stop(lambda: load_engine(**settings.engine_settings()), lease, stop)
     metrics = WorkerMetrics(worker_id=settings.id)
-    worker = _worker(settings, incarnation, parts, metrics)
+    worker = _worker(settings, incarnation, parts, metrics, publisher)
     metrics.serve(settings, worker.load)
     server = rpc.make_server([SERVICE_NAME])
     worker_pb2_grpc.add_PrefillWorkerServicer_to_server(Servicer(worker.sessions), server.server)
@@ -59,11 +64,21 @@ def _lease(settings: PrefillWorkerConfig, incarnation: str, stop: asyncio.Event)
     return lease
 
 
+def _publisher(settings: PrefillWorkerConfig, lease: WorkerLease | None) -> PrefixPublisher | None:
+    """Says which pages can be found here; from the start on, so that those of an earlier life are forgotten."""
+    if settings.redis is None or lease is None:
+        return None
+    publisher = PrefixPublisher(settings.redis, cluster=settings.cluster, record=lease.record)
+    publisher.start()
+    return publisher
+
+
 def _worker(
     settings: PrefillWorkerConfig,
     incarnation: str,
     parts: EngineParts,
     metrics: WorkerMetrics,
+    publisher: PrefixPublisher | None,
 ) -> PrefillWorker:
     identity = LinkIdentity(
         settings.id, incarnation, parts.fingerprint, parts.model.exact, arithmetic=parts.model.arithmetic
@@ -77,6 +92,7 @@ def _worker(
         limits=Limits(chunk_tokens=settings.chunk_tokens, max_waiting=settings.max_waiting),
         metrics=metrics,
         step_timeout_s=settings.step_timeout,
+        on_pages_changed=None if publisher is None else publisher.note,
     )
 
 

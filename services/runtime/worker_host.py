@@ -27,7 +27,7 @@ WATCH_INTERVAL_S = 0.25
 S = TypeVar("S")
 R = TypeVar("R")
 C = TypeVar("C", bound=WorkerConfig)
-L = TypeVar("L", bound="Lease | None")
+H = TypeVar("H", bound="Released | None")
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,14 @@ class Worker(Protocol):
         ...
 
 
+class Released(Protocol):
+    """Something that must be released."""
+
+    def release(self) -> None:
+        """Gives it back."""
+        ...
+
+
 class Lease(Protocol):
     """What the host needs of services.cluster.registry.WorkerLease."""
 
@@ -136,13 +144,13 @@ def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], C
 
 
 @contextlib.contextmanager
-def held(lease: L) -> Iterator[L]:
-    """Releases the lease, if there is one, at the end."""
+def held(what: H) -> Iterator[H]:
+    """Releases it, if there is anything, at the end."""
     try:
-        yield lease
+        yield what
     finally:
-        if lease is not None:
-            lease.release()
+        if what is not None:
+            what.release()
 
 
 async def load_or_stop(load: Callable[[], S], lease: Lease | None, stop: asyncio.Event) -> S:
