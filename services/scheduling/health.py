@@ -1,7 +1,7 @@
 """Which workers are left alone because they are slow, silent or erring, or because their GPU is in trouble. Pure.
 
 A process can be alive, keep its lease and still answer ten times too slowly. Three signals say so, each within three
-seconds of the fault where the worker has work, and answers are expected within half a second:
+seconds of the fault where the worker has work, and answers are expected within 0.2 s:
 
   slow     the median of its latency ratios (actual / predicted) of the last `SLOW_WINDOW_S` is more than `SLOW_RATIO`
            times the median of the other workers' and more than `MIN_SLOW_RATIO`: predictions that are wrong for all
@@ -31,7 +31,7 @@ from enum import StrEnum
 from services.runtime.gpu_health import GpuFacts
 from services.scheduling.breakers import Breakers
 
-SLOW_WINDOW_S = 2.0
+SLOW_WINDOW_S = 1.5
 """How far back slowness looks."""
 ERROR_WINDOW_S = 3.0
 """How far back the error rate does."""

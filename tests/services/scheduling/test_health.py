@@ -301,7 +301,7 @@ class Cluster:
     kind=st.sampled_from(["slow", "silent", "errors"]),
     factor=st.floats(5, 50),
     size=st.integers(2, 6),
-    expected_s=st.sampled_from([0.02, 0.1, 0.5]),
+    expected_s=st.sampled_from([0.02, 0.1, 0.2]),
     lasts_s=st.floats(4, 30),
     seed=st.integers(0, 1000),
 )
