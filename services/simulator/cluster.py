@@ -107,6 +107,7 @@ class Cluster:
                 Timeline(self.bucket_s),
                 on_first_token=self._note_first_token,
                 on_sent=self._join,
+                on_step=self._drain,
             )
             for number in range(spec.num_prefill)
         ]
@@ -196,7 +197,7 @@ class Cluster:
                     prefill_speed=spec.decode.prefill,
                     decode_speed=spec.decode.decode.at(decode.num_running + 1),
                     link_speed=spec.decode.link,
-                    queue_s=decode.line.time_s,
+                    queue_s=decode.queue_s,
                 )
             )
         if job.blocks:
@@ -225,16 +226,21 @@ class Cluster:
         if self._is_draining:
             return
         self._is_draining = True
+        is_backlogged = False
         while (entry := self.queue.peek()) is not None:
             job = self._jobs[self._index(entry)]
-            if not self._may_start(entry, job) or not self._place(job):
+            if not self._may_start(entry, job):
+                is_backlogged = False
+                break
+            if not self._place(job):
+                is_backlogged = True
                 break
             self._note_queue()
             self.queue.pop()
             del self._jobs[job.index]
             self._begin(entry, job)
         if self._overload is not None:
-            self._overload.note_backlog(self._loop.now_s, is_backlogged=len(self.queue) > 0)
+            self._overload.note_backlog(self._loop.now_s, is_backlogged=is_backlogged)
         self._is_draining = False
 
     def _entry(self, job: Job) -> QueueEntry:
@@ -266,24 +272,22 @@ class Cluster:
         return self._overload is None or self._overload.may_start(entry, self._load(job, entry))
 
     def _load(self, job: Job, entry: QueueEntry | None = None) -> ClusterLoad:
-        """What a request would meet now: the best prefill worker's queue, the best decode worker's step."""
-        prefills = [worker.queue_s + worker.spec.prefill.time_s(job.num_prompt_tokens) for worker in self.prefills] or [
-            worker.line.time_s + worker.spec.prefill.time_s(job.num_prompt_tokens) for worker in self.decodes
-        ]
-        steps = [
+        """What a request would meet now: the best prefill worker's queue, the best decode worker's pages and step."""
+        computing = self.prefills or self.decodes
+        step_s = min(
             worker.spec.decode.at(worker.num_running + 1).step_s(
                 worker.num_running + 1, worker.context_tokens + job.num_prompt_tokens
             )
             for worker in self.decodes
-        ]
-        num_pages = sum(worker.pool.num_pages for worker in self.decodes)
+        )
         return ClusterLoad(
             num_ahead=0 if entry is None else self.queue.num_ahead(entry.service_class),
             tokens_ahead=0 if entry is None else self.queue.waiting_tokens(entry.service_class),
             num_waiting=len(self.queue),
-            free_page_share=sum(worker.pool.num_available for worker in self.decodes) / num_pages,
-            prefill_s=min(prefills),
-            step_s=min(steps),
+            free_page_share=max(worker.pool.num_available / worker.pool.num_pages for worker in self.decodes),
+            prefill_s=min(worker.spec.prefill.time_s(job.num_prompt_tokens) for worker in computing),
+            prefill_queue_s=min(worker.queue_s for worker in computing),
+            step_s=step_s,
         )
 
     def _place(self, job: Job) -> bool:
@@ -325,8 +329,10 @@ class Cluster:
     def _note_first_token(self, job: Job) -> None:
         job.first_token_s = self._loop.now_s
         self._note_prompts(-1)
-        if job.num_output_tokens == 1 and not job.is_remote:
-            self._by_id[job.decode_worker].withdraw(job)
+        if not job.is_remote:
+            if job.num_output_tokens == 1:
+                self._by_id[job.decode_worker].withdraw(job)
+            self._drain()  # the queue's first one may have waited for this prompt
 
     def _join(self, job: Job) -> None:
         worker = self._by_id[job.decode_worker]

@@ -126,7 +126,10 @@ class _PromptLine:
 
 
 class PrefillWorker:
-    """Computes prompts. `on_first_token` and `on_sent` are told of each; on_sent when all its pages have arrived."""
+    """Computes prompts.
+
+    `on_first_token` and `on_sent` are told of each, the latter when all its pages have arrived; `on_step` of each step.
+    """
 
     def __init__(
         self,
@@ -137,6 +140,7 @@ class PrefillWorker:
         *,
         on_first_token: Callable[[Job], None],
         on_sent: Callable[[Job], None],
+        on_step: Callable[[], None],
     ) -> None:
         self.worker_id = worker_id
         self.spec = spec
@@ -146,6 +150,7 @@ class PrefillWorker:
         self._loop = loop
         self._on_first_token = on_first_token
         self._on_sent = on_sent
+        self._on_step = on_step
         self._step_ends_s = 0.0
         self._step_began_s = 0.0
         self._is_stepping = False
@@ -205,6 +210,7 @@ class PrefillWorker:
                 self.pool.publish(job.prefill_lease)
                 self._on_first_token(job)
         self._step()
+        self._on_step()
 
     def _send(self, job: Job, is_done: bool) -> None:
         num_tokens = max(0, job.num_computed_tokens - job.num_sent_tokens)
@@ -254,6 +260,11 @@ class DecodeWorker:
         self._run_steps = 0
         self._run_chunk: tuple[Job, int] | None = None
         self._run_number = 0
+
+    @property
+    def queue_s(self) -> float:
+        """Predicted seconds of computing the prompts that wait here."""
+        return self.line.time_s
 
     @property
     def num_places(self) -> int:
