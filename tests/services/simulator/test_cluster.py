@@ -161,6 +161,16 @@ def test_pages_travel_while_later_chunks_are_computed() -> None:
     assert job.joined_s == pytest.approx(ttft_s(job) + per_chunk_s + 0.5, rel=1e-9)
 
 
+def test_a_slow_link_carries_one_byte_after_the_other() -> None:
+    """Two prompts at once: the second one's pages wait until the first one's are through."""
+    spec = cluster_spec(prefill=worker_spec(chunk_tokens=100, link=LinkSpeed(0.25, 1e6)))
+    run = simulate(trace_of([TraceRequest(0.0, 1000, 2), TraceRequest(0.0, 500, 2)]), spec, "hybrid")
+    first_chunk_s = PREFILL.time_s(100)
+    first, second = (job.joined_s or 0.0 for job in run.jobs)
+    assert first == pytest.approx(first_chunk_s + 1000 * 1000 / 1e6 + 0.25, rel=1e-9)
+    assert second == pytest.approx(first_chunk_s + 1500 * 1000 / 1e6 + 0.25, rel=0.01)  # within a decode step
+
+
 @pytest.mark.parametrize("load", [0.3, 0.5, 0.7])
 def test_mean_wait_is_that_of_an_m_d_1_queue(load: float) -> None:
     """Poisson arrivals, equal prompts, one at a time.
