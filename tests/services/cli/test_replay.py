@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from services.cli.main import main
+from services.simulator import html_report
 
 TRACES = Path(__file__).resolve().parents[3] / "benchmarks" / "traces"
 MOONCAKE = str(TRACES / "mooncake_fast25_conversation.jsonl.gz")
@@ -91,6 +92,7 @@ class _Page(HTMLParser):
         self.open: list[str] = []
         self.loads: list[str] = []
         self.polylines = 0
+        self.points: list[tuple[float, float]] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in ("script", "link", "img", "iframe"):
@@ -102,6 +104,8 @@ class _Page(HTMLParser):
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.polylines += tag == "polyline"
+        points = dict(attrs).get("points") or ""
+        self.points += [(float(x), float(y)) for x, y in (point.split(",") for point in points.split())]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -117,6 +121,8 @@ def test_the_report_is_one_file_that_loads_nothing(tmp_path: Path, capsys: pytes
     page.feed(text)
     assert (page.open, page.loads) == ([], [])
     assert page.polylines == 6 * 2
+    assert all(0 <= x <= html_report.WIDTH and 0 <= y <= html_report.HEIGHT for x, y in page.points)
+    assert len({y for _, y in page.points}) > 20  # the lines are not flat
     assert "prefers-color-scheme: dark" in text
     assert "<b>&" not in text
     assert "nan" not in re.sub(r"[a-z]nan|nan[a-z]", "", text.lower())
