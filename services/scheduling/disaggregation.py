@@ -19,7 +19,6 @@ from typing import Literal
 from services.scheduling.prediction import DEFAULT_PREFILL, PrefillSpeed
 
 Reason = Literal[
-    "prefill_worker_available",
     "no_prefill_worker",
     "short_prompt",
     "long_prompt",
@@ -94,7 +93,7 @@ class Disaggregation:
     ways: PrefillWays | None = None
 
 
-def decide_ways(ways: PrefillWays, settings: DisaggregationSettings) -> Disaggregation:
+def decide(ways: PrefillWays, settings: DisaggregationSettings) -> Disaggregation:
     """Remote or local prefill for one prompt. Equal prices: local, which moves nothing."""
     lacking_on_d = max(1, ways.num_prompt_tokens - ways.cached_on_decode)
     lacking_on_p = max(1, ways.num_prompt_tokens - ways.cached_on_prefill)
@@ -128,27 +127,3 @@ def decide_ways(ways: PrefillWays, settings: DisaggregationSettings) -> Disaggre
         local_cost_s=local_cost_s,
         ways=ways,
     )
-
-
-# What the gateway still uses: the fixed threshold by itself.
-
-
-@dataclass(frozen=True, slots=True)
-class PromptView:
-    """What the fixed rule looks at. Counts are tokens; `num_cached_tokens` is what the decode worker holds."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_prefill_workers: int
-
-
-def decide(prompt: PromptView, *, local_prefill_max_tokens: int) -> Disaggregation:
-    """Remote or local prefill by the length of what is not cached.
-
-    `local_prefill_max_tokens`: uncached prompts up to this length stay on the decode worker; 0 sends all away.
-    """
-    if prompt.num_prefill_workers == 0:
-        return Disaggregation(False, "no_prefill_worker")
-    if prompt.num_prompt_tokens - prompt.num_cached_tokens <= local_prefill_max_tokens:
-        return Disaggregation(False, "short_prompt")
-    return Disaggregation(True, "prefill_worker_available")

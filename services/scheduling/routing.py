@@ -7,12 +7,15 @@ remembers only whose turn it is, and how often a worker was chosen for what it h
 seconds that somebody waits, so that terms need no weights to be added:
 
     price(D)   = decode_s + pressure_s(D) + region_s(D) + shared_s(D) + min(local(D), min over P of remote(P, D))
-    remote     = queue_s(P) + prefill_s(P) + hot_spot_s(P) + pressure_s(P) + region_s(P) + shared_s(P)
+    remote     = queue_s(P) + crowd · prefill_s(P) + hot_spot_s(P) + pressure_s(P) + region_s(P) + shared_s(P)
                  + transfer_s(P, D) + INTERFERENCE · queue_s(D)
     local      = queue_s(D) + prefill_s(D) + chunks · step_s(D) + itl_weight · prefill_s(D) · sequences it disturbs
 
     queue_s    prompt tokens that wait there × seconds per token (the square term for prompts of their mean length)
     prefill_s  of the tokens of the prompt that the worker does not hold, by its measured speed
+    crowd      1 + `displaced_weight` · mean number of requests at a prefill worker: so many will come to P while a
+               backlog like today's is worked off (Little's law), and each of them waits prefill_s longer. Without it,
+               going to an idle worker that lacks the prefix is free, and under load lost hits are lost capacity
     transfer_s latency + bytes of the tokens that D does not hold / bandwidth of P's link; `cross_region_factor` times
                that, and `cross_region_s` more, from one region to another
     decode_s   expected new tokens × length of D's step with this request in it
@@ -49,7 +52,7 @@ from services.scheduling.disaggregation import (
     INTERFERENCE,
     DisaggregationSettings,
     PrefillWays,
-    decide_ways,
+    decide,
 )
 from services.scheduling.prediction import (
     DEFAULT_DECODE,
@@ -125,6 +128,8 @@ class RoutingSettings:
     cross_region_s: float = 0.05
     cross_region_factor: float = 4.0
     shared_s: float = 1.0
+    displaced_weight: float = 2.0
+    """What a second counts that those who come later wait for a prompt's computation, against one of its own."""
     hot_window_s: float = 10.0
     hot_min_hits: float = 8.0
     all_up_to: int = 64
@@ -328,6 +333,7 @@ class _Case:
     """One request's decision: what several workers are asked, and what a Route is made of afterwards."""
 
     __slots__ = (
+        "crowd",
         "fits",
         "has_own",
         "has_prices",
@@ -346,6 +352,7 @@ class _Case:
         self.settings = settings
         self.fits = fits
         self.new_tokens = max(1, min(request.max_new_tokens, settings.expected_new_tokens))
+        self.crowd = 1.0
         self.has_prices = False
         self.has_own = False
         self.prefills: list[WorkerView] = []
@@ -421,6 +428,10 @@ class _Case:
         pressure_share, chunk_tokens = settings.pressure_share, settings.disaggregation.chunk_tokens
         has_place = bool(region) or self.has_own
         squared_tokens, most = num_tokens * num_tokens, num_tokens - 1
+        if views:
+            mean_requests = sum([view.num_requests for view in views]) / len(views)
+            self.crowd = 1 + settings.displaced_weight * mean_requests
+        crowd = self.crowd
         priced: list[tuple[float, int, WorkerView]] = []
         holders: list[tuple[int, float, float]] = []
         queues: list[float] = []
@@ -436,14 +447,14 @@ class _Case:
                     queue += squared_s * waiting * waiting / (view.num_requests or 1)
                 else:
                     queue = 0.0
-            price = queue + overhead_s + token_s * num_tokens + squared_s * squared_tokens
+            price = queue + crowd * (overhead_s + token_s * num_tokens + squared_s * squared_tokens)
             if cached_tokens:
                 queues.append(queue)
                 cached = cached_tokens.get(view.worker_id, 0)
                 if cached > 0:
                     if cached > most:
                         cached = most
-                    saved = token_s * cached + squared_s * cached * cached
+                    saved = crowd * (token_s * cached + squared_s * cached * cached)
                     price -= saved
                     if view.worker_id in chosen_before:
                         holders.append((position, queue, saved))
@@ -600,6 +611,8 @@ class _Case:
             hot_s, transfer_s = self.hot_s.get(prefill.worker_id, 0.0), self.transfer_s(prefill, decode)
             prefill_pressure_s = self.pressure_s(prefill, request.num_prompt_tokens)
             prefill_place_s = self.place_s(prefill)
+            num_lacking = request.num_prompt_tokens - cached_on_prefill
+            displaced_s = (self.crowd - 1) * prefill.prefill_speed.time_s(num_lacking, cached_on_prefill)
             ways = PrefillWays(
                 num_prompt_tokens=request.num_prompt_tokens,
                 cached_on_prefill=cached_on_prefill,
@@ -609,7 +622,7 @@ class _Case:
                 prefill_speed=prefill.prefill_speed,
                 local_speed=decode.prefill_speed,
                 transfer_s=transfer_s,
-                remote_extra_s=hot_s + prefill_pressure_s + prefill_place_s,
+                remote_extra_s=displaced_s + hot_s + prefill_pressure_s + prefill_place_s,
                 num_running=running,
                 step_s=now_step_s,
             )
@@ -619,10 +632,11 @@ class _Case:
                 "prefill_pressure_s": prefill_pressure_s,
                 "prefill_place_s": prefill_place_s,
                 "prefill_cached_tokens": cached_on_prefill,
+                "displaced_s": displaced_s,
                 "hot_spot_s": hot_s,
                 "transfer_s": transfer_s,
             }
-        decision = decide_ways(ways, self.settings.disaggregation)
+        decision = decide(ways, self.settings.disaggregation)
         way_s = decision.remote_cost_s if decision.is_remote else decision.local_cost_s
         inputs |= {
             "price_s": self.new_tokens * step_s + pressure_s + place_s + way_s,
@@ -721,31 +735,3 @@ def _rotated(workers: list[WorkerView], turn: int) -> list[WorkerView]:
         return workers
     first = turn % len(workers)
     return workers[first:] + workers[:first]
-
-
-# What the gateway still uses: orders of one role, by counts.
-
-Policy = Callable[[Sequence[WorkerView], int], list[WorkerView]]
-"""(workers, turn) → the same workers, best first. `turn` counts decisions from 0 and only breaks ties."""
-
-
-def round_robin(workers: Sequence[WorkerView], turn: int) -> list[WorkerView]:
-    """Each worker in turn, in order of id, whatever its load."""
-    return _rotated(sorted(workers, key=_by_id), turn)
-
-
-def least_loaded(workers: Sequence[WorkerView], turn: int) -> list[WorkerView]:
-    """Fewest waiting prompt tokens, then fewest requests, then the smallest share of pages in use.
-
-    Workers that are equal in all of these take turns.
-    """
-    return sorted(round_robin(workers, turn), key=_load)
-
-
-def _load(worker: WorkerView) -> tuple[int, int, float]:
-    pages_in_use = worker.pages_total - worker.pages_available
-    return worker.waiting_tokens, worker.num_requests, pages_in_use / max(worker.pages_total, 1)
-
-
-POLICIES: dict[str, Policy] = {"round_robin": round_robin, "least_loaded": least_loaded}
-"""Policies by the name that `--routing` takes."""

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from services.scheduling.disaggregation import (
     DisaggregationSettings,
     PrefillWays,
-    PromptView,
     decide,
-    decide_ways,
 )
 from services.scheduling.prediction import PrefillSpeed
 
@@ -59,7 +57,7 @@ def all_ways(draw):
     ],
 )
 def test_the_cheaper_way(facts, is_remote):
-    decision = decide_ways(dataclasses.replace(IDLE, **facts), BY_PRICE)
+    decision = decide(dataclasses.replace(IDLE, **facts), BY_PRICE)
     assert decision.is_remote is is_remote
     assert decision.reason == ("remote_is_cheaper" if is_remote else "local_is_cheaper")
 
@@ -78,7 +76,7 @@ def test_what_the_decision_was_made_of():
         num_running=3,
         step_s=0.02,
     )
-    decision = decide_ways(ways, BY_PRICE)
+    decision = decide(ways, BY_PRICE)
     remote_prefill_s = 0.01 + 0.04 + 1e-8 * (2000**2 - 1600**2)
     local_prefill_s = 0.01 + 0.1 + 1e-8 * (2000**2 - 1000**2)
     assert decision.remote_ttft_s == pytest.approx(0.3 + remote_prefill_s)
@@ -97,22 +95,22 @@ def test_what_the_decision_was_made_of():
 def test_a_fixed_threshold_has_the_last_word(cached, threshold, is_remote):
     how = DisaggregationSettings(local_prefill_tokens=threshold)
     for facts in ({}, {"prefill_queue_s": 100.0}, {"num_running": 100}):
-        decision = decide_ways(dataclasses.replace(IDLE, cached_on_decode=cached, **facts), how)
+        decision = decide(dataclasses.replace(IDLE, cached_on_decode=cached, **facts), how)
         assert (decision.is_remote, decision.reason) == (is_remote, "long_prompt" if is_remote else "short_prompt")
 
 
 def test_a_limit_on_the_gaps_of_running_answers():
     how = DisaggregationSettings(max_itl_s=0.05)
     busy = dataclasses.replace(IDLE, num_running=1, step_s=0.02, prefill_queue_s=60.0)
-    assert decide_ways(busy, how).reason == "local_itl_too_long"
-    assert decide_ways(busy, BY_PRICE).reason == "local_is_cheaper"
-    assert decide_ways(dataclasses.replace(busy, num_running=0), how).reason == "local_is_cheaper"
-    assert decide_ways(busy, DisaggregationSettings(max_itl_s=0.05, chunk_tokens=128)).reason == "local_is_cheaper"
+    assert decide(busy, how).reason == "local_itl_too_long"
+    assert decide(busy, BY_PRICE).reason == "local_is_cheaper"
+    assert decide(dataclasses.replace(busy, num_running=0), how).reason == "local_is_cheaper"
+    assert decide(busy, DisaggregationSettings(max_itl_s=0.05, chunk_tokens=128)).reason == "local_is_cheaper"
 
 
 @given(all_ways(), st.sampled_from([BY_PRICE, DisaggregationSettings(local_prefill_tokens=500)]))
 def test_without_a_prefill_worker_nothing_goes_away(ways, how):
-    decision = decide_ways(dataclasses.replace(ways, has_prefill_worker=False), how)
+    decision = decide(dataclasses.replace(ways, has_prefill_worker=False), how)
     assert (decision.is_remote, decision.reason) == (False, "no_prefill_worker")
 
 
@@ -121,7 +119,7 @@ def test_what_speaks_for_a_way_never_turns_the_decision_against_it(ways, data):
     def less(seconds):
         return data.draw(st.floats(0, seconds))
 
-    here = decide_ways(ways, BY_PRICE)
+    here = decide(ways, BY_PRICE)
     to_remote = dataclasses.replace(
         ways,
         prefill_queue_s=less(ways.prefill_queue_s),
@@ -139,24 +137,6 @@ def test_what_speaks_for_a_way_never_turns_the_decision_against_it(ways, data):
     )
     tolerance_s = 1e-9 * (1 + here.remote_cost_s + here.local_cost_s)
     if here.remote_cost_s < here.local_cost_s - tolerance_s and ways.has_prefill_worker:
-        assert decide_ways(to_remote, BY_PRICE).is_remote
+        assert decide(to_remote, BY_PRICE).is_remote
     elif here.remote_cost_s > here.local_cost_s + tolerance_s:
-        assert not decide_ways(to_local, BY_PRICE).is_remote
-
-
-@pytest.mark.parametrize(
-    ("prompt", "cached", "workers", "limit", "is_remote", "reason"),
-    [
-        (100, 0, 1, 0, True, "prefill_worker_available"),
-        (1, 0, 1, 0, True, "prefill_worker_available"),
-        (100, 0, 0, 0, False, "no_prefill_worker"),
-        (100, 0, 2, 100, False, "short_prompt"),
-        (101, 0, 2, 100, True, "prefill_worker_available"),
-        (500, 400, 2, 100, False, "short_prompt"),
-        (500, 399, 2, 100, True, "prefill_worker_available"),
-        (500, 500, 2, 0, False, "short_prompt"),
-    ],
-)
-def test_decision_by_length_alone(prompt, cached, workers, limit, is_remote, reason):
-    decision = decide(PromptView(prompt, cached, workers), local_prefill_max_tokens=limit)
-    assert (decision.is_remote, decision.reason) == (is_remote, reason)
+        assert not decide(to_local, BY_PRICE).is_remote

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 from services.scheduling.routing import (
-    POLICIES,
     POLICY_NAMES,
     Router,
     RouteRequest,
@@ -20,8 +20,6 @@ from services.scheduling.routing import (
     WorkerView,
     _Case,
     _Hits,
-    least_loaded,
-    round_robin,
 )
 
 
@@ -119,7 +117,9 @@ def test_every_worker_that_can_serve_it_once_and_no_other(case, policy, cut):
 @given(cases(), st.sampled_from([None, 0, 500]), st.sampled_from([None, 0.05]))
 def test_the_price_is_the_sum_of_the_terms_it_names_and_sorts_the_routes(case, threshold, max_itl_s):
     asked, ps, ds = case
-    how = RoutingSettings(disaggregation=DisaggregationSettings(local_prefill_tokens=threshold, max_itl_s=max_itl_s))
+    # Without the weight that depends on all workers together, so that they can be compared one by one.
+    decided = DisaggregationSettings(local_prefill_tokens=threshold, max_itl_s=max_itl_s)
+    how = RoutingSettings(disaggregation=decided, displaced_weight=0.0)
     routes = list(Router("hybrid", settings=how).route(asked, ps, ds, now_s=0.0))
     prices = [route.inputs["price_s"] for route in routes]
     for left, right in itertools.pairwise(prices):
@@ -134,7 +134,8 @@ def test_the_price_is_the_sum_of_the_terms_it_names_and_sorts_the_routes(case, t
         if route.prefills:
             # No other prefill worker would have been cheaper for this decode worker.
             alone = [
-                Router().route(asked, [p], [route.decode], now_s=0.0)[0].inputs["remote_cost_s"] for p in route.prefills
+                Router(settings=how).route(asked, [p], [route.decode], now_s=0.0)[0].inputs["remote_cost_s"]
+                for p in route.prefills
             ]
             shared = 1.0 if asked.tenant and any(p.tenants for p in ps) else 0.0
             assert terms["remote_cost_s"] <= min(alone) + shared + 1e-9 * (1 + min(alone))
@@ -450,46 +451,13 @@ def test_an_unknown_policy_is_refused_by_name():
         Router("best")
 
 
-# What the gateway still uses.
-
-
-def worker(worker_id, *, requests=0, tokens=0, available=100):
-    return WorkerView(worker_id, "0" * 32, 100, available, requests, tokens, 1000)
-
-
-def ids(workers):
-    return [view.worker_id for view in workers]
-
-
-def test_round_robin_takes_turns_in_order_of_id():
-    workers = [worker("b"), worker("a"), worker("c")]
-    assert [ids(round_robin(workers, turn))[0] for turn in range(4)] == ["a", "b", "c", "a"]
-    assert ids(round_robin(workers, 1)) == ["b", "c", "a"]
-
-
-def test_policies_give_back_every_worker_and_leave_the_input_alone():
-    workers = [worker("b", requests=3), worker("a", tokens=9), worker("c", available=0)]
-    before = list(workers)
-    for policy in POLICIES.values():
-        for turn in range(5):
-            assert sorted(ids(policy(workers, turn))) == ["a", "b", "c"]
-        assert policy([], 3) == []
-    assert workers == before
-
-
-def test_least_loaded_looks_at_tokens_then_requests_then_pages():
-    light = worker("light", requests=5, tokens=0, available=10)
-    fewer = worker("fewer", requests=1, tokens=10, available=10)
-    roomy = worker("roomy", requests=1, tokens=10, available=50)
-    busy = worker("busy", requests=0, tokens=99, available=100)
-    for turn in range(4):
-        assert ids(least_loaded([busy, roomy, fewer, light], turn)) == ["light", "roomy", "fewer", "busy"]
-
-
-def test_least_loaded_shares_ties():
-    workers = [worker("a"), worker("b"), worker("c", requests=1)]
-    assert {ids(least_loaded(workers, turn))[0] for turn in range(6)} == {"a", "b"}
-
-
-def test_a_pool_without_pages_is_no_division_by_zero():
-    assert ids(least_loaded([WorkerView("a", "0", 0, 0, 0, 0, 0)], 0)) == ["a"]
+def test_a_crowd_keeps_requests_where_their_prefix_is():
+    holder, idle = view("holder", num_requests=1, waiting_tokens=3000), view("idle")
+    few = [holder, idle]
+    many = [replace(one, num_requests=one.num_requests + 6) for one in few]
+    asked = request(num_prompt_tokens=2000, cached_tokens={"holder": 1900})
+    remote = DisaggregationSettings(local_prefill_tokens=0)
+    for weight, first_of_few, first_of_many in [(0.0, "idle", "idle"), (1.0, "idle", "holder")]:
+        router = Router(settings=RoutingSettings(disaggregation=remote, displaced_weight=weight))
+        for views, first in [(few, first_of_few), (many, first_of_many)]:
+            assert router.route(asked, views, [view("d")], now_s=0.0)[0].prefills[0].worker_id == first
