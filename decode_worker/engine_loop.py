@@ -219,7 +219,9 @@ class DecodeLoop:
     def _take_cached(self, lease: PageLease, keys: list[PageKey]) -> int:
         """Takes the pages with these keys that are there; how many."""
         cached = self._allocator.find(keys)
-        return len(cached) if lease.take(cached) else 0
+        is_taken = lease.take(cached)
+        assert is_taken, "what is found is there, and the lease was promised as many"
+        return len(cached)
 
     def _num_nameable_tokens(self, num_prompt_tokens: int, num_tokens: int) -> int:
         """How many of the first tokens have KV that another sequence may use instead of computing them in chunks."""

@@ -115,8 +115,8 @@ class PrefillLoop:
         chain = KeyChain(salt, self._page_size)
         lease = PageLease(self._allocator)
         cached = self._allocator.find(chain.extend(sequence.token_ids, num_tokens - 1))
-        if not lease.take(cached):
-            cached = []
+        is_taken = lease.take(cached)
+        assert is_taken, "what is found is there, and nothing is promised here"
         lease.grow_to(num_pages_for(num_tokens, self._page_size), state="used")
         sequence.page_table = lease.page_ids
         sequence.num_computed_tokens = len(cached) * self._page_size

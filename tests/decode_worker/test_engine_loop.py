@@ -2,7 +2,7 @@ from collections import Counter
 from collections.abc import Hashable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.engine_loop import Advance, DecodeLoop, ReservedPages, StepReport
@@ -287,6 +287,7 @@ SPECS = st.lists(
 )
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(SPECS, st.integers(1, 8), st.integers(1, 24), st.booleans())
 def test_any_mix_gives_each_its_own_answer_and_leaves_no_page(
     specs: list[tuple[list[int], int, int, bool, int, int | None]],
@@ -375,6 +376,7 @@ def test_a_prompt_is_computed_and_tokens_are_replayed_before_a_pause() -> None:
     assert list(bench.tokens("b").values()) == answer[3:]
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["pause", "unpause", "step"])), max_size=60),
     st.integers(1, 4),
@@ -531,6 +533,20 @@ def test_reports_say_what_came_to_be_found_and_what_gave_way() -> None:
     assert bench.reports[-1].changes == ((), (keys[1],))
 
 
+def test_a_change_of_names_alone_is_reported() -> None:
+    bench = Bench()
+    bench.local("a", [1] * 9, max_tokens=8)
+    bench.loop.step()
+    bench.loop.pause("a")
+    bench.loop.step()
+    num_reports = len(bench.reports)
+    bench.allocator.unname(bench.loop._sequences["a"].page_table)
+    bench.loop.step()
+    bench.loop.step()
+    assert len(bench.reports) == num_reports + 1
+    assert len(bench.reports[-1].changes.evicted) == 2
+
+
 CONVERSATIONS = st.lists(
     st.tuples(
         st.integers(0, 1),  # which conversation
@@ -546,6 +562,7 @@ CONVERSATIONS = st.lists(
 )
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(CONVERSATIONS, st.integers(10, 24), st.booleans(), st.integers(1, 9))
 def test_whatever_is_found_under_pressure_is_what_would_have_been_computed(
     turns: list[tuple[int, int, int, int, bool, int, str]], num_pages: int, is_exact: bool, step_tokens: int

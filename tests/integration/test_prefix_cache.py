@@ -27,11 +27,22 @@ def expected(tiny_model: Path) -> Callable[..., list[int]]:
     return answer
 
 
-@pytest.fixture(scope="module", params=[1, 4, 16])
+PAGE_SIZES = [
+    pytest.param((1, 1), id="1"),
+    pytest.param((4, 4), id="4"),
+    pytest.param((16, 16), id="16"),
+    pytest.param((64, 16), id="64-16", marks=pytest.mark.slow),
+    pytest.param((16, 64), id="16-64", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=PAGE_SIZES)
 def workers(request: pytest.FixtureRequest, start_worker: Make) -> Any:
-    flags = {"page_size": request.param, "kv_pages": 2048 // request.param, "chunk_tokens": 64}
-    prefill = start_worker("prefill", f"prefill-{request.param}", **flags)
-    return prefill, start_worker("decode", f"decode-{request.param}", max_batch=8, max_admitted=32, **flags)
+    def start(role: str, page_size: int, **flags: Any) -> Any:
+        name = f"{role}-{request.param[0]}-{request.param[1]}"
+        return start_worker(role, name, page_size=page_size, kv_pages=4096 // page_size, chunk_tokens=64, **flags)
+
+    return start("prefill", request.param[0]), start("decode", request.param[1], max_batch=8, max_admitted=32)
 
 
 @pytest.fixture
@@ -62,8 +73,8 @@ async def ended(gateway: Any, request_id: str, prompt: list[int], **fields: Any)
 async def test_a_turn_of_a_chat_computes_what_is_new_and_sends_what_the_other_side_lacks(
     pair: Any, expected: Make, local: bool
 ) -> None:
-    gateway, _, decode = pair
-    size, source = decode.record.page_size, random.Random(f"chat {local}")
+    gateway, prefill, decode = pair
+    prefill_size, size, source = prefill.record.page_size, decode.record.page_size, random.Random(f"chat {local}")
     said: list[int] = []
     num_prompt = num_known = num_sent = 0
     for turn in range(NUM_TURNS):
@@ -81,14 +92,16 @@ async def test_a_turn_of_a_chat_computes_what_is_new_and_sends_what_the_other_si
             assert num_computed <= len(new) + 1 + size - 1 or not decode.record.exact
         else:
             # The prefill worker never saw the last answer; the decode worker holds it and is not sent it again.
-            assert answer.num_cached_tokens == min(num_prompt, len(prompt) - 1) // size * size
-            assert num_computed <= len(new) + num_answer + size - 1
-            assert answer.handed_off.num_pages == -(-len(prompt) // size) - held // size
+            assert answer.num_cached_tokens == min(num_prompt, len(prompt) - 1) // prefill_size * prefill_size
+            assert num_computed <= len(new) + num_answer + prefill_size - 1
+            # A page of the sender that the receiver has only a part of is sent.
+            assert answer.handed_off.num_pages == -(-len(prompt) // prefill_size) - held // prefill_size
             num_sent += answer.handed_off.num_pages
         said = [*prompt, *answer.token_ids]
         num_prompt, num_known = len(prompt), len(said) - 1
     if not local and decode.record.exact:
-        assert num_sent <= -(-num_prompt // size) + NUM_TURNS, "each page once, and each turn's last, unfilled one"
+        # Each page once, and each turn those that the receiver could not fill.
+        assert num_sent <= -(-num_prompt // prefill_size) + (1 + size // prefill_size) * NUM_TURNS
 
 
 async def test_conversations_at_once_wherever_their_turns_land_answer_as_one_process(pair: Any, expected: Make) -> None:
@@ -119,8 +132,8 @@ async def test_conversations_at_once_wherever_their_turns_land_answer_as_one_pro
 
 
 async def test_tenants_share_nothing(pair: Any, expected: Make) -> None:
-    gateway, _, decode = pair
-    size, prompt = decode.record.page_size, [7 + i % 300 for i in range(100)]
+    gateway, prefill, decode = pair
+    prompt = [7 + i % 300 for i in range(100)]
     for local in (False, True):
         seen = []
         for number, salt in enumerate(("one", "two", "", "two")):
@@ -129,9 +142,10 @@ async def test_tenants_share_nothing(pair: Any, expected: Make) -> None:
             )
             assert answer.token_ids == expected(prompt, max_tokens=4, temperature=0.0)
             seen.append((answer.num_cached_tokens, 0 if local else answer.handed_off.num_pages))
-        cached, pages = 99 // size * size, 0 if local else -(-100 // size)
-        unfilled = 0 if local or 100 % size == 0 else 1
-        assert seen == [(0, pages)] * 3 + [(cached, unfilled)]
+        size = (decode if local else prefill).record.page_size
+        num_pages = 0 if local else -(-100 // size)
+        num_held = 100 // decode.record.page_size * decode.record.page_size // size
+        assert seen == [(0, num_pages)] * 3 + [(99 // size * size, 0 if local else num_pages - num_held)]
 
 
 async def test_cancels_at_any_moment_leave_nothing_held_and_nothing_wrong_to_find(pair: Any, expected: Make) -> None:

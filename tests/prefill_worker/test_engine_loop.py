@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill_worker.engine_loop import CachedPrefix, ComputedChunk, PrefillLoop, StepReport
@@ -131,6 +131,7 @@ def test_wrong_books_are_noticed_when_idle() -> None:
         bench.loop.step()
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     prompts=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     chunk_tokens=st.integers(1, 24),

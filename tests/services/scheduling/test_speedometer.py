@@ -3,7 +3,7 @@ import pytest
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 from services.scheduling.speedometer import Speedometer, numbers
 
-PREFILL = PrefillSpeed(0.004, 0.0002, 1e-7)
+PREFILL = PrefillSpeed(0.004, 0.0002, 1e-6)
 DECODE = DecodeSpeed(0.003, 0.0005, 1e-6)
 LINK = LinkSpeed(0.001, 5e8)
 
