@@ -30,6 +30,7 @@ from gateway.sessions import (
     Tokens,
     WorkerSession,
 )
+from gateway.worker_watch import AttemptWatch
 from services.runtime.errors import (
     InternalError,
     LayoutMismatch,
@@ -191,6 +192,7 @@ class Attempt:
         decode: DecodeSession,
         mailbox: Mailbox,
         log: TokenLog,
+        watch: AttemptWatch,
         giver: Giver | None = None,
     ) -> None:
         self.order = order
@@ -200,6 +202,7 @@ class Attempt:
         self.fault: Fault | None = None
         self.probes: set[Hashable] = set()
         """Circuit breakers whose probe this attempt is."""
+        self.watch = watch
         self.prompt_done_at_s: float | None = None
         """When the prefill worker last had all pages of the prompt, by the event loop's time."""
         self._giver = giver
@@ -337,6 +340,7 @@ class Attempt:
 
     def close(self) -> None:
         """Frees what the workers still hold, and drops whatever still comes. May be called twice."""
+        self.watch.end()
         if self._giver is not None and self._is_at_giver:
             self._is_at_giver = False
             self._giver.session.cancel(self._giver.key)

@@ -7,6 +7,7 @@ requests that go in the same moment do not all see the same free place. Knows no
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,11 +17,16 @@ from gateway.calls import Generation
 from gateway.running import RunningRequest
 from gateway.sessions import DecodeSession, Peer, PrefillSession, WorkerSession
 from gateway.topology import Topology
+from gateway.worker_watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
 from services.scheduling.breakers import Breakers
+from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeSpeed, PrefillSpeed
 from services.scheduling.queue import ServiceClass
 from services.scheduling.routing import Fits, Route, Router, RouteRequest, WorkerView
+
+USUAL_S = 1.0
+"""So long it is not asked anew what is usual."""
 
 
 class PrefixHints(Protocol):
@@ -55,7 +61,7 @@ class RoomLimits:
 
 
 class Candidates:
-    """The choice of workers of one gateway. Breakers are kept by worker id: a crash loop makes many processes."""
+    """The choice of workers of one gateway. Faults are kept by worker id: a crash loop makes many processes."""
 
     def __init__(
         self,
@@ -71,14 +77,17 @@ class Candidates:
         self._clock = clock
         self._limits = limits or RoomLimits()
         self._hints = hints
+        self._watch = WorkerWatch(clock)
         self._breakers = Breakers()
+        """Of pairs: (prefill worker, decode worker)."""
+        self._usual: dict[str, _Usual] = {}
         self._last_lost: dict[str, str] = {}
         """Incarnation of each worker that was lost last: a death is one error, whatever it took with it."""
 
     @property
     def num_open_breakers(self) -> int:
         """Workers and pairs that are left alone now, or tried with one request."""
-        return self._breakers.num_open
+        return self._watch.num_ejected + self._breakers.num_open
 
     def plan(self, request: RunningRequest) -> Route | None:
         """Decides where the request would go, whether there is room or not; None: there is no way."""
@@ -114,11 +123,13 @@ class Candidates:
             wanted, prefills, decodes, fits=self._fits(generation.model), now_s=self._clock.monotonic()
         )
         paired = {decode for _, decode in request.avoided_pairs}
-        if not request.avoided and not paired and not self._breakers.num_open:
+        probe = self._due_for_probe(request, decodes)
+        if not request.avoided and not paired and not self._breakers.num_open and probe is None:
             return routes
         return sorted(
             routes,
             key=lambda route: (
+                route.decode.worker_id != probe,
                 self._has_no_way_to(generation.model, route.decode),
                 route.decode.incarnation in request.avoided,
                 route.decode.incarnation in paired,
@@ -130,6 +141,9 @@ class Candidates:
         sessions = [self._topology.prefill_session(view.worker_id) for view in route.prefills]
         decode = self._topology.decode_session(route.decode.worker_id).peer
         sessions.sort(key=lambda session: _reluctance(request, session.peer, decode))
+        probe = self._due_for_probe(request, route.prefills)
+        if probe is not None:
+            sessions.sort(key=lambda session: session.peer.worker_id != probe)
         return sessions
 
     def takers(self, request: RunningRequest, giver: DecodeSession) -> list[WorkerView]:
@@ -144,20 +158,38 @@ class Candidates:
 
     def begin(self, attempt: Attempt, prefills: list[PrefillSession]) -> None:
         """The attempt is sent there; it may be the probe of a breaker."""
-        keys: list[str | tuple[str, str]] = [attempt.decode.peer.worker_id]
         if prefills:
-            prefill_id = prefills[0].peer.worker_id
-            keys += [prefill_id, (prefill_id, attempt.decode.peer.worker_id)]
-        now_s = self._clock.monotonic()
-        attempt.probes.update(key for key in keys if self._breakers.begin(key, now_s))
+            pair = (prefills[0].peer.worker_id, attempt.decode.peer.worker_id)
+            if self._breakers.begin(pair, self._clock.monotonic()):
+                attempt.probes.add(pair)
+
+    def new_watch(self, request: RunningRequest, decode: WorkerView) -> AttemptWatch:
+        """Watches an attempt on this decode worker: what it needs, by what is usual for its role."""
+        usual = self._usual_speeds(request.generation.model)
+        num_sequences = max(decode.num_requests, decode.num_running) + 1
+        token_s = usual.decode.step_s(num_sequences, decode.context_tokens + request.max_num_tokens)
+        watch = AttemptWatch(self._watch, token_s=token_s)
+        prompt_s = usual.local.time_s(decode.waiting_tokens + request.num_known_tokens)
+        watch.sent(decode.worker_id, prompt_s + TOKENS_PER_STAGE * token_s)
+        return watch
+
+    def watch_prompt(self, request: RunningRequest, route: Route, attempt: Attempt) -> None:
+        """The prompt is about to be computed by the attempt's workers."""
+        worker_id = (attempt.prefill or attempt.decode).peer.worker_id
+        usual = self._usual_speeds(request.generation.model)
+        speed = usual.prefill if route.is_remote else usual.local
+        views = route.prefills if route.is_remote else (route.decode,)
+        waiting = next((view.waiting_tokens for view in views if view.worker_id == worker_id), 0)
+        # Whatever it has cached may be gone, and what waits there may be ahead or behind.
+        expected_s = speed.time_s(waiting + request.num_known_tokens)
+        if route.is_remote:
+            attempt.watch.sent(worker_id, expected_s)
+        attempt.watch.prompt_sent(worker_id, expected_s)
 
     def note_success(self, attempt: Attempt) -> None:
         """The decode worker generates: everybody did their part."""
-        decode_id = attempt.decode.peer.worker_id
-        self._breakers.succeeded(decode_id)
         if attempt.prefill is not None:
-            self._breakers.succeeded(attempt.prefill.peer.worker_id)
-            self._breakers.succeeded((attempt.prefill.peer.worker_id, decode_id))
+            self._breakers.succeeded((attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id))
         self.release(attempt)
 
     def note_failure(self, attempt: Attempt) -> None:
@@ -170,11 +202,13 @@ class Candidates:
         if fault is None:
             return
         if isinstance(fault.error, TransferFailed) and attempt.prefill is not None:
-            self._failed(attempt, (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id))
+            pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
+            self._breakers.failed(pair, self._clock.monotonic(), is_probe=pair in attempt.probes)
+            attempt.probes.discard(pair)
         elif isinstance(fault.error, LayoutMismatch) and attempt.prefill is not None:
             self._topology.exclude_pair(attempt.prefill.peer, attempt.decode.peer)
         elif isinstance(fault.error, InternalError) and fault.worker is not None:
-            self._failed(attempt, fault.worker.peer.worker_id)
+            self._note_error(attempt, fault.worker.peer.worker_id)
         elif isinstance(fault.error, WorkerLost) and fault.worker is not None:
             self._note_lost(attempt, fault.worker)
         self.release(attempt)
@@ -247,21 +281,72 @@ class Candidates:
         pairs = [(view.worker_id, decode.worker_id) for view in self._topology.prefill_views(model)]
         return bool(pairs) and all(self._breakers.is_open(pair) for pair in pairs)
 
-    def _failed(self, attempt: Attempt, key: str | tuple[str, str]) -> None:
-        self._breakers.failed(key, self._clock.monotonic(), is_probe=key in attempt.probes)
-        attempt.probes.discard(key)
+    def _note_error(self, attempt: Attempt, worker_id: str) -> None:
+        attempt.watch.failed(worker_id)
+
+    def _due_for_probe(self, request: RunningRequest, views: Sequence[WorkerView]) -> str | None:
+        """A worker that the request should try out; nobody's urgent request is used for that."""
+        if request.queue_entry.service_class == ServiceClass.CRITICAL or request.is_resumed:
+            return None
+        return self._watch.due_for_probe([view.worker_id for view in views]) if self._watch.num_ejected else None
+
+    def _usual_speeds(self, model: str) -> "_Usual":
+        """Medians over a model's workers: of itself, a worker says what is normal for it."""
+        usual, now_s = self._usual.get(model), self._clock.monotonic()
+        if usual is None or now_s - usual.at_s > USUAL_S:
+            prefills, decodes = self._topology.prefill_views(model), self._topology.decode_views(model)
+            usual = self._usual[model] = _Usual(
+                now_s,
+                _usual_prefill(prefills or decodes),
+                _usual_prefill(decodes),
+                _usual_decode(decodes),
+            )
+        return usual
 
     def _note_lost(self, attempt: Attempt, worker: WorkerSession) -> None:
         peer = worker.peer
         if self._last_lost.get(peer.worker_id) != peer.incarnation:
             self._last_lost[peer.worker_id] = peer.incarnation
-            self._failed(attempt, peer.worker_id)
+            self._note_error(attempt, peer.worker_id)
 
     def _usable(self, views: list[WorkerView]) -> list[WorkerView]:
-        if not self._breakers.num_open:
+        group = [view.worker_id for view in views]
+        usable = self._watch.usable(group)
+        if usable is group:
             return views
-        usable = set(self._breakers.usable([view.worker_id for view in views], self._clock.monotonic()))
         return [view for view in views if view.worker_id in usable]
+
+
+@dataclass(frozen=True, slots=True)
+class _Usual:
+    """Speeds that are usual for a model's workers: prefill workers, and decode workers for prompts and for tokens."""
+
+    at_s: float
+    prefill: PrefillSpeed
+    local: PrefillSpeed
+    decode: DecodeSpeed
+
+
+def _usual_prefill(views: Sequence[WorkerView]) -> PrefillSpeed:
+    speeds = [view.prefill_speed for view in views]
+    if not speeds:
+        return DEFAULT_PREFILL
+    return PrefillSpeed(
+        statistics.median_low([speed.overhead_s for speed in speeds]),
+        statistics.median_low([speed.s_per_token for speed in speeds]),
+        statistics.median_low([speed.s_per_token_squared for speed in speeds]),
+    )
+
+
+def _usual_decode(views: Sequence[WorkerView]) -> DecodeSpeed:
+    speeds = [view.decode_speed for view in views]
+    if not speeds:
+        return DEFAULT_DECODE
+    return DecodeSpeed(
+        statistics.median_low([speed.overhead_s for speed in speeds]),
+        statistics.median_low([speed.s_per_sequence for speed in speeds]),
+        statistics.median_low([speed.s_per_context_token for speed in speeds]),
+    )
 
 
 def prefill_queue_s(view: WorkerView) -> float:

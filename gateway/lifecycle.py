@@ -301,9 +301,12 @@ class Requests:
         for route in request.routes:
             try:
                 attempt, prefills = self._new_attempt(request, route)
+                asked = attempt.watch.asked(route.decode.worker_id)
                 await attempt.admit(is_local_prefill=not route.is_remote)
+                attempt.watch.came(asked)
                 if route.is_remote:
                     attempt.start_prefill(prefills)
+                self._candidates.watch_prompt(request, route, attempt)
             except (Overloaded, CrowdedOut):
                 is_full = True
                 self._leave(request)
@@ -322,7 +325,7 @@ class Requests:
         self._candidates.book(request, route)
         decode = self._topology.decode_session(route.decode.worker_id)
         prefills = self._candidates.prefill_sessions(request, route) if route.is_remote else []
-        request.attempt = request.new_attempt(decode)
+        request.attempt = request.new_attempt(decode, self._candidates.new_watch(request, route.decode))
         self._candidates.begin(request.attempt, prefills)
         return request.attempt, prefills
 
@@ -378,6 +381,9 @@ class Requests:
         self._guards[request.generation.model].note_started(request.queue_entry, request.admitted)
         request.admitted = None
         request.note_placed(attempt)
+        self._metrics.sent.labels("decode", attempt.decode.peer.worker_id).inc()
+        if attempt.prefill is not None:
+            self._metrics.sent.labels("prefill", attempt.prefill.peer.worker_id).inc()
         self._candidates.note_sent(request, route)
         self.num_running += request.count_as_running()
         self._note(request, State.ADMITTED)
@@ -409,6 +415,11 @@ class Requests:
                 self._metrics.ttft_s.observe(request.ttft_s)
             elif request.last_gap_s:
                 self._metrics.itl_s.observe(request.last_gap_s / len(delta.token_ids))
+        watch = attempt.watch
+        if delta.token_ids or attempt.prompt_done_at_s is not None:
+            watch.note_prompt_done()
+        if attempt.is_decoding:
+            watch.note_answer(attempt.decode.peer.worker_id, len(delta.token_ids), is_finished=request.is_finished)
         state = _state_of(attempt)
         if request.is_finished or (attempt.is_decoding and request.noted_state is not state):
             self._candidates.note_success(attempt)

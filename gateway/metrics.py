@@ -52,8 +52,16 @@ class Metrics:
             ("asked", "answering", "reason"),
             registry=registry,
         )
+        self.sent = Counter(
+            "tandem_sent_attempts",
+            "Attempts that a worker took, by role and worker.",
+            ("role", "worker"),
+            registry=registry,
+        )
         self._open_breakers = Gauge(
-            "tandem_open_breakers", "Workers and pairs of workers that are avoided after errors.", registry=registry
+            "tandem_open_breakers",
+            "Workers left alone because they are slow, silent or erring, and pairs that cannot reach each other.",
+            registry=registry,
         )
         self._duration_s = Histogram(
             "tandem_request_duration_seconds",

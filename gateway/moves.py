@@ -95,7 +95,8 @@ class Moves:
             decode = self._topology.decode_session(view.worker_id)
         except WorkerUnavailable:
             return None
-        newer = request.new_attempt(decode, giver=Giver(older.decode, older.order.key))
+        watch = self._candidates.new_watch(request, view)
+        newer = request.new_attempt(decode, watch, giver=Giver(older.decode, older.order.key))
         try:
             await newer.admit(is_local_prefill=False)
             newer.take_over(older)

@@ -12,6 +12,7 @@ from gateway.attempts import Arrived, Attempt, Fault, FinishReason, Giver, Mailb
 from gateway.bookings import Bookings
 from gateway.calls import Delta, Generation, Usage
 from gateway.sessions import AttemptKey, DecodeSession, Peer, SequenceOrder
+from gateway.worker_watch import AttemptWatch
 from services.cluster.placement import State
 from services.runtime import telemetry
 from services.runtime.clock import Clock
@@ -134,9 +135,10 @@ class RunningRequest:
             cache_salt=self.cache_salt,
         )
 
-    def new_attempt(self, decode: DecodeSession, *, giver: Giver | None = None) -> Attempt:
+    def new_attempt(self, decode: DecodeSession, watch: AttemptWatch, *, giver: Giver | None = None) -> Attempt:
         """The next try, on this decode worker."""
-        return Attempt(self.next_order(), decode=decode, mailbox=self.mailbox, log=self.log, giver=giver)
+        order, mailbox, log = self.next_order(), self.mailbox, self.log
+        return Attempt(order, decode=decode, mailbox=mailbox, log=log, giver=giver, watch=watch)
 
     def note_failure(self, attempt: Attempt | None) -> None:
         """Counts a failed attempt, and learns whom to avoid and who still has the prompt's pages."""

@@ -3,9 +3,10 @@
 A process can be alive, keep its lease and still answer ten times too slowly. Three signals say so, each within three
 seconds of the fault where the worker has work, and answers are expected within 0.2 s:
 
-  slow     the median of its latency ratios (actual / predicted) of the last `SLOW_WINDOW_S` is more than `SLOW_RATIO`
-           times the median of the other workers' and more than `MIN_SLOW_RATIO`: predictions that are wrong for all
-           accuse nobody. It is found so twice, `JUDGE_EVERY_S` or more apart;
+  slow     the median of its latency ratios (actual / predicted) of the last `SLOW_WINDOW_S`, or of its last
+           `MIN_RATIOS` where those are fewer, is more than `SLOW_RATIO` times the median of the other workers' and more
+           than `MIN_SLOW_RATIO`: predictions that are wrong for all accuse nobody. It is found so twice,
+           `JUDGE_EVERY_S` or more apart;
   silent   work is outstanding, and nothing came for `SILENCE_FACTOR` times what was expected, at least `MIN_SILENCE_S`.
            Where that is true of more than half of the group the fault is here or everywhere, and nobody is accused;
   erring   three errors within ten seconds, or two within `ERROR_WINDOW_S` and not more successes than errors.
@@ -163,6 +164,18 @@ class _Worker:
         recent = sorted([ratio for at_s, ratio in self.ratios if at_s >= since_s])
         return recent[(len(recent) - 1) // 2] if len(recent) >= min_ratios else None
 
+    def last_ratio(self, since_s: float) -> float | None:
+        """Median of the last MIN_RATIOS ratios; None where they are fewer, or older."""
+        last = list(self.ratios)[-MIN_RATIOS:]
+        if len(last) < MIN_RATIOS or last[0][0] < since_s:
+            return None
+        return sorted([ratio for _, ratio in last])[(MIN_RATIOS - 1) // 2]
+
+    def usual_ratio(self, since_s: float) -> float | None:
+        """What others are compared with: the last ratios, since what slows all of them shows there first."""
+        last = self.last_ratio(since_s)
+        return self.ratio(since_s, 1) if last is None else last
+
     def is_silent(self, now_s: float) -> bool:
         return self.num_outstanding > 0 and now_s - self.heard_s > self.patience_s(self.expected_s)
 
@@ -304,7 +317,7 @@ class WorkerHealth:
         figures = {
             worker_id: ratio
             for worker_id, worker in known.items()
-            if not self._breakers.is_open(worker_id) and (ratio := worker.ratio(now_s - REFERENCE_S, 1)) is not None
+            if not self._breakers.is_open(worker_id) and (ratio := worker.usual_ratio(now_s - REFERENCE_S)) is not None
         }
         in_order = sorted(figures.values())
         silent = {worker_id for worker_id, worker in known.items() if worker.is_silent(now_s)}
@@ -319,6 +332,8 @@ class WorkerHealth:
                     self._breakers.failed(worker_id, now_s, is_probe=True)
                 continue
             ratio = worker.ratio(now_s - SLOW_WINDOW_S, MIN_RATIOS)
+            if ratio is None:
+                ratio = worker.last_ratio(now_s - REFERENCE_S)
             is_slow = ratio is not None and ratio > max(MIN_SLOW_RATIO, SLOW_RATIO * worker.reference)
             worker.num_slow = worker.num_slow + 1 if is_slow else 0
             if worker.num_slow >= NUM_SLOW or worker_id in silent:

@@ -19,7 +19,8 @@ from gateway.sessions import (
     TokenLogprobs,
     Tokens,
 )
-from services.runtime.clock import Deadline
+from gateway.worker_watch import AttemptWatch, WorkerWatch
+from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import DeadlineExceeded, InternalError, NoFreePages, TransferFailed, WorkerUnavailable
 
 HANDED_OFF = HandedOff(1, 1, 0.0, "none")
@@ -57,7 +58,8 @@ class Scene:
         self.decode, self.prefill = Session(), Session()
         self.mailbox, self.log = Mailbox(), TokenLog(max_tokens)
         order = SequenceOrder(AttemptKey("r", 1), (1,), (), None, (), Deadline.after(60), "")
-        self.attempt = Attempt(order, decode=self.decode, mailbox=self.mailbox, log=self.log, giver=giver)
+        watch = AttemptWatch(WorkerWatch(SYSTEM_CLOCK), token_s=0.01)
+        self.attempt = Attempt(order, decode=self.decode, mailbox=self.mailbox, log=self.log, watch=watch, giver=giver)
 
     async def start(self):
         admit = self.attempt.admit(is_local_prefill=False)

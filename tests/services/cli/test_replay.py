@@ -190,7 +190,7 @@ def test_looking_at_caches_beats_looking_at_load_beats_looking_at_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speed", ["1", "1.5", "1.8"])
+@pytest.mark.parametrize("speed", ["1", "1.5", "1.8", "2"])
 def test_the_ladder_is_that_of_mooncake(tmp_path: Path, capsys: pytest.CaptureFixture[str], speed: str) -> None:
     """Random, load, local prefix, hybrid: the order of figure 8 in arXiv:2407.00079v4 (FAST 2025: figure 5)."""
     words = [MOONCAKE, *PAPER_LIKE, f"--speed={speed}", "--policy=all"]

@@ -1,0 +1,180 @@
+"""What this gateway's own requests say about the health of workers: answers in time, late, never, or wrong.
+
+A *stage* is something that a worker has been asked for and when it should come: the word that a request is admitted,
+the first token of a prompt, the next tokens of an answer. Expectations are those of the worker's role, not its own:
+what a worker measures of itself follows its fault. Short times are not compared to the millisecond, since what they
+consist of is this process and the way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.runtime.clock import Clock
+from services.scheduling.health import WorkerHealth
+
+FLOOR_S = 0.02
+"""Added to what was expected and to what it took, before the two are compared."""
+TOKENS_PER_STAGE = 16
+"""So many tokens of an answer are one stage: single gaps say little."""
+
+
+@dataclass(eq=False, slots=True)
+class Stage:
+    """Something is expected of a worker. `probe`: the number of the probe that it decides, or 0."""
+
+    worker_id: str
+    began_s: float
+    expected_s: float
+    probe: int = 0
+
+
+class WorkerWatch:
+    """The stages under way at all workers, and the judgement that follows."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._health = WorkerHealth()
+        self._open: dict[str, dict[Stage, None]] = {}
+
+    @property
+    def num_ejected(self) -> int:
+        """Workers that are left alone now, or tried with one request."""
+        return self._health.num_ejected
+
+    def usable(self, group: Sequence[str]) -> Sequence[str]:
+        """Those of a role that get new work: at least half of them, and one."""
+        out = self._health.out_of_rotation(group, self._clock.monotonic())
+        return [worker_id for worker_id in group if worker_id not in out] if out else group
+
+    def due_for_probe(self, group: Sequence[str]) -> str | None:
+        """One that should get the next request that can bear it, to see whether it has recovered."""
+        return self._health.due_for_probe(group, self._clock.monotonic())
+
+    def begin_probe(self, worker_id: str, expected_s: float) -> int:
+        """A request goes to a worker. 0, or the number of the probe that it is."""
+        return self._health.begin(worker_id, self._clock.monotonic(), expected_s=expected_s)
+
+    def begin(self, worker_id: str, expected_s: float, *, probe: int = 0) -> Stage:
+        """Something was asked for. The stage must be ended by one of the three calls below."""
+        stage = Stage(worker_id, self._clock.monotonic(), expected_s, probe)
+        self._open.setdefault(worker_id, {})[stage] = None
+        self._note_load(worker_id)
+        return stage
+
+    def came(self, stage: Stage) -> None:
+        """It is there."""
+        now_s = self._clock.monotonic()
+        ratio = (now_s - stage.began_s + FLOOR_S) / (stage.expected_s + FLOOR_S)
+        self._end(stage)
+        self._health.note_success(stage.worker_id, ratio, now_s, probe=stage.probe)
+
+    def failed(self, worker_id: str, stages: Sequence[Stage]) -> None:
+        """The worker has made a mistake, or has died: one error, whatever was expected of it."""
+        mine = [stage for stage in stages if stage.worker_id == worker_id]
+        for stage in mine:
+            self._end(stage)
+        probe = max((stage.probe for stage in mine), default=0)
+        self._health.note_error(worker_id, self._clock.monotonic(), probe=probe)
+
+    def dropped(self, stage: Stage) -> None:
+        """Nobody waits for it any more, through no fault of the worker's."""
+        self._end(stage)
+        if stage.probe:
+            self.abandon_probe(stage.worker_id, stage.probe)
+
+    def abandon_probe(self, worker_id: str, probe: int) -> None:
+        """A probe has ended without saying anything about the worker."""
+        self._health.note_abandoned(worker_id, probe)
+
+    def _end(self, stage: Stage) -> None:
+        at_worker = self._open.get(stage.worker_id)
+        if at_worker is not None and at_worker.pop(stage, stage) is None:
+            if not at_worker:
+                del self._open[stage.worker_id]
+            self._note_load(stage.worker_id)
+
+    def _note_load(self, worker_id: str) -> None:
+        stages = self._open.get(worker_id, ())
+        expected_s = min((stage.expected_s for stage in stages), default=0.0)
+        self._health.note_load(worker_id, len(stages), FLOOR_S + expected_s, self._clock.monotonic())
+
+
+class AttemptWatch:
+    """The stages of one attempt: admitted, prompt computed, and the answer, some tokens at a time.
+
+    Its probes, if it is any, are decided by what takes longest: the prompt at a prefill worker, and the first tokens of
+    the answer at the decode worker. `token_s` is what a token is expected to take.
+    """
+
+    def __init__(self, watch: WorkerWatch, *, token_s: float) -> None:
+        self._watch = watch
+        self._token_s = token_s
+        self._stages: list[Stage] = []
+        self._prompt: Stage | None = None
+        self._answer: Stage | None = None
+        self._num_tokens = 0
+        self._probes: dict[str, int] = {}
+
+    def sent(self, worker_id: str, expected_s: float) -> None:
+        """The attempt goes to a worker, which has been heard of after so long when it has done its part."""
+        probe = self._watch.begin_probe(worker_id, expected_s)
+        if probe:
+            self._probes[worker_id] = probe
+
+    def asked(self, decode_id: str) -> Stage:
+        """The decode worker was asked for room, which takes it no time; `came` or `end` follows."""
+        stage = self._watch.begin(decode_id, 0.0)
+        self._stages.append(stage)
+        return stage
+
+    def came(self, stage: Stage) -> None:
+        """It has answered."""
+        self._stages.remove(stage)
+        self._watch.came(stage)
+
+    def prompt_sent(self, worker_id: str, expected_s: float) -> None:
+        """A worker computes the prompt."""
+        # Of a decode worker the answer decides, which comes after it.
+        probe = self._probes.pop(worker_id, 0)
+        self._prompt = self._watch.begin(worker_id, expected_s, probe=probe)
+        self._stages.append(self._prompt)
+
+    def note_prompt_done(self) -> None:
+        """The prompt is computed, wherever that was."""
+        prompt, self._prompt = self._prompt, None
+        if prompt is not None:
+            self.came(prompt)
+
+    def note_answer(self, decode_id: str, num_tokens: int, *, is_finished: bool) -> None:
+        """The decode worker is generating, and so many tokens came from it since the last time."""
+        if self._answer is None:
+            self._begin_answer(decode_id)
+            return
+        self._num_tokens += num_tokens
+        if self._num_tokens >= TOKENS_PER_STAGE or (is_finished and self._num_tokens):
+            self._answer.expected_s = self._token_s * self._num_tokens
+            self.came(self._answer)
+            self._answer = None
+            if not is_finished:
+                self._begin_answer(decode_id)
+
+    def failed(self, worker_id: str) -> None:
+        """The attempt ended through a worker's own fault; `end` follows."""
+        self._watch.failed(worker_id, self._stages)
+        self._stages = [stage for stage in self._stages if stage.worker_id != worker_id]
+
+    def end(self) -> None:
+        """The attempt is over: what is still expected is not waited for. May be called twice."""
+        for stage in self._stages:
+            self._watch.dropped(stage)
+        for worker_id, probe in self._probes.items():
+            self._watch.abandon_probe(worker_id, probe)
+        self._stages.clear()
+        self._probes.clear()
+        self._prompt = self._answer = None
+
+    def _begin_answer(self, decode_id: str) -> None:
+        self._num_tokens = 0
+        probe = self._probes.pop(decode_id, 0)
+        self._answer = self._watch.begin(decode_id, self._token_s * TOKENS_PER_STAGE, probe=probe)
+        self._stages.append(self._answer)

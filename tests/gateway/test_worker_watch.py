@@ -1,0 +1,152 @@
+"""Workers that are slow, silent or erring get no new work, and are back soon after they have recovered."""
+
+import asyncio
+
+import pytest
+
+from gateway.worker_watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
+
+GROUP = ("a", "b")
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def unix_ns(self):
+        return int(self.now_s * 1e9)
+
+
+class Answers:
+    """Answers of two workers, one after the other; each takes what `seconds` says for its worker."""
+
+    def __init__(self):
+        self.clock = Clock()
+        self.watch = WorkerWatch(self.clock)
+        self.seconds = {"a": 0.1, "b": 0.1}
+        self.sent = {"a": [], "b": []}
+
+    def one(self, turn):
+        usable = list(self.watch.usable(GROUP))
+        probe = self.watch.due_for_probe(GROUP)
+        worker_id = probe or usable[turn % len(usable)]
+        self.sent[worker_id].append(self.clock.now_s)
+        attempt = AttemptWatch(self.watch, token_s=0.1 / TOKENS_PER_STAGE)
+        attempt.sent(worker_id, 0.1)
+        attempt.note_answer(worker_id, 0, is_finished=False)
+        self.clock.now_s += self.seconds[worker_id]
+        attempt.note_answer(worker_id, TOKENS_PER_STAGE, is_finished=True)
+        attempt.end()
+
+    def until(self, when_s):
+        turn = 0
+        while self.clock.now_s < when_s:
+            self.one(turn)
+            self.clock.now_s += 0.02
+            turn += 1
+
+
+def test_a_slow_worker_is_left_alone_and_comes_back():
+    answers = Answers()
+    answers.until(110)
+    assert len(answers.sent["b"]) > 20
+    answers.seconds["b"] = 1.0
+    answers.until(115)
+    slow_since = len(answers.sent["b"])
+    answers.until(130)
+    assert len(answers.sent["b"]) - slow_since <= 5  # probes
+    answers.seconds["b"] = 0.1
+    answers.until(140)
+    back = len(answers.sent["b"])
+    answers.until(141)
+    assert len(answers.sent["b"]) > back + 2
+    assert answers.watch.num_ejected == 0
+
+
+def test_what_is_slow_everywhere_accuses_nobody():
+    answers = Answers()
+    answers.until(105)
+    answers.seconds = {"a": 1.0, "b": 1.0}
+    answers.until(140)
+    assert answers.watch.num_ejected == 0
+
+
+def test_stages_that_end_otherwise_are_not_waited_for():
+    clock = Clock()
+    watch = WorkerWatch(clock)
+    attempt = AttemptWatch(watch, token_s=0.01)
+    attempt.sent("a", 0.1)
+    attempt.asked("a")
+    attempt.prompt_sent("b", 0.1)
+    attempt.note_answer("a", 0, is_finished=False)
+    attempt.end()
+    attempt.end()
+    clock.now_s += 60
+    assert list(watch.usable(GROUP)) == ["a", "b"]
+    assert watch.num_ejected == 0
+
+
+def test_a_silent_worker_is_left_alone():
+    clock = Clock()
+    watch = WorkerWatch(clock)
+    attempt = AttemptWatch(watch, token_s=0.01)
+    attempt.prompt_sent("a", 0.1)
+    clock.now_s += 1.0
+    assert list(watch.usable(GROUP)) == ["b"]
+    attempt.note_prompt_done()
+    attempt.end()
+
+
+@pytest.fixture
+async def two_by_two(make_system, worker_type, pair_type):
+    """Two pairs of workers; `delays` says how long each waits before it does what it is asked."""
+    system, pair = await make_system(routing="round_robin"), pair_type([5, 6, 7])
+    delays = {}
+
+    def delayed(script):
+        async def run(attempt):
+            await asyncio.sleep(delays.get(attempt.worker.worker_id, 0.0))
+            await script(attempt)
+
+        return run
+
+    for number in range(2):
+        await system.add(worker_type("prefill", f"prefill-{number}", delayed(pair.prefill)))
+        await system.add(worker_type("decode", f"decode-{number}", delayed(pair.decode)))
+    return system, delays
+
+
+@pytest.mark.parametrize("worker_id", ["prefill-1", "decode-1"])
+async def test_a_slow_worker_gets_no_new_work_and_is_back_when_it_has_recovered(two_by_two, worker_id):
+    system, delays = two_by_two
+    worker = system.workers[worker_id]
+    loop = asyncio.get_running_loop()
+    prompts = iter(range(5, 400))
+
+    async def ask_until(is_over, limit_s):
+        end_s = loop.time() + limit_s
+        asking = set()
+        while not is_over() and loop.time() < end_s:
+            asking.add(asyncio.create_task(system.complete(prompt=[next(prompts)] * 3, max_tokens=100)))
+            await asyncio.sleep(0.04)
+        for answer in await asyncio.gather(*asking):
+            assert answer.status_code == 200
+
+    def is_left_alone():
+        text = system.gateway.metrics.render([]).decode()
+        return "tandem_open_breakers 1.0" in text.splitlines()
+
+    await ask_until(lambda: len(worker.attempts) >= 10, 5)
+    assert not is_left_alone()
+    delays[worker_id] = 1.0
+    await ask_until(is_left_alone, 8)
+    assert is_left_alone()
+    num_attempts = len(worker.attempts)
+    await ask_until(lambda: False, 1.0)
+    assert len(worker.attempts) - num_attempts <= 2
+    delays.clear()
+    await ask_until(lambda: not is_left_alone(), 15)
+    assert not is_left_alone()
