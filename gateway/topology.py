@@ -10,22 +10,33 @@ import logging
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from gateway.sessions import DecodeSession, Load, Peer, PrefillSession, WorkerSession
 from services.cluster.registry import WorkerRecord
 from services.runtime.errors import NotFound, WorkerUnavailable
-from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_LINK, DEFAULT_PREFILL
+from services.scheduling.prediction import (
+    DEFAULT_DECODE,
+    DEFAULT_LINK,
+    DEFAULT_PREFILL,
+    DecodeSpeed,
+    LinkSpeed,
+    PrefillSpeed,
+)
 from services.scheduling.routing import WorkerView
 
 FIRST_RECONNECT_S = 0.1
 MAX_RECONNECT_S = 2.0
 SILENCE_CHECK_S = 0.25
+ALIKE = 1.5
+"""Speeds of workers that differ by less than this factor differ by chance."""
 OWN_PAUSE_S = 1.0
 """If our own check comes this late, it was us who slept, and nobody is blamed for silence."""
 
+ROLES: tuple["Role", ...] = ("prefill", "decode")
 State = Literal["starting", "ready", "draining", "lost"]
 Role = Literal["prefill", "decode"]
+S = TypeVar("S", PrefillSpeed, DecodeSpeed, LinkSpeed)
 
 logger = logging.getLogger(__name__)
 
@@ -131,13 +142,17 @@ class Topology:
 
     def prefill_views(self, model: str, *, decode: Peer | None = None) -> list[WorkerView]:
         """Prefill workers of a model in rotation; with `decode`, those whose pages fit it."""
+        speeds = self._speeds(model)
         return [
-            _view(member) for member in self._ready("prefill", model) if decode is None or self._fits(member, decode)
+            _view(member, speeds)
+            for member in self._ready("prefill", model)
+            if decode is None or self._fits(member, decode)
         ]
 
     def decode_views(self, model: str) -> list[WorkerView]:
         """Decode workers of a model in rotation."""
-        return [_view(member) for member in self._ready("decode", model)]
+        speeds = self._speeds(model)
+        return [_view(member, speeds) for member in self._ready("decode", model)]
 
     def prefill_session(self, worker_id: str) -> PrefillSession:
         """The session to a prefill worker. Raises WorkerUnavailable where there is none."""
@@ -294,6 +309,15 @@ class Topology:
             if member.state == "ready" and (model is None or member.record.model == model):
                 yield member
 
+    def _speeds(self, model: str) -> "_Speeds":
+        """What is usual for a model's workers."""
+        loads = [member.load for role in ROLES for member in self._ready(role, model)]
+        return _Speeds(
+            _usual((load.prefill_speed for load in loads), _prefill_s, DEFAULT_PREFILL),
+            _usual((load.decode_speed for load in loads), _step_s, DEFAULT_DECODE),
+            _usual((load.link_speed for load in loads), _transfer_s, DEFAULT_LINK),
+        )
+
     def _session(self, role_name: str, worker_id: str) -> WorkerSession:
         member = self._roles[role_name].members.get(worker_id)
         if member is None or not member.session.is_up:
@@ -314,7 +338,44 @@ class Topology:
             watcher.set()
 
 
-def _view(member: Member) -> WorkerView:
+@dataclass(frozen=True, slots=True)
+class _Speeds:
+    """Usual speeds. Those of a worker that are not far from them count as the same.
+
+    Of two workers that are alike one always measures a little less, and would get everything. One that has measured
+    nothing yet is taken for a usual one, or nobody would ever ask it.
+    """
+
+    prefill: PrefillSpeed
+    decode: DecodeSpeed
+    link: LinkSpeed
+
+
+def _prefill_s(speed: PrefillSpeed) -> float:
+    return speed.time_s(512)
+
+
+def _step_s(speed: DecodeSpeed) -> float:
+    return speed.step_s(1)
+
+
+def _transfer_s(speed: LinkSpeed) -> float:
+    return speed.time_s(1 << 20)
+
+
+def _usual(speeds: Iterable[S | None], time_s: Callable[[S], float], default: S) -> S:
+    measured = sorted((speed for speed in speeds if speed is not None), key=time_s)
+    return measured[(len(measured) - 1) // 2] if measured else default
+
+
+def _own(speed: S | None, usual: S, time_s: Callable[[S], float]) -> S:
+    """A worker's own speed where it is another one than usual."""
+    if speed is None or time_s(usual) / ALIKE < time_s(speed) < time_s(usual) * ALIKE:
+        return usual
+    return speed
+
+
+def _view(member: Member, speeds: _Speeds) -> WorkerView:
     load, record, session = member.load, member.record, member.session
     return WorkerView(
         worker_id=record.id,
@@ -329,7 +390,7 @@ def _view(member: Member) -> WorkerView:
         region=record.region,
         tenants=frozenset(record.tenants),
         page_size=record.page_size,
-        prefill_speed=load.prefill_speed or DEFAULT_PREFILL,
-        decode_speed=load.decode_speed or DEFAULT_DECODE,
-        link_speed=load.link_speed or DEFAULT_LINK,
+        prefill_speed=_own(load.prefill_speed, speeds.prefill, _prefill_s),
+        decode_speed=_own(load.decode_speed, speeds.decode, _step_s),
+        link_speed=_own(load.link_speed, speeds.link, _transfer_s),
     )
