@@ -100,6 +100,7 @@ class Acceptance:
             deadline = deadline.sooner(call.deadline)
         deadline.check()
         self._check(call)
+        check_sampling(call.sampling, self.limits(model), prefix=call.field_prefix)
         if not call.allow_fallback:
             self._check_room(call, model, deadline)
         stored = StoredCall(
@@ -159,6 +160,7 @@ class Acceptance:
                 continue
             first = accepted.generations[0]
             try:
+                check_sampling(call.sampling, self.limits(model), prefix=call.field_prefix)
                 choices = await self._choices(call, model, first.sampling.seed)
             except InvalidRequest:
                 continue
@@ -246,9 +248,8 @@ class Acceptance:
         check_num_choices(call.num_choices, num_prompts=max(1, len(call.prompts)))
 
     async def _choices(self, call: Call, model: ServedModel, first_seed: int) -> list[StoredChoice]:
-        """Prompt and sampling of every answer, checked for this model."""
+        """Prompt and sampling of every answer, checked for this model as far as they depend on one another."""
         limits = self.limits(model)
-        check_sampling(call.sampling, limits, prefix=call.field_prefix)
         prompts = await self._token_ids_of(call, model, limits)
         samplings = self._complete_samplings(call, prompts, limits, first_seed)
         return [
