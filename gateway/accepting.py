@@ -12,9 +12,10 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
-from gateway.calls import AcceptedCall, Call, Generation, StoredCall, StoredChoice, Totals
+from gateway.calls import AcceptedCall, Call, Generation, StoredCall, StoredChoice, TenantTicket, Totals
 from gateway.catalog import ModelCatalog, ServedModel
 from gateway.validation import (
+    DEFAULT_SERVICE_CLASS,
     ModelLimits,
     Sampling,
     check_messages,
@@ -23,6 +24,7 @@ from gateway.validation import (
     check_priority,
     check_prompt_token_ids,
     check_sampling,
+    check_service_class,
     check_text,
     check_token_ids,
     complete_sampling,
@@ -102,20 +104,39 @@ class Acceptance:
         self._check(call)
         check_sampling(call.sampling, self.limits(model), prefix=call.field_prefix)
         if not call.allow_fallback:
+            # Before its tenant is asked for anything, and before texts become tokens: such a refusal is cheap.
             self._check_room(call, model, deadline)
-        stored = StoredCall(
+        if call.ticket is None:
+            accepted = self._begin(await self._stored(call, model), model, deadline, arrived_s, arrived_unix_ns)
+        else:
+            # Before the texts become tokens, which costs most of what is done here.
+            await call.ticket.enter()
+            try:
+                stored = await self._stored(call, model)
+                await _charge(call, call.ticket, stored.choices)
+                accepted = self._begin(stored, model, deadline, arrived_s, arrived_unix_ns, call.ticket)
+            except BaseException as error:
+                # A request that is wrong counts as one; one that is refused does not.
+                is_wrong = isinstance(error, InvalidRequest)
+                call.ticket.leave(num_prompt_tokens=0, num_new_tokens=0, has_run=is_wrong)
+                raise
+        self._allow_fallback(accepted, call)
+        return accepted
+
+    async def _stored(self, call: Call, model: ServedModel) -> StoredCall:
+        """The call as it is kept: every answer with its prompt as tokens, and how it is sampled."""
+        return StoredCall(
             request_id=call.request_id or "",
             choices=await self._choices(call, model, self._first_seed(call)),
             operation=call.operation,
             model=model.name,
             tenant=call.tenant,
             priority=call.priority,
+            service_class=call.service_class or DEFAULT_SERVICE_CLASS,
+            affinity_key=call.affinity_key,
             remaining_s=0.0,
             traceparent=call.traceparent,
         )
-        accepted = self._begin(stored, model, deadline, arrived_s, arrived_unix_ns)
-        self._allow_fallback(accepted, call)
-        return accepted
 
     def adopt(self, stored: StoredCall, call: Call | None = None) -> AcceptedCall:
         """Goes on with a call that a gateway accepted before; each answer continues after its emitted tokens.
@@ -129,6 +150,7 @@ class Acceptance:
         deadline = Deadline.after(min(stored.remaining_s, self._max_request_s), clock=self._clock)
         deadline.check()
         check_name(stored.request_id, field_name="request_id")
+        check_service_class(stored.service_class)
         if not stored.choices:
             raise InvalidRequest("the stored call has no answer", field="choices")
         for choice in stored.choices:
@@ -169,6 +191,8 @@ class Acceptance:
                 model,
                 request_id=accepted.request_id,
                 priority=first.priority,
+                service_class=first.service_class,
+                affinity_key=first.affinity_key,
                 tenant=first.tenant,
                 deadline=first.deadline,
                 span=first.span,
@@ -186,7 +210,13 @@ class Acceptance:
             accepted.call = call
 
     def _begin(
-        self, stored: StoredCall, model: ServedModel, deadline: Deadline, arrived_s: float, arrived_unix_ns: int
+        self,
+        stored: StoredCall,
+        model: ServedModel,
+        deadline: Deadline,
+        arrived_s: float,
+        arrived_unix_ns: int,
+        ticket: TenantTicket | None = None,
     ) -> AcceptedCall:
         """Takes the call's id and starts its span."""
         request_id = self._take_id(stored.request_id)
@@ -196,6 +226,8 @@ class Acceptance:
             model,
             request_id=request_id,
             priority=stored.priority,
+            service_class=stored.service_class,
+            affinity_key=stored.affinity_key,
             tenant=stored.tenant,
             deadline=deadline,
             span=span,
@@ -210,6 +242,7 @@ class Acceptance:
             fallback=stored.fallback,
             span=span,
             close=lambda: self._give_back_id(request_id),
+            ticket=ticket,
         )
 
     def _generations(
@@ -245,6 +278,8 @@ class Acceptance:
         if call.tenant:
             check_name(call.tenant, field_name="tenant")
         check_priority(call.priority)
+        if call.service_class:
+            check_service_class(call.service_class)
         check_num_choices(call.num_choices, num_prompts=max(1, len(call.prompts)))
 
     async def _choices(self, call: Call, model: ServedModel, first_seed: int) -> list[StoredChoice]:
@@ -334,6 +369,17 @@ def _has_token_ids(call: Call) -> bool:
     """Whether the client itself wrote token ids, which mean something only to the tokenizer that it had in mind."""
     has_prompt_ids = call.messages is None and not all(isinstance(prompt, str) for prompt in call.prompts)
     return has_prompt_ids or bool(call.sampling.stop_token_ids) or bool(call.sampling.logit_bias)
+
+
+async def _charge(call: Call, ticket: TenantTicket, choices: Sequence[StoredChoice]) -> None:
+    """Takes the call's tokens out of its tenant's limit; a prompt that several answers share counts once."""
+    prompts = {id(choice.prompt_token_ids): len(choice.prompt_token_ids) for choice in choices}
+    await ticket.charge(
+        sum(prompts.values()),
+        num_answers=len(choices),
+        max_tokens=call.sampling.max_tokens,
+        room_tokens=max(choice.sampling.max_tokens for choice in choices),
+    )
 
 
 def _check_stored(choice: StoredChoice, limits: ModelLimits) -> None:

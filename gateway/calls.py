@@ -3,6 +3,7 @@
 Plain data. Knows neither how an API spells it nor how it is done.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -13,9 +14,37 @@ from opentelemetry.trace import Span
 
 from gateway.attempts import FinishReason
 from gateway.sessions import TokenLogprobs
-from gateway.validation import AskedSampling, Sampling
+from gateway.validation import DEFAULT_SERVICE_CLASS, AskedSampling, Sampling
 from services.runtime import telemetry
 from services.runtime.clock import Deadline
+from services.runtime.errors import Overloaded, WorkerUnavailable
+
+
+class TenantTicket(ABC):
+    """What one call takes of its tenant's limits; `gateway.front_door` has the real one."""
+
+    hold: str
+    """Names the call among those of its tenant that run; another try of the same call has the same name."""
+    headers: Sequence[tuple[str, str]]
+    """Names and values that tell the client what is left."""
+
+    @abstractmethod
+    async def enter(self) -> None:
+        """The call is well-formed. Raises RateLimited."""
+
+    @abstractmethod
+    async def charge(
+        self, num_prompt_tokens: int, *, num_answers: int, max_tokens: int | None, room_tokens: int
+    ) -> None:
+        """The call's size is known. Raises RateLimited."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """The call goes on and was let in before."""
+
+    @abstractmethod
+    def leave(self, *, num_prompt_tokens: int, num_new_tokens: int, has_run: bool) -> None:
+        """The call has ended; it may have used other numbers of tokens than were expected, or not have run at all."""
 
 
 class Call(msgspec.Struct, kw_only=True):
@@ -23,9 +52,11 @@ class Call(msgspec.Struct, kw_only=True):
 
     Either `messages` or `prompts` is given; a prompt is a text or token ids. `field_prefix` begins the names of
     sampling fields in errors. `deadline` None: the server's maximum. `traceparent` is the client's, or empty.
-    `idempotency_key` is the client's, or empty; it stands in for a seed that was not given. `allow_fallback`: whether
-    another model may answer where this one cannot; None: not said, which is no unless whoever knows the tenant says
-    otherwise. `allowed_models` are the names of those that the tenant may use; None: all.
+    `idempotency_key` is the client's, or empty; it stands in for a seed that was not given. `service_class` is one of
+    `validation.SERVICE_CLASSES`, or empty: not given. Calls with the same `affinity_key`, a session or a user, are best
+    served by the same workers. `ticket` None: nobody limits this call. `allow_fallback`: whether another model may
+    answer where this one cannot; None: not said, which is no unless the API key says otherwise. `allowed_models` are
+    the names of those that the key allows; None: all.
     """
 
     operation: str
@@ -38,6 +69,8 @@ class Call(msgspec.Struct, kw_only=True):
     priority: int = 0
     service_class: str = ""
     tenant: str = ""
+    affinity_key: str = ""
+    ticket: TenantTicket | None = None
     deadline: Deadline | None = None
     traceparent: str = ""
     idempotency_key: str = ""
@@ -67,7 +100,7 @@ class Generation(msgspec.Struct, frozen=True):
     totals: "Totals"
     arrived_s: float
     arrived_unix_ns: int
-    service_class: str = "normal"
+    service_class: str = DEFAULT_SERVICE_CLASS
     affinity_key: str = ""
     emitted_token_ids: Sequence[int] = ()
 
@@ -95,6 +128,8 @@ class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
     is_settled: bool = True
     tenant: str = ""
     priority: int = 0
+    service_class: str = DEFAULT_SERVICE_CLASS
+    affinity_key: str = ""
     remaining_s: float
     traceparent: str = ""
 
@@ -107,6 +142,8 @@ class Totals:
     """
 
     completion_tokens: int = 0
+    new_tokens: int = 0
+    """Without those that an answer had before it went on here."""
     finish_reasons: list[str] = field(default_factory=list)
     placed: set[int] = field(default_factory=set)
     waiting_since_s: float = 0.0
@@ -153,6 +190,7 @@ class AcceptedCall:
         fallback: str = "",
         span: Span,
         close: Callable[[], None],
+        ticket: TenantTicket | None = None,
     ) -> None:
         self.generations = generations
         self.request_id = request_id
@@ -162,6 +200,10 @@ class AcceptedCall:
         self.fallbacks: tuple[str, ...] = ()
         self.call: Call | None = None
         self.span = span
+        self.ticket = ticket
+        """What the call has taken of its tenant's limits."""
+        self.is_resumed = False
+        """It was let in before, and its prompt was paid then."""
         self._close = close
 
     def to_stored(self) -> StoredCall:
@@ -179,6 +221,8 @@ class AcceptedCall:
             is_settled=not self.fallbacks,
             tenant=first.tenant,
             priority=first.priority,
+            service_class=first.service_class,
+            affinity_key=first.affinity_key,
             remaining_s=first.deadline.remaining_s(),
             traceparent=telemetry.inject(self.span),
         )
@@ -198,6 +242,19 @@ class AcceptedCall:
             self._describe(error)
         self.span.end()
         self._close()
+        if self.ticket is not None:
+            self._leave(self.ticket, error)
+
+    def _leave(self, ticket: TenantTicket, error: BaseException | None) -> None:
+        """What was refused for want of room, or was never begun, costs its tenant nothing."""
+        totals = self.generations[0].totals
+        is_refused = isinstance(error, Overloaded | WorkerUnavailable) and not totals.new_tokens
+        prompts = {id(generation.prompt_token_ids): generation.prompt_token_ids for generation in self.generations}
+        ticket.leave(
+            num_prompt_tokens=0 if self.is_resumed else sum(map(len, prompts.values())),
+            num_new_tokens=totals.new_tokens,
+            has_run=bool(totals.finish_reasons) and not is_refused,
+        )
 
     def _describe(self, error: BaseException | None) -> None:
         totals = self.generations[0].totals

@@ -95,6 +95,20 @@ class GatewayConfig:
         default=0.0,
         help="Part of the drain in which new requests are still taken, until load balancers have noticed, in seconds.",
     )
+    api_keys: Path | None = option(
+        path(), default=None, help="TOML file of API keys and tenants' limits; without it nobody is asked for a key."
+    )
+    starter_key_sha256: str | None = option(
+        text(pattern="[0-9a-f]{64}", rule="64 hex digits in lower case"),
+        default=None,
+        help="SHA-256 of one more admin key, for the program that started this one.",
+    )
+    admin_host: str = option(text(), default="127.0.0.1", help="Address of --admin-port.")
+    admin_port: int | None = option(
+        integer(0, 65535),
+        default=None,
+        help="One more HTTP port, with /metrics, /cluster and the probes for whoever reaches it, without a key.",
+    )
     reflection: bool = option(flag(), default=True, help="Serve gRPC reflection.")
     log_level: str = option(choice(*LEVELS), default="info", help="Least level of log records.")
 

@@ -13,6 +13,7 @@ from gateway.candidates import RoomLimits
 from gateway.catalog import load_catalog
 from gateway.catalog_file import ModelEntry, read_models_file
 from gateway.config import GatewayConfig
+from gateway.front_door import FrontDoor
 from gateway.grpc_api import SERVICE_NAMES, ClusterService, InferenceService, register
 from gateway.http_api import HttpApi
 from gateway.http_server import HttpServer
@@ -23,6 +24,7 @@ from gateway.overload import OverloadGuard
 from gateway.prefix_view import PrefixView
 from gateway.topology import Topology
 from services.cluster.journal import JournalStore
+from services.cluster.limits import Limiter
 from services.cluster.placement import PlacementStore, PlacementWriter
 from services.cluster.prefix_index import PrefixIndex
 from services.cluster.quarantine import Quarantine
@@ -57,11 +59,14 @@ class Gateway:
         self.incarnation = new_incarnation()
         self.http_port = 0
         self.grpc_port = 0
+        self.admin_port = 0
         self._config = config
         self._store = Store(config.redis, cluster=config.cluster)
         self._placements = PlacementWriter(PlacementStore(self._store))
         self._quarantine = Quarantine(self._store)
         self._prefixes = PrefixView(PrefixIndex(self._store))
+        self.limiter = Limiter(self._store, gateway=self.incarnation)
+        self.door = FrontDoor(self.limiter, key_file=config.api_keys, starter_sha256=config.starter_key_sha256)
         metrics = self.metrics = Metrics()
         # Each model has its own, or a full one would hold up the others.
         queues: dict[str, AdmissionQueue] = {}
@@ -102,13 +107,15 @@ class Gateway:
             topology=self.topology,
             metrics=metrics,
             is_ready=self.is_ready,
+            door=self.door,
         )
         self._http = HttpServer(api.app())
+        self._admin = None if config.admin_port is None else HttpServer(api.admin_app())
         self._grpc = rpc.make_server(SERVICE_NAMES, profile=rpc.PUBLIC, with_reflection=config.reflection)
         register(
             self._grpc,
-            InferenceService(self.requests, self._journals),
-            ClusterService(self.requests, self.topology),
+            InferenceService(self.requests, self._journals, door=self.door),
+            ClusterService(self.requests, self.topology, door=self.door),
         )
         self._min_prefill = {
             entry.name: config.min_prefill if entry.num_prefill is None else min(config.min_prefill, entry.num_prefill)
@@ -132,6 +139,9 @@ class Gateway:
         config = self._config
         self.grpc_port = await self._grpc.start(config.grpc_host, config.grpc_port)
         self.http_port = await self._http.start(config.http_host, config.http_port)
+        if self._admin is not None and config.admin_port is not None:
+            self.admin_port = await self._admin.start(config.admin_host, config.admin_port)
+        self.door.start()
         self._placements.start()
         self._journals.start()
         self._quarantine.start()
@@ -157,6 +167,8 @@ class Gateway:
             self.requests.end_all(leaving)
             await self.requests.wait_until_idle(timeout_s=ANSWER_S)
         await asyncio.gather(self._grpc.stop(1.0), self._http.stop(1.0))
+        if self._admin is not None:
+            await self._admin.stop(1.0)
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait((self._watch,))
@@ -165,6 +177,7 @@ class Gateway:
         await self._placements.close()
         await self._quarantine.close()
         await self._prefixes.close()
+        await self.door.close()
         await self._store.close()
 
     async def _follow_workers(self) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import grpc
 
-from gateway.calls import Call, Delta, Usage
+from gateway.api_keys import ApiKey
+from gateway.calls import Call, Delta, TenantTicket, Usage
 from gateway.catalog import header_value
 from gateway.fallback import begun
+from gateway.front_door import FrontDoor
 from gateway.journal import digest_of
 from gateway.journals import Ask, Journals, ask_for, ask_to_resume
 from gateway.lifecycle import Requests
@@ -25,6 +27,7 @@ from gateway.validation import (
     GRPC_PREFIX,
     MAX_BODY_BYTES,
     AskedSampling,
+    check_affinity_key,
     check_idempotency_key,
     check_permission,
     check_text,
@@ -57,7 +60,8 @@ _REASONS = {"stop": inference_pb2.FINISH_REASON_STOP, "length": inference_pb2.FI
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Text generation and tokenization."""
 
-    def __init__(self, requests: Requests, journals: Journals) -> None:
+    def __init__(self, requests: Requests, journals: Journals, *, door: FrontDoor) -> None:
+        self._door = door
         self._requests = requests
         self._journals = journals
         self._created_unix_s = int(time.time())
@@ -76,15 +80,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ResumeRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Streams the rest of an answer."""
+        key = _authenticate(self._door, context)
+        tenant = self._door.tenant_of(key, request.tenant)
         deadline = rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S)
         ask = ask_to_resume(
             request.request_id,
-            request.tenant,
+            tenant,
             next_index=request.next_index,
             remaining_s=deadline.remaining_s(),
+            ticket=self._door.ticket(tenant),
         )
         model = _AnsweringModel()
-        async with contextlib.aclosing(self._named(ask, model)) as responses:
+        async with contextlib.aclosing(self._named(ask, key, context, model)) as responses:
             async for response in responses:
                 await model.tell(context)
                 yield response
@@ -110,24 +117,32 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context, model: "_AnsweringModel"
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """The parts of the answer of a new request, or of a named one that there is already."""
+        key = _authenticate(self._door, context)
         call = _call(request, context)
+        self._door.let_in(call, key, model=self._requests.catalog.name_of(call.model))
         ask = _ask(call, request, context)
         if ask is not None:
-            async with contextlib.aclosing(self._named(ask, model)) as responses:
+            async with contextlib.aclosing(self._named(ask, key, context, model)) as responses:
                 async for response in responses:
                     yield response
             return
         with await self._requests.accept(call) as accepted:
+            _add_limits(context, call.ticket)
             async with begun(self._requests, accepted, accepted.generations) as (stream,):
                 model.name, model.fallback = accepted.model, accepted.fallback
                 async with contextlib.aclosing(stream) as deltas:
                     async for delta in deltas:
                         yield _response(accepted.request_id, delta)
 
-    async def _named(self, ask: Ask, model: "_AnsweringModel") -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    async def _named(
+        self, ask: Ask, key: ApiKey, context: Context, model: "_AnsweringModel"
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """What the client does not have of a named answer. What ends it comes in one message: all of it or nothing."""
         async with self._journals.attach(ask) as reader, contextlib.aclosing(reader.parts()) as parts:
+            # Another key of the tenant may have begun it, and may be allowed more.
+            self._door.check_model(key, reader.model)
             model.name, model.fallback = reader.model, reader.fallback
+            _add_limits(context, ask.ticket)
             last_text = ""
             async for part in parts:
                 delta = part.delta
@@ -140,9 +155,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """The models that this gateway serves, under each of their names."""
+        """The models that the caller's key allows, under each of their names."""
+        key = _authenticate(self._door, context)
         models = []
         for name, model in sorted(self._requests.catalog.names()):
+            if not key.allows_model(model.name):
+                continue
             limits = self._requests.limits(model)
             models.append(
                 inference_pb2.Model(
@@ -158,6 +176,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a text."""
+        await self._let_in(request.model, context)
         tokenizer = self._requests.catalog.resolve(request.model).tokenizer
         check_text(request.text, field_name="text", max_chars=MAX_BODY_BYTES)
         token_ids = await tokenizer.encode(request.text, add_special_tokens=not request.without_special_tokens)
@@ -167,6 +186,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """Text of token ids."""
+        await self._let_in(request.model, context)
         model = self._requests.catalog.resolve(request.model)
         token_ids = list(request.token_ids)
         check_token_ids(token_ids, model.limits, field_name="token_ids")
@@ -177,22 +197,34 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             text = await asyncio.to_thread(model.tokenizer.decode, token_ids, skip_special_tokens=skips_special)
         return inference_pb2.DetokenizeResponse(text=text)
 
+    async def _let_in(self, model: str, context: Context) -> None:
+        """A call that generates nothing counts as a request too."""
+        key = _authenticate(self._door, context)
+        self._door.check_model(key, self._requests.catalog.name_of(model), asked=model)
+        ticket = self._door.ticket(key.tenant)
+        if ticket is not None:
+            await ticket.charge_request()
+            _add_limits(context, ticket)
+
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
-    """Who is in the cluster, and taking a worker out."""
+    """Who is in the cluster, and taking a worker out: for operators."""
 
-    def __init__(self, requests: Requests, topology: Topology) -> None:
+    def __init__(self, requests: Requests, topology: Topology, *, door: FrontDoor) -> None:
+        self._door = door
         self._requests = requests
         self._topology = topology
 
     async def GetTopology(self, request: cluster_pb2.GetTopologyRequest, context: Context) -> cluster_pb2.Topology:
         """The topology now."""
+        self._door.check_admin(_authenticate(self._door, context))
         return self._snapshot()
 
     async def WatchTopology(
         self, request: cluster_pb2.WatchTopologyRequest, context: Context
     ) -> AsyncGenerator[cluster_pb2.Topology, None]:
         """The topology now and after each change, at most once in WATCH_INTERVAL_S."""
+        self._door.check_admin(_authenticate(self._door, context))
         last: cluster_pb2.Topology | None = None
         async with contextlib.aclosing(self._topology.changes()) as changes:
             async for _ in changes:
@@ -204,6 +236,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Context) -> cluster_pb2.DrainResponse:
         """Takes a worker out of rotation."""
+        self._door.check_admin(_authenticate(self._door, context))
         member = self._topology.drain(request.worker_id)
         return cluster_pb2.DrainResponse(state=_STATES[member.state])
 
@@ -227,6 +260,8 @@ def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
         prompts=[_prompt(request)],
         sampling=_sampling(request.sampling),
         priority=request.priority,
+        service_class=request.service_class,
+        affinity_key=_affinity_key(context),
         tenant=request.tenant,
         deadline=rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S),
         traceparent=_metadata(context, "traceparent") or "",
@@ -306,6 +341,27 @@ def _metadata(context: Context, name: str) -> str | None:
         if key == name:
             return value if isinstance(value, str) else ""
     return None
+
+
+def _authenticate(door: FrontDoor, context: Context) -> ApiKey:
+    """The caller's key. Raises Unauthenticated."""
+    shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+    return door.authenticate([value if isinstance(value, str) else "" for value in shown])
+
+
+def _affinity_key(context: Context) -> str:
+    """The caller's session, or an empty text. Raises InvalidRequest."""
+    session = _metadata(context, "x-session-id")
+    if session is None:
+        return ""
+    check_affinity_key(session, field_name="x-session-id")
+    return session
+
+
+def _add_limits(context: Context, ticket: TenantTicket | None) -> None:
+    """Tells what is left of the tenant's limits, at the end of the call."""
+    if ticket is not None and ticket.headers:
+        context.set_trailing_metadata(tuple(ticket.headers))
 
 
 def _response(request_id: str, delta: Delta) -> inference_pb2.GenerateResponse:

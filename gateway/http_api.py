@@ -21,10 +21,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.api_keys import ApiKey
 from gateway.calls import AcceptedCall, Call, Delta, Generation, Usage
 from gateway.catalog import ServedModel, header_value
 from gateway.fallback import Stream, begun
 from gateway.fan_out import all_of, merged
+from gateway.front_door import FrontDoor
 from gateway.http_server import connection_of
 from gateway.journal import digest_of
 from gateway.journals import Ask, Journals, Reader, ask_for
@@ -47,10 +49,26 @@ from gateway.openai_types import (
 )
 from gateway.sessions import TokenLogprobs
 from gateway.topology import Member, Topology
-from gateway.validation import MAX_BODY_BYTES, MAX_BODY_READ_S, check_idempotency_key, check_permission
+from gateway.validation import (
+    MAX_BODY_BYTES,
+    MAX_BODY_READ_S,
+    check_affinity_key,
+    check_idempotency_key,
+    check_permission,
+)
 from services.runtime import status
-from services.runtime.errors import InvalidRequest, RequestCancelled, TandemError
+from services.runtime.errors import (
+    InvalidRequest,
+    PermissionDenied,
+    RateLimited,
+    RequestCancelled,
+    TandemError,
+    Unauthenticated,
+)
 
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""What probes ask, which have no key."""
+API_PREFIX = "/v1/"
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8 * 1024
 LINGER_S = 2.0
@@ -85,12 +103,14 @@ class HttpApi:
         topology: Topology,
         metrics: Metrics,
         is_ready: Callable[[], bool],
+        door: FrontDoor,
     ) -> None:
         self._requests = requests
         self._journals = journals
         self._topology = topology
         self._metrics = metrics
         self._is_ready = is_ready
+        self._door = door
         self._created_unix_s = int(time.time())
 
     def app(self) -> App:
@@ -103,20 +123,49 @@ class HttpApi:
         routes += [
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
-            Route("/health", self._show_health),
-            Route("/ready", self._show_readiness),
-            Route("/metrics", self._show_metrics),
-            Route("/cluster", self._show_cluster),
+            *self._probes(),
+            *self._admin_pages(),
         ]
-        handlers = {HTTPException: _routing_error, TandemError: _error_response, 500: _error_response}
-        starlette = Starlette(routes=routes, exception_handlers=handlers)
+        starlette = Starlette(routes=routes, exception_handlers=_HANDLERS)
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
             # Starlette's layers cost a tenth of a request, so the two routes that carry the load go around them.
             endpoint = fast.get(scope["path"]) if scope["method"] == "POST" else None
-            await (endpoint or starlette)(scope, receive, send)
+            if endpoint is None and (refusal := self._refusal(scope)) is not None:
+                await refusal(scope, receive, send)
+            else:
+                await (endpoint or starlette)(scope, receive, send)
 
         return dispatch
+
+    def admin_app(self) -> App:
+        """What operators read, for an address of its own that asks for no key."""
+        return Starlette(routes=[*self._probes(), *self._admin_pages()], exception_handlers=_HANDLERS)
+
+    def _probes(self) -> list[Route]:
+        return [Route("/health", self._show_health), Route("/ready", self._show_readiness)]
+
+    def _admin_pages(self) -> list[Route]:
+        return [Route("/metrics", self._show_metrics), Route("/cluster", self._show_cluster)]
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """The answer to a caller who may not see a page; None: it may.
+
+        Probes need no key and the API one of any kind. All else needs an admin's, also what is added later and what
+        does not exist.
+        """
+        path: str = scope["path"]
+        if path in OPEN_PATHS:
+            return None
+        try:
+            key = self._door.authenticate(_values(scope["headers"], b"authorization"))
+            if not path.startswith(API_PREFIX):
+                self._door.check_admin(key)
+        except (Unauthenticated, PermissionDenied) as error:
+            self._metrics.note_refusal(_note_error(error))
+            return _error_answer(error)
+        scope["state"] = {**scope.get("state", {}), "key": key}
+        return None
 
     async def _completions(self, exchange: "_Exchange") -> None:
         await self._generate(exchange, CompletionRequest, CompletionWriter)
@@ -126,21 +175,29 @@ class HttpApi:
 
     async def _generate(self, exchange: "_Exchange", body_type: type[Body], writer_type: type[Writer]) -> None:
         """From the body of a request to the end of its answer."""
+        key = self._door.authenticate(exchange.all_headers(b"authorization"))
         body = await exchange.read_body()
         request, ignored = parse(body, body_type)
         call = request.call()
+        call.service_class = _service_class(call, exchange)
+        session = exchange.optional_header(b"x-session-id")
+        if session is not None:
+            check_affinity_key(session, field_name="X-Session-Id")
+            call.affinity_key = session
+        _read_permission(exchange, call)
+        self._door.let_in(call, key, model=self._requests.catalog.name_of(call.model))
         call.request_id = exchange.header(b"x-request-id") or None
         call.traceparent = exchange.header(b"traceparent")
-        _read_permission(exchange, call)
         ask = _ask(exchange, call, body, request, writer_type)
         if ignored:
             exchange.add_header(b"x-tandem-ignored", ",".join(ignored))
         if ask is not None:
             with exchange.cancelled_on_disconnect():
-                await self._generate_named(exchange, ask, request, writer_type)
+                await self._generate_named(exchange, key, ask, request, writer_type)
             return
         with await self._requests.accept(call) as accepted:
             exchange.add_header(b"x-request-id", accepted.request_id)
+            exchange.add_limits(call)
             with exchange.cancelled_on_disconnect():
                 async with begun(self._requests, accepted, accepted.generations) as streams:
                     _add_model_headers(exchange, accepted.model, accepted.fallback)
@@ -152,11 +209,17 @@ class HttpApi:
                         answers = await all_of([self._whole(generation, stream) for generation, stream in pairs])
                         await exchange.answer(200, writer.whole(answers))
 
-    async def _generate_named(self, exchange: "_Exchange", ask: Ask, request: Body, writer_type: type[Writer]) -> None:
+    async def _generate_named(
+        self, exchange: "_Exchange", key: ApiKey, ask: Ask, request: Body, writer_type: type[Writer]
+    ) -> None:
         """The same for a request with a name, whose answer others may read too."""
         async with self._journals.attach(ask) as reader:
             exchange.add_header(b"x-request-id", reader.request_id)
+            # Another key of the tenant may have begun it, and may be allowed more.
+            self._door.check_model(key, reader.model)
             _add_model_headers(exchange, reader.model, reader.fallback)
+            if ask.call is not None:
+                exchange.add_limits(ask.call)
             writer = self._writer(writer_type, request, reader.request_id, reader.created_unix_s, reader.model)
             if request.stream:
                 await self._stream(exchange, _named_events(reader, writer))
@@ -228,12 +291,15 @@ class HttpApi:
         await exchange.end_events()
 
     async def _list_models(self, request: Request) -> Response:
-        data = [self._model(name, model) for name, model in self._requests.catalog.names()]
+        key: ApiKey = request.state.key
+        names = self._requests.catalog.names()
+        data = [self._model(name, model) for name, model in names if key.allows_model(model.name)]
         return _json({"object": "list", "data": data})
 
     async def _show_model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        return _json(self._model(name, self._requests.catalog.resolve(name)))
+        name, catalog = request.path_params["name"], self._requests.catalog
+        self._door.check_model(request.state.key, catalog.name_of(name), asked=name)
+        return _json(self._model(name, catalog.resolve(name)))
 
     def _model(self, name: str, model: ServedModel) -> dict[str, Any]:
         """A model under one of its names; `root` is its own."""
@@ -276,6 +342,14 @@ def _add_model_headers(exchange: "_Exchange", model: str, fallback: str) -> None
     exchange.add_header(b"x-tandem-model", header_value(model))
     if fallback:
         exchange.add_header(b"x-tandem-fallback", header_value(fallback))
+
+
+def _service_class(call: Call, exchange: "_Exchange") -> str:
+    """From the body or the header. Raises InvalidRequest where both are there and differ."""
+    named = exchange.header(b"x-service-class").strip().lower()
+    if named and call.service_class and named != call.service_class:
+        raise InvalidRequest("service_class and X-Service-Class differ", field="service_class", code="invalid_value")
+    return call.service_class or named
 
 
 def _ask(exchange: "_Exchange", call: Call, body: bytes, request: Body, writer_type: type[Writer]) -> Ask | None:
@@ -362,6 +436,8 @@ class _Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.has_started = False
+        self.is_unread = True
+        """The body was not asked for yet."""
         self._headers: HeaderPairs = scope["headers"]
         self._connection = connection_of(scope)
         self._url_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
@@ -383,6 +459,16 @@ class _Exchange:
                 return value.decode("latin-1")
         return None
 
+    def all_headers(self, name: bytes) -> list[str]:
+        """All values of a header."""
+        return _values(self._headers, name)
+
+    def add_limits(self, call: Call) -> None:
+        """Tells what is left of the tenant's limits."""
+        if call.ticket is not None:
+            for name, value in call.ticket.headers:
+                self.add_header(name.encode(), value)
+
     def add_header(self, name: bytes, value: str) -> None:
         """Adds a header to the answer."""
         self._answer_headers.append((name, value.encode("latin-1")))
@@ -390,6 +476,7 @@ class _Exchange:
     async def read_body(self) -> bytes:
         """The whole body. Raises HttpRefusal for what is no body of ours, before reading more than is allowed."""
         self._check_head()
+        self.is_unread = False
         task = asyncio.current_task()
         assert task is not None
         # A bare timer instead of asyncio.timeout: nearly always the body is here already.
@@ -531,10 +618,9 @@ class _Endpoint:
         except Exception as error:  # noqa: BLE001 - the boundary: every request gets an answer
             self._metrics.note_refusal(_note_error(error))
             if not exchange.has_started:
-                is_unread = isinstance(error, HttpRefusal)
-                await exchange.answer(
-                    _http_status(error), _error_body(error), _error_headers(error), is_unread=is_unread
-                )
+                is_unread = exchange.is_unread or isinstance(error, HttpRefusal)
+                headers = _error_headers(error, closes=is_unread)
+                await exchange.answer(_http_status(error), _error_body(error), headers, is_unread=is_unread)
 
 
 def _note_error(error: Exception) -> str:
@@ -552,10 +638,18 @@ def _error_body(error: BaseException) -> bytes:
     return msgspec.json.encode(status.openai_error(error))
 
 
-def _error_headers(error: BaseException) -> HeaderPairs:
+def _values(headers: HeaderPairs, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in headers if key == name]
+
+
+def _error_headers(error: BaseException, *, closes: bool = False) -> HeaderPairs:
     headers: HeaderPairs = []
-    if isinstance(error, HttpRefusal):
+    if closes:
         headers.append((b"connection", b"close"))
+    if isinstance(error, Unauthenticated):
+        headers.append((b"www-authenticate", b'Bearer realm="tandem"'))
+    if isinstance(error, RateLimited):
+        headers += [(name.encode(), value.encode()) for name, value in error.headers]
     retry_after_s = status.retry_after_s(error)
     if retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
@@ -563,6 +657,10 @@ def _error_headers(error: BaseException) -> HeaderPairs:
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
+    return _error_answer(error)
+
+
+def _error_answer(error: Exception) -> Response:
     headers = {key.decode(): value.decode() for key, value in _error_headers(error)}
     return Response(_error_body(error), _http_status(error), headers, media_type="application/json")
 
@@ -574,6 +672,9 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     detail = {"message": f"{error.detail}: {request.url.path[:200]}", "type": kind, "param": None, "code": name}
     return _json({"error": detail}, http_status=error.status_code, headers=error.headers)
+
+
+_HANDLERS: dict[Any, Any] = {HTTPException: _routing_error, TandemError: _error_response, 500: _error_response}
 
 
 def _json(value: Any, *, http_status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

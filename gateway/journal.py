@@ -17,7 +17,7 @@ from gateway.answer_text import AnswerText
 from gateway.attempts import FinishReason
 from gateway.calls import Delta, StoredCall, StoredChoice, Usage
 from gateway.sessions import TokenLogprobs
-from gateway.validation import MAX_SEQUENCES, Sampling
+from gateway.validation import DEFAULT_SERVICE_CLASS, MAX_AFFINITY_CHARS, MAX_SEQUENCES, Sampling
 from services.runtime.errors import InternalError, InvalidRequest
 
 MAX_DELTA_TOKENS = 32
@@ -213,6 +213,8 @@ class _CallDocument(msgspec.Struct, frozen=True):
     """Empty in what a gateway wrote that served only one: this one's, if it serves only one."""
     fallback: Annotated[str, msgspec.Meta(max_length=MAX_FALLBACK_CHARS)] = ""
     is_settled: bool = True
+    service_class: str = DEFAULT_SERVICE_CLASS
+    affinity_key: Annotated[str, msgspec.Meta(max_length=MAX_AFFINITY_CHARS)] = ""
 
 
 class _EndDocument(msgspec.Struct, frozen=True, array_like=True):
@@ -246,6 +248,8 @@ def encode_call(call: StoredCall, *, created_unix_s: int) -> bytes:
         model=call.model,
         fallback=call.fallback,
         is_settled=call.is_settled,
+        service_class=call.service_class,
+        affinity_key=call.affinity_key,
     )
     return msgspec.msgpack.encode(document)
 
@@ -266,6 +270,8 @@ def decode_call(packed: bytes, *, request_id: str) -> tuple[StoredCall, int] | N
         is_settled=document.is_settled,
         tenant=document.tenant,
         priority=document.priority,
+        service_class=document.service_class,
+        affinity_key=document.affinity_key,
         remaining_s=0.0,
     )
     return call, document.created_unix_s

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall, StoredChoice, Usage
+from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall, StoredChoice, TenantTicket, Usage
 from gateway.fallback import begun
 from gateway.fan_out import merged
 from gateway.journal import (
@@ -81,6 +81,8 @@ class Ask:
     """Instead of `positions`, for a call with one answer."""
     deadline: Deadline | None = None
     """Until when this client waits. The generation, which others may read too, has the gateway's own maximum."""
+    ticket: TenantTicket | None = None
+    """What the generation is paid with, should this client's asking begin it or go on with it."""
 
     @property
     def joins(self) -> bool:
@@ -146,16 +148,18 @@ def ask_for(call: Call, digest: str, *, last_event_id: str | None = None) -> Ask
         elif named_id != call.request_id:
             raise _another_request()
     digest = digest_of("call", call.tenant, digest)
-    return Ask(name, call.request_id, call, digest, positions, deadline=call.deadline)
+    return Ask(name, call.request_id, call, digest, positions, deadline=call.deadline, ticket=call.ticket)
 
 
-def ask_to_resume(request_id: str, tenant: str, *, next_index: int, remaining_s: float) -> Ask:
+def ask_to_resume(
+    request_id: str, tenant: str, *, next_index: int, remaining_s: float, ticket: TenantTicket | None = None
+) -> Ask:
     """Asks for the rest of what is known by this id. Raises InvalidRequest for an id that breaks the rule."""
     check_name(request_id, field_name="request_id")
     if tenant:
         check_name(tenant, field_name="tenant")
     deadline = Deadline.after(remaining_s)
-    return Ask(_name(tenant, request_id), request_id, next_index=next_index, deadline=deadline)
+    return Ask(_name(tenant, request_id), request_id, next_index=next_index, deadline=deadline, ticket=ticket)
 
 
 def _name(tenant: str, request_id: str) -> str:
@@ -353,6 +357,8 @@ class Journals:
         """
         if ask.deadline is not None:
             ask.deadline.check()
+        if ask.ticket is not None:
+            ask.ticket.hold = ask.name
         journal = self._find(ask)
         journal.num_users += 1
         self._keep_no_longer(journal)
@@ -495,6 +501,9 @@ class Journals:
         accepted = self._requests.adopt(call, self._call_to_settle(journal, ask))
         journal.generations = accepted.generations
         if not journal.is_finished:
+            if ask.ticket is not None:
+                ask.ticket.resume()
+                accepted.ticket, accepted.is_resumed = ask.ticket, True
             return accepted
         with accepted:
             return None

@@ -29,7 +29,7 @@ from gateway.recovery import QuarantineList, Recovery
 from gateway.running import RunningRequest
 from gateway.sessions import PrefillSession
 from gateway.topology import Topology
-from gateway.validation import ModelLimits
+from gateway.validation import DEFAULT_SERVICE_CLASS, ModelLimits
 from services.cluster.placement import Placement, State
 from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
@@ -53,7 +53,6 @@ NO_WORKER_RETRY_S = 2.0
 
 CHARS_PER_TOKEN = 4
 """About, to guess a prompt's length."""
-DEFAULT_SERVICE_CLASS = "normal"
 
 logger = logging.getLogger(__name__)
 
@@ -453,6 +452,7 @@ class Requests:
         )
         totals = generation.totals
         totals.completion_tokens += request.num_tokens
+        totals.new_tokens += request.num_tokens - len(generation.emitted_token_ids)
         totals.finish_reasons.append(request.finish_reason or outcome)
         if logger.isEnabledFor(logging.DEBUG):
             fields = {"request_id": generation.request_id, "outcome": outcome, "tokens": request.num_tokens}

@@ -20,6 +20,7 @@ from gateway.validation import (
     MAX_LOGPROBS,
     MAX_TOKENS_EVER,
     AskedSampling,
+    check_affinity_key,
     check_integer,
     check_not_refused,
     check_short_text,
@@ -62,6 +63,8 @@ class _CommonFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
+    service_class: str | None = None
+    tenant: str | None = None
     return_token_ids: bool | None = None
     user: str | None = None
     cache_salt: str | None = None
@@ -92,6 +95,9 @@ class CompletionRequest(_CommonFields, kw_only=True):
             sampling=sampling,
             num_choices=n,
             priority=0 if self.priority is None else self.priority,
+            service_class=self.service_class or "",
+            tenant=self.tenant or "",
+            affinity_key=self.user or "",
             allow_fallback=self.allow_fallback,
         )
 
@@ -120,6 +126,9 @@ class ChatRequest(_CommonFields, kw_only=True):
             sampling=_sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs()),
             num_choices=1 if self.n is None else self.n,
             priority=0 if self.priority is None else self.priority,
+            service_class=self.service_class or "",
+            tenant=self.tenant or "",
+            affinity_key=self.user or "",
             allow_fallback=self.allow_fallback,
             prompt_field="messages",
         )
@@ -145,7 +154,8 @@ def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
         raise _type_error(str(error)) from error
     unread = {name: value for name, value in members.items() if name not in body_type.__struct_fields__}
     ignored = check_not_refused(unread)
-    check_short_text(request.user, field_name="user")
+    if request.user:
+        check_affinity_key(request.user, field_name="user")
     check_short_text(request.cache_salt, field_name="cache_salt")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", field="stream_options")

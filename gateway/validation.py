@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from services.runtime.errors import InvalidRequest
+from services.scheduling.queue import ServiceClass
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_BODY_READ_S = 30.0
@@ -35,6 +36,10 @@ MAX_LOGPROBS = 20
 MAX_PRIORITY = 100
 MAX_NAME_CHARS = 64
 MAX_KEY_CHARS = 255
+MAX_AFFINITY_CHARS = 256
+SERVICE_CLASSES = tuple(one.name.lower() for one in ServiceClass)
+"""From the most to the least urgent."""
+DEFAULT_SERVICE_CLASS = ServiceClass.NORMAL.name.lower()
 MAX_TOKENS_EVER = 2**31 - 1
 MAX_REPORTED_FIELDS = 16
 
@@ -279,6 +284,19 @@ def check_short_text(text: str | None, *, field_name: str) -> None:
 def check_priority(priority: int) -> None:
     """In [-100, 100]."""
     check_integer(priority, "priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
+
+
+def check_service_class(name: str) -> None:
+    """One of SERVICE_CLASSES."""
+    if name not in SERVICE_CLASSES:
+        rule = f"one of {', '.join(SERVICE_CLASSES)}"
+        raise InvalidRequest(f"service_class must be {rule}", field="service_class", code="invalid_value")
+
+
+def check_affinity_key(key: str, *, field_name: str) -> None:
+    """1 to 256 characters."""
+    if not 1 <= len(key) <= MAX_AFFINITY_CHARS:
+        raise InvalidRequest(f"{field_name} must have 1 to {MAX_AFFINITY_CHARS} characters", field=field_name)
 
 
 def check_not_refused(unread: Mapping[str, Any]) -> list[str]:

@@ -87,6 +87,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 64 characters of [A-Za-z0-9_.:-], unique among running requests. Empty: the server makes one, and the stream cannot
     be resumed unless metadata `idempotency-key` is sent.
@@ -98,7 +99,11 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Class of service: 0 is normal, higher is meant to be sooner, in [-100, 100]. Checked and carried, without effect yet."""
     tenant: _builtins.str
-    """Whom this request is accounted to. Empty: the default tenant."""
+    """Whom this request is accounted to. Empty: the API key's tenant, or the default one where the gateway asks for no keys."""
+    service_class: _builtins.str
+    """What is at stake if it is late: critical, interactive, normal, low or batch. Empty: normal, or the highest that the
+    API key allows where that is less.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -117,10 +122,11 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
+        service_class: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "service_class", b"service_class", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -28,7 +28,9 @@ if _version_not_supported:
 class InferenceStub(object):
     """Generates text. Every method fails with INVALID_ARGUMENT for a value outside its rule (the message names the field and
     the rule), NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED for a tenant's own limit, UNAVAILABLE when the cluster is
-    full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed.
+    full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed. A gateway that asks for API keys (metadata
+    `authorization: Bearer KEY`) fails with UNAUTHENTICATED without a good one and with PERMISSION_DENIED for what it does
+    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits.
     """
 
     def __init__(self, channel):
@@ -72,7 +74,9 @@ class InferenceStub(object):
 class InferenceServicer(object):
     """Generates text. Every method fails with INVALID_ARGUMENT for a value outside its rule (the message names the field and
     the rule), NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED for a tenant's own limit, UNAVAILABLE when the cluster is
-    full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed.
+    full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed. A gateway that asks for API keys (metadata
+    `authorization: Bearer KEY`) fails with UNAUTHENTICATED without a good one and with PERMISSION_DENIED for what it does
+    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits.
     """
 
     def Generate(self, request, context):
@@ -163,7 +167,9 @@ def add_InferenceServicer_to_server(servicer, server):
 class Inference(object):
     """Generates text. Every method fails with INVALID_ARGUMENT for a value outside its rule (the message names the field and
     the rule), NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED for a tenant's own limit, UNAVAILABLE when the cluster is
-    full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed.
+    full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed. A gateway that asks for API keys (metadata
+    `authorization: Bearer KEY`) fails with UNAUTHENTICATED without a good one and with PERMISSION_DENIED for what it does
+    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits.
     """
 
     @staticmethod

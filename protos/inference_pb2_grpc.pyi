@@ -32,7 +32,9 @@ GRPC_VERSION: str
 class InferenceStub:
     """Generates text. Every method fails with INVALID_ARGUMENT for a value outside its rule (the message names the field and
     the rule), NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED for a tenant's own limit, UNAVAILABLE when the cluster is
-    full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed.
+    full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed. A gateway that asks for API keys (metadata
+    `authorization: Bearer KEY`) fails with UNAUTHENTICATED without a good one and with PERMISSION_DENIED for what it does
+    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits.
     """
 
     @_typing.overload
@@ -59,7 +61,9 @@ class InferenceStub:
 class InferenceAsyncStub(InferenceStub):
     """Generates text. Every method fails with INVALID_ARGUMENT for a value outside its rule (the message names the field and
     the rule), NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED for a tenant's own limit, UNAVAILABLE when the cluster is
-    full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed.
+    full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed. A gateway that asks for API keys (metadata
+    `authorization: Bearer KEY`) fails with UNAUTHENTICATED without a good one and with PERMISSION_DENIED for what it does
+    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -82,7 +86,9 @@ class InferenceAsyncStub(InferenceStub):
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """Generates text. Every method fails with INVALID_ARGUMENT for a value outside its rule (the message names the field and
     the rule), NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED for a tenant's own limit, UNAVAILABLE when the cluster is
-    full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed.
+    full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed. A gateway that asks for API keys (metadata
+    `authorization: Bearer KEY`) fails with UNAUTHENTICATED without a good one and with PERMISSION_DENIED for what it does
+    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits.
     """
 
     @_abc_1.abstractmethod

@@ -97,6 +97,33 @@ class Keys:
         return self.pages_prefix + worker_id + ":keys"
 
     @property
+    def gateways(self) -> str:
+        """Sorted set of gateway incarnations that apply limits; the score is when one counts as gone.
+
+        In unix ms by the clock of Redis, 10 s after its last sign of life.
+        """
+        return self.prefix + "gateways"
+
+    @property
+    def limit_prefix(self) -> str:
+        """Start of the keys of tenants' limits; the tenant's name follows. A hash that expires once both are full.
+
+        requests     what is left of requests per minute, a decimal number; negative: owed
+        requests_at  unix time in us, by the clock of Redis, at which that was so
+        tokens       the same for tokens per minute
+        tokens_at    the same
+        """
+        return self.prefix + "limit:"
+
+    @property
+    def hold_prefix(self) -> str:
+        """Start of the keys of tenants' running requests; the tenant's name follows. A sorted set of their names.
+
+        The score is when one counts as ended, in unix ms by the clock of Redis: 10 s after its gateway's last renewal.
+        """
+        return self.prefix + "holds:"
+
+    @property
     def request_prefix(self) -> str:
         """Start of the keys of placements."""
         return self.prefix + "request:"

@@ -3,6 +3,8 @@
 `services.runtime.status` maps each class to its gRPC status, HTTP status and OpenAI error in one table.
 """
 
+from collections.abc import Sequence
+
 
 class TandemError(Exception):
     """Root of the tree.
@@ -35,6 +37,14 @@ class AlreadyExists(InvalidRequest):
     """A running request has the same id."""
 
 
+class Unauthenticated(TandemError):
+    """The caller gave no API key, or none that is good here and now."""
+
+
+class PermissionDenied(InvalidRequest):
+    """The caller's API key does not allow this."""
+
+
 class Overloaded(TandemError):
     """There is no room in the cluster now."""
 
@@ -44,7 +54,22 @@ class NoFreePages(Overloaded):
 
 
 class RateLimited(TandemError):
-    """The tenant's own limit is reached."""
+    """The tenant's own limit is reached.
+
+    `limit` names it; `headers` are names and values that tell the client more, in HTTP and as gRPC metadata.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        limit: str = "",
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.limit = limit
+        self.headers = headers
 
 
 class WorkerUnavailable(TandemError):

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from services.runtime import status
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.config import join_host_port
-from services.runtime.errors import ConfigError, InvalidRequest, Overloaded, TandemError
+from services.runtime.errors import ConfigError, InvalidRequest, Overloaded, RateLimited, TandemError
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 DETAILS_METADATA_KEY = "grpc-status-details-bin"
@@ -226,6 +226,8 @@ async def _abort(context: Any, error: BaseException) -> None:
     delay_s = status.retry_after_s(error)
     if delay_s is not None:
         metadata.append((PUSHBACK_METADATA_KEY, str(round(delay_s * 1000))))
+    if isinstance(error, RateLimited):
+        metadata += error.headers
     await context.abort(status.grpc_status(error), rich.message, tuple(metadata))
 
 
