@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,9 +25,9 @@ class ApiRefused(TandemError):
         self.status = status
 
 
-def get_json(url: str, path: str, *, timeout_s: float) -> Any:
+def get_json(url: str, path: str, *, timeout_s: float, api_key: str | None = None) -> Any:
     """GET a JSON document. Raises ApiUnreachable or ApiRefused."""
-    with _exchange(url, "GET", path, None, timeout_s) as response:
+    with _exchange(url, "GET", path, None, timeout_s, api_key) as response:
         return _decode(response.read(MAX_ANSWER_BYTES), url)
 
 
@@ -39,13 +40,15 @@ def get_status(url: str, path: str, *, timeout_s: float) -> int:
         return error.status
 
 
-def post_events(url: str, path: str, body: Mapping[str, Any], *, timeout_s: float) -> Iterator[Any]:
+def post_events(
+    url: str, path: str, body: Mapping[str, Any], *, timeout_s: float, api_key: str | None = None
+) -> Iterator[Any]:
     """POST a JSON document and yield the JSON of each server-sent event until `[DONE]`.
 
     `timeout_s` is the longest silence that is borne. Raises ApiUnreachable, also where the stream ends early, and
     ApiRefused for an error in place of the stream or within it.
     """
-    with _exchange(url, "POST", path, body, timeout_s) as response:
+    with _exchange(url, "POST", path, body, timeout_s, api_key) as response:
         while line := response.readline(MAX_ANSWER_BYTES):
             data = line.strip().removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
             if data == b"[DONE]":
@@ -61,7 +64,12 @@ def post_events(url: str, path: str, body: Mapping[str, Any], *, timeout_s: floa
 
 @contextmanager
 def _exchange(
-    url: str, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    url: str,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None,
+    timeout_s: float,
+    api_key: str | None = None,
 ) -> Iterator[http.client.HTTPResponse]:
     """One request and its successful answer; the connection ends with the scope."""
     connection = _connection(url, timeout_s)
@@ -69,6 +77,10 @@ def _exchange(
     try:
         payload = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json"} if payload is not None else {}
+        if api_key is not None:
+            if re.fullmatch(r"[\x21-\x7e]+", api_key) is None:
+                raise ConfigError("the API key must be printable ASCII without spaces")  # and is not shown
+            headers["authorization"] = f"Bearer {api_key}"
         connection.request(method, prefix + path, body=payload, headers=headers)
         response = connection.getresponse()
         if response.status >= 400:

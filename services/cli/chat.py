@@ -22,6 +22,7 @@ class ChatSettings:
     model_name: str | None = option(
         text(), default=None, help="Model to talk to; the first of /v1/models if not given."
     )
+    api_key: str | None = option(text(), default=None, help="The key to show, where the gateway asks for one.")
     message: str | None = option(text(), default=None, help="Asks this one question and ends.")
     system: str | None = option(text(), default=None, help="System message that comes first.")
     max_tokens: int = option(integer(1), default=256, help="Longest answer in tokens.")
@@ -77,7 +78,7 @@ def run(settings: ChatSettings, stdin: TextIO, stdout: TextIO, stderr: TextIO) -
 
 def first_model(settings: ChatSettings) -> str:
     """Name of the first model that the server has."""
-    models = get_json(settings.url, "/v1/models", timeout_s=settings.timeout)
+    models = get_json(settings.url, "/v1/models", timeout_s=settings.timeout, api_key=settings.api_key)
     try:
         return str(models["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
@@ -127,7 +128,11 @@ class Chat:
     def _answer(self, messages: list[Message], timing: Timing) -> Iterator[str]:
         """The pieces of text as they come; fills `timing`."""
         events = post_events(
-            self._settings.url, "/v1/chat/completions", self._body(messages), timeout_s=self._settings.timeout
+            self._settings.url,
+            "/v1/chat/completions",
+            self._body(messages),
+            timeout_s=self._settings.timeout,
+            api_key=self._settings.api_key,
         )
         for event in events:
             usage = event.get("usage") or {}

@@ -41,6 +41,8 @@ class Addresses:
     redis_url: str
     http_port: int
     grpc_port: int
+    starter_key_sha256: str | None = None
+    """Digest of the key that `up` itself shows to the gateway, where keys are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,9 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
         ("grpc-port", addresses.grpc_port),
         ("redis", addresses.redis_url),
         ("cluster", settings.cluster),
+        ("api-keys", settings.api_keys),
+        ("starter-key-sha256", addresses.starter_key_sha256),
+        ("admin-port", settings.admin_port),
         ("otlp", settings.otlp),
         ("seed", settings.seed),
         ("min-prefill", min(settings.prefill, 1)),

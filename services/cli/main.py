@@ -22,6 +22,7 @@ commands:
   status    show the workers of a running cluster
   chat      talk to a running cluster
   replay    run a recorded workload through a simulated cluster
+  keys      make an API key (keys new), check a file of them (keys check)
   version   print the version
   help      print this
 
@@ -62,7 +63,8 @@ def _run(argv: list[str]) -> int:
         print(f"tandem {metadata.version(DISTRIBUTION)}")
         return 0
     if command not in COMMANDS:
-        raise ConfigError(f"there is no command {command!r}; it must be one of up, status, chat, replay, version, help")
+        names = ", ".join((*COMMANDS, "version", "help"))
+        raise ConfigError(f"there is no command {command!r}; it must be one of {names}")
     return COMMANDS[command](flags)
 
 
@@ -93,6 +95,12 @@ def _replay(flags: list[str]) -> int:
     return replay.main(flags, sys.stdout, sys.stderr)
 
 
+def _keys(flags: list[str]) -> int:
+    from services.cli import keys
+
+    return keys.run(flags, sys.stdout, sys.stderr)
+
+
 def _complain(error: TandemError, exit_code: int) -> int:
     print(f"error: {error.message}", file=sys.stderr)
     return exit_code
@@ -103,6 +111,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "status": _status,
     "chat": _chat,
     "replay": _replay,
+    "keys": _keys,
 }
 
 if __name__ == "__main__":

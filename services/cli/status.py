@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from services.cli.api_client import get_json
-from services.runtime.config import flag, number, option, url
+from services.runtime.config import flag, number, option, text, url
 
 HEADINGS = (
     "WORKER",
@@ -31,13 +31,14 @@ class StatusSettings:
     """Shows the workers of a running cluster. Exit code 1 if its gateway cannot be reached."""
 
     url: str = option(url("http", "https"), default="http://127.0.0.1:8000", help="Address of the HTTP API.")
+    api_key: str | None = option(text(), default=None, help="An admin's key, where the gateway asks for one.")
     json: bool = option(flag(), default=False, help="Prints the answer as it is.")
     timeout: float = option(number(0.1, 600), default=5.0, help="Seconds to wait for the answer.")
 
 
 def run(settings: StatusSettings, stdout: TextIO) -> int:
     """Prints the cluster; returns the exit code. Raises ApiUnreachable or ApiRefused."""
-    cluster = get_json(settings.url, "/cluster", timeout_s=settings.timeout)
+    cluster = get_json(settings.url, "/cluster", timeout_s=settings.timeout, api_key=settings.api_key)
     stdout.write(json.dumps(cluster, indent=2) + "\n" if settings.json else table(cluster))
     return 0
 

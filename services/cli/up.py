@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from gateway.api_keys import digest_of_key, new_key, read_keys
 from gateway.model_files import read_model_files
 from services.cli.api_client import ApiRefused, ApiUnreachable, get_json, get_status
 from services.cli.children import (
@@ -77,12 +78,17 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
     for plan in plans:
         load_config(plan.path)
         read_model_files(plan.path)
+    if settings.api_keys is not None:
+        read_keys(settings.api_keys)
     http_port = claim_port(settings.host, settings.http_port, flag="--http-port")
     grpc_port = claim_port(settings.host, settings.grpc_port, flag="--grpc-port", taken=http_port)
     with _log_folder(settings.log_dir) as logs, _pid_file(settings.pid_file), _redis(settings) as redis:
         redis_url = settings.redis if redis is None else redis.url
         assert redis_url is not None, "either --redis is given or the embedded one runs"
-        up = Up(settings, plans, Addresses(redis_url, http_port, grpc_port), redis, logs.path)
+        key = None if settings.api_keys is None else new_key()
+        digest = None if key is None else digest_of_key(key)
+        addresses = Addresses(redis_url, http_port, grpc_port, digest)
+        up = Up(settings, plans, addresses, redis, logs.path, api_key=key)
         logs.is_worth_keeping = True  # unless it comes to one of the two ends that explain themselves
         code = asyncio.run(up.run(early_signals))
         logs.is_worth_keeping = code not in (0, EXIT_BAD_INPUT)
@@ -121,9 +127,11 @@ class Up:
         log_dir: Path,
         *,
         policy: RestartPolicy | None = None,
+        api_key: str | None = None,
     ) -> None:
         environment = child_environment(os.environ, parent_pid=os.getpid())
         self._settings = settings
+        self._api_key = api_key
         self._redis = redis
         self._log_dir = log_dir
         self._policy = policy or RestartPolicy()
@@ -220,7 +228,9 @@ class Up:
         """Asks the gateway which processes are in rotation."""
         gateway_pid = self._supervisor.children[GATEWAY].pid
         try:
-            cluster = await asyncio.to_thread(get_json, self._probe_url, "/cluster", timeout_s=PROBE_TIMEOUT_S)
+            cluster = await asyncio.to_thread(
+                get_json, self._probe_url, "/cluster", timeout_s=PROBE_TIMEOUT_S, api_key=self._api_key
+            )
         except (ApiUnreachable, ApiRefused):
             return
         if gateway_pid is not None:

@@ -44,6 +44,14 @@ class UpSettings:
         default="default",
         help="Name of the cluster in Redis; clusters that share a Redis need different names.",
     )
+    api_keys: Path | None = option(
+        path(), default=None, help="TOML file of API keys and tenants' limits; without it nobody is asked for a key."
+    )
+    admin_port: int | None = option(
+        integer(0, 65535),
+        default=None,
+        help="One more HTTP port on this machine's own address, for /metrics and /cluster without a key.",
+    )
     transport: str = option(
         choice("auto", "shm", "tcp", "nccl", "cuda_ipc"),
         default="auto",
