@@ -98,7 +98,7 @@ class GatewayConfig:
     api_keys: Path | None = option(
         path(), default=None, help="TOML file of API keys and tenants' limits; without it nobody is asked for a key."
     )
-    starter_key_sha256: str | None = option(
+    starter_key_digest: str | None = option(
         text(pattern="[0-9a-f]{64}", rule="64 hex digits in lower case"),
         default=None,
         help="SHA-256 of one more admin key, for the program that started this one.",

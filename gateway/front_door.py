@@ -36,7 +36,7 @@ _STARTER_TENANT = "operator"
 class FrontDoor:
     """The door of one gateway.
 
-    `starter_sha256` is the digest of one more admin key, for the program that started the gateway. Raises ConfigError
+    `starter_digest` is the digest of one more admin key, for the program that started the gateway. Raises ConfigError
     where the file is broken.
     """
 
@@ -45,15 +45,15 @@ class FrontDoor:
         limiter: Limiter,
         *,
         key_file: Path | None = None,
-        starter_sha256: str | None = None,
+        starter_digest: str | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._limiter = limiter
         self._clock = clock
         self._file = None if key_file is None else KeyFile(key_file, clock=clock)
         self._starter = None
-        if starter_sha256 is not None:
-            self._starter = ApiKey(starter_sha256, _STARTER_TENANT, service_class=SERVICE_CLASSES[0], is_admin=True)
+        if starter_digest is not None:
+            self._starter = ApiKey(starter_digest, _STARTER_TENANT, service_class=SERVICE_CLASSES[0], is_admin=True)
         self._expected_tokens: dict[str, float] = {}
 
     @property

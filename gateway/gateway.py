@@ -66,7 +66,7 @@ class Gateway:
         self._quarantine = Quarantine(self._store)
         self._prefixes = PrefixView(PrefixIndex(self._store))
         self.limiter = Limiter(self._store, gateway=self.incarnation)
-        self.door = FrontDoor(self.limiter, key_file=config.api_keys, starter_sha256=config.starter_key_sha256)
+        self.door = FrontDoor(self.limiter, key_file=config.api_keys, starter_digest=config.starter_key_digest)
         metrics = self.metrics = Metrics()
         # Each model has its own, or a full one would hold up the others.
         queues: dict[str, AdmissionQueue] = {}

@@ -41,7 +41,7 @@ class Addresses:
     redis_url: str
     http_port: int
     grpc_port: int
-    starter_key_sha256: str | None = None
+    starter_key_digest: str | None = None
     """Digest of the key that `up` itself shows to the gateway, where keys are asked for."""
 
 
@@ -106,7 +106,7 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
         ("redis", addresses.redis_url),
         ("cluster", settings.cluster),
         ("api-keys", settings.api_keys),
-        ("starter-key-sha256", addresses.starter_key_sha256),
+        ("starter-key-digest", addresses.starter_key_digest),
         ("admin-port", settings.admin_port),
         ("otlp", settings.otlp),
         ("seed", settings.seed),

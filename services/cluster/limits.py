@@ -149,11 +149,14 @@ class _Tenant:
     seen: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Limit → (level, when) as Redis said last."""
     alone: _Alone | None = None
+    num_asking: int = 0
+    """Requests that wait for Redis' answer."""
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to remember."""
-        return not (self.holds or self.releases or self.owed or self.alone)
+    def is_idle(self, now_s: float) -> bool:
+        """Whether there is nothing to remember: nothing runs, and the buckets are full again, or deep in debt."""
+        if any(now_s - at_s < PERIOD_S for _, at_s in self.seen.values()):
+            return False
+        return not (self.num_asking or self.holds or self.releases or self.owed or self.alone)
 
     def add_hold(self, name: str) -> None:
         """Something of this name runs here."""
@@ -246,6 +249,7 @@ class Limiter:
             return Verdict()
         tenant = self._tenant(name, limits)
         hold = hold if limits.concurrency is not None else ""
+        tenant.num_asking += 1
         try:
             answer = await self._store.run(_TAKE, self._keys(name), self._args(limits, num_requests, num_tokens, hold))
         except StoreUnavailable:
@@ -261,6 +265,8 @@ class Limiter:
             verdict = self._verdict(tenant, answer)
             if tenant.alone is not None:
                 self._has_news.set()
+        finally:
+            tenant.num_asking -= 1
         if hold and not verdict.limit:
             tenant.add_hold(hold)
         return verdict
@@ -393,7 +399,7 @@ class Limiter:
         sent: list[tuple[_Tenant, _Parcel]] = []
         rows = []
         for name, tenant in list(self._tenants.items()):
-            if tenant.is_idle:
+            if tenant.is_idle(self._clock.monotonic()):
                 if renews:
                     del self._tenants[name]
                 continue
