@@ -229,7 +229,7 @@ class _Reader:
         number = self._line_of(where, name)
         place = f"line {number}, " if number else ""
         table = where.replace("#", " ") if not where.startswith("key#") else f"[[key]] {int(where[4:]) + 1}"
-        return ConfigError(f"{place}{table + ': ' if table else ''}{name} {rule}")
+        return ConfigError(f"{place}{table[:80] + ': ' if table else ''}{name[:80]} {rule}")
 
     def check_names(self, table: Mapping[str, Any], known: tuple[str, ...], where: str, what: str) -> None:
         """Every field must be one that is read: a misspelt limit would limit nothing."""
@@ -269,7 +269,7 @@ class _Reader:
                 if where == f"key#{num_keys}":
                     return number
                 num_keys += 1
-            elif header == f"[{where}]":
+            elif header == f"[{where}]".replace(" ", ""):
                 return number
         return 0
 

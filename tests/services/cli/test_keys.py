@@ -1,0 +1,54 @@
+"""`tandem keys`: a key is shown once, its entry is good, and a file is checked."""
+
+import io
+import re
+
+import pytest
+
+from gateway.api_keys import parse_keys
+from services.cli import keys, main
+from services.runtime.errors import ConfigError
+
+
+def new(*flags):
+    stdout, stderr = io.StringIO(), io.StringIO()
+    assert keys.run(["new", *flags], stdout, stderr) == 0
+    shown = re.fullmatch(r"the key, shown only now: (tandem-[A-Za-z0-9_-]{43})\n", stderr.getvalue())
+    assert shown
+    assert shown[1] not in stdout.getvalue()
+    return shown[1], stdout.getvalue()
+
+
+def test_a_new_key_is_good_with_its_entry():
+    key, entry = new("--tenant", "acme", "--models", "a,b", "--admin", "--service-class", "critical", "--priority", "9")
+    found = parse_keys(entry).find(key)
+    assert (found.tenant, found.models, found.is_admin) == ("acme", frozenset({"a", "b"}), True)
+    assert (found.service_class, found.priority, found.expires_s) == ("critical", 9, None)
+    assert key != new("--tenant", "acme")[0]
+
+
+def test_entries_can_be_collected_and_checked(tmp_path, capsys):
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(new("--tenant", tenant, "--days", "1")[1] for tenant in ("a", "a", "b")))
+    assert main.main(["keys", "check", "--file", str(file)]) == 0
+    assert capsys.readouterr().out == "3 keys of 2 tenants, 0 with limits of their own\n"
+    file.write_text("nonsense\n")
+    assert main.main(["keys", "check", "--file", str(file)]) == 2
+    assert "line 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["old"],
+        ["new"],
+        ["new", "--tenant", "a b"],
+        ["new", "--tenant", "a", "--name", 'a"b'],
+        ["new", "--tenant", "a", "--models", "a b"],
+        ["new", "--tenant", "a", "--days", "0"],
+    ],
+)
+def test_bad_flags(flags):
+    with pytest.raises(ConfigError):
+        keys.run(flags, io.StringIO(), io.StringIO())
