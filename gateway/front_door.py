@@ -184,8 +184,9 @@ class Ticket(TenantTicket):
 
     async def enter(self) -> None:
         """Takes a request and a place among those at once. Raises RateLimited."""
-        self._note(await self._limiter.take(self._tenant, self._limits, num_requests=1, hold=self.hold), num_tokens=0)
-        self._num_requests = 1
+        verdict = await self._limiter.take(self._tenant, self._limits, num_requests=1, hold=self.hold)
+        self._note(verdict, num_tokens=0)
+        self._num_requests = verdict.num_requests
 
     async def charge(
         self, num_prompt_tokens: int, *, num_answers: int, max_tokens: int | None, room_tokens: int

@@ -69,13 +69,15 @@ class Rate:
 class Verdict:
     """What became of an attempt to take something. `limit` names what was in the way; empty: it was taken.
 
-    `requests` and `tokens` are None where there is no such limit. `is_local`: Redis was not asked.
+    `requests` and `tokens` are None where there is no such limit. `num_requests` were taken: none for a request that
+    was known. `is_local`: Redis was not asked.
     """
 
     limit: str = ""
     retry_after_s: float = 0.0
     requests: Rate | None = None
     tokens: Rate | None = None
+    num_requests: int = 0
     is_local: bool = False
 
 
@@ -316,7 +318,9 @@ class Limiter:
 
     def _verdict(self, tenant: _Tenant, answer: list[bytes | int]) -> Verdict:
         """Reads what _TAKE says, and remembers it for the time when Redis is away."""
-        refused_by, wait_ms, *levels = (value.decode() if isinstance(value, bytes) else value for value in answer)
+        refused_by, wait_ms, num_requests, *levels = (
+            value.decode() if isinstance(value, bytes) else value for value in answer
+        )
         now_s = self._clock.monotonic()
         rates: dict[str, Rate | None] = {}
         for limit, level in zip((REQUESTS, TOKENS), levels, strict=True):
@@ -325,7 +329,7 @@ class Limiter:
             if asked is not None:
                 tenant.seen[limit] = (float(level), now_s)
                 rates[limit] = _rate(asked, float(level), asked)
-        return Verdict(str(refused_by), int(wait_ms) / 1000, rates[REQUESTS], rates[TOKENS])
+        return Verdict(str(refused_by), int(wait_ms) / 1000, rates[REQUESTS], rates[TOKENS], int(num_requests))
 
     def _take_alone(self, tenant: _Tenant, num_requests: int, num_tokens: int, hold: str) -> Verdict:
         """The same without Redis."""
@@ -347,7 +351,8 @@ class Limiter:
             for limit, bucket in alone.buckets.items()
         }
         wait_s = waits.get(refused_by, 0.0)
-        return Verdict(refused_by, wait_s, rates.get(REQUESTS), rates.get(TOKENS), is_local=True)
+        taken = 0 if refused_by else costs[REQUESTS]
+        return Verdict(refused_by, wait_s, rates.get(REQUESTS), rates.get(TOKENS), taken, is_local=True)
 
     def _go_alone(self, tenant: _Tenant) -> _Alone:
         """The tenant's buckets here, which are made from what Redis said last when it goes away."""
@@ -482,12 +487,12 @@ end
 
 # KEYS: a tenant's buckets and its holds. ARGV: limits of requests, tokens and concurrency (-1: none), what is taken of
 # the first two, name of the hold (empty: none), how long it lasts in ms. Answers the limit in the way (empty: none),
-# after how many ms to try again, and both levels.
+# after how many ms to try again, how many requests were taken, and both levels.
 _TAKE = Script(f"""{_BUCKETS}
 local limits = {{tonumber(ARGV[1]), tonumber(ARGV[2])}}
 local places, hold, lasts_ms = tonumber(ARGV[3]), ARGV[6], tonumber(ARGV[7])
 local costs, levels = {{tonumber(ARGV[4]), tonumber(ARGV[5])}}, {{0, 0}}
-local refused_by, wait_ms = '', 0
+local refused_by, wait_ms, taken = '', 0, 0
 
 local function refuse(limit, ms)
   if ms > wait_ms then refused_by, wait_ms = limit, ms end
@@ -515,6 +520,7 @@ for index, name in ipairs(names) do
   end
 end
 if refused_by == '' then
+  taken = costs[1]
   levels = {{levels[1] - costs[1], levels[2] - costs[2]}}
   keep(KEYS[1], limits, levels)
   if hold ~= '' then
@@ -522,7 +528,7 @@ if refused_by == '' then
     redis.call('PEXPIRE', KEYS[2], lasts_ms + 1000)
   end
 end
-return {{refused_by, wait_ms, string.format('%.17g', levels[1]), string.format('%.17g', levels[2])}}
+return {{refused_by, wait_ms, taken, string.format('%.17g', levels[1]), string.format('%.17g', levels[2])}}
 """)
 
 # KEYS: the set of gateways, start of the keys of buckets and of holds. ARGV: this gateway, how long it counts as being

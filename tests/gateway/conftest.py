@@ -372,16 +372,17 @@ async def make_system(
         async def make(**settings: Any) -> System:
             defaults = {"http_port": 0, "grpc_port": 0, "drain_s": 0.2, "seed": 1, "failover_wait_s": 5.0}
             defaults["local_prefill_tokens"] = 0  # scripted workers have their parts
+            defaults["redis"] = redis_url
             if "models" not in settings:
                 defaults["model"] = model_folder
-            config = GatewayConfig(redis=redis_url, cluster=cluster_name, **{**defaults, **settings})
+            config = GatewayConfig(cluster=cluster_name, **{**defaults, **settings})
             gateway = Gateway(config)
             await gateway.start()
             stack.push_async_callback(gateway.stop)
             http = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=20)
             )
-            system = System(gateway, http, redis_url, cluster_name)
+            system = System(gateway, http, config.redis, cluster_name)
 
             async def stop_workers() -> None:
                 await asyncio.gather(*(worker.stop() for worker in system.workers.values()))

@@ -79,10 +79,13 @@ async def test_scripts_and_exact_model_agree(patient_store, history):
             if cost:
                 exact.keep(level - cost, now_us)
             continue
-        refused_by, wait_ms, left, _ = await patient_store.run(TAKE, keys, (limit, -1, -1, cost, 0, "", 10_000, *time))
+        refused_by, wait_ms, taken, left, _ = await patient_store.run(
+            TAKE, keys, (limit, -1, -1, cost, 0, "", 10_000, *time)
+        )
         margin = Fraction(1, 10**5) * max(1, limit // 10**6)
         if abs(level - cost) > margin:  # else rounding may decide
             assert (refused_by == b"") == (level >= cost)
+        assert taken == (0 if refused_by else cost)
         if refused_by:
             assert refused_by == b"requests_per_minute"
             if cost > limit:
@@ -247,7 +250,7 @@ async def test_the_same_request_elsewhere_takes_no_other_place(gateways):
     first, second = await gateways(), await gateways()
     assert (await first.take("t", allowed, num_requests=1, hold="same")).limit == ""
     again = await second.take("t", allowed, num_requests=1, hold="same")
-    assert (again.limit, again.requests.remaining) == ("", 4)
+    assert (again.limit, again.requests.remaining, again.num_requests) == ("", 4, 0)
     assert (await second.take("t", allowed, num_requests=1, hold="other")).limit == CONCURRENCY
 
 
