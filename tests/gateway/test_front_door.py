@@ -18,6 +18,8 @@ from gateway.front_door import FrontDoor, shown_duration
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.cluster import limits as limits_module
 from services.cluster.embedded import EmbeddedRedis
+from services.cluster.limits import Limiter
+from services.cluster.store import Store
 from services.runtime.clock import ManualClock
 from services.runtime.errors import Unauthenticated
 from tests.stopwatch import Stopwatch
@@ -538,6 +540,22 @@ async def test_named_requests_are_paid_once(guarded, script):
         return left.requests.remaining == 2 and left.tokens.remaining >= 60 - 9
 
     await eventually(is_settled)
+
+
+async def test_a_request_that_was_known_gives_nothing_back(redis_url, key_file, cluster_name):
+    key_file.write_text(key_text("[tenant.acme]\nrequests_per_minute = 2\nconcurrency = 1\n"))
+    store = Store(redis_url, cluster=cluster_name, timeout_s=2.0)
+    doors = [FrontDoor(Limiter(store, gateway=name), key_file=key_file) for name in ("first", "second")]
+    tickets = [door.ticket("acme") for door in doors]
+    for ticket in tickets:
+        ticket.hold = "same"
+        await ticket.enter()
+    assert [dict(ticket.headers)["x-ratelimit-remaining-requests"] for ticket in tickets] == ["1", "1"]
+    tickets[1].leave(num_prompt_tokens=0, num_new_tokens=0, has_run=False)
+    await doors[1].close()
+    left = await Limiter(store, gateway="third").take("acme", doors[0].key_file.keys.limits_of("acme"))
+    assert left.requests.remaining == 1
+    await store.close()
 
 
 async def test_a_request_goes_on_elsewhere_though_the_tenant_is_at_its_limit(guarded, script):
