@@ -48,11 +48,13 @@ class ApiKey:
     """The most urgent one."""
     priority: int = 0
     """The highest one."""
+    allow_fallback: bool = False
+    """What a request means that does not say whether another model may answer."""
     is_admin: bool = False
     expires_s: float | None = None
 
     def allows_model(self, model: str) -> bool:
-        """Whether requests may name it."""
+        """Whether it may answer; `model` is its own name, not an alias."""
         return self.models is None or model in self.models
 
 
@@ -146,6 +148,8 @@ def toml_entry(key: ApiKey) -> str:
         models = ", ".join(f'"{model}"' for model in sorted(key.models))
         lines.append(f"models = [{models}]")
     lines += [f'service_class = "{key.service_class}"', f"priority = {key.priority}"]
+    if key.allow_fallback:
+        lines.append("allow_fallback = true")
     if key.is_admin:
         lines.append("admin = true")
     if key.expires_s is not None:
@@ -275,7 +279,7 @@ class _Reader:
 
 
 def _key(reader: _Reader, table: Mapping[str, Any], where: str) -> ApiKey:
-    known = ("name", "sha256", "tenant", "models", "service_class", "priority", "admin", "expires")
+    known = ("name", "sha256", "tenant", "models", "service_class", "priority", "allow_fallback", "admin", "expires")
     reader.check_names(table, known, where, " of a key")
 
     def take(name: str, default: Any, fits: Callable[[Any], bool], rule: str) -> Any:
@@ -300,6 +304,7 @@ def _key(reader: _Reader, table: Mapping[str, Any], where: str) -> ApiKey:
             lambda value: type(value) is int and abs(value) <= MAX_PRIORITY,
             f"an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}]",
         ),
+        allow_fallback=take("allow_fallback", False, lambda value: type(value) is bool, "true or false"),
         is_admin=take("admin", False, lambda value: type(value) is bool, "true or false"),
         expires_s=None if expires is None else expires.timestamp(),
     )

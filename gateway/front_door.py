@@ -6,7 +6,7 @@ Without a file of keys the door is open: everybody may do everything, for any te
 import math
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gateway.api_keys import ApiKey, KeyFile, digest_of_key
@@ -36,8 +36,8 @@ _STARTER_TENANT = "operator"
 class FrontDoor:
     """The door of one gateway.
 
-    `starter_digest` is the digest of one more admin key, for the program that started the gateway. Raises ConfigError
-    where the file is broken.
+    `starter_digest` is the digest of one more admin key, for the program that started the gateway. `on_refusal` is told
+    the name of the limit for each call that one refuses. Raises ConfigError where the file is broken.
     """
 
     def __init__(
@@ -46,9 +46,11 @@ class FrontDoor:
         *,
         key_file: Path | None = None,
         starter_digest: str | None = None,
+        on_refusal: Callable[[str], None] = lambda limit: None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._limiter = limiter
+        self._on_refusal = on_refusal
         self._clock = clock
         self._file = None if key_file is None else KeyFile(key_file, clock=clock)
         self._starter = None
@@ -137,6 +139,8 @@ class FrontDoor:
         """
         self.check_model(key, model, asked=call.model)
         call.allowed_models = key.models
+        if call.allow_fallback is None:
+            call.allow_fallback = key.allow_fallback
         call.tenant = self.tenant_of(key, call.tenant)
         call.service_class = self._service_class(key, call.service_class)
         check_priority(call.priority)
@@ -153,7 +157,9 @@ class FrontDoor:
     def ticket(self, tenant: str) -> "Ticket | None":
         """For one call of a tenant; None: it has no limits."""
         limits = TenantLimits() if self._file is None else self._file.keys.limits_of(tenant)
-        return None if limits.is_unlimited else Ticket(self._limiter, tenant, limits, self._expected_tokens)
+        if limits.is_unlimited:
+            return None
+        return Ticket(self._limiter, tenant, limits, self._expected_tokens, on_refusal=self._on_refusal)
 
     def _service_class(self, key: ApiKey, asked: str) -> str:
         """The class asked for; without one the default, or the key's where that is less."""
@@ -171,13 +177,22 @@ class FrontDoor:
 class Ticket(TenantTicket):
     """What one call has taken of its tenant's limits. May be used again after `leave`."""
 
-    def __init__(self, limiter: Limiter, tenant: str, limits: TenantLimits, expected_tokens: dict[str, float]) -> None:
+    def __init__(
+        self,
+        limiter: Limiter,
+        tenant: str,
+        limits: TenantLimits,
+        expected_tokens: dict[str, float],
+        *,
+        on_refusal: Callable[[str], None],
+    ) -> None:
         self.hold = secrets.token_hex(12)
         self.headers: Sequence[tuple[str, str]] = ()
         self._limiter = limiter
         self._tenant = tenant
         self._limits = limits
         self._expected_tokens = expected_tokens
+        self._on_refusal = on_refusal
         self._num_requests = 0
         self._num_tokens = 0
         self._num_unbounded = 0
@@ -235,6 +250,7 @@ class Ticket(TenantTicket):
         if not verdict.limit:
             return
         limit = verdict.limit
+        self._on_refusal(limit)
         most = getattr(self._limits, limit)
         if limit == CONCURRENCY:
             what = f"{most} requests at once"

@@ -65,9 +65,14 @@ class Gateway:
         self._placements = PlacementWriter(PlacementStore(self._store))
         self._quarantine = Quarantine(self._store)
         self._prefixes = PrefixView(PrefixIndex(self._store))
-        self.limiter = Limiter(self._store, gateway=self.incarnation)
-        self.door = FrontDoor(self.limiter, key_file=config.api_keys, starter_digest=config.starter_key_digest)
         metrics = self.metrics = Metrics()
+        self.limiter = Limiter(self._store, gateway=self.incarnation)
+        self.door = FrontDoor(
+            self.limiter,
+            key_file=config.api_keys,
+            starter_digest=config.starter_key_digest,
+            on_refusal=metrics.note_tenant_refusal,
+        )
         # Each model has its own, or a full one would hold up the others.
         queues: dict[str, AdmissionQueue] = {}
 

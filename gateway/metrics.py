@@ -75,6 +75,13 @@ class Metrics:
         self._refusals = Counter(
             "tandem_refused_requests", "Calls answered with an error, by its code.", ("code",), registry=registry
         )
+        # Without the tenant: whoever writes the file of keys may name thousands.
+        self._tenant_refusals = Counter(
+            "tandem_tenant_refusals",
+            "Calls refused for their tenant's limit: requests_per_minute, tokens_per_minute, concurrency.",
+            ("limit",),
+            registry=registry,
+        )
         self._requests = Gauge("tandem_requests", "Requests now, by state.", ("state",), registry=registry)
         self._workers = Gauge("tandem_workers", "Workers by role and state.", ("role", "state"), registry=registry)
         self._pages = Gauge(
@@ -89,6 +96,10 @@ class Metrics:
     def note_refusal(self, code: str) -> None:
         """A call was answered with an error of this code."""
         self._refusals.labels(code).inc()
+
+    def note_tenant_refusal(self, limit: str) -> None:
+        """A call was refused because its tenant has reached this limit."""
+        self._tenant_refusals.labels(limit).inc()
 
     def watch_requests(self, queued: Callable[[], float], running: Callable[[], float]) -> None:
         """Reads these counts whenever the figures are asked for."""

@@ -30,7 +30,10 @@ class NewKeySettings:
     models: tuple[str, ...] | None = option(
         comma_separated(text(pattern=r"[^\s\"\\]{1,256}", rule="1 to 256 characters, no spaces, quotes, backslashes")),
         default=None,
-        help="Models that it may use; all if not given.",
+        help="Models that it may use, by their own names; all if not given.",
+    )
+    allow_fallback: bool = option(
+        flag(), default=False, help="Another model that it may use may answer, unless the request says otherwise."
     )
     service_class: str = option(
         choice(*SERVICE_CLASSES), default=DEFAULT_SERVICE_CLASS, help="Most urgent class of its requests."
@@ -70,6 +73,7 @@ def new(settings: NewKeySettings, stdout: TextIO, stderr: TextIO, *, now_s: floa
         models=None if settings.models is None else frozenset(settings.models),
         service_class=settings.service_class,
         priority=settings.priority,
+        allow_fallback=settings.allow_fallback,
         is_admin=settings.admin,
         expires_s=None if settings.days is None else float(int(now_s + settings.days * DAY_S)),
     )

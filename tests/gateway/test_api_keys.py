@@ -25,6 +25,7 @@ tenant = "acme"
 models = ["one", "two"]
 service_class = "interactive"
 priority = 5
+allow_fallback = true
 admin = true
 expires = 2027-01-31T00:00:00Z
 
@@ -51,6 +52,7 @@ def test_all_fields():
         models=frozenset({"one", "two"}),
         service_class="interactive",
         priority=5,
+        allow_fallback=True,
         is_admin=True,
         expires_s=1801353600.0,
     )
@@ -90,6 +92,7 @@ BROKEN = {
     "priority": (HEAD + "priority = 101\n", "line 4", "an integer in [-100, 100]"),
     "priority bool": (HEAD + "priority = true\n", "line 4", "an integer"),
     "admin": (HEAD + 'admin = "yes"\n', "line 4", "true or false"),
+    "fallback": (HEAD + "allow_fallback = 1\n", "line 4", "allow_fallback is '1' but must be true or false"),
     "local time": (HEAD + "expires = 2027-01-31T00:00:00\n", "line 4", "with its offset"),
     "no models": (HEAD + "models = []\n", "line 4", "a list of model names"),
     "negative": (HEAD + "\n[tenant.t]\nconcurrency = -1\n", "line 6", "concurrency is '-1' but must be an integer in"),
@@ -140,6 +143,7 @@ def test_any_text_is_read_or_refused(text):
         models=st.none() | st.frozensets(st.text("ab/-.", min_size=1, max_size=9), min_size=1),
         service_class=st.sampled_from(SERVICE_CLASSES),
         priority=st.integers(-100, 100),
+        allow_fallback=st.booleans(),
         is_admin=st.booleans(),
         expires_s=st.none() | st.integers(0, 4_000_000_000).map(float),
     )

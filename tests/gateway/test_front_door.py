@@ -21,7 +21,7 @@ from services.cluster.embedded import EmbeddedRedis
 from services.cluster.limits import Limiter
 from services.cluster.store import Store
 from services.runtime.clock import ManualClock
-from services.runtime.errors import Unauthenticated
+from services.runtime.errors import Overloaded, Unauthenticated
 from tests.stopwatch import Stopwatch
 
 KEYS = {
@@ -465,6 +465,45 @@ async def test_a_refused_request_gives_everything_back(guarded, script):
     await eventually(is_served)
 
 
+async def test_a_full_gateway_asks_no_limit(guarded, monkeypatch):
+    """The cheapest refusal comes first: nothing is taken, so there is nothing to give back."""
+    system = await guarded("[tenant.acme]\nrequests_per_minute = 1\nconcurrency = 1\n")
+    taken = []
+    take = system.gateway.limiter.take
+
+    async def note(*arguments, **changes):
+        taken.append(changes)
+        return await take(*arguments, **changes)
+
+    def full(*_):
+        raise Overloaded("the cluster is full", retry_after_s=3.0)
+
+    monkeypatch.setattr(system.gateway.limiter, "take", note)
+    with monkeypatch.context() as patch:
+        patch.setattr(system.gateway.requests._accepting, "_check_room", full)
+        for headers in ({}, {"idempotency-key": "k"}):
+            refused = await post(system, "plain", headers=headers)
+            assert (refused.json()["error"]["code"], refused.headers["retry-after"]) == ("server_overloaded", "3")
+    assert not taken
+    assert (await post(system, "plain")).status_code == 200
+    assert taken
+
+
+async def test_refusals_are_counted_by_limit_and_not_by_tenant(guarded):
+    system = await guarded("[tenant.acme]\nrequests_per_minute = 1\n[tenant.other]\ntokens_per_minute = 5\n")
+    for name, http_status in (("plain", 200), ("plain", 429), ("second", 429), ("other", 429)):
+        assert (await post(system, name)).status_code == http_status
+    async with channel(system) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Tokenize(inference_pb2.TokenizeRequest(text="a"), metadata=metadata("plain"))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    shown = (await system.http.get("/metrics", headers=shows("admin"))).text
+    assert re.findall(r"^tandem_tenant_refusals_total.*$", shown, re.MULTILINE) == [
+        'tandem_tenant_refusals_total{limit="requests_per_minute"} 3.0',
+        'tandem_tenant_refusals_total{limit="tokens_per_minute"} 1.0',
+    ]
+
+
 async def test_a_wrong_request_counts_as_one(guarded):
     system = await guarded("[tenant.acme]\nrequests_per_minute = 2\ntokens_per_minute = 100\n")
     for _ in range(2):
@@ -563,7 +602,8 @@ async def test_a_request_goes_on_elsewhere_though_the_tenant_is_at_its_limit(gua
     script.gate.clear()
     sent = {**shows("plain"), "idempotency-key": "k"}
     body = {**BODY, "stream": True, "return_token_ids": True}
-    async with first.http.stream("POST", "/v1/completions", json=body, headers=sent) as response:
+    said = {"x-service-class": "low", "x-session-id": "a session"}
+    async with first.http.stream("POST", "/v1/completions", json=body, headers={**sent, **said}) as response:
         assert response.status_code == 200
         await anext(response.aiter_lines())
         await first.gateway._journals._writer.flush()
@@ -571,6 +611,11 @@ async def test_a_request_goes_on_elsewhere_though_the_tenant_is_at_its_limit(gua
         second_try = asyncio.create_task(second.http.post("/v1/completions", json=body, headers=sent))
         await second.until(lambda: second.gateway.requests.num_running == 1)
         error_of(await post(second, "second"), 429)
+        # What its client has not said again is known from the journal.
+        (journal,) = set(second.gateway._journals._journals.values())
+        generation = journal.generations[0]
+        assert (generation.service_class, generation.affinity_key) == ("low", "a session")
+        assert (generation.tenant, generation.model) == ("acme", "tiny")
         script.gate.set()
         text = (await second_try).text
     assert '"finish_reason":"stop"' in text

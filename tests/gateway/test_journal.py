@@ -237,6 +237,8 @@ def test_a_call_is_kept_with_each_prompt_once():
         is_settled=False,
         tenant="t",
         priority=3,
+        service_class="batch",
+        affinity_key="a session",
         remaining_s=1.0,
     )
     packed = encode_call(call, created_unix_s=17)
@@ -246,6 +248,21 @@ def test_a_call_is_kept_with_each_prompt_once():
     assert decoded.choices[0].prompt_token_ids is decoded.choices[1].prompt_token_ids
     for cut in range(len(packed)):
         assert decode_call(packed[:cut], request_id="abc") is None
+
+
+def test_a_call_of_before_there_were_several_models_and_classes_is_read():
+    document = msgspec.msgpack.decode(encode_call(kept_call(), created_unix_s=17))
+    for name in ("model", "fallback", "is_settled", "service_class", "affinity_key"):
+        del document[name]
+    call, _ = decode_call(msgspec.msgpack.encode(document), request_id="abc")
+    assert (call.model, call.fallback, call.is_settled) == ("", "", True)
+    assert (call.service_class, call.affinity_key) == ("normal", "")
+
+
+def test_a_session_longer_than_any_client_may_name_counts_as_no_journal():
+    for length, is_read in ((256, True), (257, False)):
+        packed = encode_call(msgspec.structs.replace(kept_call(), affinity_key="s" * length), created_unix_s=17)
+        assert (decode_call(packed, request_id="abc") is not None) == is_read
 
 
 def kept_call():

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
+from gateway.api_keys import ApiKey, digest_of_key, toml_entry
 from gateway.calls import Call
 from gateway.validation import AskedSampling
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
@@ -611,3 +612,142 @@ async def test_a_worker_that_cannot_be_reached_is_no_worker(two_models, worker_t
     await add_decode(system, worker_type, "small", Answering(SMALL_ANSWER).decode)
     answer = await complete(system, allow_fallback=True)
     assert said(answer) == ("small", "large -> small; reason=unavailable")
+
+
+# --- API keys ---------------------------------------------------------------------------------------------------------
+
+KEYS = {
+    "all": {"allow_fallback": True},
+    "asks": {},
+    "large": {"models": frozenset({"large"}), "allow_fallback": True},
+    "small": {"models": frozenset({"small"})},
+    "alias": {"models": frozenset({"default"})},
+}
+
+
+def secret(name):
+    return f"tandem-{name}-0123456789"
+
+
+def shows(name, **headers):
+    return {"authorization": f"Bearer {secret(name)}", **headers}
+
+
+@pytest.fixture
+def guarded_models(two_models, tmp_path):
+    async def make(limits="", **settings):
+        file = tmp_path / "keys.toml"
+        entries = [toml_entry(ApiKey(digest_of_key(secret(name)), "acme", **fields)) for name, fields in KEYS.items()]
+        file.write_text("".join(entries) + limits)
+        return await two_models(api_keys=file, **settings)
+
+    return make
+
+
+async def test_a_key_names_models_by_their_own_names(guarded_models, worker_type):
+    system = await guarded_models()
+    await add_decode(system, worker_type, "large", Answering(LARGE_ANSWER).decode)
+    names = {"all": ["large", "default", "gpt-4", "small"], "large": ["large", "default", "gpt-4"], "small": ["small"]}
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for name in KEYS:
+            allowed = names.get(name, names["all"] if name == "asks" else [])
+            listed = await system.http.get("/v1/models", headers=shows(name))
+            assert [model["id"] for model in listed.json()["data"]] == allowed
+            sent = tuple(shows(name).items())
+            models = (await stub.ListModels(inference_pb2.ListModelsRequest(), metadata=sent)).models
+            assert [model.name for model in models] == sorted(allowed)
+            for alias in ("large", "gpt-4"):
+                shown = await system.http.get(f"/v1/models/{alias}", headers=shows(name))
+                answer = await complete(system, alias, headers=shows(name))
+                tokenized = stub.Tokenize(inference_pb2.TokenizeRequest(model=alias, text="a"), metadata=sent)
+                if alias in allowed:
+                    assert (shown.json()["root"], token_ids(answer)) == ("large", LARGE_ANSWER)
+                    assert (await tokenized).token_ids
+                    continue
+                for refused in (shown, answer):
+                    error = refused.json()["error"]
+                    assert (refused.status_code, error["code"]) == (403, "model_not_allowed")
+                    assert repr(alias) in error["message"]
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await tokenized
+                assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        # Whether there is such a model is nobody's business who may not use it.
+        assert (await complete(system, "none", headers=shows("small"))).status_code == 403
+        assert (await complete(system, "none", headers=shows("all"))).status_code == 404
+        assert (await complete(system, None, headers=shows("small"))).json()["error"]["param"] == "model"
+
+
+async def test_a_key_decides_whether_another_model_may_answer_unless_the_request_does(guarded_models, worker_type):
+    system = await guarded_models()
+    await add_decode(system, worker_type, "small", Answering(SMALL_ANSWER).decode)
+    for name, changes, falls_back in (
+        ("all", {}, True),
+        ("all", {"allow_fallback": False}, False),
+        ("all", {"headers": {"x-allow-fallback": "false"}}, False),
+        ("asks", {}, False),
+        ("asks", {"allow_fallback": True}, True),
+        ("asks", {"headers": {"x-allow-fallback": "true"}}, True),
+    ):
+        answer = await complete(system, **{**changes, "headers": shows(name, **changes.get("headers", {}))})
+        assert answer.status_code == (200 if falls_back else 503)
+        if falls_back:
+            assert said(answer) == ("small", "large -> small; reason=unavailable")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        begin = inference_pb2_grpc.InferenceStub(channel).GenerateUnary
+        request = inference_pb2.GenerateRequest(model="large", text=PROMPT)
+        assert (await begin(request, metadata=tuple(shows("all").items()))).token_ids == SMALL_ANSWER
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await begin(request, metadata=(*shows("all").items(), ("x-allow-fallback", "false")))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_fallback_never_goes_to_a_model_that_the_key_does_not_allow(guarded_models, worker_type):
+    system = await guarded_models()
+    small = await add_decode(system, worker_type, "small", Answering(SMALL_ANSWER).decode)
+    for headers in ({}, KEY, {"x-request-id": "mine"}):
+        answer = await complete(system, headers=shows("large", **headers), allow_fallback=True)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_unavailable")
+    assert not small.attempts
+
+
+async def test_an_answer_is_shown_to_no_key_that_does_not_allow_its_model(guarded_models, worker_type):
+    first, second = await guarded_models(), await guarded_models()
+    small = await add_decode(first, worker_type, "small", Answering(SMALL_ANSWER).decode)
+    await second.until(lambda: second.gateway.topology.num_ready("decode", "small") == 1)
+    named = {"idempotency-key": "k", "x-request-id": "mine"}
+    answer = await complete(first, headers=shows("all", **named))
+    assert said(answer) == ("small", "large -> small; reason=unavailable")
+    await first.gateway._journals._writer.flush()
+    for system in (first, second):
+        again = await complete(system, headers=shows("all", **named))
+        assert (again.text, said(again)) == (answer.text, said(answer))
+        refused = await complete(system, headers=shows("large", **named))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+            resume = inference_pb2_grpc.InferenceStub(channel).Resume
+            request = inference_pb2.ResumeRequest(request_id="mine", next_index=1)
+            parts = [part async for part in resume(request, metadata=tuple(shows("small").items()))]
+            assert [token for part in parts for token in part.token_ids] == SMALL_ANSWER[1:]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await resume(request, metadata=tuple(shows("large").items())).read()
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert len(small.attempts) == 1
+
+
+async def test_what_another_model_answers_is_paid_once_and_as_that_model_counts(guarded_models, worker_type):
+    system = await guarded_models("[tenant.acme]\nrequests_per_minute = 2\ntokens_per_minute = 1000\n")
+    await add_decode(system, worker_type, "small", Answering(SMALL_ANSWER).decode)
+    answer = await complete(system, headers=shows("all"))
+    assert answer.headers["x-ratelimit-remaining-requests"] == "1"
+    limits = system.gateway.door.key_file.keys.limits_of("acme")
+    used = answer.json()["usage"]["total_tokens"]
+    async with asyncio.timeout(10):
+        while True:
+            left = await system.gateway.limiter.take("acme", limits)
+            if left.tokens.remaining >= 1000 - used:
+                break
+            await asyncio.sleep(0.02)  # until the end has been booked
+    assert left.requests.remaining == 1
+    assert said(await complete(system, headers=shows("all")))[0] == "small"
+    assert (await complete(system, headers=shows("all"))).json()["error"]["code"] == "rate_limit_exceeded"

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,17 @@ class Running:
         with urllib.request.urlopen(self.url + "/cluster", timeout=10) as answer:
             return {worker["id"]: worker for worker in json.load(answer)["workers"]}
 
-    def tandem(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def tandem(self, *arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         command = [*TANDEM, arguments[0], "--url", self.url, *arguments[1:]]
         return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(environment or {})},
         )
 
     def complete(self, **fields: Any) -> Any:
@@ -138,6 +146,44 @@ def test_the_end_does_not_wait_longer_than_the_grace_for_running_requests(up: Ca
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.process.wait(30) == 0, cluster.errors.read_text()
         assert time.monotonic() - started_s < 15
+
+
+def test_a_cluster_that_asks_for_keys(up: Callable[..., Running], tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    keys = {}
+    for role, flags in (("user", ()), ("admin", ("--admin",))):
+        made = subprocess.run(
+            [*TANDEM, "keys", "new", "--tenant", role, *flags],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        keys[role] = made.stderr.split()[-1]
+        with file.open("a") as entries:
+            entries.write(made.stdout)
+
+    # It was ready, so `up` itself has been let in, though its own key stands in no file.
+    cluster = up("--prefill", "0", "--decode", "1", "--api-keys", str(file))
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        cluster.complete()
+    with refused.value as answer:
+        assert (answer.code, json.load(answer)["error"]["code"]) == (401, "invalid_api_key")
+
+    chat = ("chat", "--message", QUESTION, "--max-tokens", "4", "--temperature", "0")
+    assert cluster.tandem(*chat).returncode == 1
+    assert cluster.tandem("status").returncode == 1
+    for role, shows_status in (("user", False), ("admin", True)):
+        key = {"TANDEM_API_KEY": keys[role]}
+        answer = cluster.tandem(*chat, environment=key)
+        assert (answer.returncode, bool(answer.stdout.strip())) == (0, True), answer.stderr
+        status = cluster.tandem("status", "--json", environment=key)
+        assert status.returncode == (0 if shows_status else 1)
+    assert [worker["id"] for worker in json.loads(status.stdout)["workers"]] == ["decode-0"]
+
+    cluster.process.terminate()
+    assert cluster.process.wait(30) == 0, cluster.errors.read_text()
 
 
 def test_kill_9_leaves_no_process(up: Callable[..., Running]) -> None:

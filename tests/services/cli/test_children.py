@@ -1,5 +1,7 @@
 """The command lines of the processes of a cluster."""
 
+import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -42,6 +44,14 @@ def test_the_gateway_gets_real_ports_and_the_model_s_name() -> None:
     assert "--min-prefill=0" in gateway_spec(UpSettings(prefill=0), ADDRESSES, {}).command
     named = gateway_spec(UpSettings(model=Path("/models/My Llama")), ADDRESSES, {}).command
     assert "--model-name=My-Llama" in named
+
+
+def test_the_gateway_is_told_of_keys_by_file_and_digest() -> None:
+    addresses = dataclasses.replace(ADDRESSES, starter_key_digest="a" * 64)
+    command = gateway_spec(UpSettings(api_keys=Path("/k.toml"), admin_port=9000), addresses, {}).command
+    assert {"--api-keys=/k.toml", f"--starter-key-digest={'a' * 64}", "--admin-port=9000"} <= set(command)
+    plain = " ".join(gateway_spec(UpSettings(), ADDRESSES, {}).command)
+    assert not re.search("--(api-keys|starter-key-digest|admin-port)", plain)
 
 
 def test_children_inherit_what_up_does_not_decide() -> None:

@@ -24,7 +24,10 @@ def test_a_new_key_is_good_with_its_entry():
     found = parse_keys(entry).find(key)
     assert (found.tenant, found.models, found.is_admin) == ("acme", frozenset({"a", "b"}), True)
     assert (found.service_class, found.priority, found.expires_s) == ("critical", 9, None)
+    assert not found.allow_fallback
     assert key != new("--tenant", "acme")[0]
+    key, entry = new("--tenant", "acme", "--allow-fallback")
+    assert parse_keys(entry).find(key).allow_fallback
 
 
 def test_entries_can_be_collected_and_checked(tmp_path, capsys):
