@@ -30,7 +30,9 @@ class InferenceStub(object):
     the rule), NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED for a tenant's own limit, UNAVAILABLE when the cluster is
     full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed. A gateway that asks for API keys (metadata
     `authorization: Bearer KEY`) fails with UNAUTHENTICATED without a good one and with PERMISSION_DENIED for what it does
-    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits.
+    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits. Metadata `x-allow-fallback: true`
+    or `false` of a call says whether another model may answer; initial metadata `x-tandem-model` of the answer names the
+    model that does and, where it is another one, `x-tandem-fallback` says in whose place and why.
     """
 
     def __init__(self, channel):
@@ -76,7 +78,9 @@ class InferenceServicer(object):
     the rule), NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED for a tenant's own limit, UNAVAILABLE when the cluster is
     full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed. A gateway that asks for API keys (metadata
     `authorization: Bearer KEY`) fails with UNAUTHENTICATED without a good one and with PERMISSION_DENIED for what it does
-    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits.
+    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits. Metadata `x-allow-fallback: true`
+    or `false` of a call says whether another model may answer; initial metadata `x-tandem-model` of the answer names the
+    model that does and, where it is another one, `x-tandem-fallback` says in whose place and why.
     """
 
     def Generate(self, request, context):
@@ -103,7 +107,7 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models that this gateway serves.
+        """Every name of every model that this gateway serves, aliases too, in order of name; only those that the API key allows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,7 +173,9 @@ class Inference(object):
     the rule), NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED for a tenant's own limit, UNAVAILABLE when the cluster is
     full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed. A gateway that asks for API keys (metadata
     `authorization: Bearer KEY`) fails with UNAUTHENTICATED without a good one and with PERMISSION_DENIED for what it does
-    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits.
+    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits. Metadata `x-allow-fallback: true`
+    or `false` of a call says whether another model may answer; initial metadata `x-tandem-model` of the answer names the
+    model that does and, where it is another one, `x-tandem-fallback` says in whose place and why.
     """
 
     @staticmethod

@@ -34,7 +34,9 @@ class InferenceStub:
     the rule), NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED for a tenant's own limit, UNAVAILABLE when the cluster is
     full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed. A gateway that asks for API keys (metadata
     `authorization: Bearer KEY`) fails with UNAUTHENTICATED without a good one and with PERMISSION_DENIED for what it does
-    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits.
+    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits. Metadata `x-allow-fallback: true`
+    or `false` of a call says whether another model may answer; initial metadata `x-tandem-model` of the answer names the
+    model that does and, where it is another one, `x-tandem-fallback` says in whose place and why.
     """
 
     @_typing.overload
@@ -51,7 +53,7 @@ class InferenceStub:
     GenerateUnary: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """The whole answer of one prompt in one message."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
-    """The models that this gateway serves."""
+    """Every name of every model that this gateway serves, aliases too, in order of name; only those that the API key allows."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Turns text into token ids with the model's tokenizer."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
@@ -63,7 +65,9 @@ class InferenceAsyncStub(InferenceStub):
     the rule), NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED for a tenant's own limit, UNAVAILABLE when the cluster is
     full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed. A gateway that asks for API keys (metadata
     `authorization: Bearer KEY`) fails with UNAUTHENTICATED without a good one and with PERMISSION_DENIED for what it does
-    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits.
+    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits. Metadata `x-allow-fallback: true`
+    or `false` of a call says whether another model may answer; initial metadata `x-tandem-model` of the answer names the
+    model that does and, where it is another one, `x-tandem-fallback` says in whose place and why.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -77,7 +81,7 @@ class InferenceAsyncStub(InferenceStub):
     GenerateUnary: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """The whole answer of one prompt in one message."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """The models that this gateway serves."""
+    """Every name of every model that this gateway serves, aliases too, in order of name; only those that the API key allows."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text into token ids with the model's tokenizer."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -88,7 +92,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
     the rule), NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED for a tenant's own limit, UNAVAILABLE when the cluster is
     full or has no worker, and DEADLINE_EXCEEDED when the call's deadline passed. A gateway that asks for API keys (metadata
     `authorization: Bearer KEY`) fails with UNAUTHENTICATED without a good one and with PERMISSION_DENIED for what it does
-    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits.
+    not allow. Trailing metadata `x-ratelimit-…` says what is left of the tenant's limits. Metadata `x-allow-fallback: true`
+    or `false` of a call says whether another model may answer; initial metadata `x-tandem-model` of the answer names the
+    model that does and, where it is another one, `x-tandem-fallback` says in whose place and why.
     """
 
     @_abc_1.abstractmethod
@@ -124,7 +130,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ListModelsResponse, _abc.Awaitable[_inference_pb2.ListModelsResponse]]:
-        """The models that this gateway serves."""
+        """Every name of every model that this gateway serves, aliases too, in order of name; only those that the API key allows."""
 
     @_abc_1.abstractmethod
     def Tokenize(
