@@ -21,7 +21,14 @@ from gateway.worker_watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
 from services.scheduling.breakers import Breakers
-from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeSpeed, PrefillSpeed
+from services.scheduling.prediction import (
+    DEFAULT_DECODE,
+    DEFAULT_LINK,
+    DEFAULT_PREFILL,
+    DecodeSpeed,
+    LinkSpeed,
+    PrefillSpeed,
+)
 from services.scheduling.queue import ServiceClass
 from services.scheduling.routing import Fits, Route, Router, RouteRequest, WorkerView
 
@@ -168,7 +175,9 @@ class Candidates:
         usual = self._usual_speeds(request.generation.model)
         num_sequences = max(decode.num_requests, decode.num_running) + 1
         token_s = usual.decode.step_s(num_sequences, decode.context_tokens + request.max_num_tokens)
-        watch = AttemptWatch(self._watch, token_s=token_s)
+        num_bytes = request.num_known_tokens * self._topology.kv_bytes_per_token(request.generation.model)
+        handoff_s = usual.link.time_s(num_bytes)
+        watch = AttemptWatch(self._watch, decode.worker_id, token_s=token_s, handoff_s=handoff_s)
         prompt_s = usual.local.time_s(decode.waiting_tokens + request.num_known_tokens)
         watch.sent(decode.worker_id, prompt_s + TOKENS_PER_STAGE * token_s)
         return watch
@@ -300,6 +309,7 @@ class Candidates:
                 _usual_prefill(prefills or decodes),
                 _usual_prefill(decodes),
                 _usual_decode(decodes),
+                _usual_link(prefills or decodes),
             )
         return usual
 
@@ -325,6 +335,7 @@ class _Usual:
     prefill: PrefillSpeed
     local: PrefillSpeed
     decode: DecodeSpeed
+    link: LinkSpeed
 
 
 def _usual_prefill(views: Sequence[WorkerView]) -> PrefillSpeed:
@@ -358,3 +369,13 @@ def _reluctance(request: RunningRequest, prefill: Peer, decode: Peer) -> tuple[b
     has_failed = prefill.incarnation in request.avoided
     was_cut = (prefill.incarnation, decode.incarnation) in request.avoided_pairs
     return has_failed or was_cut, not request.has_kept_prompt(prefill)
+
+
+def _usual_link(views: Sequence[WorkerView]) -> LinkSpeed:
+    speeds = [view.link_speed for view in views]
+    if not speeds:
+        return DEFAULT_LINK
+    return LinkSpeed(
+        statistics.median_low([speed.latency_s for speed in speeds]),
+        statistics.median_low([speed.bytes_per_s for speed in speeds]),
+    )

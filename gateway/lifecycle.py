@@ -300,7 +300,7 @@ class Requests:
         for route in request.routes:
             try:
                 attempt, prefills = self._new_attempt(request, route)
-                asked = attempt.watch.asked(route.decode.worker_id)
+                asked = attempt.watch.asked()
                 await attempt.admit(is_local_prefill=not route.is_remote)
                 attempt.watch.came(asked)
                 if route.is_remote:
@@ -418,7 +418,7 @@ class Requests:
         if delta.token_ids or attempt.prompt_done_at_s is not None:
             watch.note_prompt_done()
         if attempt.is_decoding:
-            watch.note_answer(attempt.decode.peer.worker_id, len(delta.token_ids), is_finished=request.is_finished)
+            watch.note_answer(len(delta.token_ids), is_finished=request.is_finished)
         state = _state_of(attempt)
         if request.is_finished or (attempt.is_decoding and request.noted_state is not state):
             self._candidates.note_success(attempt)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from services.runtime.clock import Clock
 from services.scheduling.health import WorkerHealth
 
-FLOOR_S = 0.02
+FLOOR_S = 0.01
 """Added to what was expected and to what it took, before the two are compared."""
 TOKENS_PER_STAGE = 16
 """So many tokens of an answer are one stage: single gaps say little."""
@@ -103,12 +103,15 @@ class AttemptWatch:
     """The stages of one attempt: admitted, prompt computed, and the answer, some tokens at a time.
 
     Its probes, if it is any, are decided by what takes longest: the prompt at a prefill worker, and the first tokens of
-    the answer at the decode worker. `token_s` is what a token is expected to take.
+    the answer at the decode worker. `handoff_s` and `token_s` are what the pages' way there and a token are expected to
+    take.
     """
 
-    def __init__(self, watch: WorkerWatch, *, token_s: float) -> None:
+    def __init__(self, watch: WorkerWatch, decode_id: str, *, token_s: float, handoff_s: float = 0.0) -> None:
         self._watch = watch
+        self._decode_id = decode_id
         self._token_s = token_s
+        self._handoff_s = handoff_s
         self._stages: list[Stage] = []
         self._prompt: Stage | None = None
         self._answer: Stage | None = None
@@ -121,11 +124,9 @@ class AttemptWatch:
         if probe:
             self._probes[worker_id] = probe
 
-    def asked(self, decode_id: str) -> Stage:
+    def asked(self) -> Stage:
         """The decode worker was asked for room, which takes it no time; `came` or `end` follows."""
-        stage = self._watch.begin(decode_id, 0.0)
-        self._stages.append(stage)
-        return stage
+        return self._begin(self._decode_id, 0.0)
 
     def came(self, stage: Stage) -> None:
         """It has answered."""
@@ -135,28 +136,32 @@ class AttemptWatch:
     def prompt_sent(self, worker_id: str, expected_s: float) -> None:
         """A worker computes the prompt."""
         # Of a decode worker the answer decides, which comes after it.
-        probe = self._probes.pop(worker_id, 0)
-        self._prompt = self._watch.begin(worker_id, expected_s, probe=probe)
-        self._stages.append(self._prompt)
+        probe = 0 if worker_id == self._decode_id else self._probes.pop(worker_id, 0)
+        self._prompt = self._begin(worker_id, expected_s, probe)
 
     def note_prompt_done(self) -> None:
-        """The prompt is computed, wherever that was."""
+        """The prompt is computed, wherever that was: the decode worker has its turn."""
         prompt, self._prompt = self._prompt, None
         if prompt is not None:
             self.came(prompt)
+            self._begin_answer(self._handoff_s)
 
-    def note_answer(self, decode_id: str, num_tokens: int, *, is_finished: bool) -> None:
-        """The decode worker is generating, and so many tokens came from it since the last time."""
+    def note_answer(self, num_tokens: int, *, is_finished: bool) -> None:
+        """The decode worker is generating, and so many tokens came from it since the last time.
+
+        The last tokens of an answer, fewer than a stage's, say nothing; but a probe has its end.
+        """
         if self._answer is None:
-            self._begin_answer(decode_id)
+            self._begin_answer(0.0)
             return
         self._num_tokens += num_tokens
-        if self._num_tokens >= TOKENS_PER_STAGE or (is_finished and self._num_tokens):
-            self._answer.expected_s = self._token_s * self._num_tokens
-            self.came(self._answer)
-            self._answer = None
+        is_whole = self._num_tokens >= TOKENS_PER_STAGE
+        if is_whole or (is_finished and self._num_tokens and self._answer.probe):
+            answer, self._answer = self._answer, None
+            answer.expected_s += self._token_s * (self._num_tokens - TOKENS_PER_STAGE)
+            self.came(answer)
             if not is_finished:
-                self._begin_answer(decode_id)
+                self._begin_answer(0.0)
 
     def failed(self, worker_id: str) -> None:
         """The attempt ended through a worker's own fault; `end` follows."""
@@ -173,8 +178,12 @@ class AttemptWatch:
         self._probes.clear()
         self._prompt = self._answer = None
 
-    def _begin_answer(self, decode_id: str) -> None:
+    def _begin_answer(self, before_s: float) -> None:
         self._num_tokens = 0
-        probe = self._probes.pop(decode_id, 0)
-        self._answer = self._watch.begin(decode_id, self._token_s * TOKENS_PER_STAGE, probe=probe)
-        self._stages.append(self._answer)
+        probe = self._probes.pop(self._decode_id, 0)
+        self._answer = self._begin(self._decode_id, before_s + self._token_s * TOKENS_PER_STAGE, probe)
+
+    def _begin(self, worker_id: str, expected_s: float, probe: int = 0) -> Stage:
+        stage = self._watch.begin(worker_id, expected_s, probe=probe)
+        self._stages.append(stage)
+        return stage

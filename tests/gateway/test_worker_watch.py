@@ -34,11 +34,11 @@ class Answers:
         probe = self.watch.due_for_probe(GROUP)
         worker_id = probe or usable[turn % len(usable)]
         self.sent[worker_id].append(self.clock.now_s)
-        attempt = AttemptWatch(self.watch, token_s=0.1 / TOKENS_PER_STAGE)
+        attempt = AttemptWatch(self.watch, worker_id, token_s=0.1 / TOKENS_PER_STAGE)
         attempt.sent(worker_id, 0.1)
-        attempt.note_answer(worker_id, 0, is_finished=False)
+        attempt.note_answer(0, is_finished=False)
         self.clock.now_s += self.seconds[worker_id]
-        attempt.note_answer(worker_id, TOKENS_PER_STAGE, is_finished=True)
+        attempt.note_answer(TOKENS_PER_STAGE, is_finished=True)
         attempt.end()
 
     def until(self, when_s):
@@ -77,11 +77,11 @@ def test_what_is_slow_everywhere_accuses_nobody():
 def test_stages_that_end_otherwise_are_not_waited_for():
     clock = Clock()
     watch = WorkerWatch(clock)
-    attempt = AttemptWatch(watch, token_s=0.01)
+    attempt = AttemptWatch(watch, "a", token_s=0.01)
     attempt.sent("a", 0.1)
-    attempt.asked("a")
+    attempt.asked()
     attempt.prompt_sent("b", 0.1)
-    attempt.note_answer("a", 0, is_finished=False)
+    attempt.note_answer(0, is_finished=False)
     attempt.end()
     attempt.end()
     clock.now_s += 60
@@ -92,7 +92,7 @@ def test_stages_that_end_otherwise_are_not_waited_for():
 def test_a_silent_worker_is_left_alone():
     clock = Clock()
     watch = WorkerWatch(clock)
-    attempt = AttemptWatch(watch, token_s=0.01)
+    attempt = AttemptWatch(watch, "a", token_s=0.01)
     attempt.prompt_sent("a", 0.1)
     clock.now_s += 1.0
     assert list(watch.usable(GROUP)) == ["b"]
