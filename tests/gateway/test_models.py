@@ -751,3 +751,22 @@ async def test_what_another_model_answers_is_paid_once_and_as_that_model_counts(
     assert left.requests.remaining == 1
     assert said(await complete(system, headers=shows("all")))[0] == "small"
     assert (await complete(system, headers=shows("all"))).json()["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_what_no_model_had_room_for_costs_nothing(guarded_models, worker_type):
+    system = await guarded_models("[tenant.acme]\nrequests_per_minute = 1\n", max_queue_wait_s=0.3)
+    small = await add_decode(system, worker_type, "small", refuses)
+
+    async def tried():
+        """Not at once again: what is given back is booked beside the answer."""
+        while (answer := await complete(system, headers=shows("all"))).status_code == 429:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return answer
+
+    async with asyncio.timeout(20):  # one request a minute would take longer
+        for _ in range(3):
+            assert (await tried()).json()["error"]["code"] == "worker_unavailable"
+        assert small.attempts
+        await add_decode(system, worker_type, "large", Answering(LARGE_ANSWER).decode)
+        assert token_ids(await tried()) == LARGE_ANSWER
+    assert (await complete(system, headers=shows("all"))).status_code == 429
