@@ -187,6 +187,7 @@ class WorkerSession(ABC):
         self._wake_writer: asyncio.Future[None] | None = None
         self._call: Any = None
         self._heard_at_s = 0.0
+        self._worked_at_s = 0.0
 
     @property
     def num_open_attempts(self) -> int:
@@ -243,6 +244,10 @@ class WorkerSession(ABC):
         """Takes a time off the worker's silence: it was this process that did not listen."""
         self._heard_at_s += slept_s
 
+    def has_worked_since(self, time_s: float) -> bool:
+        """Whether it had something to do after this time of the event loop, as far as it has said."""
+        return self._worked_at_s > time_s
+
     def has_spoken_since(self, time_s: float) -> bool:
         """Whether a message came after this time of the event loop."""
         return self._heard_at_s > time_s
@@ -290,6 +295,8 @@ class WorkerSession(ABC):
             self._dispatch(event)
         if message.HasField("load"):
             self.load = _read_load(message.load)
+            if self.load.running or self.load.waiting:
+                self._worked_at_s = self._heard_at_s
             if self.is_up:
                 self._on_change(self)
 

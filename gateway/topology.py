@@ -30,6 +30,8 @@ MAX_RECONNECT_S = 2.0
 SILENCE_CHECK_S = 0.25
 ALIKE = 1.5
 """Speeds of workers that differ by less than this factor differ by chance."""
+FRESH_S = 3.0
+"""A worker that has had nothing to do for longer may have become another one."""
 OWN_PAUSE_S = 1.0
 """If our own check comes this late, it was us who slept, and nobody is blamed for silence."""
 
@@ -343,7 +345,7 @@ class _Speeds:
     """Usual speeds. Those of a worker that are not far from them count as the same.
 
     Of two workers that are alike one always measures a little less, and would get everything. One that has measured
-    nothing yet is taken for a usual one, or nobody would ever ask it.
+    nothing yet, or nothing for a while, is taken for a usual one, or nobody would ever ask it.
     """
 
     prefill: PrefillSpeed
@@ -377,6 +379,7 @@ def _own(speed: S | None, usual: S, time_s: Callable[[S], float]) -> S:
 
 def _view(member: Member, speeds: _Speeds) -> WorkerView:
     load, record, session = member.load, member.record, member.session
+    is_fresh = session.has_worked_since(asyncio.get_running_loop().time() - FRESH_S)
     return WorkerView(
         worker_id=record.id,
         incarnation=record.incarnation,
@@ -390,7 +393,7 @@ def _view(member: Member, speeds: _Speeds) -> WorkerView:
         region=record.region,
         tenants=frozenset(record.tenants),
         page_size=record.page_size,
-        prefill_speed=_own(load.prefill_speed, speeds.prefill, _prefill_s),
-        decode_speed=_own(load.decode_speed, speeds.decode, _step_s),
-        link_speed=_own(load.link_speed, speeds.link, _transfer_s),
+        prefill_speed=_own(load.prefill_speed, speeds.prefill, _prefill_s) if is_fresh else speeds.prefill,
+        decode_speed=_own(load.decode_speed, speeds.decode, _step_s) if is_fresh else speeds.decode,
+        link_speed=_own(load.link_speed, speeds.link, _transfer_s) if is_fresh else speeds.link,
     )
