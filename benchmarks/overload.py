@@ -14,6 +14,7 @@ The load generator shares the machine's cores with the cluster: what it costs is
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -28,11 +29,13 @@ import uvloop
 
 from benchmarks.cluster import Cluster, running_cluster
 from demo import DEMO_MODEL
-from protos import inference_pb2
+from protos import inference_pb2, inference_pb2_grpc
 
 INTERACTIVE_SHARE = 0.15
 """Of the peak rate: urgent requests are few."""
-CLOSED_LOOP_CLIENTS = (16, 32, 64)
+CLOSED_LOOP_CLIENTS = (16, 32, 48)
+NUM_CONNECTIONS = 17
+"""A server takes at most 128 streams on each, and as many requests wait in its queue as that has places."""
 REFUSALS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
@@ -90,13 +93,10 @@ class Load:
         """One request, to its answer or refusal."""
         tally = self.tallies.setdefault(service_class, Tally())
         tally.num_sent += 1
-        tokens = [self._random.randrange(10, 2000) for _ in range(self._shape.prompt_tokens)]
-        message = inference_pb2.GenerateRequest(
-            token_ids=inference_pb2.TokenIds(ids=tokens),
-            sampling=inference_pb2.SamplingParams(max_tokens=self._shape.new_tokens, temperature=0.0, ignore_eos=True),
-            service_class=service_class,
-        )
-        stub = self._stubs[tally.num_sent % len(self._stubs)]
+        message = self._message(service_class)
+        # Urgent requests have a connection of their own: one that is full of waiting streams takes no more.
+        is_urgent = service_class == "interactive"
+        stub = self._stubs[0] if is_urgent else self._stubs[1 + tally.num_sent % (NUM_CONNECTIONS - 1)]
         started_s, ttft_s = time.monotonic(), 0.0
         try:
             async for response in stub.Generate(message, timeout=120):
@@ -111,6 +111,14 @@ class Load:
         tally.ttfts_s.append(ttft_s)
         tally.num_complete += 1
         tally.num_good += service_class == "batch" or ttft_s <= self._slo_ttft_s
+
+    def _message(self, service_class: str) -> inference_pb2.GenerateRequest:
+        tokens = self._random.choices(range(10, 2000), k=self._shape.prompt_tokens)
+        return inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=tokens),
+            sampling=inference_pb2.SamplingParams(max_tokens=self._shape.new_tokens, temperature=0.0, ignore_eos=True),
+            service_class=service_class,
+        )
 
     async def open_loop(self, rates: dict[str, float], seconds: float) -> None:
         """Poisson arrivals of each class at its rate, whatever happens to them; ends without waiting for answers."""
@@ -163,13 +171,11 @@ def descendants(pid: int) -> list[int]:
 async def measure(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:
     """All phases."""
     shape = Shape(arguments.prompt_tokens, arguments.new_tokens)
-    async with (
-        grpc.aio.insecure_channel(cluster.grpc) as urgent,
-        grpc.aio.insecure_channel(cluster.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as others,
-    ):
-        from protos import inference_pb2_grpc
-
-        stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in (urgent, others)]
+    async with contextlib.AsyncExitStack() as stack:
+        stubs = []
+        for _ in range(NUM_CONNECTIONS):
+            channel = grpc.aio.insecure_channel(cluster.grpc, options=[("grpc.use_local_subchannel_pool", 1)])
+            stubs.append(inference_pb2_grpc.InferenceStub(await stack.enter_async_context(channel)))
 
         def load(seed: int) -> Load:
             return Load(cluster, stubs, shape, slo_ttft_s=arguments.slo_ttft, seed=seed)
@@ -233,12 +239,12 @@ def main() -> None:
     parser.add_argument("--peak-seconds", type=float, default=15.0, help="length of each closed loop")
     parser.add_argument("--factor", type=float, default=10.0, help="offered load over the peak rate")
     parser.add_argument("--slo-ttft", type=float, default=5.0, help="time to first token of a good answer, in seconds")
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
-    with running_cluster("--threads", "1", model=arguments.model, prefill=2, decode=2) as cluster:
+    with running_cluster("--threads", "1", "--kv-memory", "64MiB", model=arguments.model, prefill=2, decode=2) as cluster:
         figures = uvloop.run(measure(cluster, arguments))
     show(figures)
     if arguments.json:

@@ -17,6 +17,8 @@ from services.runtime.config import ENV_PREFIX
 from services.runtime.process import DIE_WITH_PARENT_ENV
 
 GATEWAY = "gateway"
+WORKER_NICENESS = 5
+"""Workers compute as long as there is anything to do; on the same machine nobody would be answered otherwise."""
 REDIS = "redis"
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 MAX_LABEL_CHARS = 40
@@ -159,6 +161,7 @@ def _worker_flags(
         ("kv-memory", settings.kv_memory),
         ("chunk-tokens", settings.chunk_tokens),
         ("threads", threads),
+        ("nice", WORKER_NICENESS),
         ("otlp", settings.otlp),
         ("log-level", settings.log_level),
     ]

@@ -64,6 +64,12 @@ class WorkerConfig:
     kv_memory: int | None = option(size_bytes(), default=None, help="Size of the KV pool, instead of --kv-pages.")
     chunk_tokens: int = option(integer(1, 65536), default=512, help="Most prompt tokens that one step computes.")
     threads: int | None = option(integer(1, 1024), default=None, help="Processor threads of the engine.")
+    nice: int = option(
+        integer(0, 19),
+        default=0,
+        help="How much this process gives way to others on its machine. Beside a gateway, a few: what it computes takes "
+        "all processors, and the gateway needs little, but at once.",
+    )
     drain_timeout: float | None = option(
         number(0),
         default=None,
