@@ -54,6 +54,8 @@ class SequenceOrder(msgspec.Struct):
     traceparent: str
     cache_salt: str = ""
     """Who may share its pages: those of the same text. Empty: all that have none."""
+    service_class: int = 2
+    """0 critical, 1 interactive, 2 normal, 3 low, 4 batch."""
     message: worker_pb2.SequenceSpec | None = None
     """The same for the wire, made once for both workers."""
 
@@ -141,6 +143,12 @@ class Load(msgspec.Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
+    pages_promised_by_class: tuple[int, ...] = ()
+    """Of each service class from 0 on, pages that its requests are expected to need, those they have included."""
+    running_by_class: tuple[int, ...] = ()
+    """Requests it has taken, begun or not, of each service class from 0 on."""
+    num_preempted: int = 0
+    """How often a sequence had to give way to another since the worker started."""
     context_tokens: int = 0
     """Tokens that the sequences of its batch look back on, all together."""
     prefill_speed: PrefillSpeed | None = None
@@ -423,6 +431,7 @@ def _sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
             eos_token_ids=order.eos_token_ids,
             traceparent=order.traceparent,
             cache_salt=order.cache_salt,
+            service_class=order.service_class,
         )
     order.message.deadline_ms = max(1, order.deadline.remaining_ms())
     return order.message
@@ -480,6 +489,9 @@ def _read_load(load: worker_pb2.WorkerLoad) -> Load:
         running=load.running,
         waiting=load.waiting,
         waiting_tokens=load.waiting_tokens,
+        pages_promised_by_class=tuple(load.promised_pages_by_class),
+        running_by_class=tuple(load.running_by_class),
+        num_preempted=load.num_preempted,
         context_tokens=load.context_tokens,
         prefill_speed=_read_prefill_speed(load),
         decode_speed=_read_decode_speed(load),

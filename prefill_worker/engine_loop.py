@@ -8,12 +8,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-from prefill_worker.scheduler import Chunk, ChunkScheduler
 from services.engine.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
 from services.engine.prefix import KeyChain
 from services.engine.sequence import FinishReason, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
 from services.runtime.clock import Clock
+from services.scheduling.chunks import DEFAULT_CLASS, Chunk, ChunkScheduler
 from services.scheduling.prediction import PrefillMeter
 
 
@@ -105,7 +105,7 @@ class PrefillLoop:
         self._reported_pages: PageCounts | None = None
         self._is_checked = False
 
-    def begin(self, sequence: Sequence, *, salt: bytes) -> CachedPrefix:
+    def begin(self, sequence: Sequence, *, salt: bytes, service_class: int = DEFAULT_CLASS) -> CachedPrefix:
         """Takes all pages of a prompt and makes it ready; returns what is there already.
 
         Pages are shared with prompts of the same `salt`. Raises NoFreePages, which the caller's books exclude.
@@ -123,8 +123,13 @@ class PrefillLoop:
         self._leases[key] = lease
         self._sequences[key] = sequence
         self._chains[key] = chain
-        now_s = self._clock.monotonic()
-        self._scheduler.add(key, start=sequence.num_computed_tokens, num_tokens=num_tokens, now_s=now_s)
+        self._scheduler.add(
+            key,
+            start=sequence.num_computed_tokens,
+            num_tokens=num_tokens,
+            service_class=service_class,
+            now_s=self._clock.monotonic(),
+        )
         return CachedPrefix(sequence.num_computed_tokens, tuple(cached))
 
     def release(self, key: Hashable, *, is_kept: bool = False) -> None:

@@ -258,7 +258,7 @@ class PrefillWorker:
         attempt.former = self._former_of(spec)
         try:
             if attempt.former is None:
-                self._queue.enter(spec.key, self._size(attempt))
+                self._queue.enter(spec.key, self._size(attempt), service_class=spec.service_class)
         except TandemError:
             self._attempts.end(spec.key)
             self._metrics.count_attempt("refused")
@@ -347,7 +347,7 @@ class PrefillWorker:
             return page_ids
         self._forget(former)
         self._queue.leave(attempt.spec.key)
-        self._queue.enter(attempt.spec.key, self._size(attempt))
+        self._queue.enter(attempt.spec.key, self._size(attempt), service_class=attempt.spec.service_class)
         self._give_turns()
         return None
 
@@ -422,7 +422,9 @@ class PrefillWorker:
         )
         salt = cache_salt(model=self._parts.fingerprint, tenant=spec.cache_salt)
         attempt.has_begun = True
-        beginning = self._engine.submit(infallible(lambda: self._loop.begin(sequence, salt=salt)))
+        beginning = self._engine.submit(
+            infallible(lambda: self._loop.begin(sequence, salt=salt, service_class=spec.service_class))
+        )
         prefix = await asyncio.wrap_future(beginning)
         self._emit_started(attempt, prefix.num_tokens)
         self._queue.computed(spec.key, prefix.num_tokens)

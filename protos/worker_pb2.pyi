@@ -291,12 +291,15 @@ class SequenceSpec(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """Milliseconds that were left until the request's deadline when this message was sent; at least 1."""
     traceparent: _builtins.str
     """W3C trace context of the request's span. Empty: not traced."""
     cache_salt: _builtins.str
     """Who may share this request's pages: requests of the same text. Empty: all that have none."""
+    service_class: _builtins.int
+    """How urgent it is: 0 critical, 1 interactive, 2 normal, 3 low, 4 batch. Absent: 2."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """Which try this is."""
@@ -328,12 +331,15 @@ class SequenceSpec(_message.Message):
         deadline_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        service_class: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "id", b"id", "sampling", b"sampling", "service_class", b"service_class"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "id", b"id", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "id", b"id", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "service_class", b"service_class", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__service_class: _TypeAlias = _typing.Literal["service_class"]  # noqa: Y015
+    _WhichOneofArgType__service_class: _TypeAlias = _typing.Literal["_service_class", b"_service_class"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__service_class) -> _WhichOneofReturnType__service_class | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
 
@@ -583,6 +589,9 @@ class WorkerLoad(_message.Message):
     PREFILL_SPEED_FIELD_NUMBER: _builtins.int
     DECODE_SPEED_FIELD_NUMBER: _builtins.int
     LINK_SPEED_FIELD_NUMBER: _builtins.int
+    PROMISED_PAGES_BY_CLASS_FIELD_NUMBER: _builtins.int
+    RUNNING_BY_CLASS_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTED_FIELD_NUMBER: _builtins.int
     promised_pages: _builtins.int
     """Pages promised to admitted requests and not yet taken from `free`."""
     running: _builtins.int
@@ -595,6 +604,8 @@ class WorkerLoad(_message.Message):
     """Whether it gets new work."""
     context_tokens: _builtins.int
     """Tokens that the sequences of its batch look back on, all together."""
+    num_preempted: _builtins.int
+    """Decode worker: how often a sequence had to give way to another since the worker started."""
     @_builtins.property
     def pages(self) -> _cluster_pb2.PageCounts:
         """Its KV pages."""
@@ -611,6 +622,16 @@ class WorkerLoad(_message.Message):
     def link_speed(self) -> Global___LinkSpeed:
         """How fast pages leave it. Absent: it has measured nothing yet."""
 
+    @_builtins.property
+    def promised_pages_by_class(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Decode worker: pages that its requests are expected to need, those they have included; of each service class from
+        0 on. A request is admitted where its own class and more urgent ones leave room for it.
+        """
+
+    @_builtins.property
+    def running_by_class(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Decode worker: requests it has taken, begun or not; of each service class from 0 on."""
+
     def __init__(
         self,
         *,
@@ -624,10 +645,13 @@ class WorkerLoad(_message.Message):
         prefill_speed: Global___PrefillSpeed | None = ...,
         decode_speed: Global___DecodeSpeed | None = ...,
         link_speed: Global___LinkSpeed | None = ...,
+        promised_pages_by_class: _abc.Iterable[_builtins.int] | None = ...,
+        running_by_class: _abc.Iterable[_builtins.int] | None = ...,
+        num_preempted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_speed", b"decode_speed", "link_speed", b"link_speed", "pages", b"pages", "prefill_speed", b"prefill_speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decode_speed", b"decode_speed", "link_speed", b"link_speed", "pages", b"pages", "prefill_speed", b"prefill_speed", "promised_pages", b"promised_pages", "running", b"running", "state", b"state", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decode_speed", b"decode_speed", "link_speed", b"link_speed", "num_preempted", b"num_preempted", "pages", b"pages", "prefill_speed", b"prefill_speed", "promised_pages", b"promised_pages", "promised_pages_by_class", b"promised_pages_by_class", "running", b"running", "running_by_class", b"running_by_class", "state", b"state", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

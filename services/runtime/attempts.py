@@ -8,6 +8,10 @@ from protos import inference_pb2, worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import AlreadyExists, InvalidRequest
 
+DEFAULT_SERVICE_CLASS = 2
+"""Of five, 0 to 4: of an attempt that names none."""
+NUM_SERVICE_CLASSES = 5
+
 S = TypeVar("S")
 A = TypeVar("A")
 
@@ -30,6 +34,8 @@ class AttemptSpec(Generic[S]):
     deadline: Deadline
     traceparent: str
     cache_salt: str = ""
+    service_class: int = DEFAULT_SERVICE_CLASS
+    """0 is served first, 4 last."""
 
 
 def read_key(message: worker_pb2.AttemptId) -> AttemptKey:
@@ -56,7 +62,15 @@ def read_spec(
         deadline=Deadline.from_remaining_ms(max(message.deadline_ms, 1), clock=clock),
         traceparent=message.traceparent,
         cache_salt=message.cache_salt,
+        service_class=_service_class(message),
     )
+
+
+def _service_class(message: worker_pb2.SequenceSpec) -> int:
+    service_class = message.service_class if message.HasField("service_class") else DEFAULT_SERVICE_CLASS
+    if service_class >= NUM_SERVICE_CLASSES:
+        raise InvalidRequest(f"service_class must be from 0 to {NUM_SERVICE_CLASSES - 1}", field="service_class")
+    return service_class
 
 
 def _sampling_values(message: worker_pb2.SequenceSpec) -> dict[str, Any]:

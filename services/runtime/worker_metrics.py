@@ -51,6 +51,11 @@ class Load:
     waiting: int = 0
     waiting_tokens: int = 0
     context_tokens: int = 0
+    promised_pages_by_class: tuple[int, ...] = ()
+    """Of a decode worker, by service class from 0 on: what its requests are expected to need, taken or not."""
+    running_by_class: tuple[int, ...] = ()
+    """Of a decode worker, by service class from 0 on: requests that it has taken."""
+    num_preempted: int = field(default=0, compare=False)
     speeds: Speeds = field(default=Speeds(), compare=False)
 
     def record_fields(self) -> dict[str, int]:
@@ -81,6 +86,9 @@ class Load:
             waiting=self.waiting,
             waiting_tokens=self.waiting_tokens,
             context_tokens=self.context_tokens,
+            promised_pages_by_class=self.promised_pages_by_class,
+            running_by_class=self.running_by_class,
+            num_preempted=self.num_preempted,
             state=state,
         )
         self.speeds.set_in(message)
@@ -109,6 +117,13 @@ class WorkerMetrics:
         self.transferred_bytes: Counter = Counter(
             "tandem_transferred_bytes", "Payload bytes of committed handoffs.", names, registry=self.registry
         ).labels(*values)
+        self._preemptions = Counter(
+            "tandem_preemptions",
+            "Sequences that gave way to others, by how: place (left its place to a better class), no_page (left its "
+            "place because it found no page), swapped and recomputed (lost its pages).",
+            ("worker", "reason"),
+            registry=self.registry,
+        )
         self._attempts = Counter(
             "tandem_attempts", "Attempts by how they ended.", ("worker", "outcome"), registry=self.registry
         )
@@ -116,6 +131,10 @@ class WorkerMetrics:
     def count_attempt(self, outcome: str) -> None:
         """Counts an attempt that ended; `outcome` is one of a few words."""
         self._attempts.labels(self._worker_id, outcome).inc()
+
+    def count_preemption(self, reason: str) -> None:
+        """Counts a sequence that gave way to another; `reason` is one of a few words."""
+        self._preemptions.labels(self._worker_id, reason).inc()
 
     def serve(self, settings: WorkerConfig, load: Callable[[], Load]) -> None:
         """Serves /metrics, if a port is set, from a thread of its own for the rest of the process's life.

@@ -41,3 +41,14 @@ def test_nonsense_is_not_calculated_with(wrong):
 def test_a_link_without_speed_is_not_divided_by():
     message = worker_pb2.WorkerLoad(link_speed=worker_pb2.LinkSpeed(latency_s=1))
     assert _read_load(message).link_speed is None
+
+
+def test_what_is_said_of_classes_arrives():
+    message = Load(
+        10, 10, 0, 0, 0, promised_pages_by_class=(0, 7, 1, 0, 9), running_by_class=(0, 2, 1, 0, 3)
+    ).to_message(is_draining=False)
+    message.num_preempted = 5
+    load = _read_load(message)
+    assert load.pages_promised_by_class == (0, 7, 1, 0, 9)
+    assert load.running_by_class == (0, 2, 1, 0, 3)
+    assert load.num_preempted == 5

@@ -9,16 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefill_worker.scheduler import (
-    OLDEST_EVERY,
-    STEP_OVERHEADS,
-    Chunk,
-    ChunkScheduler,
-    PromptQueue,
-    PromptSize,
-    StepTargets,
-)
+from prefill_worker.scheduler import PromptQueue, PromptSize
 from services.runtime.errors import Overloaded
+from services.scheduling.chunks import BUSY_SHARE, OLDEST_EVERY, STEP_OVERHEADS, Chunk, ChunkScheduler, StepTargets
 from services.scheduling.prediction import PrefillSpeed
 
 BATCH, NORMAL, INTERACTIVE = 4, 2, 1
@@ -534,3 +527,16 @@ def test_a_long_prompt_costs_short_ones_a_step_and_not_its_length() -> None:
     assert beside < 1.3 * without
     assert in_order > 20 * beside
     assert num_long > num_long_in_order / 2
+
+
+@pytest.mark.parametrize(("busy_s", "room_s"), [(0.001, 0.003), (0.020, BUSY_SHARE * 0.020)])
+def test_where_others_decode_prompts_stretch_the_step_by_little(busy_s: float, room_s: float) -> None:
+    scheduler = ChunkScheduler(chunk_tokens=512)
+    speed = PrefillSpeed(overhead_s=0.002, s_per_token=1e-4)
+    scheduler.add("long", num_tokens=4000, now_s=0.0)
+    (chunk,) = scheduler.next_step(speed=speed, now_s=100.0, busy_s=busy_s)
+    assert chunk.num_tokens == pytest.approx(room_s / 1e-4, abs=1), "it is alone, but not in the step"
+    (chunk,) = scheduler.next_step(speed=speed, now_s=100.0, busy_s=busy_s, max_tokens=7)
+    assert chunk.num_tokens == 7
+    (chunk,) = scheduler.next_step(speed=speed, now_s=200.0)
+    assert chunk.num_tokens == pytest.approx(180, abs=1), "20 ms less an empty step"

@@ -211,11 +211,11 @@ async def test_what_is_cached_is_no_work_that_others_wait_for(make_bench: Make) 
     bench.runner.gate.clear()
     bench.links.may_reserve.clear()
     gateway.prefill("s", [1] * 21)
-    gateway.prefill("t", [2] * 4)
+    gateway.prefill("t", [2] * 22)
     await bench.until(lambda: bench.worker.load().waiting == 1)
     bench.links.may_reserve.set()
     await bench.until(lambda: bench.worker.load().running == 2)
-    assert bench.worker.load().waiting_tokens == 1 + 4, "the second has its turn although the first has 21 tokens"
+    assert bench.worker.load().waiting_tokens == 1 + 22, "the second has its turn although the first has 21 tokens"
     bench.runner.gate.set()
     await gateway.event("t", "handed_off")
 

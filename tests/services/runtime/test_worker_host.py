@@ -34,6 +34,8 @@ def spec(**fields: Any) -> worker_pb2.SequenceSpec:
 
 def test_a_spec_becomes_plain_data_with_the_defaults_of_absent_fields() -> None:
     read = read_spec(spec(emitted_token_ids=[9], traceparent="00-x"), dict)
+    assert read.service_class == 2, "absent"
+    assert [read_spec(spec(service_class=number), dict).service_class for number in (0, 4)] == [0, 4]
     assert read.key == AttemptKey("r", 1)
     assert (read.prompt_token_ids, read.emitted_token_ids, read.traceparent) == ([1, 2], [9], "00-x")
     assert read.sampling["temperature"] == read.sampling["top_p"] == read.sampling["repetition_penalty"] == 1.0

@@ -1,0 +1,329 @@
+"""Which chunks of prompts make the next step: pure bookkeeping, for whatever computes prompts.
+
+The better service class comes first (the lower number), and within a class the prompt with the least left to compute:
+shortest remaining first, which gives the least mean wait (Schrage, 1968). What that rule does to long prompts is
+bounded by their age: the oldest of its class is never left out for long.
+"""
+
+import heapq
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+DEFAULT_CLASS = 2
+"""The service class of a prompt that names none: the middle one of five, 0 to 4."""
+OLDEST_EVERY = 8
+"""Of so many steps the oldest prompt of the best class is first in one, whatever shorter ones are there."""
+BUSY_SHARE = 0.5
+"""Prompts may stretch a step in which others decode by this part of what it takes without them."""
+STEP_OVERHEADS = 2.5
+"""A step may take at least so many times what an empty one takes: most of the time is never lost to chunking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`num_tokens` tokens of the prompt `key`, from position `start`; `is_last` when they end it."""
+
+    key: Hashable
+    start: int
+    num_tokens: int
+    is_last: bool
+
+
+class Speed(Protocol):
+    """What is known of the engine's speed; services.scheduling.prediction.PrefillSpeed is one."""
+
+    def time_s(self, num_tokens: float, num_cached_tokens: float = 0) -> float:
+        """Seconds of a step over tokens that come behind `num_cached_tokens` computed ones; of an empty one for 0."""
+        ...
+
+
+@dataclass(slots=True)
+class Place:
+    """What a prompt has left, `cost` in whatever unit its line goes by; a lower `age` is older."""
+
+    service_class: int
+    num_tokens: int
+    cost: float
+    age: int
+
+
+class Line:
+    """Prompts by class and then cost, and by class and then age. Everything is O(log n), `discard` O(1)."""
+
+    def __init__(self) -> None:
+        self._places: dict[Hashable, Place] = {}
+        self._heap: list[tuple[int, float, int, Hashable]] = []
+        """(class, cost, age, key); also entries of prompts that have left or changed, until they come to the top."""
+        self._by_age: dict[int, OrderedDict[Hashable, None]] = {}
+        self._ages = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._places
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._places)
+
+    def add(self, key: Hashable, *, service_class: int, num_tokens: int, cost: float) -> None:
+        """Adds the youngest of its class."""
+        self._places[key] = Place(service_class, num_tokens, cost, next(self._ages))
+        self._by_age.setdefault(service_class, OrderedDict())[key] = None
+        self._push(key)
+
+    def resize(self, key: Hashable, *, num_tokens: int, cost: float) -> None:
+        """Changes what a prompt has left; its age stays."""
+        place = self._places[key]
+        place.num_tokens, place.cost = num_tokens, cost
+        self._push(key)
+
+    def discard(self, key: Hashable) -> Place | None:
+        """Takes a prompt out; None: it is not there."""
+        place = self._places.pop(key, None)
+        if place is not None:
+            keys = self._by_age[place.service_class]
+            del keys[key]
+            if not keys:
+                del self._by_age[place.service_class]
+        return place
+
+    def __getitem__(self, key: Hashable) -> Place:
+        return self._places[key]
+
+    def oldest(self) -> Hashable:
+        """The oldest of the best class that is there; there must be one."""
+        return next(iter(self._by_age[min(self._by_age)]))
+
+    def shortest(self) -> Hashable:
+        """Of the best class that is there, the one with the least cost, then the oldest; there must be one."""
+        while not self._is_current(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][3]
+
+    def _push(self, key: Hashable) -> None:
+        if len(self._heap) > 2 * len(self._places) + 16:
+            # Many have left without having come to the top: cancelled ones must not pile up.
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            heapq.heapify(self._heap)
+        place = self._places[key]
+        heapq.heappush(self._heap, (place.service_class, place.cost, place.age, key))
+
+    def _is_current(self, entry: tuple[int, float, int, Hashable]) -> bool:
+        _, cost, age, key = entry
+        place = self._places.get(key)
+        return place is not None and (place.age, place.cost) == (age, cost)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTargets:
+    """How long a step may take, in seconds by prediction.
+
+    A prompt that arrives waits for the running step, so `shared_s` bounds what a long prompt does to short ones.
+    Short steps cost a part of the engine's time; where no prompt came for `quiet_after_s` they may take `alone_s`.
+    Prompts that all end in the step are those that others would wait for anyway: together they may take `whole_s`.
+    """
+
+    shared_s: float = 0.003
+    alone_s: float = 0.020
+    whole_s: float = 0.008
+    quiet_after_s: float = 1.0
+
+
+DEFAULT_TARGETS = StepTargets()
+
+
+class ChunkScheduler:
+    """Packs chunks of several prompts into one step: best class first, then least remaining work.
+
+    A step has at most `chunk_tokens` tokens. Where the engine's speed is given, the step also ends in time by
+    prediction: within the targets, or `STEP_OVERHEADS` empty steps where that is longer. And a prompt that will not end
+    does not ride with those that do, because they would wait for its tokens. Without a speed, a step is as full as the
+    work allows.
+
+    Bound: the oldest prompt of the best class is the first of a step at least every `OLDEST_EVERY` steps, and gets as
+    many tokens as the budget and the targets let a step have. So it and those of its class that came before it are done
+    after `OLDEST_EVERY` times the steps that they would take alone, whoever else comes. Only better classes can keep a
+    prompt waiting.
+    """
+
+    def __init__(self, *, chunk_tokens: int, targets: StepTargets = DEFAULT_TARGETS) -> None:
+        assert chunk_tokens > 0, "a step computes something"
+        self._chunk_tokens = chunk_tokens
+        self._targets = targets
+        self._line = Line()
+        self._ends: dict[Hashable, int] = {}
+        self._speed: Speed | None = None
+        """As of the last step."""
+        self._passed_over: tuple[Hashable, int] = (None, 0)
+        """The oldest prompt as of the last step, and how many steps have begun with others."""
+        self._last_added: Hashable = None
+        self._last_added_s = self._former_added_s = -math.inf
+
+    def __len__(self) -> int:
+        """Prompts that have uncomputed tokens."""
+        return len(self._line)
+
+    def add(
+        self,
+        key: Hashable,
+        *,
+        num_tokens: int,
+        start: int = 0,
+        service_class: int = DEFAULT_CLASS,
+        now_s: float = 0.0,
+    ) -> None:
+        """Makes a prompt of `num_tokens` tokens ready, those before `start` being there already."""
+        assert key not in self._line, "a prompt is added once"
+        assert 0 <= start < num_tokens, "something of a prompt is left to compute"
+        self._ends[key] = num_tokens
+        cost = self._cost(start, num_tokens)
+        self._line.add(key, service_class=service_class, num_tokens=num_tokens - start, cost=cost)
+        self._last_added = key
+        self._former_added_s, self._last_added_s = self._last_added_s, now_s
+
+    def remove(self, key: Hashable) -> None:
+        """Forgets a prompt. O(1); unknown keys are ignored."""
+        self._line.discard(key)
+        self._ends.pop(key, None)
+
+    def next_step(
+        self,
+        *,
+        speed: Speed | None = None,
+        now_s: float = 0.0,
+        max_tokens: int | None = None,
+        busy_s: float | None = None,
+    ) -> list[Chunk]:
+        """The chunks of the next step; they count as computed from here on. O(chunks · log prompts).
+
+        `now_s` is read on the clock of `add`. `max_tokens`: at most so many, fewer than in other steps. `busy_s`:
+        sequences that decode are in the step and take so long without prompts. It is always shared then, prompts may
+        stretch it by `BUSY_SHARE` of that, and what every step costs is in `busy_s` already.
+        """
+        if not self._line:
+            return []
+        self._learn(speed)
+        most = self._chunk_tokens if max_tokens is None else min(max_tokens, self._chunk_tokens)
+        assert most > 0, "a step computes something"
+        part_s = self._step_s(speed, now_s) if busy_s is None else max(self._targets.shared_s, BUSY_SHARE * busy_s)
+        room = _Room(most, speed, part_s, self._targets.whole_s, has_overhead=busy_s is None)
+        oldest = self._line.oldest()
+        chunks: list[Chunk] = []
+        while self._line:
+            is_owed = not chunks and self._is_owed(oldest)
+            key = oldest if is_owed else self._line.shortest()
+            start, end = self._span(key)
+            num_tokens = room.fitting(start, end, is_first=not chunks)
+            is_last = start + num_tokens == end
+            # Those that end in this step would wait for one that does not.
+            if num_tokens == 0 or (chunks and not is_last and speed is not None):
+                break
+            room.take(start, num_tokens)
+            chunks.append(self._advance(key, num_tokens))
+            if not is_last:
+                break
+        self._note_first(chunks[0], oldest)
+        return chunks
+
+    def _is_owed(self, oldest: Hashable) -> bool:
+        return self._passed_over == (oldest, OLDEST_EVERY - 1)
+
+    def _note_first(self, first: Chunk, oldest: Hashable) -> None:
+        # Not whether it got anything: what others leave it may be a token a step.
+        key, num_steps = self._passed_over
+        if first.key == oldest:
+            self._passed_over = (None, 0)
+        else:
+            self._passed_over = (oldest, num_steps + 1 if key == oldest else 1)
+
+    def _learn(self, speed: Speed | None) -> None:
+        is_other_unit = (speed is None) != (self._speed is None)
+        self._speed = speed
+        if is_other_unit:
+            for key in list(self._line):
+                start, end = self._span(key)
+                self._line.resize(key, num_tokens=end - start, cost=self._cost(start, end))
+
+    def _cost(self, start: int, end: int) -> float:
+        """What a prompt has before it: in seconds where the speed is known, and in tokens otherwise."""
+        # The last tokens of a long prompt look back on all the others: few as they are, they are no short prompt.
+        return end - start if self._speed is None else _seconds_of(self._speed, start, end - start)
+
+    def _span(self, key: Hashable) -> tuple[int, int]:
+        """What of a prompt is uncomputed: from a position to the end."""
+        end = self._ends[key]
+        return end - self._line[key].num_tokens, end
+
+    def _step_s(self, speed: Speed | None, now_s: float) -> float:
+        """How long a step may take whose prompts do not all end in it."""
+        if speed is None:
+            return math.inf
+        targets = self._targets
+        # One that is alone is not its own company.
+        is_newest_alone = len(self._line) == 1 and self._last_added in self._line
+        company_s = self._former_added_s if is_newest_alone else self._last_added_s
+        target_s = targets.alone_s if now_s - company_s >= targets.quiet_after_s else targets.shared_s
+        return max(target_s, STEP_OVERHEADS * speed.time_s(0))
+
+    def _advance(self, key: Hashable, num_tokens: int) -> Chunk:
+        start, end = self._span(key)
+        is_last = start + num_tokens == end
+        if is_last:
+            self.remove(key)
+        else:
+            start_of_rest = start + num_tokens
+            cost = self._cost(start_of_rest, end)
+            self._line.resize(key, num_tokens=end - start_of_rest, cost=cost)
+        return Chunk(key, start, num_tokens, is_last)
+
+
+class _Room:
+    """What a step has left, in tokens and in seconds; prompts that are in it to their end may take it to `whole_s`."""
+
+    def __init__(
+        self, num_tokens: int, speed: Speed | None, part_s: float, whole_s: float, *, has_overhead: bool
+    ) -> None:
+        self._num_tokens = num_tokens
+        self._speed = speed
+        self._part_s = part_s
+        self._whole_s = max(part_s, whole_s)
+        self._used_s = speed.time_s(0) if speed is not None and has_overhead else 0.0
+
+    def fitting(self, start: int, end: int, *, is_first: bool) -> int:
+        """How many of the positions from `start` to `end` fit in; at least one where it `is_first`."""
+        most = min(self._num_tokens, end - start)
+        if most == end - start and self._cost_s(start, most) <= self._whole_s - self._used_s:
+            return most
+        num_tokens = self._affordable(start, most, self._part_s - self._used_s)
+        return max(num_tokens, 1) if is_first else num_tokens
+
+    def take(self, start: int, num_tokens: int) -> None:
+        """Uses room up."""
+        self._num_tokens -= num_tokens
+        self._used_s += self._cost_s(start, num_tokens)
+
+    def _affordable(self, start: int, most: int, seconds: float) -> int:
+        """The most tokens, up to `most`, whose cost is within `seconds`, by bisection: the law may be any."""
+        if self._cost_s(start, most) <= seconds:
+            return most
+        least = 0
+        while least < most - 1:
+            middle = (least + most) // 2
+            if self._cost_s(start, middle) <= seconds:
+                least = middle
+            else:
+                most = middle
+        return least
+
+    def _cost_s(self, start: int, num_tokens: int) -> float:
+        return 0.0 if self._speed is None else _seconds_of(self._speed, start, num_tokens)
+
+
+def _seconds_of(speed: Speed, start: int, num_tokens: int) -> float:
+    """What tokens from a position on add to a step."""
+    return speed.time_s(num_tokens, start) - speed.time_s(0, start)
