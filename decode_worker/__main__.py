@@ -1,6 +1,7 @@
 """Starts a decode worker: settings, lease, model, server; it lives until it is told to leave or its engine fails."""
 
 import asyncio
+import gc
 import logging
 import sys
 
@@ -20,6 +21,8 @@ from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_s
 from services.runtime.worker_metrics import WorkerMetrics
 
 SERVICE_NAME = "tandem.v1.DecodeWorker"
+
+MAX_DEFAULT_SWAP_BYTES = 1 << 30
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +62,17 @@ async def _serve(
             **parts.record_fields(),
             **worker.load().record_fields(),
         )
+    # What was loaded for good is not looked at again by every full collection, which would hold up a step.
+    gc.collect()
+    gc.freeze()
     logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
     await serve_until_drained(worker, server, lease, stop, drain_timeout_s=settings.drain_timeout)
+
+
+def _swap_bytes(settings: DecodeWorkerConfig, parts: EngineParts) -> int:
+    if settings.swap_memory is not None:
+        return settings.swap_memory
+    return min(parts.pool.num_pages * parts.pool.layout.page_bytes, MAX_DEFAULT_SWAP_BYTES)
 
 
 def _lease(settings: DecodeWorkerConfig, incarnation: str, stop: asyncio.Event) -> WorkerLease | None:
@@ -105,7 +117,13 @@ def _worker(
             counters=counters,
         ),
         incarnation=incarnation,
-        limits=Limits(max_batch=settings.max_batch, max_admitted=max_admitted, chunk_tokens=settings.chunk_tokens),
+        limits=Limits(
+            max_batch=settings.max_batch,
+            max_admitted=max_admitted,
+            chunk_tokens=settings.chunk_tokens,
+            swap_bytes=_swap_bytes(settings, parts),
+            is_optimistic=settings.admission == "expected",
+        ),
         metrics=metrics,
         step_timeout_s=settings.step_timeout,
         on_pages_changed=None if publisher is None else publisher.note,

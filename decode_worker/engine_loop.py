@@ -4,16 +4,29 @@ The thread that calls `step` owns the page allocator and everything here. Messag
 promises are the event loop's business; this file knows none of them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from decode_worker.scheduler import BatchScheduler, Progress, Work
+from decode_worker.scheduler import BatchScheduler, Preemption, Progress, Work, is_swap_cheaper
 from services.engine.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
 from services.engine.prefix import KeyChain, PageKey
 from services.engine.sequence import FinishReason, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
+from services.engine.swap import SwapSpace
 from services.runtime.clock import Clock
+from services.runtime.errors import InvariantViolated, RequestCancelled
+from services.scheduling.chunks import DEFAULT_CLASS
+from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_PREFILL, LinkMeter, LinkSpeed
+from services.scheduling.speedometer import Speedometer
+
+R = TypeVar("R")
+
+DEFAULT_COPY = LinkSpeed(latency_s=5e-5, bytes_per_s=4e9)
+"""Of pages to the host's memory or back, until it was measured: about what one core copies."""
 
 
 class Runner(Protocol):
@@ -68,8 +81,8 @@ class ReservedPages:
 class StepReport:
     """One step, or what changed between steps (`advances` is empty then). Times are Unix nanoseconds.
 
-    What `paused` names was paused after the step. `changes` says which pages have come to be found, and which no longer
-    are, since the report before.
+    What `paused` names was paused after the step, and what `preempted` names gave way before it. `changes` says which
+    pages have come to be found, and which no longer are, since the report before.
     """
 
     start_unix_ns: int
@@ -81,6 +94,24 @@ class StepReport:
     num_waiting: int
     waiting_tokens: int
     changes: PageChanges
+    preempted: tuple[Preemption, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A reservation that waits for its pages."""
+
+    token_ids: list[int]
+    num_nameable_tokens: int
+    given: "Future[ReservedPages]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Swapped:
+    """What a sequence that gave way has in the host's memory: the KV of its first tokens, page by page."""
+
+    slots: list[int]
+    num_computed_tokens: int
 
 
 class DecodeLoop:
@@ -90,8 +121,12 @@ class DecodeLoop:
     computed again in chunks, and otherwise one by one, as when they were generated. And then pages that were filled by
     steps of decoding are found by prompts that begin with what was said in them, as those of prompts are in any case.
 
-    A key owns its pages from `reserve` or `start` until it ends in a step or `free` is called. `on_report` is called on
-    the engine thread and must not block. What a step did is reported when the next one has been prepared: the event
+    Pages are taken when they are needed, and if there are none, the scheduler says who gives way: that sequence's pages
+    are copied to `swap` and back, or it is computed again, whichever takes less time by what was measured. Its tokens
+    stay, so that it goes on with the same answer.
+
+    A key is known from `reserve` or `start` until it ends in a step or `free` is called. `on_report` is called on the
+    engine thread and must not block. What a step did is reported when the next one has been prepared: the event
     loop, which shares the interpreter's lock, then works while the model computes, and the engine does not wait for it.
     """
 
@@ -105,6 +140,7 @@ class DecodeLoop:
         is_exact: bool,
         clock: Clock,
         on_report: Callable[[StepReport], None],
+        swap: SwapSpace | None = None,
     ) -> None:
         self._runner = runner
         self._allocator = allocator
@@ -113,6 +149,14 @@ class DecodeLoop:
         self._is_exact = is_exact
         self._clock = clock
         self._on_report = on_report
+        self._swap = swap
+        self.speedometer = Speedometer()
+        """Of steps; who measures transfers may add them."""
+        self._copies = LinkMeter(DEFAULT_COPY)
+        self._memory = _Memory(self)
+        self._asked: dict[Hashable, _Asked] = {}
+        self._swapped: dict[Hashable, _Swapped] = {}
+        self._classes: dict[Hashable, int] = {}
         self._leases: dict[Hashable, PageLease] = {}
         self._chains: dict[Hashable, KeyChain] = {}
         self._sequences: dict[Hashable, Sequence] = {}
@@ -123,37 +167,56 @@ class DecodeLoop:
         self._is_checked = False
 
     def reserve(
-        self, key: Hashable, token_ids: list[int], *, num_prompt_tokens: int, max_num_tokens: int, salt: bytes
-    ) -> ReservedPages:
-        """Sets pages aside for tokens that are to arrive, and promises the rest of the worst case.
+        self,
+        key: Hashable,
+        token_ids: list[int],
+        *,
+        num_prompt_tokens: int,
+        salt: bytes,
+        service_class: int = DEFAULT_CLASS,
+    ) -> "Future[ReservedPages]":
+        """Sets pages aside for tokens that are to arrive, as soon as there are some: at once, unless others of its
+        class or a better one need them more.
 
-        The first `num_prompt_tokens` of them are the prompt. Pages are shared with sequences of the same `salt`. Raises
-        NoFreePages, which the caller's books exclude.
+        The first `num_prompt_tokens` of them are the prompt. Pages are shared with sequences of the same `salt`. The
+        future is set on the engine thread; it fails with RequestCancelled if `free` or `withdraw` comes first.
         """
-        lease = self._lease(key, max_num_tokens, salt)
+        assert key not in self._chains, "a key reserves or starts once"
+        self._chains[key] = KeyChain(salt, self._page_size)
+        self._classes[key] = service_class
         num_nameable_tokens = self._num_nameable_tokens(num_prompt_tokens, len(token_ids))
-        cached = self._take_cached(lease, self._chains[key].extend(token_ids, num_nameable_tokens))
-        lease.grow_to(num_pages_for(len(token_ids), self._page_size), state="reserved")
-        return ReservedPages(tuple(lease.page_ids), cached * self._page_size)
+        asked = self._asked[key] = _Asked(token_ids, num_nameable_tokens, Future())
+        num_pages = num_pages_for(len(token_ids), self._page_size)
+        self._scheduler.ask(key, num_pages, service_class=service_class)
+        self._scheduler.settle(self._memory)
+        return asked.given
 
-    def start(self, sequence: Sequence, *, salt: bytes, is_paused: bool = False) -> None:
+    def withdraw(self, key: Hashable) -> None:
+        """Has a reservation that still waits for its pages fail. One that has them is left alone."""
+        if key in self._asked:
+            self.free(key)
+
+    def start(
+        self, sequence: Sequence, *, salt: bytes, is_paused: bool = False, service_class: int = DEFAULT_CLASS
+    ) -> None:
         """Puts a sequence in line for the batch, or pauses it before its first step of decoding.
 
         Its leading tokens have arrived in the pages that were reserved under its id (`num_computed_tokens` says how
-        many), or it has none and is computed here.
+        many; it keeps the class of its reservation), or it has none and is computed here.
         """
         key = sequence.sequence_id
+        self._sequences[key] = sequence
         lease = self._leases.get(key)
         if lease is None:
-            lease = self._lease(key, sequence.max_num_tokens, salt)
-            num_tokens = self._num_nameable_tokens(sequence.num_prompt_tokens, sequence.num_tokens - 1)
-            keys = self._chains[key].extend(sequence.token_ids, num_tokens)
-            sequence.num_computed_tokens = self._take_cached(lease, keys) * self._page_size
-        lease.mark_used()
-        sequence.page_table = lease.page_ids
-        self._sequences[key] = sequence
-        self._name(sequence, 0)
-        self._schedule(sequence)
+            assert key not in self._chains, "a key reserves or starts once"
+            self._chains[key] = KeyChain(salt, self._page_size)
+            self._classes[key] = service_class
+            sequence.num_computed_tokens = 0
+        else:
+            lease.mark_used()
+            sequence.page_table = lease.page_ids
+            self._name(sequence, 0)
+        self._schedule(sequence, has_run=False)
         if is_paused:
             self.pause(key)
 
@@ -167,7 +230,7 @@ class DecodeLoop:
         if sequence is None or key in self._paused:
             return
         self._pausing.add(key)
-        if _can_pause(sequence):
+        if self._can_pause(sequence):
             self._send()
             self._on_report(self._report(self._clock.unix_ns(), (), (self._take_out(sequence),)))
 
@@ -176,22 +239,32 @@ class DecodeLoop:
         self._pausing.discard(key)
         if key in self._paused:
             self._paused.remove(key)
-            self._schedule(self._sequences[key])
+            self._schedule(self._sequences[key], has_run=True)
 
     def free(self, key: Hashable) -> None:
         """Forgets a key in any phase and frees its pages. Unknown keys are ignored."""
         self._scheduler.remove(key)
         self._sequences.pop(key, None)
         self._chains.pop(key, None)
+        self._classes.pop(key, None)
         self._pausing.discard(key)
         self._paused.discard(key)
         lease = self._leases.pop(key, None)
         if lease is not None:
             lease.close()
+        swapped = self._swapped.pop(key, None)
+        if swapped is not None and self._swap is not None:
+            self._swap.free(swapped.slots)
+        asked = self._asked.pop(key, None)
+        if asked is not None:
+            asked.given.set_exception(RequestCancelled("the pages are not needed any more"))
 
     def step(self) -> bool:
         """Schedule, prepare, report the last step, compute, apply. Returns whether there is more to compute."""
-        step = self._scheduler.next_step()
+        speeds = self.speedometer
+        step = self._scheduler.next_step(
+            self._memory, prefill=speeds.prefill, decode=speeds.decode, now_s=self._clock.monotonic()
+        )
         if not step:
             self._send()
             self._rest()
@@ -202,18 +275,18 @@ class DecodeLoop:
         result = self._runner.compute(prepared)
         advances = tuple(map(self._apply, step, result.outcomes))
         paused = tuple(self._take_out(sequence) for sequence in self._due_to_pause())
+        end_unix_ns = self._clock.unix_ns()
+        work = ((one.start, one.num_tokens) for one in step)
+        speeds.observe_step(work, (end_unix_ns - start_unix_ns) / 1e9, end_unix_ns / 1e9)
         self._unsent = self._report(start_unix_ns, advances, paused)
-        has_more = self._scheduler.num_running + self._scheduler.num_waiting > 0
+        has_more = self._scheduler.has_any
         if not has_more:
             self._send()
         return has_more
 
-    def _lease(self, key: Hashable, max_num_tokens: int, salt: bytes) -> PageLease:
-        assert key not in self._leases, "a key reserves or starts once"
+    def _lease(self, key: Hashable) -> PageLease:
         self._is_checked = False
-        lease = PageLease(self._allocator, num_promised_pages=num_pages_for(max_num_tokens, self._page_size))
-        self._leases[key] = lease
-        self._chains[key] = KeyChain(salt, self._page_size)
+        lease = self._leases[key] = PageLease(self._allocator)
         return lease
 
     def _take_cached(self, lease: PageLease, keys: list[PageKey]) -> int:
@@ -236,16 +309,29 @@ class DecodeLoop:
             parent = keys[first_page - 1] if first_page else None
             self._allocator.name(sequence.page_table[first_page:end_page], keys[first_page:], parent=parent)
 
-    def _schedule(self, sequence: Sequence) -> None:
+    def _schedule(self, sequence: Sequence, *, has_run: bool) -> None:
         num_chunked_tokens = sequence.num_prompt_tokens
         if self._is_exact:
             # All but the last: what continues an answer is a step of decoding, as it would have been.
             num_chunked_tokens = max(num_chunked_tokens, sequence.num_tokens - 1)
         progress = Progress(num_chunked_tokens, sequence.num_tokens, sequence.num_computed_tokens)
-        self._scheduler.add(sequence.sequence_id, progress)
+        self._scheduler.add(
+            sequence.sequence_id,
+            progress,
+            max_num_tokens=sequence.max_num_tokens,
+            service_class=self._classes[sequence.sequence_id],
+            num_pages=len(sequence.page_table),
+            has_run=has_run,
+            now_s=self._clock.monotonic(),
+        )
 
     def _due_to_pause(self) -> list[Sequence]:
-        return [sequence for key in self._pausing if _can_pause(sequence := self._sequences[key])]
+        return [sequence for key in self._pausing if self._can_pause(sequence := self._sequences[key])]
+
+    def _can_pause(self, sequence: Sequence) -> bool:
+        """Whether it is where a step of decoding begins, its pages here: another worker could go on."""
+        is_between_steps = sequence.num_generated_tokens > 0 and sequence.num_uncomputed_tokens == 1
+        return is_between_steps and sequence.sequence_id in self._leases
 
     def _take_out(self, sequence: Sequence) -> PausedSequence:
         key = sequence.sequence_id
@@ -264,9 +350,6 @@ class DecodeLoop:
     def _item(self, work: Work) -> StepItem:
         sequence = self._sequences[work.key]
         assert sequence.num_computed_tokens == work.start, "the schedule and the sequence agree"
-        num_tokens = work.start + work.num_tokens
-        if len(sequence.page_table) * self._page_size < num_tokens:
-            self._leases[work.key].grow_to(num_pages_for(num_tokens, self._page_size), state="used")
         return StepItem(sequence, work.num_tokens)
 
     def _apply(self, work: Work, outcome: SampledToken | NonFiniteLogits | None) -> Advance:
@@ -287,8 +370,10 @@ class DecodeLoop:
 
     def _rest(self) -> None:
         """Nothing to compute: the pages may have changed, and there is time to check the books."""
-        if not self._leases and not self._is_checked:
+        if not self._chains and not self._is_checked:
             self._allocator.check_integrity()
+            if self._swap is not None and self._swap.num_free_slots != self._swap.num_slots:
+                raise InvariantViolated("slots of the swap space are held by nobody")
             self._is_checked = True
         if self._allocator.counts() != self._reported_pages or self._allocator.has_changes:
             self._on_report(self._report(self._clock.unix_ns(), (), ()))
@@ -312,9 +397,110 @@ class DecodeLoop:
             self._scheduler.num_waiting,
             self._scheduler.waiting_tokens,
             self._allocator.take_changes(),
+            self._scheduler.take_preemptions(),
         )
 
+    # --- the pages, as the scheduler has them moved ---
 
-def _can_pause(sequence: Sequence) -> bool:
-    """Whether it is where a step of decoding begins: another worker could go on from here without replaying."""
-    return sequence.num_generated_tokens > 0 and sequence.num_uncomputed_tokens == 1
+    def _num_freed_pages(self, keys: SequenceOf[Hashable]) -> list[int]:
+        num_held: Counter[int] = Counter()
+        freed, num_freed = [], 0
+        for key in keys:
+            for page_id in self._leases[key].page_ids:
+                num_held[page_id] += 1
+                num_freed += num_held[page_id] == self._allocator.num_references(page_id)
+            freed.append(num_freed)
+        return freed
+
+    def _give_asked(self, key: Hashable) -> None:
+        asked = self._asked.pop(key)
+        lease = self._lease(key)
+        num_cached = self._take_cached(lease, self._chains[key].extend(asked.token_ids, asked.num_nameable_tokens))
+        lease.grow_to(num_pages_for(len(asked.token_ids), self._page_size), state="reserved")
+        asked.given.set_result(ReservedPages(tuple(lease.page_ids), num_cached * self._page_size))
+
+    def _enter(self, key: Hashable, num_tokens: int) -> int:
+        """What is found or comes from the host's memory is computed; the rest of the tokens has pages to go to."""
+        sequence, lease = self._sequences[key], self._lease(key)
+        num_nameable_tokens = self._num_nameable_tokens(sequence.num_prompt_tokens, num_tokens - 1)
+        keys = self._chains[key].extend(sequence.token_ids, num_nameable_tokens)
+        num_cached = self._take_cached(lease, keys[: num_nameable_tokens // self._page_size])
+        lease.grow_to(num_pages_for(num_tokens, self._page_size), state="used")
+        sequence.page_table = lease.page_ids
+        sequence.num_computed_tokens = num_cached * self._page_size
+        swapped = self._swapped.pop(key, None)
+        if swapped is not None and self._swap is not None:
+            if swapped.num_computed_tokens > sequence.num_computed_tokens:
+                page_ids = lease.page_ids[num_cached : len(swapped.slots)]
+                self._copy(lambda swap: swap.load(swapped.slots[num_cached:], page_ids), len(page_ids))
+                sequence.num_computed_tokens = swapped.num_computed_tokens
+            self._swap.free(swapped.slots)
+        self._name(sequence, 0)
+        return sequence.num_computed_tokens
+
+    def _evict(self, key: Hashable) -> int:
+        sequence = self._sequences[key]
+        lease = self._leases.pop(key)
+        num_computed_tokens, sequence.num_computed_tokens = sequence.num_computed_tokens, 0
+        page_ids = lease.page_ids[: num_pages_for(num_computed_tokens, self._page_size)]
+        is_swapped = self._is_swapped(sequence, num_computed_tokens, len(page_ids))
+        if is_swapped:
+            slots: list[int] = self._copy(lambda swap: swap.store(page_ids), len(page_ids))
+            self._swapped[key] = _Swapped(slots, num_computed_tokens)
+        lease.close()
+        sequence.page_table = []
+        return num_computed_tokens if is_swapped else 0
+
+    def _is_swapped(self, sequence: Sequence, num_computed_tokens: int, num_pages: int) -> bool:
+        """Whether the pages of a sequence that gives way are copied."""
+        if self._swap is None or not 0 < num_pages <= self._swap.num_free_slots:
+            return False
+        return is_swap_cheaper(
+            num_tokens=num_computed_tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_bytes=num_pages * self._swap.page_bytes,
+            is_exact=self._is_exact,
+            prefill=self.speedometer.prefill or DEFAULT_PREFILL,
+            decode=self.speedometer.decode or DEFAULT_DECODE,
+            copy=self._copies.speed,
+        )
+
+    def _copy(self, run: Callable[[SwapSpace], R], num_pages: int) -> R:
+        assert self._swap is not None, "who copies has where to"
+        start_s = self._clock.monotonic()
+        result = run(self._swap)
+        end_s = self._clock.monotonic()
+        self._copies.observe(num_pages * self._swap.page_bytes, end_s - start_s, end_s)
+        return result
+
+
+class _Memory:
+    """The pages of a loop's sequences as decode_worker.scheduler.Memory."""
+
+    def __init__(self, loop: DecodeLoop) -> None:
+        self._loop = loop
+
+    @property
+    def num_available_pages(self) -> int:
+        """Free and cached ones."""
+        return self._loop._allocator.num_available_pages
+
+    def num_freed_pages(self, keys: SequenceOf[Hashable]) -> list[int]:
+        """Those of which nobody else has a hold."""
+        return self._loop._num_freed_pages(keys)
+
+    def reserve(self, key: Hashable) -> None:
+        """Sets the future of a reservation."""
+        self._loop._give_asked(key)
+
+    def enter(self, key: Hashable, num_tokens: int) -> int:
+        """Takes what is found of the tokens, brings back what was copied, and takes new pages for the rest."""
+        return self._loop._enter(key, num_tokens)
+
+    def grow(self, key: Hashable, num_pages: int) -> None:
+        """Takes new pages."""
+        self._loop._leases[key].grow(num_pages, state="used")
+
+    def evict(self, key: Hashable) -> int:
+        """Copies the pages or not, and lets them go."""
+        return self._loop._evict(key)

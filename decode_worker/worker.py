@@ -21,23 +21,24 @@ Nothing here touches a tensor; the engine thread is given commands and sends rep
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeVar
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from decode_worker.engine_loop import Advance, DecodeLoop, PausedSequence, StepReport
-from decode_worker.scheduler import AdmissionBook, BatchScheduler
+from decode_worker.engine_loop import Advance, DecodeLoop, PausedSequence, ReservedPages, StepReport
+from decode_worker.scheduler import AdmissionBook, BatchScheduler, Preemption
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.receiving import LinkReceiver, Reserved
 from kv_transfer.sending import HandoffStats, SendLinks, SendTransfer
 from protos import worker_pb2, worker_pb2_grpc
 from services.engine.engine import EngineParts, check_fits, check_token_ids
-from services.engine.pages import num_pages_for
 from services.engine.prefix import PageKey, cache_salt
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken
+from services.engine.swap import SwapSpace
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
 from services.runtime.attempts import (
@@ -65,7 +66,7 @@ from services.runtime.logs import request_fields
 from services.runtime.session import Payload, Session, SessionServer, failed
 from services.runtime.worker_host import infallible, on_this_loop, record_chunk
 from services.runtime.worker_metrics import Load, Speeds, WorkerMetrics
-from services.scheduling.speedometer import Speedometer, numbers
+from services.scheduling.speedometer import numbers
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 
@@ -81,6 +82,10 @@ class Limits:
     max_batch: int
     max_admitted: int
     chunk_tokens: int
+    swap_bytes: int = 0
+    """Of host memory, for pages of sequences that gave way. 0: these are always computed again."""
+    is_optimistic: bool = True
+    """Whether requests are let in by what they are expected to need, not by their worst case."""
 
 
 class Phase(Enum):
@@ -119,6 +124,8 @@ class _Attempt:
     decode_span: Span | None = None
     num_tokens: int = 0
     """Tokens that were emitted here."""
+    num_preempted: int = 0
+    """How often it gave way to others."""
 
     @property
     def num_tokens_to_come(self) -> int:
@@ -139,6 +146,7 @@ class _Attempt:
                 if error is not None:
                     telemetry.mark_failed(span, error)
                 span.set_attribute("tandem.tokens", self.num_tokens)
+                span.set_attribute("tandem.preemptions", self.num_preempted)
                 span.end()
 
 
@@ -168,15 +176,22 @@ class DecodeWorker:
         self._clock = clock
         self._page_size = parts.pool.layout.page_size
         self._attempts: AttemptTable[_Attempt] = AttemptTable()
-        self._book = AdmissionBook(num_pages=parts.pool.num_pages, max_admitted=limits.max_admitted)
+        self._book = AdmissionBook(
+            num_pages=parts.pool.num_pages,
+            page_size=self._page_size,
+            max_admitted=limits.max_admitted,
+            is_optimistic=limits.is_optimistic,
+        )
         self._pages = parts.allocator.counts()
-        self._speedometer = Speedometer()
         self._num_running = 0
+        self._num_preempted = 0
         self._waiting_tokens = 0
         self._context_tokens = 0
         self._is_draining = False
         self._receiving: dict[AttemptKey, _Attempt] = {}
-        """Those whose pages a transfer holds, ended or not."""
+        """Those whose pages a transfer holds or waits for, ended or not."""
+        self._reserving: set[Future[ReservedPages]] = set()
+        """Of those that wait for pages."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._receiver: LinkReceiver
         self._is_idle = asyncio.Event()
@@ -201,11 +216,19 @@ class DecodeWorker:
             runner=parts.runner,
             allocator=parts.allocator,
             page_size=self._page_size,
-            scheduler=BatchScheduler(max_batch=limits.max_batch, step_tokens=limits.chunk_tokens),
+            scheduler=BatchScheduler(
+                max_batch=limits.max_batch,
+                step_tokens=limits.chunk_tokens,
+                num_pages=parts.pool.num_pages,
+                page_size=self._page_size,
+                is_exact=parts.model.exact,
+            ),
             is_exact=parts.model.exact,
             clock=clock,
             on_report=on_this_loop(self._on_report),
+            swap=SwapSpace(parts.pool, limits.swap_bytes) if limits.swap_bytes else None,
         )
+        self._speedometer = self._loop.speedometer
         self._engine = EngineThread(self._loop.step, on_fatal=on_this_loop(self._on_engine_failed))
         self._step_watch = StepWatch(self._engine, timeout_s=step_timeout_s)
         self._engine.start()
@@ -228,6 +251,9 @@ class DecodeWorker:
             ),
             waiting_tokens=self._waiting_tokens,
             context_tokens=self._context_tokens if self._num_running else 0,
+            promised_pages_by_class=self._book.pages_by_class,
+            running_by_class=self._book.num_by_class,
+            num_preempted=self._num_preempted,
         )
 
     def begin_drain(self) -> None:
@@ -272,7 +298,13 @@ class DecodeWorker:
         if superseded is not None:
             self._end(superseded, "superseded", RequestCancelled("a newer attempt was admitted"))
         try:
-            self._book.promise(spec.key, num_pages=num_pages_for(self._max_num_tokens(spec), self._page_size))
+            self._book.promise(
+                spec.key,
+                num_prompt_tokens=len(spec.prompt_token_ids),
+                max_tokens=spec.sampling.max_tokens,
+                num_emitted_tokens=len(spec.emitted_token_ids),
+                service_class=spec.service_class,
+            )
         except TandemError:
             self._attempts.end(spec.key)
             self._metrics.count_attempt("refused")
@@ -353,19 +385,31 @@ class DecodeWorker:
         self._receiving[key] = attempt
         spec = attempt.spec
         token_ids = [*spec.prompt_token_ids, *spec.emitted_token_ids][:num_tokens]
-        max_num_tokens, salt = self._max_num_tokens(spec), self._salt(spec)
-        reserving = self._engine.submit(
-            lambda: self._loop.reserve(
-                key, token_ids, num_prompt_tokens=len(spec.prompt_token_ids), max_num_tokens=max_num_tokens, salt=salt
+        num_prompt_tokens, salt = len(spec.prompt_token_ids), self._salt(spec)
+        asking = self._engine.submit(
+            infallible(
+                lambda: self._loop.reserve(
+                    key, token_ids, num_prompt_tokens=num_prompt_tokens, salt=salt, service_class=spec.service_class
+                )
             )
         )
         try:
             # Should the attempt end meanwhile, the transfer is told so and gives the pages back through `release`.
-            reserved = await asyncio.shield(asyncio.wrap_future(reserving))
+            reserved = await self._reserved(await asyncio.shield(asyncio.wrap_future(asking)))
+        except RequestCancelled:  # it has ended while it waited for pages
+            await self.release(transfer_id, TransferFailed("the attempt has ended"))
+            raise
         except Exception as error:
             await self.release(transfer_id, TransferFailed("the pages could not be reserved"))
             raise WorkerUnavailable("the decode worker failed") from error
         return Reserved(page_ids=reserved.page_ids, num_cached_tokens=reserved.num_cached_tokens)
+
+    async def _reserved(self, given: "Future[ReservedPages]") -> ReservedPages:
+        self._reserving.add(given)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(given))
+        finally:
+            self._reserving.discard(given)
 
     async def commit(self, transfer_id: TransferId, *, first_token_id: int, sampling_position: int) -> None:
         """Puts the sequence in line for the batch. Raises where the attempt has ended or the seal contradicts it."""
@@ -460,7 +504,11 @@ class DecodeWorker:
         )
         sequence.num_computed_tokens = num_computed_tokens
         is_paused, salt = attempt.wants_pause, self._salt(spec)
-        self._engine.submit(infallible(lambda: self._loop.start(sequence, salt=salt, is_paused=is_paused)))
+        self._engine.submit(
+            infallible(
+                lambda: self._loop.start(sequence, salt=salt, is_paused=is_paused, service_class=spec.service_class)
+            )
+        )
 
     def _go_on(self, attempt: _Attempt) -> None:
         attempt.phase = Phase.COMPUTING
@@ -485,6 +533,7 @@ class DecodeWorker:
         self._metrics.count_attempt(outcome)
         attempt.end_spans(reason if outcome == "failed" else None)
         if key in self._receiving:
+            self._engine.submit(infallible(lambda: self._loop.withdraw(key)))
             self._receiver.abort(TransferId(*key), reason)
         elif attempt.hand_over is not None:
             attempt.hand_over.cancel()
@@ -504,9 +553,6 @@ class DecodeWorker:
     def _salt(self, spec: AttemptSpec[Sampling]) -> bytes:
         return cache_salt(model=self._parts.fingerprint, tenant=spec.cache_salt)
 
-    def _max_num_tokens(self, spec: AttemptSpec[Sampling]) -> int:
-        return len(spec.prompt_token_ids) + spec.sampling.max_tokens
-
     # --- what the engine thread says ---
 
     def _on_report(self, report: StepReport) -> None:
@@ -515,6 +561,8 @@ class DecodeWorker:
             self._on_pages_changed(*report.changes)
         self._num_running = report.num_running
         self._waiting_tokens = report.waiting_tokens
+        for preemption in report.preempted:
+            self._on_preempted(preemption, report)
         for advance in report.advances:
             assert isinstance(advance.key, AttemptKey), "only attempts are computed"
             attempt = self._attempts.find(advance.key)
@@ -527,9 +575,7 @@ class DecodeWorker:
                 self._on_paused(attempt, paused)
         if report.advances:
             self._metrics.tokens.inc(sum(advance.num_tokens for advance in report.advances))
-            step_s, now_s = (report.end_unix_ns - report.start_unix_ns) / 1e9, report.end_unix_ns / 1e9
-            self._metrics.step_s.observe(step_s)
-            self._speedometer.observe_step(((a.start, a.num_tokens) for a in report.advances), step_s, now_s)
+            self._metrics.step_s.observe((report.end_unix_ns - report.start_unix_ns) / 1e9)
             self._context_tokens = sum(a.start + a.num_tokens for a in report.advances)
         if not report.num_running:
             self.sessions.load_changed()  # an idle worker is seen as idle at once, even if its last step has no event
@@ -538,7 +584,8 @@ class DecodeWorker:
         if attempt.is_local and attempt.prefill_span is None:
             self._on_prefill_begun(attempt, advance, report)
         if advance.start < len(attempt.spec.prompt_token_ids):
-            self._on_chunk(attempt, advance, report)
+            if attempt.prefill_span is not None:  # not where pages that arrived were lost to others
+                self._on_chunk(attempt.prefill_span, attempt, advance, report)
         elif attempt.decode_span is None:
             self._emit(attempt, worker_pb2.DecodeStarted())
             attempt.decode_span = attempt.start_span("decode", report.start_unix_ns)
@@ -547,8 +594,10 @@ class DecodeWorker:
             return
         if isinstance(advance.outcome, SampledToken):
             attempt.num_tokens += 1
+            self._book.note_tokens(attempt.spec.key, advance.token_index + 1)
             self._emit(attempt, tokens_message(advance.token_index, advance.outcome))
         if advance.finish_reason is not None:
+            self._book.note_end(advance.token_index + 1)
             answer = finished_message(advance.finish_reason)
             self._end(attempt, "finished", RequestCancelled("the answer is complete"), answer=answer)
 
@@ -572,18 +621,29 @@ class DecodeWorker:
         if advance.start >= len(attempt.spec.prompt_token_ids):
             attempt.prefill_span.end(report.start_unix_ns)
 
-    def _on_chunk(self, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
+    def _on_chunk(self, span: Span, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
         """A part of a prompt was computed here."""
-        assert attempt.prefill_span is not None, "a prompt that is computed has begun"
         record_chunk(
-            attempt.prefill_span,
+            span,
             report.start_unix_ns,
             report.end_unix_ns,
             start=advance.start,
             num_tokens=advance.num_tokens,
         )
         if advance.start + advance.num_tokens >= len(attempt.spec.prompt_token_ids):
-            attempt.prefill_span.end(report.end_unix_ns)
+            span.end(report.end_unix_ns)
+
+    def _on_preempted(self, preemption: Preemption, report: StepReport) -> None:
+        self._num_preempted += 1
+        self._metrics.count_preemption(preemption.reason)
+        assert isinstance(preemption.key, AttemptKey), "only attempts are computed"
+        attempt = self._attempts.find(preemption.key)
+        if attempt is not None:
+            attempt.num_preempted += 1
+            span = attempt.decode_span or attempt.prefill_span
+            if span is not None:
+                attributes = {"tandem.reason": preemption.reason, "tandem.tokens": attempt.num_tokens}
+                span.add_event("preempted", attributes, report.start_unix_ns)
 
     def _on_engine_failed(self, error: BaseException) -> None:
         """Nothing computed here can be trusted any more: answer everything, then let the process end."""
@@ -594,6 +654,9 @@ class DecodeWorker:
         broken = InternalError("the decode worker failed")
         for attempt in self._attempts:
             self._end(attempt, "failed", broken, answer=failed(broken))
+        for given in self._reserving:
+            if not given.done():
+                given.set_exception(WorkerUnavailable("the decode worker failed"))
         self.failed.set_exception(error)
 
 

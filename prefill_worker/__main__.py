@@ -1,6 +1,7 @@
 """Starts a prefill worker: settings, lease, model, server; it lives until it is told to leave or its engine fails."""
 
 import asyncio
+import gc
 import logging
 import sys
 
@@ -50,6 +51,9 @@ async def _serve(
     address = settings.address(await server.start(settings.host, settings.port))
     if lease is not None:
         lease.update(address=address, **parts.record_fields(), **worker.load().record_fields())
+    # What was loaded for good is not looked at again by every full collection, which would hold up a step.
+    gc.collect()
+    gc.freeze()
     logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
     await serve_until_drained(worker, server, lease, stop, drain_timeout_s=settings.drain_timeout)
 

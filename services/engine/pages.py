@@ -90,6 +90,11 @@ class PagePool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
+    return host_zeros(shape, dtype)
+
+
+def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in the host's memory, which is taken when it is first written to. At least one element."""
     # Memory that was never touched reads as zeros and takes no room yet: a large pool starts at once and costs what is
     # used of it. torch.zeros would write it all.
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -13,7 +13,7 @@ import torch
 from decode_worker.worker import DecodeWorker, Limits
 from kv_transfer.protocol.messages import TransferId
 from protos import inference_pb2, worker_pb2
-from services.engine.pages import PageAllocator, PageLayout
+from services.engine.pages import PageAllocator, PageLayout, PagePool
 from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
 from services.runtime.errors import TandemError
 from services.runtime.worker_metrics import Load, WorkerMetrics
@@ -204,7 +204,11 @@ class Bench:
         def is_even() -> bool:
             load = self.worker.load()
             cached = load.pages_cached if num_cached is None else num_cached
-            return load == Load(NUM_PAGES, NUM_PAGES - cached, cached, 0, 0)
+            none = (0, 0, 0, 0, 0)
+            free = Load(
+                NUM_PAGES, NUM_PAGES - cached, cached, 0, 0, promised_pages_by_class=none, running_by_class=none
+            )
+            return load == free
 
         await self.until(is_even)
         assert not len(self.worker._attempts)
@@ -223,6 +227,8 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
         chunk_tokens: int = 8,
         step_timeout_s: float = 0.0,
         exact: bool = False,
+        swap_bytes: int = 0,
+        is_optimistic: bool = True,
         **fields: Any,
     ) -> Bench:
         allocator = PageAllocator(NUM_PAGES)
@@ -230,7 +236,7 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
         layout = PageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=PAGE_SIZE, dtype=torch.float32)
         parts = SimpleNamespace(
             model_config=SimpleNamespace(context_length_tokens=200, vocab_size=VOCAB_SIZE),
-            pool=SimpleNamespace(num_pages=NUM_PAGES, layout=layout),
+            pool=PagePool(layout, NUM_PAGES),
             allocator=allocator,
             runner=runner,
             model=SimpleNamespace(exact=exact),
@@ -242,7 +248,7 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
             parts=cast(Any, parts),
             links=cast(Any, links),
             incarnation="a" * 32,
-            limits=Limits(max_batch=max_batch, max_admitted=max_admitted, chunk_tokens=chunk_tokens),
+            limits=Limits(max_batch, max_admitted, chunk_tokens, swap_bytes, is_optimistic),
             metrics=metrics,
             step_timeout_s=step_timeout_s,
             **fields,

@@ -50,7 +50,7 @@ async def test_a_handed_over_request_is_decoded_from_index_one(make_bench: Make)
     gateway = bench.gateway()
     gateway.admit("r", [1, 2, 3, 4, 5], max_tokens=6)
     await gateway.event("r", "admitted")
-    assert bench.worker.load().promised_pages == 3, "prompt and answer are promised"
+    assert bench.worker.load().promised_pages == 2, "the prompt and half of the answer are counted"
     assert bench.allocator.num_free_pages == 16, "and nothing is allocated yet"
     reserved = await bench.worker.reserve(TransferId("r", 1), 5)
     assert (len(reserved.page_ids), reserved.num_cached_tokens) == (2, 0)
