@@ -50,18 +50,25 @@ class SwapSpace:
         if self._slots is None or len(page_ids) > len(self._free_slots):
             raise InvariantViolated(f"{len(page_ids)} pages do not fit into {len(self._free_slots)} free slots")
         slots = [self._free_slots.pop() for _ in page_ids]
-        pages = self._pool.bytes
-        index = torch.tensor(page_ids, device=pages.device)
-        self._slots[torch.tensor(slots)] = pages[index].to(self._slots.device)
+        self._copy(self._pool.bytes, page_ids, self._slots, slots)
         return slots
 
     def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> None:
         """Copies what is in slots into pages of the pool, as many; the slots stay the caller's."""
         if len(slots) != len(page_ids):
             raise InvariantViolated(f"{len(slots)} slots for {len(page_ids)} pages")
-        if self._slots is not None and slots:
-            pages = self._pool.bytes
-            pages[torch.tensor(page_ids, device=pages.device)] = self._slots[torch.tensor(slots)].to(pages.device)
+        if self._slots is not None:
+            self._copy(self._slots, slots, self._pool.bytes, page_ids)
+
+    @staticmethod
+    def _copy(source: torch.Tensor, rows: Sequence[int], target: torch.Tensor, target_rows: Sequence[int]) -> None:
+        if source.device == target.device:
+            # Row by row each is one memcpy; indexing by a list would go byte by byte.
+            for row, target_row in zip(rows, target_rows, strict=True):
+                target[target_row].copy_(source[row])
+            return
+        gathered = source[torch.tensor(rows, device=source.device)].to(target.device)
+        target[torch.tensor(target_rows, device=target.device)] = gathered
 
     def free(self, slots: Sequence[int]) -> None:
         """Gives slots back."""
