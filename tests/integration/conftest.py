@@ -341,6 +341,7 @@ class ScriptedGateway:
         eos: list[int] | None = None,
         traceparent: str = "",
         cache_salt: str = "",
+        service_class: int | None = None,
         **sampling: Any,
     ) -> Answer:
         """Admits a request and, once admitted, has it prefilled, unless it comes from a decode worker.
@@ -356,6 +357,7 @@ class ScriptedGateway:
             sampling=inference_pb2.SamplingParams(**given),
             eos_token_ids=eos or [],
             cache_salt=cache_salt,
+            service_class=service_class,
             deadline_ms=deadline_ms,
             traceparent=traceparent,
         )
