@@ -409,3 +409,40 @@ def test_the_quicker_way_is_taken(num_tokens: int, num_bytes: int, is_exact: boo
         decode=DECODE,
         copy=COPY,
     )
+
+
+def test_nobody_younger_reserves_past_one_of_its_class_that_waits_for_pages() -> None:
+    s, pages = make(num_pages=10)
+    add(s, pages, "a", 15, 1, 15)
+    s.next_step(pages)
+    for key, num_pages in (("first", 8), ("second", 1)):
+        pages.asked[key] = num_pages
+        s.ask(key, num_pages)
+    s.next_step(pages)
+    assert pages.reserved == []
+
+
+def test_who_was_in_the_batch_keeps_its_rank_before_those_who_were_not() -> None:
+    s, pages = make(max_batch=1)
+    add(s, pages, "runs", 4, 1, 4, service_class=2)
+    s.next_step(pages)
+    add(s, pages, "waits", 4, 1, 4, service_class=2)
+    add(s, pages, "urgent", 4, 1, 4, service_class=0)
+    s.next_step(pages)
+    assert s._entries["runs"].rank < s._entries["waits"].rank
+    assert not s._entries["runs"].rank[1], "whoever arrived earlier and never ran comes after it"
+    assert s._entries["waits"].rank[1]
+
+
+def test_each_further_time_twice_the_room_is_wanted() -> None:
+    s, pages = make(num_pages=2000)
+    add(s, pages, "a", 4, 1, 4, new=5000)
+    s.next_step(pages)
+    add(s, pages, "b", 4, 1, 4, new=5000)
+    b = s._entries["b"]
+    got = []
+    for num_shortages in (1, 2, 3):
+        b.num_shortages = num_shortages
+        got.append(s._margin(b))
+    assert got[0] < got[1] < got[2]
+    assert got[2] - got[1] == 2 * (got[1] - got[0])

@@ -236,3 +236,10 @@ def test_every_sequence_advances_each_step_and_ends_with_its_tokens(
             return
         assert work or step < 6, "there is work and none was planned"
     raise AssertionError("some sequence never ended")
+
+
+def test_the_only_one_is_admitted_whatever_is_expected() -> None:
+    b = book(num_pages=10)
+    b.promise("a", num_prompt_tokens=9, max_tokens=1)
+    with pytest.raises(NoFreePages):
+        b.promise("b", num_prompt_tokens=1, max_tokens=1)
