@@ -244,7 +244,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
-    with running_cluster("--threads", "1", "--kv-memory", "64MiB", model=arguments.model, prefill=2, decode=2) as cluster:
+    flags = ("--threads", "1", "--kv-memory", "64MiB")
+    with running_cluster(*flags, model=arguments.model, prefill=2, decode=2) as cluster:
         figures = uvloop.run(measure(cluster, arguments))
     show(figures)
     if arguments.json:

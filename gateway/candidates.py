@@ -58,13 +58,11 @@ class RoomLimits:
 
     `ahead_s`: prompts that a worker still has to compute, in seconds of its work: enough to keep it busy while the next
     one is on its way. `itl_s`: no step of a decode worker is made longer than this by requests that can wait
-    (`normal` and below); None: no such limit. `reserved_share`: part of the pages and places of a decode worker
-    that `low` and `batch` leave to others.
+    (`normal` and below); None: no such limit.
     """
 
     ahead_s: float = 0.1
     itl_s: float | None = None
-    reserved_share: float = 0.125
 
 
 class Candidates:
@@ -109,7 +107,7 @@ class Candidates:
         request.bookings.enter(
             decode.books,
             computes.books,
-            num_pages=-(-request.max_num_tokens // route.decode.page_size),
+            num_pages=-(-request.expected_num_tokens // route.decode.page_size),
             num_tokens=max(0, request.num_known_tokens - route.num_cached_tokens),
         )
 
@@ -240,20 +238,13 @@ class Candidates:
         """Whether a route's workers would begin with the request soon."""
         decode, limits = route.decode, self._limits
         service_class = request.queue_entry.service_class
-        is_idle = decode.num_requests == 0 and not any(view.waiting_tokens for view in route.prefills[:1])
-        places, pages = self._topology.max_running(decode.worker_id), decode.pages_available
-        if service_class >= ServiceClass.LOW:
-            places = math.ceil(places * (1 - limits.reserved_share))
-            pages -= int(decode.pages_total * limits.reserved_share)
-        if places and decode.num_requests >= places:
-            return False
-        if decode.num_requests and request.max_num_tokens > pages * decode.page_size:
-            return False
-        if is_idle:
-            return True
-        can_wait = service_class >= ServiceClass.NORMAL and limits.itl_s is not None
-        if can_wait and route.predicted_itl_s > (limits.itl_s or math.inf):
-            return False
+        if decode.num_requests:
+            pages, places = self._topology.decode_room(decode.worker_id, service_class)
+            if places <= 0 or request.expected_num_tokens > pages * decode.page_size:
+                return False
+            can_wait = service_class >= ServiceClass.NORMAL and limits.itl_s is not None
+            if can_wait and route.predicted_itl_s > (limits.itl_s or math.inf):
+                return False
         return prefill_queue_s(route.prefills[0] if route.is_remote else decode) <= limits.ahead_s
 
     def _cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:

@@ -103,6 +103,11 @@ class RunningRequest:
         return len(self.generation.prompt_token_ids) + self.log.next_index
 
     @property
+    def expected_num_tokens(self) -> int:
+        """Tokens for which a decode worker is asked to have room; limits are often set far too high."""
+        return self.num_known_tokens + max(1, (self.max_num_tokens - self.num_known_tokens) // 2)
+
+    @property
     def max_num_tokens(self) -> int:
         """Tokens of prompt and answer at most."""
         return len(self.generation.prompt_token_ids) + self.generation.sampling.max_tokens
@@ -133,6 +138,7 @@ class RunningRequest:
             deadline=generation.deadline,
             traceparent=telemetry.inject(generation.span),
             cache_salt=self.cache_salt,
+            service_class=self.queue_entry.service_class,
         )
 
     def new_attempt(self, decode: DecodeSession, watch: AttemptWatch, *, giver: Giver | None = None) -> Attempt:

@@ -205,10 +205,23 @@ class Topology:
         """Whether the pages of every worker of a model in rotation fit every other one."""
         return len({fingerprint for fingerprint, _ in self.cache_layouts(model)}) <= 1 and not self._mismatched
 
-    def max_running(self, worker_id: str) -> int:
-        """Places in a decode worker's batch; 0: not known."""
+    def decode_room(self, worker_id: str, service_class: int) -> tuple[int, int]:
+        """(pages, places) that a decode worker has for a request of a class: what worse classes have gives way.
+
+        So many places that they never run out, where the worker does not say how many it has.
+        """
         member = self._roles["decode"].members.get(worker_id)
-        return member.record.max_running if member is not None else 0
+        if member is None:
+            return 0, 0
+        load, books = member.load, member.session.books
+        pages = load.pages_free + load.pages_cached - load.pages_promised
+        running = max(load.running + load.waiting, member.session.num_open_attempts)
+        if load.pages_promised_by_class:
+            pages = load.pages_total - sum(load.pages_promised_by_class[: service_class + 1])
+        if load.running_by_class:
+            running = sum(load.running_by_class[: service_class + 1])
+        places = member.record.max_running or 1 << 30
+        return pages - books.pages, places - running - books.requests
 
     def exclude_pair(self, prefill: Peer, decode: Peer) -> None:
         """Takes a pair whose pages do not fit together out of rotation, for the life of both processes."""

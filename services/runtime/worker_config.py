@@ -67,8 +67,7 @@ class WorkerConfig:
     nice: int = option(
         integer(0, 19),
         default=0,
-        help="How much this process gives way to others on its machine. Beside a gateway, a few: what it computes takes "
-        "all processors, and the gateway needs little, but at once.",
+        help="How much this process gives way to others on its machine; a gateway there needs little, but at once.",
     )
     drain_timeout: float | None = option(
         number(0),
