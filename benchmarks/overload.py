@@ -65,6 +65,7 @@ class Tally:
             "complete": self.num_complete,
             "good_per_s": self.num_good / seconds,
             "refused": len(self.refusals_s),
+            "refusal_p50_ms": 1e3 * percentile(self.refusals_s, 0.5),
             "refusal_p99_ms": 1e3 * percentile(self.refusals_s, 0.99),
             "ttft_p50_ms": 1e3 * percentile(self.ttfts_s, 0.5),
             "ttft_p99_ms": 1e3 * percentile(self.ttfts_s, 0.99),
