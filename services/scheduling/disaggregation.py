@@ -46,7 +46,7 @@ class DisaggregationSettings:
     local_prefill_tokens: int | None = None
     chunk_tokens: int = 512
     itl_weight: float = 1.0
-    min_disturbed: float = 1.0
+    min_disturbed: float = 0.5
     max_itl_s: float | None = None
 
 

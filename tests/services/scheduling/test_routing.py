@@ -285,7 +285,7 @@ def test_the_cached_prefix_is_worth_what_it_saves():
 def test_a_hot_prefix_leaves_its_only_holder_before_the_queue_alone_would():
     hot, others = view("a", waiting_tokens=2500), [view(name) for name in "bcd"]
     asked = request(num_prompt_tokens=3500, cached_tokens={"a": 3200})
-    router = Router()
+    router = Router(settings=RoutingSettings(disaggregation=DisaggregationSettings(local_prefill_tokens=0)))
     # 3,200 tokens saved are worth 2,500 that wait: until the worker is known to be hot.
     firsts = [prefills(router.route(asked, [hot, *others], [view("x")], now_s=i / 10)[0])[0] for i in range(20)]
     assert firsts[:8] == ["a"] * 8
