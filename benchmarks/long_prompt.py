@@ -40,6 +40,7 @@ from services.engine.engine import EngineParts, load_engine
 from services.engine.sequence import Sampling, Sequence
 
 SHORT_TOKENS = (64, 128)
+SALT = bytes(32)
 NEW_TOKENS = 2
 """Few: the question is how long prompts wait, and everything else shares the same cores."""
 CONTEXT_TOKENS = 8192
@@ -235,7 +236,8 @@ class _Engine:
         key = next(self._keys)
         self._begun[key] = (arrived_s, num_tokens)
         token_ids = [self._rng.randrange(5, 1000) for _ in range(num_tokens)]
-        self._loop.begin(Sequence(key, token_ids, sampling=Sampling(max_tokens=NEW_TOKENS, temperature=0.0)))
+        sampling = Sampling(max_tokens=NEW_TOKENS, temperature=0.0)
+        self._loop.begin(Sequence(key, token_ids, sampling=sampling), salt=SALT)
 
     def _end(self) -> None:
         for key in self._begun:

@@ -14,7 +14,8 @@ from services.engine.sequence import FinishReason, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
 from services.runtime.clock import Clock
 from services.scheduling.chunks import DEFAULT_CLASS, Chunk, ChunkScheduler
-from services.scheduling.prediction import PrefillMeter
+from services.scheduling.prediction import DEFAULT_PREFILL
+from services.scheduling.speedometer import Speedometer
 
 
 class Runner(Protocol):
@@ -97,7 +98,7 @@ class PrefillLoop:
         self._clock = clock
         self._on_report = on_report
         self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens)
-        self._meter = PrefillMeter()
+        self.speedometer = Speedometer()
         self._leases: dict[Hashable, PageLease] = {}
         self._sequences: dict[Hashable, Sequence] = {}
         self._chains: dict[Hashable, KeyChain] = {}
@@ -170,7 +171,7 @@ class PrefillLoop:
     def step(self) -> bool:
         """Schedule, run, apply, report. Returns whether there is more to compute."""
         start_s = self._clock.monotonic()
-        chunks = self._scheduler.next_step(speed=self._meter.speed, now_s=start_s)
+        chunks = self._scheduler.next_step(speed=self.speedometer.prefill or DEFAULT_PREFILL, now_s=start_s)
         if not chunks:
             self._rest()
             return False
@@ -178,17 +179,10 @@ class PrefillLoop:
         result = self._runner.run(StepPlan([self._item(chunk) for chunk in chunks]))
         computed = tuple(map(self._apply, chunks, result.outcomes))
         self._report(start_unix_ns, computed)
-        self._observe(chunks, start_s)
-        return len(self._scheduler) > 0
-
-    def _observe(self, chunks: list[Chunk], start_s: float) -> None:
-        """Learns from a step how long the next ones will take, all that a step costs this thread included."""
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        pairs = sum(chunk.num_tokens * (chunk.num_tokens + 2 * chunk.start) for chunk in chunks)
-        # One chunk that has as many tokens, and as much attention to pay, as all of them.
-        num_cached_tokens = round((pairs / num_tokens - num_tokens) / 2)
+        # All that a step costs this thread is a part of what the next ones will take.
         end_s = self._clock.monotonic()
-        self._meter.observe(num_tokens, num_cached_tokens, end_s - start_s, end_s)
+        self.speedometer.observe_step(((chunk.start, chunk.num_tokens) for chunk in chunks), end_s - start_s, end_s)
+        return len(self._scheduler) > 0
 
     def _item(self, chunk: Chunk) -> StepItem:
         return StepItem(self._sequences[chunk.key], chunk.num_tokens)

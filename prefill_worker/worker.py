@@ -63,7 +63,7 @@ from services.runtime.logs import request_fields
 from services.runtime.session import Payload, Session, SessionServer, failed
 from services.runtime.worker_host import infallible, on_this_loop, record_chunk, within
 from services.runtime.worker_metrics import Load, Speeds, WorkerMetrics
-from services.scheduling.speedometer import Speedometer, numbers
+from services.scheduling.speedometer import numbers
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 # Uncomputed tokens of prompts that have their turn, in steps: one runs, the next is ready when it ends.
@@ -173,7 +173,6 @@ class PrefillWorker:
         """By request, of those whose newest computed attempt may be handed over again."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._pages = parts.allocator.counts()
-        self._speedometer = Speedometer()
         self._is_draining = False
         self._queue = PromptQueue(
             max_waiting=limits.max_waiting,
@@ -209,9 +208,9 @@ class PrefillWorker:
             running=self._queue.num_inside,
             waiting=self._queue.num_waiting,
             speeds=Speeds(
-                prefill=numbers(self._speedometer.prefill),
-                decode=numbers(self._speedometer.decode),
-                link=numbers(self._speedometer.link),
+                prefill=numbers(self._loop.speedometer.prefill),
+                decode=numbers(self._loop.speedometer.decode),
+                link=numbers(self._loop.speedometer.link),
             ),
             waiting_tokens=self._queue.waiting_tokens,
         )
@@ -456,7 +455,7 @@ class PrefillWorker:
         attempt.end("handed_off", None)
         self._metrics.transferred_bytes.inc(stats.num_bytes)
         if attempt.num_sends == 1:  # nothing of it was hidden behind the computation
-            self._speedometer.observe_transfer(stats.num_bytes, stats.exposed_s, self._clock.monotonic())
+            self._loop.speedometer.observe_transfer(stats.num_bytes, stats.exposed_s, self._clock.monotonic())
         self._emit(attempt, handed_off_message(stats))
 
     def _fail(self, attempt: _Attempt, error: BaseException) -> None:
@@ -536,9 +535,7 @@ class PrefillWorker:
                 attempt.chunks.put_nowait((report, chunk))
         if report.chunks:
             self._metrics.tokens.inc(sum(chunk.num_tokens for chunk in report.chunks))
-            step_s, now_s = (report.end_unix_ns - report.start_unix_ns) / 1e9, report.end_unix_ns / 1e9
-            self._metrics.step_s.observe(step_s)
-            self._speedometer.observe_step(((c.start, c.num_tokens) for c in report.chunks), step_s, now_s)
+            self._metrics.step_s.observe((report.end_unix_ns - report.start_unix_ns) / 1e9)
             self._give_turns()
         else:
             self.sessions.load_changed()  # pages came free: an idle worker is seen as idle at once
