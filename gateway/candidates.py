@@ -76,12 +76,14 @@ class Candidates:
         clock: Clock,
         limits: RoomLimits | None = None,
         hints: PrefixHints | None = None,
+        region: str = "",
     ) -> None:
         self._topology = topology
         self._router = router
         self._clock = clock
         self._limits = limits or RoomLimits()
         self._hints = hints
+        self._region = region
         self._watch = WorkerWatch(clock)
         self._breakers = Breakers()
         """Of pairs: (prefill worker, decode worker)."""
@@ -120,6 +122,7 @@ class Candidates:
             num_prompt_tokens=request.num_known_tokens,
             max_new_tokens=max(1, request.max_num_tokens - request.num_known_tokens),
             tenant=generation.tenant,
+            region=self._region,
             affinity_key=generation.affinity_key,
             cached_tokens=self._cached_tokens(request),
             kv_bytes_per_token=self._topology.kv_bytes_per_token(generation.model),

@@ -44,6 +44,11 @@ class GatewayConfig:
     seed: int | None = option(
         integer(0, 2**63 - 1), default=None, help="Makes the seeds of requests without one repeatable."
     )
+    region: str = option(
+        text(pattern=r"[A-Za-z0-9_.-]{0,64}", rule="0 to 64 of A-Z, a-z, 0-9, _ . and -"),
+        default="",
+        help="Where this gateway runs: workers of the same region are preferred.",
+    )
     routing: str = option(choice(*POLICY_NAMES), default=POLICY_NAMES[0], help="How workers are chosen.")
     local_prefill_tokens: int | None = option(
         integer(0),

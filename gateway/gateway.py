@@ -213,7 +213,8 @@ def _policies(config: GatewayConfig) -> Policies:
     disaggregation = DisaggregationSettings(local_prefill_tokens=config.local_prefill_tokens)
     return Policies(
         router=Router(config.routing, settings=RoutingSettings(disaggregation=disaggregation)),
-        room=RoomLimits(ahead_s=config.ahead_s),
+        room=RoomLimits(ahead_s=config.ahead_s, itl_s=config.itl_target_s or None),
+        region=config.region,
         max_attempts=config.max_attempts,
         max_request_s=config.max_request_s,
         failover_wait_s=config.failover_wait_s,

@@ -71,6 +71,7 @@ class Policies:
 
     router: Router
     room: RoomLimits = field(default_factory=RoomLimits)
+    region: str = ""
     max_attempts: int = 3
     max_request_s: float = 600.0
     failover_wait_s: float = 30.0
@@ -117,7 +118,7 @@ class Requests:
             clock=clock,
         )
         self._candidates = candidates = Candidates(
-            topology, router=policies.router, clock=clock, limits=policies.room, hints=hints
+            topology, router=policies.router, clock=clock, limits=policies.room, hints=hints, region=policies.region
         )
         self._recovery = Recovery(
             max_attempts=policies.max_attempts,
