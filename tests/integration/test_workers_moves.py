@@ -187,14 +187,21 @@ async def test_a_refused_move_goes_on_where_it_is(trio: Any, expected: Make) -> 
     answer = await gateway.begin("refused", prompt(33), max_tokens=MAX_TOKENS, **seeded(4))
     await answer.until("decode_started")
     await gateway.pause(answer)
-    blocker = await gateway.begin("blocker", prompt(1000), max_tokens=1048, decode=1, **GREEDY)
-    others = [await gateway.begin(f"b{n}", prompt(1000), max_tokens=1048, decode=1, **GREEDY) for n in range(2)]
+    blockers = []
+    for size in (1000, 33):  # first what fills most of the pool, then what is as small as what is to be moved
+        for number in range(40):
+            limit = 1048 if size == 1000 else MAX_TOKENS
+            blocker = await gateway.begin(f"b{size}-{number}", prompt(size), max_tokens=limit, decode=1, **GREEDY)
+            if blocker.events == ["refused"]:
+                break
+            blockers.append(blocker)
+        assert blocker.events == ["refused"]
     moved = await gateway.admit_from_decode(answer, answer.token_ids, decode=1)
     assert moved.events == ["refused"], "its pages are promised to others"
     await gateway.unpause(answer)
     await answer.until("finished")
     assert answer.token_ids == expected(prompt(33), **seeded(4))
-    for held in (blocker, *others):
+    for held in blockers:
         await gateway.cancel(held)
 
 
