@@ -84,7 +84,11 @@ class GatewayConfig:
     max_queued_requests: int = option(
         integer(0), default=1024, help="Requests that may wait for room in the cluster; more are refused."
     )
-    max_queue_wait_s: float = option(number(0, 86_400), default=60.0, help="Longest wait for room, in seconds.")
+    max_queue_wait_s: float = option(
+        number(0, 86_400),
+        default=60.0,
+        help="Longest wait for room, in seconds; batch requests wait until their deadline.",
+    )
     max_attempts: int = option(integer(1, 100), default=3, help="Attempts without a new token before a request fails.")
     failover_wait_s: float = option(
         number(0, 86_400), default=30.0, help="Longest wait for a worker to go on with an answer, in seconds."

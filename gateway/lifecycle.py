@@ -370,6 +370,8 @@ class Requests:
         generation, policies = request.generation, self._policies
         if request.is_resumed:
             return generation.deadline.sooner(Deadline.after(policies.failover_wait_s, clock=self._clock))
+        if request.queue_entry.service_class == ServiceClass.BATCH:
+            return generation.deadline  # It takes what others leave, whenever that is.
         return generation.deadline.sooner(Deadline(generation.arrived_s + policies.max_queue_wait_s, self._clock))
 
     def _check_any_worker(self, model: str) -> None:

@@ -351,6 +351,20 @@ async def test_queue_has_a_longest_wait(make_system, worker_type):
     assert response.json()["error"]["code"] == "server_overloaded"
 
 
+async def test_batch_work_waits_longer_than_others(make_system, worker_type, pair):
+    system, is_full = await make_system(max_queue_wait_s=0.2), True
+
+    async def full_at_first(attempt):
+        await (refuse_full if is_full else pair.decode)(attempt)
+
+    await system.add(worker_type("decode", "decode-0", full_at_first))
+    batch = asyncio.create_task(system.complete(max_tokens=100, service_class="batch"))
+    assert (await system.complete()).status_code == 503
+    assert system.gateway.requests.num_queued == 1
+    is_full = False
+    assert (await batch).json()["choices"][0]["text"] == ANSWER_TEXT
+
+
 async def test_worker_that_finds_the_request_wrong_ends_it(make_system, worker_type):
     system = await make_system()
 
