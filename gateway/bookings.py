@@ -4,16 +4,31 @@ Between the decision and the worker's next report of its load there is a round t
 is let go in that time would see the same free place. Plain counts; a request's are taken back by whoever ends it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class Books:
-    """Of one session: prompt tokens to be computed there, requests to be admitted, and pages to be promised to them."""
+    """Of one session: prompts to be computed there, requests to be admitted, and pages to be promised to them.
 
-    tokens: int = 0
+    A prompt is (service class, tokens), which is the order in which workers compute prompts.
+    """
+
+    prompts: "dict[Bookings, tuple[int, int]]" = field(default_factory=dict)
     requests: int = 0
     pages: int = 0
+
+    def tokens_ahead(self, prompt: tuple[int, int], waiting_tokens: int) -> int:
+        """Tokens that are computed before a prompt, where the worker says that so many wait.
+
+        Of what is not from here nobody knows the order: all of it is.
+        """
+        num_own = num_ahead = 0
+        for other in self.prompts.values():
+            num_own += other[1]
+            if other <= prompt:
+                num_ahead += other[1]
+        return num_ahead + max(0, waiting_tokens - num_own)
 
 
 class Bookings:
@@ -23,16 +38,15 @@ class Bookings:
         self._decode: Books | None = None
         self._computes: Books | None = None
         self._num_pages = 0
-        self._num_tokens = 0
 
-    def enter(self, decode: Books, computes: Books, *, num_pages: int, num_tokens: int) -> None:
+    def enter(self, decode: Books, computes: Books, *, num_pages: int, prompt: tuple[int, int]) -> None:
         """Books a place, and gives up the one that was booked before."""
         self.leave()
         self._decode, self._computes = decode, computes
-        self._num_pages, self._num_tokens = num_pages, num_tokens
+        self._num_pages = num_pages
         decode.requests += 1
         decode.pages += num_pages
-        computes.tokens += num_tokens
+        computes.prompts[self] = prompt
 
     def note_admitted(self) -> None:
         """The decode worker's own reports count the request now."""
@@ -44,7 +58,7 @@ class Bookings:
     def note_prompt_done(self) -> None:
         """Nothing of the prompt waits to be computed."""
         if self._computes is not None:
-            self._computes.tokens -= self._num_tokens
+            del self._computes.prompts[self]
             self._computes = None
 
     def leave(self) -> None:

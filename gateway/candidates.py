@@ -110,14 +110,15 @@ class Candidates:
             decode.books,
             computes.books,
             num_pages=-(-request.expected_num_tokens // route.decode.page_size),
-            num_tokens=max(0, request.num_known_tokens - route.num_cached_tokens),
+            prompt=(request.queue_entry.service_class, max(0, request.num_known_tokens - route.num_cached_tokens)),
         )
 
     def routes(self, request: RunningRequest) -> Sequence[Route]:
         """Ways to decode workers that can hold the whole sequence; those that have failed it come last."""
         generation = request.generation
-        views = self._topology.decode_views(generation.model)
-        decodes, prefills = self._usable(views), self._usable(self._topology.prefill_views(generation.model))
+        prompt = (request.queue_entry.service_class, request.num_known_tokens)
+        decodes = self._usable(self._topology.decode_views(generation.model, prompt=prompt))
+        prefills = self._usable(self._topology.prefill_views(generation.model, prompt=prompt))
         wanted = RouteRequest(
             num_prompt_tokens=request.num_known_tokens,
             max_new_tokens=max(1, request.max_num_tokens - request.num_known_tokens),

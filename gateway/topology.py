@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import random
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -32,6 +33,8 @@ ALIKE = 1.5
 """Speeds of workers that differ by less than this factor differ by chance."""
 FRESH_S = 3.0
 """A worker that has had nothing to do for longer may have become another one."""
+LAST = (sys.maxsize, 0)
+"""A prompt before which everything is computed."""
 OWN_PAUSE_S = 1.0
 """If our own check comes this late, it was us who slept, and nobody is blamed for silence."""
 
@@ -142,19 +145,24 @@ class Topology:
             member.is_exact = member.record.exact and len(ways.get(member.record.model, ())) <= 1
         return members
 
-    def prefill_views(self, model: str, *, decode: Peer | None = None) -> list[WorkerView]:
-        """Prefill workers of a model in rotation; with `decode`, those whose pages fit it."""
+    def prefill_views(
+        self, model: str, *, decode: Peer | None = None, prompt: tuple[int, int] | None = None
+    ) -> list[WorkerView]:
+        """Prefill workers of a model in rotation; with `decode`, those whose pages fit it.
+
+        With a `prompt` of (service class, tokens), only what is computed before it counts as waiting.
+        """
         speeds = self._speeds(model)
         return [
-            _view(member, speeds)
+            _view(member, speeds, prompt)
             for member in self._ready("prefill", model)
             if decode is None or self._fits(member, decode)
         ]
 
-    def decode_views(self, model: str) -> list[WorkerView]:
-        """Decode workers of a model in rotation."""
+    def decode_views(self, model: str, *, prompt: tuple[int, int] | None = None) -> list[WorkerView]:
+        """Decode workers of a model in rotation; `prompt` as in `prefill_views`."""
         speeds = self._speeds(model)
-        return [_view(member, speeds) for member in self._ready("decode", model)]
+        return [_view(member, speeds, prompt) for member in self._ready("decode", model)]
 
     def prefill_session(self, worker_id: str) -> PrefillSession:
         """The session to a prefill worker. Raises WorkerUnavailable where there is none."""
@@ -390,7 +398,7 @@ def _own(speed: S | None, usual: S, time_s: Callable[[S], float]) -> S:
     return speed
 
 
-def _view(member: Member, speeds: _Speeds) -> WorkerView:
+def _view(member: Member, speeds: _Speeds, prompt: tuple[int, int] | None) -> WorkerView:
     load, record, session = member.load, member.record, member.session
     is_fresh = session.has_worked_since(asyncio.get_running_loop().time() - FRESH_S)
     return WorkerView(
@@ -399,7 +407,7 @@ def _view(member: Member, speeds: _Speeds) -> WorkerView:
         pages_total=load.pages_total,
         pages_available=load.pages_free + load.pages_cached - load.pages_promised - session.books.pages,
         num_requests=max(load.running + load.waiting, session.num_open_attempts + session.books.requests),
-        waiting_tokens=max(load.waiting_tokens, session.books.tokens),
+        waiting_tokens=session.books.tokens_ahead(prompt or LAST, load.waiting_tokens),
         max_sequence_tokens=record.max_sequence_tokens,
         num_running=load.running,
         context_tokens=load.context_tokens,
