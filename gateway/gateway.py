@@ -64,7 +64,9 @@ class Gateway:
         self._store = Store(config.redis, cluster=config.cluster)
         self._placements = PlacementWriter(PlacementStore(self._store))
         self._quarantine = Quarantine(self._store)
-        self._prefixes = PrefixView(PrefixIndex(self._store))
+        # Its own: an answer that is large and late must not keep others from asking.
+        self._page_store = Store(config.redis, cluster=config.cluster)
+        self._prefixes = PrefixView(PrefixIndex(self._page_store))
         metrics = self.metrics = Metrics()
         self.limiter = Limiter(self._store, gateway=self.incarnation)
         self.door = FrontDoor(
@@ -183,6 +185,7 @@ class Gateway:
         await self._quarantine.close()
         await self._prefixes.close()
         await self.door.close()
+        await self._page_store.close()
         await self._store.close()
 
     async def _follow_workers(self) -> None:

@@ -21,7 +21,7 @@ from services.cluster.embedded import EmbeddedRedis
 from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
 from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK
-from services.runtime.errors import WorkerUnavailable
+from services.runtime.errors import StoreUnavailable, WorkerUnavailable
 from services.runtime.session import Session, SessionServer, failed, refused
 
 STOP = inference_pb2.FINISH_REASON_STOP
@@ -354,6 +354,15 @@ class System:
     async def chat(self, content: Any = "hello", **body: Any) -> httpx.Response:
         messages = [{"role": "user", "content": content}]
         return await self.http.post("/v1/chat/completions", json={"messages": messages, **body})
+
+    async def flush_journals(self) -> None:
+        """All that another gateway needs is in Redis, which may have been too busy to answer at first."""
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    return await self.gateway._journals._writer.flush()
+                except StoreUnavailable:
+                    await asyncio.sleep(0.05)
 
     async def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
         """Waits for a condition that other tasks bring about."""

@@ -141,7 +141,7 @@ def grpc_request(request_id="mine", **changes):
 
 async def flushed(system):
     """All that another gateway needs is in Redis."""
-    await system.gateway._journals._writer.flush()
+    await system.flush_journals()
 
 
 # --- ids -------------------------------------------------------------------------------------------------------------

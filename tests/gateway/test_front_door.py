@@ -565,7 +565,7 @@ async def test_named_requests_are_paid_once(guarded, script):
     named = {"headers": {"idempotency-key": "k"}, "max_tokens": 20}
     original = await post(first, "plain", **named)
     assert original.headers["x-ratelimit-remaining-requests"] == "2"
-    await first.gateway._journals._writer.flush()
+    await first.flush_journals()
     for _ in range(4):
         again = await post(first, "plain", **named)
         assert again.text == original.text
@@ -606,7 +606,7 @@ async def test_a_request_goes_on_elsewhere_though_the_tenant_is_at_its_limit(gua
     async with first.http.stream("POST", "/v1/completions", json=body, headers={**sent, **said}) as response:
         assert response.status_code == 200
         await anext(response.aiter_lines())
-        await first.gateway._journals._writer.flush()
+        await first.flush_journals()
         # Its gateway is still there, but the client asks another one.
         second_try = asyncio.create_task(second.http.post("/v1/completions", json=body, headers=sent))
         await second.until(lambda: second.gateway.requests.num_running == 1)
