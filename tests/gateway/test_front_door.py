@@ -597,6 +597,13 @@ async def test_a_request_that_was_known_gives_nothing_back(redis_url, key_file, 
     await store.close()
 
 
+async def post_until_known(system, body, headers):
+    """The answer to a named call; a gateway for which Redis was too busy takes it for a new one, beyond the limit."""
+    while (answer := await system.http.post("/v1/completions", json=body, headers=headers)).status_code == 429:
+        await asyncio.sleep(0.1)
+    return answer
+
+
 async def test_a_request_goes_on_elsewhere_though_the_tenant_is_at_its_limit(guarded, script):
     first, second = await guarded("[tenant.acme]\nrequests_per_minute = 1\nconcurrency = 1\n", num_gateways=2)
     script.gate.clear()
@@ -608,7 +615,7 @@ async def test_a_request_goes_on_elsewhere_though_the_tenant_is_at_its_limit(gua
         await anext(response.aiter_lines())
         await first.flush_journals()
         # Its gateway is still there, but the client asks another one.
-        second_try = asyncio.create_task(second.http.post("/v1/completions", json=body, headers=sent))
+        second_try = asyncio.create_task(post_until_known(second, body, sent))
         await second.until(lambda: second.gateway.requests.num_running == 1)
         error_of(await post(second, "second"), 429)
         # What its client has not said again is known from the journal.
