@@ -1,9 +1,10 @@
 """Who is refused at once, so that who is let in is served in time. Pure: plain data and a time in, a verdict out.
 
 Nothing here is configured with a capacity. How fast the queue drains is measured: the work that starts while others
-wait for room, over the time in which they wait. Before there is such a time, Little's law says it: work under way
-over the time that a request stays. A request waits for the work of its class and of higher ones ahead of it, at the
-drain rate less what higher classes keep bringing: W / (μ − λ). Work is counted in tokens of prompt and answer.
+wait for room, over the time in which they wait. Until enough have started so, Little's law helps: work under way over
+the time that a request stays is what is served now, and that over the share of pages in use what a full cluster would
+serve. A request waits for the work of its class and of higher ones ahead of it, at the drain rate less what higher
+classes keep bringing: W / (μ − λ). Work is counted in tokens of prompt and answer.
 
 That is a mean, and half of all would wait longer. So limits are compared with it times a caution, which follows the
 quantile of real over predicted waits (a step up when one waits longer, a small one down when not).
@@ -18,8 +19,8 @@ from services.scheduling.queue import QueueEntry, ServiceClass
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-PRIOR_WEIGHT_S = 0.5
-"""What Little's law says counts as much as so much time with a backlog."""
+PRIOR_STARTS = 8
+"""What Little's law says counts as much as so many starts with a backlog."""
 
 LONG_GAP = 4.0
 """Times the mean between two starts."""
@@ -163,26 +164,30 @@ class OverloadPolicy:
         if started_s is not None:
             self._stay_s.add(max(0.0, now_s - started_s), 1.0, now_s)
 
-    def drain_tokens_per_s(self, now_s: float) -> float:
-        """Work that starts per second while others wait; infinite while nothing is known."""
-        stay_s = self._stay_s.value or self._expected_stay_s.value
-        by_little = len(self._running) * self._tokens.value / stay_s if stay_s else 0.0
+    def drain_tokens_per_s(self, now_s: float, used_share: float = 1.0) -> float:
+        """Work that starts per second while others wait; infinite while nothing is known.
+
+        `used_share` is the share of pages that requests hold now, 0 to 1.
+        """
         tokens, time_s = self._drained.total, self._drained.weight
         if self._backlogged_since_s is not None and time_s > 0:
             waited_s = now_s - self._backlogged_since_s
             # The time since the last start counts only once it is long for one: it may be that nothing moves any more.
             if waited_s > LONG_GAP * time_s / self._drained.num:
                 time_s += waited_s
-        if by_little:
-            tokens += by_little * PRIOR_WEIGHT_S
-            time_s += PRIOR_WEIGHT_S
+        stay_s = self._stay_s.value or self._expected_stay_s.value
+        if self._running and stay_s:
+            tokens += PRIOR_STARTS * self._tokens.value
+            time_s += PRIOR_STARTS * stay_s * used_share / len(self._running)
         return tokens / time_s if time_s > 0 else math.inf
 
-    def queue_delay_s(self, service_class: ServiceClass, tokens_ahead: int, now_s: float) -> float:
+    def queue_delay_s(
+        self, service_class: ServiceClass, tokens_ahead: int, now_s: float, used_share: float = 1.0
+    ) -> float:
         """Predicted wait of a new request of this class behind so much work of its class and of higher ones."""
         if tokens_ahead <= 0:
             return 0.0
-        rate = self.drain_tokens_per_s(now_s)
+        rate = self.drain_tokens_per_s(now_s, used_share)
         rate -= sum(self._started[higher].value(now_s) for higher in ServiceClass if higher < service_class)
         return tokens_ahead / rate if rate > 0 else math.inf
 
@@ -190,7 +195,7 @@ class OverloadPolicy:
         self, entry: QueueEntry, load: ClusterLoad, targets: Targets, now_s: float, *, jitter: float = 0.0
     ) -> Verdict:
         """Whether to let a new request in. `jitter`, from 0 to 1, spreads those who are told to come again."""
-        delay_s = self.queue_delay_s(entry.service_class, load.tokens_ahead, now_s)
+        delay_s = self._delay_s(entry, load, now_s)
         is_close = False
         wait_s = delay_s + load.prefill_queue_s
         if now_s + wait_s + max(load.prefill_s, entry.service_s) > entry.deadline_s:
@@ -219,7 +224,7 @@ class OverloadPolicy:
 
     def when_full(self, entry: QueueEntry, load: ClusterLoad, now_s: float, *, jitter: float = 0.0) -> Refuse:
         """The refusal of a request for which the queue had no room."""
-        delay_s = self.queue_delay_s(entry.service_class, load.tokens_ahead, now_s)
+        delay_s = self._delay_s(entry, load, now_s)
         # Room for one is there after one start; for all that were refused with it, after a part of the queue.
         wait_s = delay_s / 4 if math.isfinite(delay_s) else delay_s
         return Refuse(f"the queue is full: {load.num_waiting} wait", _retry_after_s(wait_s, jitter), "overloaded")
@@ -232,6 +237,9 @@ class OverloadPolicy:
         if load.prefill_queue_s > self._settings.max_prefill_queue_s.get(entry.service_class, math.inf):
             return False
         return load.free_page_share >= self._settings.reserve.get(entry.service_class, 0.0)
+
+    def _delay_s(self, entry: QueueEntry, load: ClusterLoad, now_s: float) -> float:
+        return self.queue_delay_s(entry.service_class, load.tokens_ahead, now_s, 1 - load.free_page_share)
 
     def _note_pages(self, load: ClusterLoad) -> bool:
         used = 1 - load.free_page_share

@@ -62,6 +62,17 @@ def test_before_there_was_a_backlog_littles_law_says_how_fast_it_would_drain():
     )
 
 
+def test_a_cluster_of_which_little_is_used_serves_more_than_it_does():
+    """A few short requests ran, then long ones come together: there is room for them all in the next moment."""
+    policy = OverloadPolicy()
+    for number in range(10):
+        policy.note_start(entry(number, cost_tokens=30, service_s=0.2), number / 2, is_backlogged=False)
+        policy.note_end(number - 1, number / 2)
+    burst = ClusterLoad(tokens_ahead=6000, free_page_share=0.998)
+    assert isinstance(policy.judge(entry(cost_tokens=1500), burst, TARGETS, 5.0), Admit)
+    assert isinstance(policy.judge(entry(cost_tokens=1500), replace(burst, free_page_share=0.1), TARGETS, 5.0), Refuse)
+
+
 def test_when_nothing_moves_any_more_the_wait_grows():
     policy = busy_policy()
     assert policy.queue_delay_s(NORMAL, 1000, 20.2) == pytest.approx(1.0, rel=0.1)
@@ -75,8 +86,9 @@ def test_without_anything_known_everybody_is_let_in():
 
 def test_refused_when_the_first_token_would_come_too_late():
     policy = busy_policy()
-    assert isinstance(policy.judge(entry(), ClusterLoad(tokens_ahead=800, prefill_s=0.4), TARGETS, 20.0), Admit)
-    verdict = policy.judge(entry(), ClusterLoad(tokens_ahead=6000, prefill_s=0.4), TARGETS, 20.0)
+    full = ClusterLoad(free_page_share=0.0, prefill_s=0.4)
+    assert isinstance(policy.judge(entry(), replace(full, tokens_ahead=800), TARGETS, 20.0), Admit)
+    verdict = policy.judge(entry(), replace(full, tokens_ahead=6000), TARGETS, 20.0)
     assert isinstance(verdict, Refuse)
     assert verdict.kind == "overloaded"
     assert verdict.reason.startswith("the first token might take 9.")
