@@ -311,7 +311,7 @@ class DecodeWorker:
             raise
         self._is_idle.clear()
         attempt.deadline = self._event_loop.call_later(spec.deadline.remaining_s(), self._expire, attempt)
-        self._emit(attempt, worker_pb2.Admitted(num_cached_tokens=0))
+        self._emit(attempt, worker_pb2.Admitted())
         if message.local_prefill:
             attempt.phase = Phase.COMPUTING
             self._start(attempt, num_computed_tokens=0, emitted_token_ids=spec.emitted_token_ids)

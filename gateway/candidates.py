@@ -7,7 +7,6 @@ requests that go in the same moment do not all see the same free place. Knows no
 """
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,19 +20,8 @@ from gateway.worker_watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
 from services.scheduling.breakers import Breakers
-from services.scheduling.prediction import (
-    DEFAULT_DECODE,
-    DEFAULT_LINK,
-    DEFAULT_PREFILL,
-    DecodeSpeed,
-    LinkSpeed,
-    PrefillSpeed,
-)
 from services.scheduling.queue import ServiceClass
 from services.scheduling.routing import Fits, Route, Router, RouteRequest, WorkerView
-
-USUAL_S = 1.0
-"""So long it is not asked anew what is usual."""
 
 
 class PrefixHints(Protocol):
@@ -87,7 +75,6 @@ class Candidates:
         self._watch = WorkerWatch(clock)
         self._breakers = Breakers()
         """Of pairs: (prefill worker, decode worker)."""
-        self._usual: dict[str, _Usual] = {}
         self._last_lost: dict[str, str] = {}
         """Incarnation of each worker that was lost last: a death is one error, whatever it took with it."""
 
@@ -174,7 +161,7 @@ class Candidates:
 
     def new_watch(self, request: RunningRequest, decode: WorkerView) -> AttemptWatch:
         """Watches an attempt on this decode worker: what it needs, by what is usual for its role."""
-        usual = self._usual_speeds(request.generation.model)
+        usual = self._topology.usual_speeds(request.generation.model)
         num_sequences = max(decode.num_requests, decode.num_running) + 1
         token_s = usual.decode.step_s(num_sequences, decode.context_tokens + request.max_num_tokens)
         num_bytes = request.num_known_tokens * self._topology.kv_bytes_per_token(request.generation.model)
@@ -187,7 +174,7 @@ class Candidates:
     def watch_prompt(self, request: RunningRequest, route: Route, attempt: Attempt) -> None:
         """The prompt is about to be computed by the attempt's workers."""
         worker_id = (attempt.prefill or attempt.decode).peer.worker_id
-        usual = self._usual_speeds(request.generation.model)
+        usual = self._topology.usual_speeds(request.generation.model)
         speed = usual.prefill if route.is_remote else usual.local
         views = route.prefills if route.is_remote else (route.decode,)
         waiting = next((view.waiting_tokens for view in views if view.worker_id == worker_id), 0)
@@ -294,20 +281,6 @@ class Candidates:
             return None
         return self._watch.due_for_probe([view.worker_id for view in views]) if self._watch.num_ejected else None
 
-    def _usual_speeds(self, model: str) -> "_Usual":
-        """Medians over a model's workers: of itself, a worker says what is normal for it."""
-        usual, now_s = self._usual.get(model), self._clock.monotonic()
-        if usual is None or now_s - usual.at_s > USUAL_S:
-            prefills, decodes = self._topology.prefill_views(model), self._topology.decode_views(model)
-            usual = self._usual[model] = _Usual(
-                now_s,
-                _usual_prefill(prefills or decodes),
-                _usual_prefill(decodes),
-                _usual_decode(decodes),
-                _usual_link(prefills or decodes),
-            )
-        return usual
-
     def _note_lost(self, attempt: Attempt, worker: WorkerSession) -> None:
         peer = worker.peer
         if self._last_lost.get(peer.worker_id) != peer.incarnation:
@@ -322,39 +295,6 @@ class Candidates:
         return [view for view in views if view.worker_id in usable]
 
 
-@dataclass(frozen=True, slots=True)
-class _Usual:
-    """Speeds that are usual for a model's workers: prefill workers, and decode workers for prompts and for tokens."""
-
-    at_s: float
-    prefill: PrefillSpeed
-    local: PrefillSpeed
-    decode: DecodeSpeed
-    link: LinkSpeed
-
-
-def _usual_prefill(views: Sequence[WorkerView]) -> PrefillSpeed:
-    speeds = [view.prefill_speed for view in views]
-    if not speeds:
-        return DEFAULT_PREFILL
-    return PrefillSpeed(
-        statistics.median_low([speed.overhead_s for speed in speeds]),
-        statistics.median_low([speed.s_per_token for speed in speeds]),
-        statistics.median_low([speed.s_per_token_squared for speed in speeds]),
-    )
-
-
-def _usual_decode(views: Sequence[WorkerView]) -> DecodeSpeed:
-    speeds = [view.decode_speed for view in views]
-    if not speeds:
-        return DEFAULT_DECODE
-    return DecodeSpeed(
-        statistics.median_low([speed.overhead_s for speed in speeds]),
-        statistics.median_low([speed.s_per_sequence for speed in speeds]),
-        statistics.median_low([speed.s_per_context_token for speed in speeds]),
-    )
-
-
 def prefill_queue_s(view: WorkerView) -> float:
     """Until the prompts that wait there are computed."""
     return view.prefill_speed.time_s(view.waiting_tokens) if view.waiting_tokens else 0.0
@@ -364,13 +304,3 @@ def _reluctance(request: RunningRequest, prefill: Peer, decode: Peer) -> tuple[b
     has_failed = prefill.incarnation in request.avoided
     was_cut = (prefill.incarnation, decode.incarnation) in request.avoided_pairs
     return has_failed or was_cut, not request.has_kept_prompt(prefill)
-
-
-def _usual_link(views: Sequence[WorkerView]) -> LinkSpeed:
-    speeds = [view.link_speed for view in views]
-    if not speeds:
-        return DEFAULT_LINK
-    return LinkSpeed(
-        statistics.median_low([speed.latency_s for speed in speeds]),
-        statistics.median_low([speed.bytes_per_s for speed in speeds]),
-    )

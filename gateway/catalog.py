@@ -19,8 +19,7 @@ from services.runtime.errors import InvalidRequest, NotFound
 class ServedModel:
     """One model. `fallbacks` are names of others, in the order in which they are tried.
 
-    `kv_bytes_per_token` is of all layers, in the type of the checkpoint; 0: not known. Token ids mean the same in two
-    models with the same `tokenizer_fingerprint`.
+    Token ids mean the same in two models with the same `tokenizer_fingerprint`.
     """
 
     name: str
@@ -31,7 +30,6 @@ class ServedModel:
     aliases: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     fallback_after_s: float = DEFAULT_FALLBACK_AFTER_S
-    kv_bytes_per_token: int = 0
 
 
 class ModelCatalog:
@@ -107,5 +105,4 @@ def _load(entry: ModelEntry) -> ServedModel:
         aliases=entry.aliases,
         fallbacks=entry.fallbacks,
         fallback_after_s=entry.fallback_after_s,
-        kv_bytes_per_token=files.kv_bytes_per_token,
     )

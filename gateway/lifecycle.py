@@ -382,7 +382,7 @@ class Requests:
         """Books that workers took the request, and writes the spans of the way there."""
         self._guards[request.generation.model].note_started(request.queue_entry, request.admitted)
         request.admitted = None
-        request.note_placed(attempt)
+        request.note_placed()
         self._metrics.sent.labels("decode", attempt.decode.peer.worker_id).inc()
         if attempt.prefill is not None:
             self._metrics.sent.labels("prefill", attempt.prefill.peer.worker_id).inc()

@@ -21,8 +21,7 @@ class ModelFiles:
     """The facts of one model folder.
 
     `chat_template` is None where the folder has none. `special_tokens` holds the texts that templates refer to,
-    such as `bos_token`, by that name. `kv_bytes_per_token`: keys and values of all layers in the checkpoint's type; 0
-    where config.json does not say.
+    such as `bos_token`, by that name.
     """
 
     folder: Path
@@ -32,7 +31,6 @@ class ModelFiles:
     tokenizer_json: str
     chat_template: str | None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    kv_bytes_per_token: int = 0
 
 
 def read_model_files(folder: Path) -> ModelFiles:
@@ -50,7 +48,6 @@ def read_model_files(folder: Path) -> ModelFiles:
         tokenizer_json=_read_text(folder, "tokenizer.json"),
         chat_template=_chat_template(folder, tokenizer_config),
         special_tokens=_special_tokens(tokenizer_config),
-        kv_bytes_per_token=_kv_bytes_per_token(config),
     )
 
 
@@ -67,21 +64,6 @@ def _positive_int(folder: Path, config: Mapping[str, Any], key: str) -> int:
     if type(value) is int and value > 0:
         return value
     raise ModelError(f"{folder}/config.json has {key} = {value!r}; it must be a positive integer")
-
-
-def _kv_bytes_per_token(config: Mapping[str, Any]) -> int:
-    """A figure to plan with: workers judge the configuration, and may hold pages of another type."""
-
-    def number(key: str) -> int:
-        value = config.get(key)
-        return value if type(value) is int and value > 0 else 0
-
-    num_heads = number("num_attention_heads")
-    num_kv_heads = number("num_key_value_heads") or num_heads
-    head_dim = number("head_dim") or (number("hidden_size") // num_heads if num_heads else 0)
-    dtype = config.get("torch_dtype") or config.get("dtype")
-    value_bytes = 4 if dtype == "float32" else 2
-    return 2 * number("num_hidden_layers") * num_kv_heads * head_dim * value_bytes
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

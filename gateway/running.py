@@ -187,8 +187,8 @@ class RunningRequest:
         is_new, self.is_running = not self.is_running, True
         return int(is_new)
 
-    def note_placed(self, attempt: Attempt) -> None:
-        """Workers took the attempt."""
+    def note_placed(self) -> None:
+        """Workers took the last attempt."""
         self.must_queue = False
         self.bookings.note_admitted()
         self.generation.totals.placed.add(self.generation.choice)

@@ -70,8 +70,6 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 class Admitted(msgspec.Struct, frozen=True):
     """The decode worker promises capacity."""
 
-    num_cached_tokens: int
-
 
 class Refused(msgspec.Struct, frozen=True):
     """The worker does not take the attempt and holds nothing of it."""
@@ -529,7 +527,7 @@ _REASONS: dict[int, Literal["stop", "length", "cancelled"]] = {
 }
 
 _READERS: dict[str, Callable[[Any], Event]] = {
-    "admitted": lambda event: Admitted(event.num_cached_tokens),
+    "admitted": lambda _: Admitted(),
     "refused": _read_refused,
     "prefill_started": lambda event: PrefillStarted(event.queue_s, event.num_cached_tokens),
     "tokens": _read_tokens,

@@ -7,6 +7,7 @@ happens to Redis. Knows no request; does not choose among workers.
 import asyncio
 import itertools
 import logging
+import math
 import random
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
@@ -31,6 +32,8 @@ MAX_RECONNECT_S = 2.0
 SILENCE_CHECK_S = 0.25
 ALIKE = 1.5
 """Speeds of workers that differ by less than this factor differ by chance."""
+USUAL_S = 0.25
+"""So long it is not asked anew what is usual."""
 FRESH_S = 3.0
 """A worker that has had nothing to do for longer may have become another one."""
 LAST = (sys.maxsize, 0)
@@ -106,6 +109,8 @@ class Topology:
         self._on_change = on_change
         self._roles = {"prefill": _Role(PrefillSession), "decode": _Role(DecodeSession)}
         self._mismatched: set[tuple[str, str]] = set()
+        self._usual: dict[str, tuple[float, UsualSpeeds]] = {}
+        """By model, with the time at which it was found."""
         self._watchers: set[asyncio.Event] = set()
         self._silence_check: asyncio.Task[None] | None = None
 
@@ -152,17 +157,36 @@ class Topology:
 
         With a `prompt` of (service class, tokens), only what is computed before it counts as waiting.
         """
-        speeds = self._speeds(model)
+        usual = self.usual_speeds(model)
         return [
-            _view(member, speeds, prompt)
+            _view(member, usual, usual.prefill, prompt)
             for member in self._ready("prefill", model)
             if decode is None or self._fits(member, decode)
         ]
 
     def decode_views(self, model: str, *, prompt: tuple[int, int] | None = None) -> list[WorkerView]:
         """Decode workers of a model in rotation; `prompt` as in `prefill_views`."""
-        speeds = self._speeds(model)
-        return [_view(member, speeds, prompt) for member in self._ready("decode", model)]
+        usual = self.usual_speeds(model)
+        return [_view(member, usual, usual.local, prompt) for member in self._ready("decode", model)]
+
+    def usual_speeds(self, model: str) -> "UsualSpeeds":
+        """What is normal for a model's workers, at most `USUAL_S` old."""
+        at_s, usual = self._usual.get(model, (-math.inf, _NOTHING_MEASURED))
+        now_s = asyncio.get_running_loop().time()
+        if now_s - at_s > USUAL_S:
+            prefills = [member.load for member in self._ready("prefill", model)]
+            decodes = [member.load for member in self._ready("decode", model)]
+            prefill = _usual((load.prefill_speed for load in prefills), _prefill_s)
+            local = _usual((load.prefill_speed for load in decodes), _prefill_s)
+            usual = UsualSpeeds(
+                prefill=prefill or local or DEFAULT_PREFILL,
+                local=local or prefill or DEFAULT_PREFILL,
+                decode=_usual((load.decode_speed for load in decodes), _step_s) or DEFAULT_DECODE,
+                link=_usual((load.link_speed for load in itertools.chain(prefills, decodes)), _transfer_s)
+                or DEFAULT_LINK,
+            )
+            self._usual[model] = now_s, usual
+        return usual
 
     def prefill_session(self, worker_id: str) -> PrefillSession:
         """The session to a prefill worker. Raises WorkerUnavailable where there is none."""
@@ -332,15 +356,6 @@ class Topology:
             if member.state == "ready" and (model is None or member.record.model == model):
                 yield member
 
-    def _speeds(self, model: str) -> "_Speeds":
-        """What is usual for a model's workers."""
-        loads = [member.load for role in ROLES for member in self._ready(role, model)]
-        return _Speeds(
-            _usual((load.prefill_speed for load in loads), _prefill_s, DEFAULT_PREFILL),
-            _usual((load.decode_speed for load in loads), _step_s, DEFAULT_DECODE),
-            _usual((load.link_speed for load in loads), _transfer_s, DEFAULT_LINK),
-        )
-
     def _session(self, role_name: str, worker_id: str) -> WorkerSession:
         member = self._roles[role_name].members.get(worker_id)
         if member is None or not member.session.is_up:
@@ -362,16 +377,21 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class _Speeds:
-    """Usual speeds. Those of a worker that are not far from them count as the same.
+class UsualSpeeds:
+    """Speeds of the median worker. Those of a worker that are not far from them count as the same.
 
     Of two workers that are alike one always measures a little less, and would get everything. One that has measured
-    nothing yet, or nothing for a while, is taken for a usual one, or nobody would ever ask it.
+    nothing yet, or nothing for a while, is taken for a usual one, or nobody would ever ask it. `local` is of decode
+    workers that compute a prompt.
     """
 
     prefill: PrefillSpeed
+    local: PrefillSpeed
     decode: DecodeSpeed
     link: LinkSpeed
+
+
+_NOTHING_MEASURED = UsualSpeeds(DEFAULT_PREFILL, DEFAULT_PREFILL, DEFAULT_DECODE, DEFAULT_LINK)
 
 
 def _prefill_s(speed: PrefillSpeed) -> float:
@@ -386,9 +406,9 @@ def _transfer_s(speed: LinkSpeed) -> float:
     return speed.time_s(1 << 20)
 
 
-def _usual(speeds: Iterable[S | None], time_s: Callable[[S], float], default: S) -> S:
+def _usual(speeds: Iterable[S | None], time_s: Callable[[S], float]) -> S | None:
     measured = sorted((speed for speed in speeds if speed is not None), key=time_s)
-    return measured[(len(measured) - 1) // 2] if measured else default
+    return measured[(len(measured) - 1) // 2] if measured else None
 
 
 def _own(speed: S | None, usual: S, time_s: Callable[[S], float]) -> S:
@@ -398,7 +418,7 @@ def _own(speed: S | None, usual: S, time_s: Callable[[S], float]) -> S:
     return speed
 
 
-def _view(member: Member, speeds: _Speeds, prompt: tuple[int, int] | None) -> WorkerView:
+def _view(member: Member, usual: UsualSpeeds, prefill: PrefillSpeed, prompt: tuple[int, int] | None) -> WorkerView:
     load, record, session = member.load, member.record, member.session
     is_fresh = session.has_worked_since(asyncio.get_running_loop().time() - FRESH_S)
     return WorkerView(
@@ -414,7 +434,7 @@ def _view(member: Member, speeds: _Speeds, prompt: tuple[int, int] | None) -> Wo
         region=record.region,
         tenants=frozenset(record.tenants),
         page_size=record.page_size,
-        prefill_speed=_own(load.prefill_speed, speeds.prefill, _prefill_s) if is_fresh else speeds.prefill,
-        decode_speed=_own(load.decode_speed, speeds.decode, _step_s) if is_fresh else speeds.decode,
-        link_speed=_own(load.link_speed, speeds.link, _transfer_s) if is_fresh else speeds.link,
+        prefill_speed=_own(load.prefill_speed, prefill, _prefill_s) if is_fresh else prefill,
+        decode_speed=_own(load.decode_speed, usual.decode, _step_s) if is_fresh else usual.decode,
+        link_speed=_own(load.link_speed, usual.link, _transfer_s) if is_fresh else usual.link,
     )

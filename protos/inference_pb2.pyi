@@ -97,7 +97,9 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Text, encoded with the model's tokenizer, special tokens of its post-processor added."""
     priority: _builtins.int
-    """Class of service: 0 is normal, higher is meant to be sooner, in [-100, 100]. Checked and carried, without effect yet."""
+    """Order among requests of a class that wait for room, in [-100, 100]: higher goes sooner, 0 is normal. Only gateways
+    with `--queue-strategy priority` look at it.
+    """
     tenant: _builtins.str
     """Whom this request is accounted to. Empty: the API key's tenant, or the default one where the gateway asks for no keys."""
     service_class: _builtins.str

@@ -829,17 +829,12 @@ class Admitted(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    num_cached_tokens: _builtins.int
-    """Prompt tokens whose KV the worker already holds."""
     def __init__(
         self,
-        *,
-        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

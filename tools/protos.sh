@@ -30,8 +30,11 @@ stubs() { (cd "$1" && ls protos/*_pb2*.py protos/*_pb2*.pyi); }
 case "${1:-}" in
 write)
     make_generator
+    fresh=$(mktemp -d)
+    trap 'rm -rf "$fresh"' EXIT
+    generate "$fresh" # not in place: what is there stays where a .proto has an error
     rm -f protos/*_pb2*.py protos/*_pb2*.pyi
-    generate .
+    cp "$fresh"/protos/* protos/
     ;;
 check)
     make_generator

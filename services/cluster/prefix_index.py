@@ -20,14 +20,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
-import redis
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import RedisError
 
 from services.cluster.keys import Keys
-from services.cluster.registry import LEASE_TIMEOUT_S, MAX_WORKERS, WORKER_ID_PATTERN, WorkerRecord
-from services.cluster.store import Script, Store, check_url
+from services.cluster.registry import MAX_WORKERS, WORKER_ID_PATTERN, WorkerRecord
+from services.cluster.store import Script, Store, run_script, thread_client
 
 KEY_BYTES = 16
 PAGES_TTL_S = 5.0
@@ -124,7 +122,7 @@ class PrefixPublisher:
         self._ttl_ms = round(ttl_s * 1000)
         self._beat_s = beat_s
         self._flush_interval_s = flush_interval_s
-        self._client = _client(url)
+        self._client = thread_client(url)
         self._notes: deque[_Note | threading.Event] = deque()
         self._num_noted_keys = 0
         self._has_work = threading.Event()
@@ -293,7 +291,7 @@ class PrefixPublisher:
 
     def _run(self, script: Script, *args: bytes | int) -> None:
         """Raises _Refused where Redis does not hold what it should: it has lost it, or somebody has spoiled it."""
-        answer = _run(self._client, script, self._keys, (self._order, self._ttl_ms, self._worker_id, *args))
+        answer = run_script(self._client, script, self._keys, (self._order, self._ttl_ms, self._worker_id, *args))
         if answer == 1:
             return
         self._is_filled = False
@@ -303,7 +301,7 @@ class PrefixPublisher:
         raise _Refused
 
     def _delete(self) -> None:
-        _run(self._client, _DELETE, self._keys, (self._order, self._worker_id))
+        run_script(self._client, _DELETE, self._keys, (self._order, self._worker_id))
 
 
 class PrefixIndex:
@@ -406,24 +404,6 @@ def _decode(data: bytes) -> Change | None:
 
 def _split(data: bytes) -> tuple[bytes, ...]:
     return tuple([data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)])
-
-
-def _client(url: str) -> "redis.Redis":
-    check_url(url)
-    return redis.Redis.from_url(
-        url,
-        socket_timeout=LEASE_TIMEOUT_S,
-        socket_connect_timeout=LEASE_TIMEOUT_S,
-        retry=None,
-        retry_on_error=[],
-    )
-
-
-def _run(client: "redis.Redis", script: Script, keys: tuple[str, ...], args: tuple[str | bytes | int, ...]) -> Any:
-    try:
-        return client.evalsha(script.digest, len(keys), *keys, *args)
-    except NoScriptError:
-        return client.eval(script.body, len(keys), *keys, *args)
 
 
 # KEYS of the writers: head, set of keys, index. ARGV begins with: order, TTL in ms, id. They answer 1, or 0 if a newer

@@ -16,18 +16,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import msgspec
-import redis
 from redis.asyncio.client import PubSub
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import RedisError
 
 from services.cluster.keys import Keys
-from services.cluster.store import Script, Store, check_url, end_task
+from services.cluster.store import Script, Store, end_task, run_script, thread_client
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import LeaseLost, StoreUnavailable
 
 LEASE_TTL_S = 3.0
 LEASE_BEAT_S = 1.0
-LEASE_TIMEOUT_S = 0.5
 WATCH_POLL_S = 1.0
 MIN_POLL_INTERVAL_S = 0.02
 MAX_RECORD_BYTES = 16 * 1024
@@ -117,7 +115,7 @@ class WorkerLease:
         beat_s: float = LEASE_BEAT_S,
     ) -> None:
         self._keys = Keys(cluster)
-        self._client = _lease_client(url)
+        self._client = thread_client(url)
         self._record = record
         self._on_lost = on_lost
         self._ttl_ms = round(ttl_s * 1000)
@@ -182,7 +180,7 @@ class WorkerLease:
         record = self._record
         args = (record.order, msgspec.json.encode(record), self._ttl_ms, record.id, record.state)
         keys = (self._keys.worker(record.id), self._keys.workers, self._keys.workers_changed)
-        if _run(self._client, _RENEW, keys, args) == 1:
+        if run_script(self._client, _RENEW, keys, args) == 1:
             self._renewed_at_s = time.monotonic()
             return
         self._is_lost = True
@@ -192,7 +190,7 @@ class WorkerLease:
     def _delete(self) -> None:
         record = self._record
         keys = (self._keys.worker(record.id), self._keys.workers, self._keys.workers_changed)
-        _run(self._client, _RELEASE, keys, (record.order, record.id))
+        run_script(self._client, _RELEASE, keys, (record.order, record.id))
 
 
 async def watch_workers(
@@ -331,24 +329,6 @@ class _Subscription:
                     return True
         except (RedisError, OSError, RuntimeError):
             return False
-
-
-def _lease_client(url: str) -> "redis.Redis":
-    check_url(url)
-    return redis.Redis.from_url(
-        url,
-        socket_timeout=LEASE_TIMEOUT_S,
-        socket_connect_timeout=LEASE_TIMEOUT_S,
-        retry=None,
-        retry_on_error=[],
-    )
-
-
-def _run(client: "redis.Redis", script: Script, keys: tuple[str, ...], args: tuple[Any, ...]) -> Any:
-    try:
-        return client.evalsha(script.digest, len(keys), *keys, *args)
-    except NoScriptError:
-        return client.eval(script.body, len(keys), *keys, *args)
 
 
 def _decode(worker_id: bytes, order: bytes, raw: bytes) -> WorkerRecord | None:

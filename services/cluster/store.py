@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import redis
 import redis.asyncio
 from redis.asyncio.client import PubSub
 from redis.exceptions import NoScriptError, RedisError
@@ -22,6 +23,8 @@ TIMEOUT_S = 0.1
 BREAKER_OPEN_S = 1.0
 MAX_CONNECTIONS = 8
 SUBSCRIBER_TIMEOUT_S = 1.0
+THREAD_TIMEOUT_S = 0.5
+"""For what a thread of its own does, which keeps no request waiting."""
 
 
 class Breaker:
@@ -170,6 +173,26 @@ def check_url(url: str) -> str:
     except ValueError as error:
         raise ConfigError(f"the Redis URL must begin with redis://, rediss:// or unix://: {error}") from error
     return url
+
+
+def thread_client(url: str) -> "redis.Redis":
+    """A connection for one thread, which sees every error itself. Raises ConfigError for a URL of another kind."""
+    check_url(url)
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=THREAD_TIMEOUT_S,
+        socket_connect_timeout=THREAD_TIMEOUT_S,
+        retry=None,
+        retry_on_error=[],
+    )
+
+
+def run_script(client: "redis.Redis", script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
+    """Runs a script and returns its answer, with bytes for texts. Raises RedisError."""
+    try:
+        return client.evalsha(script.digest, len(keys), *keys, *args)
+    except NoScriptError:
+        return client.eval(script.body, len(keys), *keys, *args)
 
 
 def _unavailable(call: asyncio.Task[Any]) -> StoreUnavailable:

@@ -20,7 +20,7 @@ def reasons(s: BatchScheduler) -> list[tuple[Hashable, str]]:
 
 
 def keys(work: list[Work]) -> list[Hashable]:
-    return sorted(w.key for w in work)  # type: ignore[type-var]
+    return sorted(w.key for w in work)
 
 
 def test_a_better_class_takes_the_place_of_the_youngest_of_the_lowest_one() -> None:
@@ -112,8 +112,8 @@ def test_what_is_computed_again_is_computed_in_chunks_only_where_that_is_exact(i
         for w in s.next_step(pages):
             if w.key == "b" and ended:
                 replay.append(w)
-            num[w.key] += w.samples  # type: ignore[index]
-            if num[w.key] == 32:  # type: ignore[index]
+            num[w.key] += w.samples
+            if num[w.key] == 32:
                 s.remove(w.key)
                 pages.held.pop(w.key)
                 if w.key == "a":
@@ -356,8 +356,8 @@ def test_of_one_class_nobody_gives_way_often(seed: int) -> None:
         add(s, pages, key, source.randrange(1, 200), 0, 0, new=new)
     while s.has_any:
         for w in s.next_step(pages):
-            num[w.key] += w.samples  # type: ignore[index]
-            if num[w.key] == most[w.key]:  # type: ignore[index]
+            num[w.key] += w.samples
+            if num[w.key] == most[w.key]:
                 s.remove(w.key)
                 del pages.held[w.key]
         lost.update(key for key, reason in reasons(s) if reason in ("swapped", "recomputed"))

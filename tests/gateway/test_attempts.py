@@ -64,7 +64,7 @@ class Scene:
     async def start(self):
         admit = self.attempt.admit(is_local_prefill=False)
         admit.send(None)
-        self.mailbox.deliver(self.decode, Admitted(0))
+        self.mailbox.deliver(self.decode, Admitted())
         with pytest.raises(StopIteration):
             admit.send(None)
         self.attempt.start_prefill([self.prefill])

@@ -1,13 +1,10 @@
 """The catalog: names, what is known of a model's folder, and how a name travels in a header."""
 
-import json
-import shutil
 
 import pytest
 
 from gateway.catalog import ModelCatalog, header_value, load_catalog
 from gateway.catalog_file import ModelEntry
-from gateway.model_files import read_model_files
 from services.runtime.errors import InvalidRequest, ModelError, NotFound
 
 
@@ -45,33 +42,6 @@ def test_no_name_means_the_only_model(catalog, name):
 def test_a_folder_that_cannot_be_used_is_named(tmp_path, model_folder):
     with pytest.raises(ModelError, match=str(tmp_path)):
         load_catalog([ModelEntry("a", model_folder), ModelEntry("b", tmp_path)])
-
-
-@pytest.mark.parametrize(
-    ("changes", "num_bytes"),
-    [
-        ({}, 0),
-        ({"num_hidden_layers": 3, "num_attention_heads": 8, "hidden_size": 128}, 2 * 3 * 8 * 16 * 2),
-        ({"num_hidden_layers": 3, "num_attention_heads": 8, "hidden_size": 128, "num_key_value_heads": 2}, 384),
-        ({"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}, 768),
-        (
-            {
-                "num_hidden_layers": 3,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 2,
-                "head_dim": 32,
-                "torch_dtype": "float32",
-            },
-            1536,
-        ),
-        ({"num_hidden_layers": "3", "num_attention_heads": -8, "hidden_size": None}, 0),
-    ],
-)
-def test_how_large_a_token_s_keys_and_values_are(tmp_path, model_folder, changes, num_bytes):
-    shutil.copytree(model_folder, tmp_path / "model")
-    config = json.loads((model_folder / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | changes))
-    assert read_model_files(tmp_path / "model").kv_bytes_per_token == num_bytes
 
 
 @pytest.mark.parametrize(

@@ -599,7 +599,7 @@ async def test_a_request_that_was_known_gives_nothing_back(redis_url, key_file, 
 
 async def post_until_known(system, body, headers):
     """The answer to a named call; a gateway for which Redis was too busy takes it for a new one, beyond the limit."""
-    while (answer := await system.http.post("/v1/completions", json=body, headers=headers)).status_code == 429:  # noqa: ASYNC110
+    while (answer := await system.http.post("/v1/completions", json=body, headers=headers)).status_code == 429:  # noqa: ASYNC110 - a socket
         await asyncio.sleep(0.1)
     return answer
 

@@ -759,7 +759,7 @@ async def test_what_no_model_had_room_for_costs_nothing(guarded_models, worker_t
 
     async def tried():
         """Not at once again: what is given back is booked beside the answer."""
-        while (answer := await complete(system, headers=shows("all"))).status_code == 429:  # noqa: ASYNC110
+        while (answer := await complete(system, headers=shows("all"))).status_code == 429:  # noqa: ASYNC110 - across sockets
             await asyncio.sleep(0.02)
         return answer
 

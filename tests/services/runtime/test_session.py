@@ -208,10 +208,10 @@ async def test_commands_arrive_in_order_and_events_come_back(served: tuple[Worke
             await soon(worker.arrived)
     assert [name for _, name in worker.commands] == [*(f"r{index}" for index in range(20)), "cancel r3"]
     source = worker.commands[0][0]
-    worker.sessions.emit(source, "r0", 1, worker_pb2.Admitted(num_cached_tokens=7))
+    worker.sessions.emit(source, "r0", 1, worker_pb2.PrefillStarted(num_cached_tokens=7))
     worker.sessions.emit(source, "r0", 1, worker_pb2.Tokens(first_index=0, token_ids=[5]))
     first, second = await events_of(call, 2)
-    assert (first.id.request_id, first.id.attempt, first.admitted.num_cached_tokens) == ("r0", 1, 7)
+    assert (first.id.request_id, first.id.attempt, first.prefill_started.num_cached_tokens) == ("r0", 1, 7)
     assert second.tokens.token_ids == [5]
 
 
