@@ -113,11 +113,12 @@ class Session:
     async def after_fault(self, since: Mark, *, least_s: float = 0.25) -> int:
         """Waits until every stream that was hit goes on or is over; how many were hit."""
         await asyncio.sleep(least_s)
+        # A gateway that has much to do may not have said yet whom it hit.
+        await self.until_resumed(since.running, since.at)
         failed = self._failed_attempts(since)
         hit = [run for run in since.running if run.answer.request_id in failed]
         self.reasons.update(failed[run.answer.request_id] for run in hit)
         self.hits += [(run, since.at) for run in hit]
-        await self.until_resumed(hit, since.at)
         return len(hit)
 
     async def until_resumed(self, runs: Sequence[Run], at: float) -> None:
@@ -461,6 +462,10 @@ def _ip(arguments: str) -> None:
 # Corruption
 
 
+CORRUPTION_FLAGS = ("--max-attempts=20", "--local-prefill-tokens=0")
+"""A handoff for every prompt, and as many attempts as that takes."""
+
+
 async def corruption(options: Options) -> Row:
     """Handoffs with flipped bits, short, lost and repeated frames, wrong headers, seals and hellos."""
     async with session(
@@ -468,7 +473,7 @@ async def corruption(options: Options) -> Row:
         options,
         plans=corrupting_plans(options.seed),
         tokens=(4, 24),
-        flags={"gateway": ["--max-attempts=20"]},
+        flags={"gateway": CORRUPTION_FLAGS},
         judge=judge_corruption,
     ) as opened:
         await corrupt_some(opened, options.num_trials(100), timeout_s=options.seconds or 540.0)
@@ -664,7 +669,7 @@ async def _resume_or_begin_anew(clients: Clients, run: Run) -> None:
     """The first tokens may have left before it was noted what the answer is; then the client asks as before."""
     channel = clients.channel(run.gateway)
     try:
-        await grpc_resume(channel, run.answer)
+        await grpc_resume(channel, run.answer, tenant=run.spec.tenant)
     except Refused as error:
         if error.status != "NOT_FOUND":
             raise

@@ -210,9 +210,11 @@ async def grpc_generate(
     await _take_responses(stub.Generate(message, timeout=timeout_s, metadata=metadata), answer)
 
 
-async def grpc_resume(channel: grpc.aio.Channel, answer: Answer, *, timeout_s: float = 120.0) -> None:
+async def grpc_resume(channel: grpc.aio.Channel, answer: Answer, *, tenant: str, timeout_s: float = 120.0) -> None:
     """Goes on with a stream that broke, on any gateway."""
-    message = inference_pb2.ResumeRequest(request_id=answer.request_id, next_index=len(answer.choice(0).token_ids))
+    message = inference_pb2.ResumeRequest(
+        request_id=answer.request_id, next_index=len(answer.choice(0).token_ids), tenant=tenant
+    )
     await _take_responses(inference_pb2_grpc.InferenceStub(channel).Resume(message, timeout=timeout_s), answer)
 
 

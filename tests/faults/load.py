@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -36,6 +36,8 @@ class Spec:
     stop: tuple[str, ...] = ()
     n: int = 1
     logprobs: int | None = None
+    tenant: str = ""
+    """Whose pages it may find at the workers. Has no part in the answer."""
 
     @property
     def min_tokens(self) -> int:
@@ -53,11 +55,14 @@ class Spec:
         )
         if self.logprobs is not None:
             sampling.logprobs = self.logprobs
-        return inference_pb2.GenerateRequest(request_id=request_id, text=self.prompt, sampling=sampling)
+        return inference_pb2.GenerateRequest(
+            request_id=request_id, text=self.prompt, sampling=sampling, tenant=self.tenant
+        )
 
     def body(self) -> dict[str, Any]:
-        body = {
+        body: dict[str, Any] = {
             "prompt": self.prompt,
+            "tenant": self.tenant or None,
             "max_tokens": self.max_tokens,
             "min_tokens": self.min_tokens,
             "temperature": self.temperature,
@@ -265,7 +270,9 @@ class Load:
         self._num += 1
         # Every other one is named by its client, and the server names the rest.
         request_id = f"f-{id(self):x}-{self._num}" if self.is_named and self._num % 2 else ""
-        run = Run(spec, Answer(request_id=request_id))
+        # Of few requests one finds the pages of another, or no page would ever be handed over.
+        tenant = f"{id(self):x}-{self._num}" if self._num % 4 else ""
+        run = Run(replace(spec, tenant=tenant), Answer(request_id=request_id))
         self.running.append(run)
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -294,7 +301,7 @@ async def undisturbed(clients: Clients, specs: Sequence[Spec], *, width: int = 1
     alone: dict[int, float] = {}
     for spec in specs:
         answer = Answer()
-        message = spec.message()
+        message = replace(spec, tenant=f"alone-{spec.number}").message()
         message.sampling.max_tokens = 1
         message.sampling.min_tokens = 0
         await grpc_generate(clients.channel(clients.gateway()), message, answer)
@@ -306,7 +313,7 @@ async def undisturbed(clients: Clients, specs: Sequence[Spec], *, width: int = 1
         prefill_s=alone,
         loaded_ttft_s={
             spec.number: statistics.median(
-                [run.answer.ttft_s for run in steady if run.spec is spec] or [alone[spec.number]]
+                [run.answer.ttft_s for run in steady if run.spec.number == spec.number] or [alone[spec.number]]
             )
             for spec in specs
         },

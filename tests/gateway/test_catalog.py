@@ -1,6 +1,5 @@
 """The catalog: names, what is known of a model's folder, and how a name travels in a header."""
 
-
 import pytest
 
 from gateway.catalog import ModelCatalog, header_value, load_catalog
