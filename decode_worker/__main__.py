@@ -17,6 +17,7 @@ from services.cluster.prefix_index import PrefixPublisher
 from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
 from services.engine.engine import EngineParts, load_engine
 from services.runtime import config, process, rpc
+from services.runtime.gpu_watch import GpuWatch, watch_gpu
 from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_service, serve_until_drained
 from services.runtime.worker_metrics import WorkerMetrics
 
@@ -48,25 +49,26 @@ async def _serve(
     stop: asyncio.Event,
 ) -> None:
     parts = await load_or_stop(lambda: load_engine(**settings.engine_settings()), lease, stop)
-    metrics = WorkerMetrics(worker_id=settings.id)
-    worker, receiver = _worker(settings, incarnation, parts, metrics, publisher)
-    metrics.serve(settings, worker.load)
-    server = rpc.make_server([SERVICE_NAME, LINK_SERVICE_NAME])
-    worker_pb2_grpc.add_DecodeWorkerServicer_to_server(Servicer(worker.sessions), server.server)
-    link_pb2_grpc.add_LinkServicer_to_server(receiver, server.server)
-    address = settings.address(await server.start(settings.host, settings.port))
-    if lease is not None:
-        lease.update(
-            address=address,
-            max_running=settings.max_batch,
-            **parts.record_fields(),
-            **worker.load().record_fields(),
-        )
-    # What was loaded for good is not looked at again by every full collection, which would hold up a step.
-    gc.collect()
-    gc.freeze()
-    logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
-    await serve_until_drained(worker, server, lease, stop, drain_timeout_s=settings.drain_timeout)
+    with held(watch_gpu(parts.gpu_uuid)) as gpu:
+        metrics = WorkerMetrics(worker_id=settings.id)
+        worker, receiver = _worker(settings, incarnation, parts, metrics, publisher, gpu)
+        metrics.serve(settings, worker.load)
+        server = rpc.make_server([SERVICE_NAME, LINK_SERVICE_NAME])
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(Servicer(worker.sessions), server.server)
+        link_pb2_grpc.add_LinkServicer_to_server(receiver, server.server)
+        address = settings.address(await server.start(settings.host, settings.port))
+        if lease is not None:
+            lease.update(
+                address=address,
+                max_running=settings.max_batch,
+                **parts.record_fields(),
+                **worker.load().record_fields(),
+            )
+        # What was loaded for good is not looked at again by every full collection, which would hold up a step.
+        gc.collect()
+        gc.freeze()
+        logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
+        await serve_until_drained(worker, server, lease, stop, drain_timeout_s=settings.drain_timeout)
 
 
 def _swap_bytes(settings: DecodeWorkerConfig, parts: EngineParts) -> int:
@@ -100,6 +102,7 @@ def _worker(
     parts: EngineParts,
     metrics: WorkerMetrics,
     publisher: PrefixPublisher | None,
+    gpu: GpuWatch | None,
 ) -> tuple[DecodeWorker, LinkReceiver]:
     max_admitted = settings.max_admitted or 2 * settings.max_batch
     identity = LinkIdentity(
@@ -126,6 +129,7 @@ def _worker(
         ),
         metrics=metrics,
         step_timeout_s=settings.step_timeout,
+        gpu=None if gpu is None else gpu.message,
         on_pages_changed=None if publisher is None else publisher.note,
     )
     receiver = LinkReceiver(

@@ -166,6 +166,7 @@ class DecodeWorker:
         limits: Limits,
         metrics: WorkerMetrics,
         step_timeout_s: float = 0.0,
+        gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None,
         on_pages_changed: Callable[[tuple[PageKey, ...], tuple[PageKey, ...]], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -211,6 +212,7 @@ class DecodeWorker:
             },
             load=lambda: self.load().to_message(is_draining=self._is_draining),
             on_session_closed=self._on_session_closed,
+            gpu=gpu,
         )
         self._loop = DecodeLoop(
             runner=parts.runner,

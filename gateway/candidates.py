@@ -6,6 +6,7 @@ through. What this gateway has sent to a worker that has not reported it yet is 
 requests that go in the same moment do not all see the same free place. Knows no request's life.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from gateway.worker_watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
 from services.scheduling.breakers import Breakers
+from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.queue import ServiceClass
 from services.scheduling.routing import Fits, Route, Router, RouteRequest, WorkerView
 
@@ -73,6 +75,7 @@ class Candidates:
         self._hints = hints
         self._region = region
         self._watch = WorkerWatch(clock)
+        topology.watch_gpus(self._watch.note_gpu)
         self._breakers = Breakers()
         """Of pairs: (prefill worker, decode worker)."""
         self._last_lost: dict[str, str] = {}
@@ -104,8 +107,11 @@ class Candidates:
         """Ways to decode workers that can hold the whole sequence; those that have failed it come last."""
         generation = request.generation
         prompt = (request.queue_entry.service_class, request.num_known_tokens)
-        decodes = self._usable(self._topology.decode_views(generation.model, prompt=prompt))
-        prefills = self._usable(self._topology.prefill_views(generation.model, prompt=prompt))
+        usual = self._topology.usual_speeds(generation.model)
+        decodes = self._usable(self._topology.decode_views(generation.model, prompt=prompt), usual.local, usual.decode)
+        prefills = self._usable(
+            self._topology.prefill_views(generation.model, prompt=prompt), usual.prefill, usual.decode
+        )
         wanted = RouteRequest(
             num_prompt_tokens=request.num_known_tokens,
             max_new_tokens=max(1, request.max_num_tokens - request.num_known_tokens),
@@ -287,12 +293,31 @@ class Candidates:
             self._last_lost[peer.worker_id] = peer.incarnation
             self._note_error(attempt, peer.worker_id)
 
-    def _usable(self, views: list[WorkerView]) -> list[WorkerView]:
+    def _usable(self, views: list[WorkerView], prefill: PrefillSpeed, decode: DecodeSpeed) -> list[WorkerView]:
+        """Those that get new work; one whose GPU is in trouble is slower than what is usual, `prefill` and `decode`.
+
+        Here and not in the topology: who judges what the cluster can do goes by what was measured.
+        """
         group = [view.worker_id for view in views]
         usable = self._watch.usable(group)
-        if usable is group:
+        if usable is not group:
+            views = [view for view in views if view.worker_id in usable]
+        weights = self._watch.gpu_weights(usable)
+        if not weights:
             return views
-        return [view for view in views if view.worker_id in usable]
+        return [
+            view if weight == 1.0 else _slowed(view, prefill.times(1 / weight), decode.times(1 / weight))
+            for view, weight in zip(views, weights, strict=True)
+        ]
+
+
+def _slowed(view: WorkerView, prefill: PrefillSpeed, decode: DecodeSpeed) -> WorkerView:
+    """The worker at these speeds, or at its own where those are slower: throttling, which it feels, counts once."""
+    return dataclasses.replace(
+        view,
+        prefill_speed=max(view.prefill_speed, prefill, key=lambda speed: speed.time_s(512)),
+        decode_speed=max(view.decode_speed, decode, key=lambda speed: speed.step_s(1)),
+    )
 
 
 def prefill_queue_s(view: WorkerView) -> float:

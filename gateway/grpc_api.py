@@ -36,6 +36,7 @@ from gateway.validation import (
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.runtime import rpc
 from services.runtime.errors import InvalidRequest
+from services.scheduling.health import GpuState
 
 SERVICE_NAMES = ("tandem.v1.Inference", "tandem.v1.Cluster")
 WATCH_INTERVAL_S = 0.5
@@ -53,6 +54,11 @@ _STATES = {
     "ready": cluster_pb2.WORKER_STATE_READY,
     "draining": cluster_pb2.WORKER_STATE_DRAINING,
     "lost": cluster_pb2.WORKER_STATE_LOST,
+}
+_GPU_STATES = {
+    GpuState.OK: cluster_pb2.GPU_STATE_OK,
+    GpuState.DEGRADED: cluster_pb2.GPU_STATE_DEGRADED,
+    GpuState.OUT: cluster_pb2.GPU_STATE_OUT,
 }
 _REASONS = {"stop": inference_pb2.FINISH_REASON_STOP, "length": inference_pb2.FINISH_REASON_LENGTH}
 
@@ -423,4 +429,12 @@ def _worker(member: Member) -> cluster_pb2.Worker:
         ),
         running=load.running,
         waiting=load.waiting,
+        gpu=_gpu(member),
     )
+
+
+def _gpu(member: Member) -> cluster_pb2.GpuHealth | None:
+    if member.gpu_facts is None:
+        return None
+    gpu = member.gpu
+    return cluster_pb2.GpuHealth(state=_GPU_STATES[gpu.state], weight=gpu.weight, reasons=gpu.reasons)

@@ -703,4 +703,12 @@ def _worker_json(member: Member) -> dict[str, Any]:
         },
         "running": load.running,
         "waiting": load.waiting,
+        "gpu": _gpu_json(member),
     }
+
+
+def _gpu_json(member: Member) -> dict[str, Any] | None:
+    if member.gpu_facts is None:
+        return None
+    gpu = member.gpu
+    return {"state": gpu.state.value, "weight": gpu.weight, "reasons": gpu.reasons}

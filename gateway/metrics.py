@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.topology import Member
+from services.scheduling.health import GpuState
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 DURATION_BUCKETS_S = tuple(0.01 * 2**n for n in range(14))
@@ -60,7 +61,8 @@ class Metrics:
         )
         self._open_breakers = Gauge(
             "tandem_open_breakers",
-            "Workers left alone because they are slow, silent or erring, and pairs that cannot reach each other.",
+            "Workers left alone because they are slow, silent or erring or their GPU is in trouble, and pairs that "
+            "cannot reach each other.",
             registry=registry,
         )
         self._duration_s = Histogram(
@@ -84,6 +86,12 @@ class Metrics:
         )
         self._requests = Gauge("tandem_requests", "Requests now, by state.", ("state",), registry=registry)
         self._workers = Gauge("tandem_workers", "Workers by role and state.", ("role", "state"), registry=registry)
+        self._gpus = Gauge(
+            "tandem_worker_gpu",
+            "1 for the state that a worker's GPU is in: ok, degraded, out. Only of workers that can ask theirs.",
+            ("role", "worker", "state"),
+            registry=registry,
+        )
         self._pages = Gauge(
             "tandem_kv_pages", "KV pages by worker and state.", ("role", "worker", "state"), registry=registry
         )
@@ -114,9 +122,12 @@ class Metrics:
         """All figures in Prometheus' text format."""
         self._workers.clear()
         self._pages.clear()
+        self._gpus.clear()
         for member in members:
             record, load = member.record, member.load
             self._workers.labels(record.role, member.state).inc()
             for state in ("free", "cached", "reserved", "used"):
                 self._pages.labels(record.role, record.id, state).set(getattr(load, f"pages_{state}"))
+            for gpu_state in GpuState if member.gpu_facts is not None else ():
+                self._gpus.labels(record.role, record.id, gpu_state.value).set(gpu_state is member.gpu.state)
         return generate_latest(self._registry)

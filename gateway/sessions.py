@@ -22,6 +22,7 @@ from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, status
 from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded, TandemError, WorkerLost, WorkerUnavailable
+from services.runtime.gpu_health import GpuFacts
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 
 CONNECT_TIMEOUT_S = 3.0
@@ -181,6 +182,8 @@ class WorkerSession(ABC):
     def __init__(self, peer: Peer, *, gateway_incarnation: str, on_change: Callable[["WorkerSession"], None]) -> None:
         self.peer = peer
         self.load = Load()
+        self.gpu: GpuFacts | None = None
+        """What its GPU says of itself; another object with each report that has it. None: nothing was said."""
         self.books = Books()
         self.is_up = False
         self.num_dropped_events = 0
@@ -299,6 +302,8 @@ class WorkerSession(ABC):
         self._heard_at_s = asyncio.get_running_loop().time()
         for event in message.events:
             self._dispatch(event)
+        if message.HasField("gpu"):
+            self.gpu = _read_gpu(message.gpu)
         if message.HasField("load"):
             self.load = _read_load(message.load)
             if self.load.running or self.load.waiting:
@@ -513,6 +518,24 @@ def _read_decode_speed(load: worker_pb2.WorkerLoad) -> DecodeSpeed | None:
 def _read_link_speed(load: worker_pb2.WorkerLoad) -> LinkSpeed | None:
     numbers = (load.link_speed.latency_s, load.link_speed.bytes_per_s)
     return LinkSpeed(*numbers) if load.HasField("link_speed") and _are_sane(numbers) and numbers[1] > 0 else None
+
+
+def _read_gpu(gpu: worker_pb2.GpuFacts) -> GpuFacts:
+    said: dict[str, Any] = {field.name: value for field, value in gpu.ListFields()}
+    temperatures = {
+        name: said[name] for name in ("temperature_c", "slowdown_c") if name in said and math.isfinite(said[name])
+    }
+    return GpuFacts(
+        **temperatures,
+        num_uncorrected=said.get("num_uncorrected"),
+        is_remap_pending=said.get("is_remap_pending"),
+        has_remap_failed=said.get("has_remap_failed"),
+        throttle_reasons=frozenset(gpu.throttle_reasons),
+        free_bytes=said.get("free_bytes"),
+        total_bytes=said.get("total_bytes"),
+        xids=frozenset(gpu.xids),
+        is_lost=gpu.is_lost,
+    )
 
 
 def _are_sane(numbers: tuple[float, ...]) -> bool:

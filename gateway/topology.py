@@ -17,6 +17,8 @@ from typing import Literal, TypeVar
 from gateway.sessions import DecodeSession, Load, Peer, PrefillSession, WorkerSession
 from services.cluster.registry import WorkerRecord
 from services.runtime.errors import NotFound, WorkerUnavailable
+from services.runtime.gpu_health import GpuFacts
+from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
 from services.scheduling.prediction import (
     DEFAULT_DECODE,
     DEFAULT_LINK,
@@ -53,7 +55,8 @@ logger = logging.getLogger(__name__)
 class Member:
     """One worker process and the session to it. `is_listed`: the registry has it.
 
-    `is_exact`: an answer does not depend on whether this worker computes it, as of the last call of `members`.
+    `is_exact`: an answer does not depend on whether this worker computes it, as of the last call of `members`. `gpu` is
+    the judgement of `gpu_facts`, which are None where the process has said nothing of a GPU.
     """
 
     record: WorkerRecord
@@ -62,6 +65,8 @@ class Member:
     is_listed: bool = True
     is_drain_asked: bool = False
     is_exact: bool = False
+    gpu: GpuJudgement = GPU_OK
+    gpu_facts: GpuFacts | None = None
 
     @property
     def arithmetic(self) -> str:
@@ -112,6 +117,7 @@ class Topology:
         self._usual: dict[str, tuple[float, UsualSpeeds]] = {}
         """By model, with the time at which it was found."""
         self._watchers: set[asyncio.Event] = set()
+        self._note_gpu: Callable[[str, GpuJudgement], None] = lambda worker_id, judgement: None
         self._silence_check: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -126,6 +132,10 @@ class Topology:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def watch_gpus(self, note: Callable[[str, GpuJudgement], None]) -> None:
+        """Calls `note(worker_id, judgement)` when a worker's GPU is judged otherwise; ok when the process has left."""
+        self._note_gpu = note
 
     def take_membership(self, records: Iterable[WorkerRecord]) -> None:
         """Follows the registry: sessions to new processes begin, workers that left and cannot be reached go."""
@@ -298,8 +308,29 @@ class Topology:
     def _new_session(self, role: _Role, record: WorkerRecord) -> WorkerSession:
         peer = Peer(worker_id=record.id, incarnation=record.incarnation, address=record.address)
         return role.make_session(
-            peer, gateway_incarnation=self._gateway_incarnation, on_change=lambda session: self._changed()
+            peer,
+            gateway_incarnation=self._gateway_incarnation,
+            on_change=lambda session: self._session_changed(role, session),
         )
+
+    def _session_changed(self, role: _Role, session: WorkerSession) -> None:
+        member = role.members.get(session.peer.worker_id)
+        facts = session.gpu
+        if facts is not None and member is not None and member.session is session and facts is not member.gpu_facts:
+            self._judge_gpu(member, facts)
+        self._changed()
+
+    def _judge_gpu(self, member: Member, facts: GpuFacts) -> None:
+        """Once for each report that has new facts, not for each request."""
+        member.gpu_facts = facts
+        before, member.gpu = member.gpu, judge_gpu(facts)
+        if member.gpu == before:
+            return
+        self._note_gpu(member.record.id, member.gpu)
+        if member.gpu.state is not before.state:
+            found = {"worker": member.record.id, "state": member.gpu.state.value, "reasons": member.gpu.reasons}
+            level = logging.INFO if member.gpu.state is GpuState.OK else logging.WARNING
+            logger.log(level, "the state of a worker's GPU has changed", extra=found)
 
     def _forget(self, role: _Role, worker_id: str) -> None:
         member = role.members.pop(worker_id, None)
@@ -307,6 +338,8 @@ class Topology:
             return
         if member.keeper is not None:
             member.keeper.cancel()
+        if member.gpu != GPU_OK:
+            self._note_gpu(worker_id, GPU_OK)
         incarnation = member.record.incarnation
         self._mismatched = {pair for pair in self._mismatched if incarnation not in pair}
 

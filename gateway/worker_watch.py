@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.runtime.clock import Clock
-from services.scheduling.health import WorkerHealth
+from services.scheduling.health import GpuJudgement, WorkerHealth
 
 FLOOR_S = 0.01
 """Added to what was expected and to what it took, before the two are compared."""
+LEAST_WEIGHT = 0.1
+"""Of a GPU that is out, and used since too many are: it gets what others cannot take soon."""
 TOKENS_PER_STAGE = 16
 """So many tokens of an answer are one stage: single gaps say little."""
 
@@ -40,6 +42,21 @@ class WorkerWatch:
     def num_ejected(self) -> int:
         """Workers that are left alone now, or tried with one request."""
         return self._health.num_ejected
+
+    def note_gpu(self, worker_id: str, judgement: GpuJudgement) -> None:
+        """What the worker's GPU is judged to be from now on."""
+        self._health.note_gpu(worker_id, judgement)
+
+    def gpu_weights(self, group: Sequence[str]) -> Sequence[float]:
+        """Of each of them, what share of its speed it is taken to have, by what its GPU says, against the best one.
+
+        Where all GPUs are alike in trouble all weigh 1: there is nothing better to use. Empty: all of them are well.
+        """
+        if not self._health.num_weak_gpus:
+            return ()
+        weights = [max(LEAST_WEIGHT, self._health.gpu(worker_id).weight) for worker_id in group]
+        best = max(weights, default=1.0)
+        return [weight / best for weight in weights]
 
     def usable(self, group: Sequence[str]) -> Sequence[str]:
         """Those of a role that get new work: at least half of them, and one."""

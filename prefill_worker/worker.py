@@ -159,6 +159,7 @@ class PrefillWorker:
         limits: Limits,
         metrics: WorkerMetrics,
         step_timeout_s: float = 0.0,
+        gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None,
         on_pages_changed: Callable[[tuple[PageKey, ...], tuple[PageKey, ...]], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -187,6 +188,7 @@ class PrefillWorker:
             handlers={"prefill": self._on_prefill, "cancel": self._on_cancel, "drain": self._on_drain},
             load=lambda: self.load().to_message(is_draining=self._is_draining),
             on_session_closed=self._on_session_closed,
+            gpu=gpu,
         )
         self._loop = PrefillLoop(
             runner=parts.runner,

@@ -75,6 +75,34 @@ WORKER_STATE_LOST: WorkerState.ValueType  # 4
 """Its session is broken or its lease has ended; it may come back."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
+class _GpuState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GpuStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GpuState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GPU_STATE_UNSPECIFIED: _GpuState.ValueType  # 0
+    """Never sent."""
+    GPU_STATE_OK: _GpuState.ValueType  # 1
+    """It is used."""
+    GPU_STATE_DEGRADED: _GpuState.ValueType  # 2
+    """It is used where others are busier."""
+    GPU_STATE_OUT: _GpuState.ValueType  # 3
+    """It gets nothing new, unless more than half of the workers would get nothing."""
+
+class GpuState(_GpuState, metaclass=_GpuStateEnumTypeWrapper):
+    """What is done with a GPU."""
+
+GPU_STATE_UNSPECIFIED: GpuState.ValueType  # 0
+"""Never sent."""
+GPU_STATE_OK: GpuState.ValueType  # 1
+"""It is used."""
+GPU_STATE_DEGRADED: GpuState.ValueType  # 2
+"""It is used where others are busier."""
+GPU_STATE_OUT: GpuState.ValueType  # 3
+"""It gets nothing new, unless more than half of the workers would get nothing."""
+Global___GpuState: _TypeAlias = GpuState  # noqa: Y015
+
 @_typing.final
 class GetTopologyRequest(_message.Message):
     """Asks for the topology."""
@@ -158,6 +186,7 @@ class Worker(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     ARITHMETIC_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stable name, such as decode-0."""
     role: Global___WorkerRole.ValueType
@@ -188,6 +217,10 @@ class Worker(_message.Message):
     def pages(self) -> Global___PageCounts:
         """Its KV pages."""
 
+    @_builtins.property
+    def gpu(self) -> Global___GpuHealth:
+        """What its GPU's own figures amount to. Absent: it has none, or nothing is known of it."""
+
     def __init__(
         self,
         *,
@@ -204,14 +237,47 @@ class Worker(_message.Message):
         running: _builtins.int = ...,
         waiting: _builtins.int = ...,
         arithmetic: _builtins.str = ...,
+        gpu: Global___GpuHealth | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "exact", b"exact", "host", b"host", "id", b"id", "incarnation", b"incarnation", "model", b"model", "pages", b"pages", "pid", b"pid", "role", b"role", "running", b"running", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "exact", b"exact", "gpu", b"gpu", "host", b"host", "id", b"id", "incarnation", b"incarnation", "model", b"model", "pages", b"pages", "pid", b"pid", "role", b"role", "running", b"running", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class GpuHealth(_message.Message):
+    """The judgement of a GPU."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    state: Global___GpuState.ValueType
+    """What is done with it."""
+    weight: _builtins.float
+    """Share of its full speed that it is taken to have; 0 for one that is out."""
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What was found, such as too_hot or xid_79."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___GpuState.ValueType = ...,
+        weight: _builtins.float = ...,
+        reasons: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reasons", b"reasons", "state", b"state", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GpuHealth: _TypeAlias = GpuHealth  # noqa: Y015
 
 @_typing.final
 class PageCounts(_message.Message):

@@ -548,6 +548,7 @@ class StepEvents(_message.Message):
     WORKER_INCARNATION_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
     worker_incarnation: _builtins.str
     """Incarnation of the worker."""
     @_builtins.property
@@ -558,20 +559,118 @@ class StepEvents(_message.Message):
     def load(self) -> Global___WorkerLoad:
         """The worker's load after this step. Sent at least once a second, with or without events."""
 
+    @_builtins.property
+    def gpu(self) -> Global___GpuFacts:
+        """What the worker's GPU says of itself: in the first message of a session that has it, and whenever it is another.
+        Absent: as it was last in this session. A worker without a GPU, or that cannot ask it, never sends it.
+        """
+
     def __init__(
         self,
         *,
         worker_incarnation: _builtins.str = ...,
         events: _abc.Iterable[Global___WorkerEvent] | None = ...,
         load: Global___WorkerLoad | None = ...,
+        gpu: Global___GpuFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "load", b"load", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "gpu", b"gpu", "load", b"load", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepEvents: _TypeAlias = StepEvents  # noqa: Y015
+
+@_typing.final
+class GpuFacts(_message.Message):
+    """What a GPU says about itself, as NVML has it. Nothing is judged. An absent fact: the GPU does not say that."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEMPERATURE_C_FIELD_NUMBER: _builtins.int
+    SLOWDOWN_C_FIELD_NUMBER: _builtins.int
+    NUM_UNCORRECTED_FIELD_NUMBER: _builtins.int
+    IS_REMAP_PENDING_FIELD_NUMBER: _builtins.int
+    HAS_REMAP_FAILED_FIELD_NUMBER: _builtins.int
+    THROTTLE_REASONS_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    XIDS_FIELD_NUMBER: _builtins.int
+    IS_LOST_FIELD_NUMBER: _builtins.int
+    temperature_c: _builtins.float
+    """Degrees Celsius of the chip."""
+    slowdown_c: _builtins.float
+    """Degrees Celsius at which it slows itself down."""
+    num_uncorrected: _builtins.int
+    """Memory errors since the driver was loaded that could not be corrected."""
+    is_remap_pending: _builtins.bool
+    """Rows of its memory are to be replaced at its next reset."""
+    has_remap_failed: _builtins.bool
+    """No row is left to replace a broken one."""
+    free_bytes: _builtins.int
+    """Bytes of its memory that nobody has."""
+    total_bytes: _builtins.int
+    """Bytes of its memory."""
+    is_lost: _builtins.bool
+    """It does not answer any more."""
+    @_builtins.property
+    def throttle_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why it runs slower than it could: sw_power_cap, hw_slowdown, sw_thermal, hw_thermal, hw_power_brake. Others are
+        ignored.
+        """
+
+    @_builtins.property
+    def xids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of critical faults (Xid) since the worker began to look."""
+
+    def __init__(
+        self,
+        *,
+        temperature_c: _builtins.float | None = ...,
+        slowdown_c: _builtins.float | None = ...,
+        num_uncorrected: _builtins.int | None = ...,
+        is_remap_pending: _builtins.bool | None = ...,
+        has_remap_failed: _builtins.bool | None = ...,
+        throttle_reasons: _abc.Iterable[_builtins.str] | None = ...,
+        free_bytes: _builtins.int | None = ...,
+        total_bytes: _builtins.int | None = ...,
+        xids: _abc.Iterable[_builtins.int] | None = ...,
+        is_lost: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_bytes", b"_free_bytes", "_has_remap_failed", b"_has_remap_failed", "_is_remap_pending", b"_is_remap_pending", "_num_uncorrected", b"_num_uncorrected", "_slowdown_c", b"_slowdown_c", "_temperature_c", b"_temperature_c", "_total_bytes", b"_total_bytes", "free_bytes", b"free_bytes", "has_remap_failed", b"has_remap_failed", "is_remap_pending", b"is_remap_pending", "num_uncorrected", b"num_uncorrected", "slowdown_c", b"slowdown_c", "temperature_c", b"temperature_c", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_bytes", b"_free_bytes", "_has_remap_failed", b"_has_remap_failed", "_is_remap_pending", b"_is_remap_pending", "_num_uncorrected", b"_num_uncorrected", "_slowdown_c", b"_slowdown_c", "_temperature_c", b"_temperature_c", "_total_bytes", b"_total_bytes", "free_bytes", b"free_bytes", "has_remap_failed", b"has_remap_failed", "is_lost", b"is_lost", "is_remap_pending", b"is_remap_pending", "num_uncorrected", b"num_uncorrected", "slowdown_c", b"slowdown_c", "temperature_c", b"temperature_c", "throttle_reasons", b"throttle_reasons", "total_bytes", b"total_bytes", "xids", b"xids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__free_bytes: _TypeAlias = _typing.Literal["free_bytes"]  # noqa: Y015
+    _WhichOneofArgType__free_bytes: _TypeAlias = _typing.Literal["_free_bytes", b"_free_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__has_remap_failed: _TypeAlias = _typing.Literal["has_remap_failed"]  # noqa: Y015
+    _WhichOneofArgType__has_remap_failed: _TypeAlias = _typing.Literal["_has_remap_failed", b"_has_remap_failed"]  # noqa: Y015
+    _WhichOneofReturnType__is_remap_pending: _TypeAlias = _typing.Literal["is_remap_pending"]  # noqa: Y015
+    _WhichOneofArgType__is_remap_pending: _TypeAlias = _typing.Literal["_is_remap_pending", b"_is_remap_pending"]  # noqa: Y015
+    _WhichOneofReturnType__num_uncorrected: _TypeAlias = _typing.Literal["num_uncorrected"]  # noqa: Y015
+    _WhichOneofArgType__num_uncorrected: _TypeAlias = _typing.Literal["_num_uncorrected", b"_num_uncorrected"]  # noqa: Y015
+    _WhichOneofReturnType__slowdown_c: _TypeAlias = _typing.Literal["slowdown_c"]  # noqa: Y015
+    _WhichOneofArgType__slowdown_c: _TypeAlias = _typing.Literal["_slowdown_c", b"_slowdown_c"]  # noqa: Y015
+    _WhichOneofReturnType__temperature_c: _TypeAlias = _typing.Literal["temperature_c"]  # noqa: Y015
+    _WhichOneofArgType__temperature_c: _TypeAlias = _typing.Literal["_temperature_c", b"_temperature_c"]  # noqa: Y015
+    _WhichOneofReturnType__total_bytes: _TypeAlias = _typing.Literal["total_bytes"]  # noqa: Y015
+    _WhichOneofArgType__total_bytes: _TypeAlias = _typing.Literal["_total_bytes", b"_total_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__free_bytes) -> _WhichOneofReturnType__free_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__has_remap_failed) -> _WhichOneofReturnType__has_remap_failed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__is_remap_pending) -> _WhichOneofReturnType__is_remap_pending | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_uncorrected) -> _WhichOneofReturnType__num_uncorrected | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slowdown_c) -> _WhichOneofReturnType__slowdown_c | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_c) -> _WhichOneofReturnType__temperature_c | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__total_bytes) -> _WhichOneofReturnType__total_bytes | None: ...
+
+Global___GpuFacts: _TypeAlias = GpuFacts  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):

@@ -50,6 +50,7 @@ def table(cluster: Mapping[str, Any]) -> str:
     rows = [_row(worker) for worker in workers]
     lines = _aligned([HEADINGS, *rows]) if rows else ["no workers"]
     lines.append("")
+    lines += [line for line in map(_gpu_line, workers) if line]
     models = sorted({str(worker.get("model", "-")) for worker in workers})
     if models:
         lines.append(f"model     {', '.join(models)}")
@@ -64,6 +65,14 @@ def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
     values += [worker.get("running", "-"), worker.get("waiting", "-")]
     values.append({True: "yes", False: "no"}.get(worker.get("exact", False)))
     return tuple(str(value) for value in values)
+
+
+def _gpu_line(worker: Mapping[str, Any]) -> str:
+    """What is wrong with the worker's GPU; empty: nothing, or nobody knows."""
+    gpu = worker.get("gpu") or {}
+    if gpu.get("state", "ok") == "ok":
+        return ""
+    return f"GPU of {worker.get('id', '-')}: {gpu['state']}, {', '.join(map(str, gpu.get('reasons', ())))}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

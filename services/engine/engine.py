@@ -47,6 +47,14 @@ class EngineParts:
     fingerprint: str
     """Two workers exchange pages only if theirs agree."""
 
+    @property
+    def gpu_uuid(self) -> str | None:
+        """The name by which NVML knows the GPU that the model is on, whatever CUDA_VISIBLE_DEVICES says; None: none."""
+        device = self.model.device
+        if device.type != "cuda":
+            return None
+        return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
+
     def record_fields(self) -> dict[str, Any]:
         """What others must know of this engine, as fields of a WorkerRecord."""
         layout = self.pool.layout

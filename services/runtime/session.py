@@ -74,6 +74,8 @@ class Session:
     """Why it was closed; None: the gateway left."""
     pending: list["Emission"] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    told_gpu: worker_pb2.GpuFacts | None = None
+    """What the gateway was told of the GPU last."""
 
 
 class Emission(NamedTuple):
@@ -94,7 +96,8 @@ class SessionServer:
 
     `handlers` maps a command's name in its oneof (all but hello) to what it does. Commands of a session are handled
     one after the other, so a handler must not wait for an engine step. An error that a handler raises is answered
-    with Refused if the command brought a sequence, and logged otherwise. `load` is called for every message.
+    with Refused if the command brought a sequence, and logged otherwise. `load` is called for every message, and so is
+    `gpu`, whose result is sent where it is another object than before.
     `on_session_closed` is called once per session, on the loop, when it ends for whatever reason.
     """
 
@@ -105,11 +108,13 @@ class SessionServer:
         handlers: Mapping[str, CommandHandler],
         load: Callable[[], worker_pb2.WorkerLoad],
         on_session_closed: Callable[[Session], None],
+        gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None,
         limits: SessionLimits | None = None,
     ) -> None:
         self._incarnation = incarnation
         self._handlers = dict(handlers)
         self._load = load
+        self._gpu = gpu
         self._on_session_closed = on_session_closed
         self._limits = limits or SessionLimits()
         self._loop = asyncio.get_running_loop()
@@ -243,6 +248,10 @@ class SessionServer:
         limit = self._limits.max_events_per_message
         taken, session.pending = session.pending[:limit], session.pending[limit:]
         message = worker_pb2.StepEvents(worker_incarnation=self._incarnation, load=self._load())
+        gpu = None if self._gpu is None else self._gpu()
+        if gpu is not None and gpu is not session.told_gpu:
+            session.told_gpu = gpu
+            message.gpu.CopyFrom(gpu)
         for emission in taken:
             _add_event(message, emission)
         return message

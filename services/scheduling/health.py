@@ -86,8 +86,8 @@ class GpuLimits:
         ("hw_power_brake", 0.5),
         ("hw_slowdown", 0.5),
         ("sw_thermal", 0.7),
-        ("sw_power_cap", 0.9),
     )
+    """Without `sw_power_cap`: many a GPU is at its power limit whenever it is busy, and what that costs is measured."""
     suspect_weight: float = 0.5
     """Of a GPU that is degraded for any other reason."""
 
@@ -99,6 +99,9 @@ class GpuJudgement:
     state: GpuState = GpuState.OK
     weight: float = 1.0
     reasons: tuple[str, ...] = ()
+
+
+GPU_OK = GpuJudgement()
 
 
 def judge_gpu(facts: GpuFacts, limits: GpuLimits | None = None) -> GpuJudgement:
@@ -157,7 +160,6 @@ class _Worker:
     """When it is taken for failed."""
     num_slow: int = 0
     """Judgements in a row that found it slow."""
-    gpu: GpuJudgement = field(default_factory=GpuJudgement)
 
     def ratio(self, since_s: float, min_ratios: int) -> float | None:
         """Median of the ratios since then, of an even number the lower one; None where they are too few."""
@@ -202,12 +204,19 @@ class WorkerHealth:
         self._workers: dict[str, _Worker] = {}
         self._judged_s: dict[tuple[str, ...], float] = {}
         """When each group was judged last."""
+        self._weak_gpus: dict[str, GpuJudgement] = {}
+        """Judgements of GPUs that are not ok, until they are again, however long nothing else is heard of them."""
         self._gpu_out: set[str] = set()
 
     @property
     def num_ejected(self) -> int:
         """Workers whose breaker is open or whose GPU is out, probed ones included."""
         return self._breakers.num_open + sum(not self._breakers.is_open(worker_id) for worker_id in self._gpu_out)
+
+    @property
+    def num_weak_gpus(self) -> int:
+        """Workers whose GPU is degraded or out."""
+        return len(self._weak_gpus)
 
     # What is seen.
 
@@ -262,13 +271,14 @@ class WorkerHealth:
         if self._is_current(worker_id, probe):
             self._breakers.abandoned(worker_id)
 
-    def note_gpu(self, worker_id: str, judgement: GpuJudgement, now_s: float) -> None:
-        """What the worker's GPU was judged to be; it stays so until it is judged again."""
-        self._worker(worker_id, now_s).gpu = judgement
+    def note_gpu(self, worker_id: str, judgement: GpuJudgement) -> None:
+        """What the worker's GPU was judged to be; it stays so until it is judged again. Ok also means that it left."""
+        self._weak_gpus.pop(worker_id, None)
+        self._gpu_out.discard(worker_id)
+        if judgement.state is not GpuState.OK:
+            self._weak_gpus[worker_id] = judgement
         if judgement.state is GpuState.OUT:
             self._gpu_out.add(worker_id)
-        else:
-            self._gpu_out.discard(worker_id)
 
     # What follows.
 
@@ -305,8 +315,7 @@ class WorkerHealth:
 
     def gpu(self, worker_id: str) -> GpuJudgement:
         """What its GPU was last judged to be; ok where nobody said anything."""
-        worker = self._workers.get(worker_id)
-        return worker.gpu if worker is not None else _NO_JUDGEMENT
+        return self._weak_gpus.get(worker_id, GPU_OK)
 
     def _is_current(self, worker_id: str, probe: int) -> bool:
         """Whether this probe is the one that is under way: one that took too long has failed already."""
@@ -345,7 +354,6 @@ class WorkerHealth:
             for other_id, other in list(self._workers.items()):
                 if now_s - other.touched_s > FORGET_AFTER_S:
                     del self._workers[other_id]
-                    self._gpu_out.discard(other_id)
             worker = self._workers[worker_id] = _Worker()
         worker.touched_s = now_s
         return worker
@@ -363,6 +371,3 @@ def _median_without(in_order: list[float], figure: float | None) -> float | None
 
     middle = num_left // 2
     return at(middle) if num_left % 2 else (at(middle - 1) + at(middle)) / 2
-
-
-_NO_JUDGEMENT = GpuJudgement()

@@ -39,6 +39,10 @@ class PrefillSpeed:
         pairs = num_tokens * (num_tokens + 2 * num_cached_tokens)
         return self.overhead_s + self.s_per_token * num_tokens + self.s_per_token_squared * pairs
 
+    def times(self, factor: float) -> "PrefillSpeed":
+        """That of a worker that takes so many times as long."""
+        return PrefillSpeed(self.overhead_s * factor, self.s_per_token * factor, self.s_per_token_squared * factor)
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeed:
@@ -51,6 +55,10 @@ class DecodeSpeed:
     def step_s(self, num_sequences: float, context_tokens: float = 0) -> float:
         """Seconds of a step over `num_sequences` sequences with `context_tokens` tokens between them."""
         return self.overhead_s + self.s_per_sequence * num_sequences + self.s_per_context_token * context_tokens
+
+    def times(self, factor: float) -> "DecodeSpeed":
+        """That of a worker that takes so many times as long."""
+        return DecodeSpeed(self.overhead_s * factor, self.s_per_sequence * factor, self.s_per_context_token * factor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -530,3 +530,13 @@ async def test_gateways_hear_how_fast_it_is_and_how_much_it_looks_back_on(make_b
     await gateway.event("r", "finished")
     await bench.until_free()
     assert bench.worker.load().context_tokens == 0
+
+
+async def test_gateways_hear_what_the_gpu_says(make_bench: Make) -> None:
+    facts = worker_pb2.GpuFacts(temperature_c=61)
+    bench = make_bench(gpu=lambda: facts)
+    gateway = bench.gateway()
+    gateway.admit("r", [1, 2, 3], local=True)
+    await gateway.event("r", "finished")
+    assert [message.gpu for message in gateway.messages if message.HasField("gpu")] == [facts]
+    assert len(gateway.messages) > 1

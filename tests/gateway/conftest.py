@@ -161,6 +161,7 @@ class ScriptedWorker:
             pages=cluster_pb2.PageCounts(total=100, free=100), state=cluster_pb2.WORKER_STATE_READY
         )
     )
+    gpu: worker_pb2.GpuFacts | None = None
     sessions: Any = None
     is_drained: bool = False
     max_sequence_tokens: int = CONTEXT_TOKENS
@@ -183,6 +184,7 @@ class ScriptedWorker:
             },
             load=lambda: self.load,
             on_session_closed=lambda session: None,
+            gpu=lambda: self.gpu,
         )
         self.server = rpc.make_server((f"tandem.v1.{name}",))
         add = getattr(worker_pb2_grpc, f"add_{name}Servicer_to_server")

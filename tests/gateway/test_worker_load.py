@@ -3,9 +3,13 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.sessions import _read_load
+from gateway.sessions import _read_gpu, _read_load
 from protos import worker_pb2
+from services.runtime.gpu_health import THROTTLE_REASONS, GpuFacts
+from services.runtime.gpu_watch import gpu_message
 from services.runtime.worker_metrics import Load, Speeds
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 
@@ -52,3 +56,32 @@ def test_what_is_said_of_classes_arrives():
     assert load.pages_promised_by_class == (0, 7, 1, 0, 9)
     assert load.running_by_class == (0, 2, 1, 0, 3)
     assert load.num_preempted == 5
+
+
+COUNTS = st.none() | st.integers(0, 2**63)
+
+
+@given(
+    st.builds(
+        GpuFacts,
+        temperature_c=st.none() | st.floats(-50, 200),
+        slowdown_c=st.none() | st.floats(0, 200),
+        num_uncorrected=COUNTS,
+        is_remap_pending=st.none() | st.booleans(),
+        has_remap_failed=st.none() | st.booleans(),
+        throttle_reasons=st.frozensets(st.sampled_from(sorted(THROTTLE_REASONS))),
+        free_bytes=COUNTS,
+        total_bytes=COUNTS,
+        xids=st.frozensets(st.integers(1, 200)),
+        is_lost=st.booleans(),
+    )
+)
+def test_what_a_gpu_says_arrives(facts):
+    message = worker_pb2.GpuFacts.FromString(gpu_message(facts).SerializeToString())
+    assert _read_gpu(message) == facts
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_temperature_that_is_none_is_not_known(wrong):
+    facts = _read_gpu(worker_pb2.GpuFacts(temperature_c=wrong, slowdown_c=wrong, free_bytes=5))
+    assert (facts.temperature_c, facts.slowdown_c, facts.free_bytes) == (None, None, 5)

@@ -257,6 +257,8 @@ class WorkerSession:
         self._commands_class: Any = getattr(worker_pb2, f"{role.capitalize()}Commands")
         self._call = stub.Session()
         self.load: worker_pb2.WorkerLoad | None = None
+        self.gpus: list[worker_pb2.GpuFacts] = []
+        """What was said of the worker's GPU."""
         self.arrivals_s: list[float] = []
         """When messages came, of the monotonic clock."""
         self.error: grpc.aio.AioRpcError | None = None
@@ -273,6 +275,7 @@ class WorkerSession:
             async for message in self._call:
                 self.arrivals_s.append(time.monotonic())
                 self.load = message.load
+                self.gpus += [message.gpu] if message.HasField("gpu") else []
                 for event in message.events:
                     self._gateway.take(event, self.role)
         except grpc.aio.AioRpcError as error:

@@ -56,6 +56,7 @@ class Gateway:
         self._commands: asyncio.Queue[worker_pb2.PrefillCommand | None] = asyncio.Queue()
         self.events: list[worker_pb2.WorkerEvent] = []
         self.loads: list[worker_pb2.WorkerLoad] = []
+        self.gpus: list[worker_pb2.GpuFacts] = []
         self._arrived = asyncio.Condition()
         hello = worker_pb2.SessionHello(gateway_incarnation=f"{id(self):032x}")
         self._commands.put_nowait(worker_pb2.PrefillCommand(hello=hello))
@@ -66,6 +67,7 @@ class Gateway:
             async with self._arrived:
                 self.events += message.events
                 self.loads.append(message.load)
+                self.gpus += [message.gpu] if message.HasField("gpu") else []
                 self._arrived.notify_all()
 
     async def _sent(self) -> AsyncIterator[worker_pb2.PrefillCommands]:

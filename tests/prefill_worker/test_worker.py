@@ -494,3 +494,12 @@ async def test_gateways_hear_how_fast_it_is(make_bench: Make) -> None:
     gateway.prefill("s", [2] * 30)
     await gateway.event("s", "handed_off")
     assert bench.worker.load().to_message(is_draining=False).link_speed == load.link_speed
+
+
+async def test_gateways_hear_what_the_gpu_says(make_bench: Make) -> None:
+    facts = worker_pb2.GpuFacts(temperature_c=61)
+    bench = make_bench(gpu=lambda: facts)
+    gateway = bench.gateway()
+    gateway.prefill("r", [1, 2, 3])
+    await gateway.event("r", "handed_off")
+    assert gateway.gpus == [facts]

@@ -38,6 +38,15 @@ def test_the_table_shows_every_figure_under_its_heading(api: Any, capsys: pytest
     assert rest[-1].split() == ["requests", "8", "running,", "7", "queued"]
 
 
+def test_a_gpu_in_trouble_is_named_with_what_was_found(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = [None, {"state": "ok", "weight": 1.0, "reasons": []}, {"state": "out", "reasons": ["too_hot", "xid_79"]}]
+    workers = [WORKER | {"id": f"decode-{number}", "gpu": gpu} for number, gpu in enumerate(gpus)]
+    api.routes["GET /cluster"] = (200, CLUSTER | {"workers": workers})
+    assert main(["status", "--url", api.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "GPU" in line] == ["GPU of decode-2: out, too_hot, xid_79"]
+
+
 def test_json_is_the_answer_itself(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
     api.routes["GET /cluster"] = (200, CLUSTER)
     assert main(["status", "--url", api.url, "--json"]) == 0

@@ -1,8 +1,10 @@
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -445,3 +447,12 @@ class TestLoadEngine:
             assert torch.get_num_threads() == 2
         finally:
             torch.set_num_threads(before)
+
+
+def test_the_gpu_is_named_as_nvml_names_it(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = load("llama-mha")
+    assert parts.gpu_uuid is None
+    uuids = {torch.device("cuda:1"): "8f6c3ee2-0000-4a53-8a3f-2d5a5b7f6c11"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device]))
+    on_gpu = SimpleNamespace(device=torch.device("cuda:1"))
+    assert replace(parts, model=cast(Any, on_gpu)).gpu_uuid == "GPU-8f6c3ee2-0000-4a53-8a3f-2d5a5b7f6c11"

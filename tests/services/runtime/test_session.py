@@ -28,11 +28,13 @@ class Worker(worker_pb2_grpc.DecodeWorkerServicer):
         self.failure: Exception | None = None
         self.num_loads = 0
         self.channel: grpc.aio.Channel | None = None
+        self.gpu: worker_pb2.GpuFacts | None = None
         self.sessions = session.SessionServer(
             incarnation=INCARNATION,
             handlers={"admit": self._admit, "cancel": self._cancel},
             load=self._load,
             on_session_closed=self._on_closed,
+            gpu=lambda: self.gpu,
             limits=limits,
         )
 
@@ -293,6 +295,22 @@ async def test_the_load_comes_without_events_too(served: tuple[Worker, Any]) -> 
     assert time.monotonic() - began_s < 2
     worker.sessions.load_changed()
     assert (await call.read()).load.running == 5
+
+
+async def test_what_the_gpu_says_comes_first_and_when_it_is_another(served: tuple[Worker, Any]) -> None:
+    worker, stub = served
+    call = await opened(stub)
+    assert not (await call.read()).HasField("gpu")
+    worker.gpu = worker_pb2.GpuFacts(temperature_c=50)
+    said = [await call.read() for _ in range(3)]
+    assert [message.gpu.temperature_c for message in said if message.HasField("gpu")] == [50]
+    worker.gpu = worker_pb2.GpuFacts(is_lost=True)
+    worker.sessions.load_changed()
+    message = await call.read()
+    assert (message.HasField("gpu"), message.gpu.is_lost, message.gpu.HasField("temperature_c")) == (True, True, False)
+    other = stub.Session()
+    await other.write(batch(hello(gateway="d" * 32)))
+    assert (await other.read()).gpu.is_lost
 
 
 async def test_a_failing_command_is_refused_and_the_session_goes_on(served: tuple[Worker, Any]) -> None:

@@ -153,15 +153,15 @@ def test_a_gpu_that_is_out_counts_to_the_half_that_may_be():
     health = WorkerHealth()
     for _ in range(2):
         health.note_error("a", 0.0)
-    health.note_gpu("b", OUT, 0.0)
-    health.note_gpu("c", OUT, 0.0)
+    health.note_gpu("b", OUT)
+    health.note_gpu("c", OUT)
     assert health.out_of_rotation(GROUP, 0.0) == {"b", "c"}
     assert health.out_of_rotation(["a", "b"], 0.0) == {"b"}
     assert health.out_of_rotation(["b"], 0.0) == set()
     assert health.num_ejected == 3
-    health.note_gpu("b", GpuJudgement(GpuState.DEGRADED, 0.5, ("hot",)), 1.0)
+    health.note_gpu("b", GpuJudgement(GpuState.DEGRADED, 0.5, ("hot",)))
     assert health.out_of_rotation(GROUP, 0.5) == {"a", "c"}
-    assert (health.gpu("b").weight, health.gpu("nobody").weight) == (0.5, 1.0)
+    assert (health.gpu("b").weight, health.gpu("nobody").weight, health.num_weak_gpus) == (0.5, 1.0, 2)
 
 
 def test_workers_that_are_gone_are_forgotten():
@@ -169,6 +169,17 @@ def test_workers_that_are_gone_are_forgotten():
     for number in range(2000):
         health.note_success(f"w{number}", 1.0, float(number))
     assert len(health._workers) < 700
+
+
+def test_a_gpu_that_is_out_stays_so_however_long_nothing_else_is_heard():
+    health = WorkerHealth()
+    health.note_success("b", 1.0, 0.0)
+    health.note_gpu("b", OUT)
+    for number in range(2000):
+        health.note_success(f"w{number}", 1.0, float(number))
+    assert health.out_of_rotation(GROUP, 2000.0) == {"b"}
+    health.note_gpu("b", GpuJudgement())
+    assert (health.out_of_rotation(GROUP, 2001.0), health.num_weak_gpus, health.num_ejected) == (set(), 0, 0)
 
 
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=9), st.data())
@@ -215,7 +226,7 @@ def test_random_histories(size, events):
         elif kind == "cancel":
             health.note_abandoned(worker_id, probes[worker_id])
         else:
-            health.note_gpu(worker_id, OUT if kind == "gpu out" else GpuJudgement(), now_s)
+            health.note_gpu(worker_id, OUT if kind == "gpu out" else GpuJudgement())
 
     for kind, value in events:
         step(kind, value)
@@ -335,12 +346,13 @@ def test_out_within_three_seconds_and_back_within_ten(kind, factor, size, expect
         ({"num_uncorrected": 1}, GpuState.OUT, 0.0, ("uncorrected_memory_errors",)),
         ({"has_remap_failed": True}, GpuState.OUT, 0.0, ("row_remap_failed",)),
         ({"is_remap_pending": True}, GpuState.DEGRADED, 0.5, ("row_remap_pending",)),
-        ({"throttle_reasons": frozenset({"sw_power_cap"})}, GpuState.DEGRADED, 0.9, ("sw_power_cap",)),
+        ({"throttle_reasons": frozenset({"sw_power_cap"})}, GpuState.OK, 1.0, ()),
+        ({"throttle_reasons": frozenset({"sw_thermal"})}, GpuState.DEGRADED, 0.7, ("sw_thermal",)),
         (
-            {"throttle_reasons": frozenset({"sw_power_cap", "hw_thermal"})},
+            {"throttle_reasons": frozenset({"sw_thermal", "hw_thermal", "sw_power_cap"})},
             GpuState.DEGRADED,
             0.5,
-            ("hw_thermal", "sw_power_cap"),
+            ("hw_thermal", "sw_thermal"),
         ),
         ({"is_lost": True}, GpuState.OUT, 0.0, ("lost",)),
         ({"xids": frozenset({13, 63, 95})}, GpuState.OUT, 0.0, ("xid_95",)),
