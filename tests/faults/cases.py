@@ -763,7 +763,9 @@ async def cancel_some(cluster: FaultCluster, options: Options, number: int) -> R
         row.leaks += await cluster.leaks()
         row.figures["free_after_last_ms"] = round((time.monotonic() - at) * 1000)
         row.figures["phases"] = dict(phases)
-        row.lost = phases["failed"]
+        failed = {phase: count for phase, count in phases.items() if phase.startswith("failed")}
+        row.lost = sum(failed.values())
+        row.problems += [f"{count} {phase}" for phase, count in failed.items()]
         after = await _settled(cluster, before)
     finally:
         await clients.close()
@@ -816,7 +818,8 @@ async def _cancel_one(clients: Clients, spec: Spec) -> str:
     task.cancel()
     await asyncio.wait([task])
     if was_over:
-        return "failed" if task.cancelled() or task.exception() else "finished"
+        error = task.exception()
+        return "finished" if error is None else f"failed: {error!r}"
     if not run.answer.arrivals:
         return "before the first token"
     return ("", "just after it", "decoding")[moment] or "decoding"

@@ -300,8 +300,9 @@ class FaultCluster:
         common = [f"--redis={self.redis.url}", f"--model={self.model}"]
         for index in range(self.gateways):
             http, grpc = free_port(), free_port()
-            ports = [f"--http-port={http}", f"--grpc-port={grpc}"]
-            program = self._add("gateway", index, [*common, *ports])
+            # How busy the machine is must not look like a lost answer.
+            own = [f"--http-port={http}", f"--grpc-port={grpc}", "--ttft-target-s=0"]
+            program = self._add("gateway", index, [*common, *own])
             program.http, program.grpc = f"127.0.0.1:{http}", f"127.0.0.1:{grpc}"
         for role, count in (("prefill", self.prefill), ("decode", self.decode)):
             for index in range(count):
