@@ -46,6 +46,7 @@ DETECTION_S = 3.0
 """Longest silence until a peer that says nothing is given up."""
 LONGEST_GAP_S = 5.0
 """On top of the detection; a stream that stands still for longer makes the case fail, on a busy machine too."""
+EVERY_PROMPT_IS_HANDED_OVER = "--local-prefill-tokens=0"
 NUM_SPECS = 32
 SPARE = {"fds": 8, "rings": 1, "tasks": 8, "threads": 16}
 
@@ -245,7 +246,7 @@ async def trials(opened: Session, number: int, one: Callable[[], Awaitable[int]]
 
 async def kill(options: Options, fault: str, roles: Sequence[str]) -> Row:
     """kill -9 of a random worker of each of the roles, all at once; replacements are started when streams go on."""
-    async with session(fault, options) as opened:
+    async with session(fault, options, flags=flags_for(roles)) as opened:
         await kill_some(opened, roles, options.num_trials(20))
     return opened.row
 
@@ -268,6 +269,11 @@ async def kill_some(opened: Session, roles: Sequence[str], number: int) -> None:
     await trials(opened, number, one)
 
 
+def flags_for(roles: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Where prefill workers are hit they have something to do: short prompts are cheaper where they are decoded."""
+    return {"gateway": [EVERY_PROMPT_IS_HANDED_OVER]} if "prefill" in roles else {}
+
+
 async def kill_decode(options: Options) -> Row:
     """kill -9 of a random decode worker."""
     return await kill(options, "kill_decode", ["decode"])
@@ -285,7 +291,7 @@ async def kill_both(options: Options) -> Row:
 
 async def stop(options: Options, fault: str, role: str, stopped_s: float) -> Row:
     """SIGSTOP of a random worker, SIGCONT after a while. What it does when it wakes must have no effect."""
-    async with session(fault, options) as opened:
+    async with session(fault, options, flags=flags_for([role])) as opened:
         cluster = opened.cluster
         opened.detection_s = DETECTION_S
 
@@ -462,10 +468,6 @@ def _ip(arguments: str) -> None:
 # Corruption
 
 
-CORRUPTION_FLAGS = ("--max-attempts=20", "--local-prefill-tokens=0")
-"""A handoff for every prompt, and as many attempts as that takes."""
-
-
 async def corruption(options: Options) -> Row:
     """Handoffs with flipped bits, short, lost and repeated frames, wrong headers, seals and hellos."""
     async with session(
@@ -473,7 +475,7 @@ async def corruption(options: Options) -> Row:
         options,
         plans=corrupting_plans(options.seed),
         tokens=(4, 24),
-        flags={"gateway": CORRUPTION_FLAGS},
+        flags={"gateway": ["--max-attempts=20", EVERY_PROMPT_IS_HANDED_OVER]},
         judge=judge_corruption,
     ) as opened:
         await corrupt_some(opened, options.num_trials(100), timeout_s=options.seconds or 540.0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.faults import cases
-from tests.faults.cases import CORRUPTION_FLAGS, Options, corrupting_plans, judge_corruption
+from tests.faults.cases import EVERY_PROMPT_IS_HANDED_OVER, Options, corrupting_plans, judge_corruption
 from tests.faults.harness import FaultCluster
 from tests.faults.load import Reference, Spec, make_specs
 from tests.faults.report import table
@@ -32,7 +32,7 @@ class Short:
 
 @pytest.fixture(scope="module")
 def short() -> Iterator[Short]:
-    flags = {"gateway": CORRUPTION_FLAGS}
+    flags = {"gateway": ["--max-attempts=20", EVERY_PROMPT_IS_HANDED_OVER]}
     with FaultCluster(kv_pages=1024, plans=corrupting_plans(SEED), flags=flags) as cluster:
         yield Short(cluster, make_specs(random.Random(SEED), 16, tokens=(16, 64)))
 
