@@ -86,7 +86,7 @@ def worker_specs(
     specs = []
     for plan in plans:
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
-            extra = [("max-batch", settings.max_batch)] if role == "decode" else []
+            extra = _decode_flags(settings) if role == "decode" else []
             for number in range(count):
                 name = "-".join(filter(None, (role, plan.label, str(number))))
                 flags = [("id", name), *_worker_flags(settings, plan, addresses, threads), *extra]
@@ -164,6 +164,14 @@ def _worker_flags(
         ("nice", WORKER_NICENESS),
         ("otlp", settings.otlp),
         ("log-level", settings.log_level),
+    ]
+
+
+def _decode_flags(settings: UpSettings) -> list[tuple[str, object]]:
+    return [
+        ("max-batch", settings.max_batch),
+        ("admission", settings.admission),
+        ("swap-memory", settings.swap_memory),
     ]
 
 

@@ -67,6 +67,18 @@ class UpSettings:
     kv_memory: int | None = option(size_bytes(), default=None, help="Size of each KV pool, instead of --kv-pages.")
     chunk_tokens: int = option(integer(1, 65536), default=512, help="Most prompt tokens that one step computes.")
     max_batch: int = option(integer(1, 4096), default=64, help="Most sequences in a decode worker's batch.")
+    admission: str = option(
+        choice("expected", "worst_case"),
+        default="expected",
+        help="Pages that a decode worker counts a request for: those that it is expected to need, where it may have to "
+        "give way later, or those of its max_tokens.",
+    )
+    swap_memory: int | None = option(
+        size_bytes(minimum=0),
+        default=None,
+        help="Host memory of each decode worker for pages of sequences that gave way; 0: they are always computed "
+        "again. As much as the KV pool, at most 1 GiB, if not given.",
+    )
     threads: int | None = option(
         integer(1, 1024), default=None, help="Processor threads of each worker; the cores shared out if not given."
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from decode_worker.config import DecodeWorkerConfig
 from services.cli.children import Addresses, child_environment, gateway_spec, model_plans, worker_specs
 from services.cli.up_settings import DEMO_MODEL, UpSettings, usable_cores
 from services.runtime.config import load
@@ -26,8 +27,19 @@ def test_every_worker_has_a_name_and_the_cluster_s_settings() -> None:
         assert {"--transport=tcp", "--threads=3", "--host=127.0.0.1", "--port=0"} <= set(spec.command)
         assert not any(flag.startswith("--kv-pages") for flag in spec.command)
         assert spec.environment == {"A": "b"}
-    assert "--max-batch=64" in specs[2].command
-    assert not any(flag.startswith("--max-batch") for flag in specs[0].command)
+    assert {"--max-batch=64", "--admission=expected"} <= set(specs[2].command)
+    assert not any(flag.startswith("--swap-memory") for flag in specs[2].command)
+    assert not any(flag.startswith(("--max-batch", "--admission")) for flag in specs[0].command)
+
+
+def test_decode_workers_alone_are_told_how_to_make_room() -> None:
+    settings = UpSettings(decode=2, admission="worst_case", swap_memory=0)
+    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {})
+    for spec in specs[1:]:
+        assert {"--admission=worst_case", "--swap-memory=0"} <= set(spec.command)
+        read = load(DecodeWorkerConfig, spec.command[4:], prog="decode_worker", environ={})
+        assert (read.admission, read.swap_memory) == ("worst_case", 0)
+    assert not any(flag.startswith(("--admission", "--swap-memory")) for flag in specs[0].command)
 
 
 def test_workers_stay_on_loopback_when_the_gateway_is_opened() -> None:
@@ -101,8 +113,9 @@ def test_a_bad_models_file_is_named(tmp_path: Path) -> None:
 
 
 def test_settings_come_from_flags_and_variables() -> None:
-    environ = {"TANDEM_PREFILL": "2", "TANDEM_DECODE": "3"}
+    environ = {"TANDEM_PREFILL": "2", "TANDEM_DECODE": "3", "TANDEM_ADMISSION": "worst_case"}
     settings = load(UpSettings, ["--decode", "1", "--kv-memory", "2GiB"], prog="tandem up", environ=environ)
+    assert (settings.admission, settings.swap_memory) == ("worst_case", None)
     assert (settings.prefill, settings.decode, settings.kv_memory) == (2, 1, 2 << 30)
     assert settings.model == DEMO_MODEL
 
@@ -117,6 +130,8 @@ def test_settings_come_from_flags_and_variables() -> None:
         (["--dtype", "int8"], "--dtype"),
         (["--transport", "carrier-pigeon"], "--transport"),
         (["--kv-memory", "much"], "--kv-memory"),
+        (["--admission", "hope"], "--admission"),
+        (["--swap-memory", "-1"], "--swap-memory"),
         (["--kv-pages", "8", "--kv-memory", "1GiB"], "--kv-pages"),
         (["--http-port", "9000", "--grpc-port", "9000"], "--grpc-port"),
         (["--redis", "http://x"], "--redis"),
