@@ -27,10 +27,12 @@ KEY_BYTES = 32
 CHECK_INTERVAL_S = 1.0
 MAX_FILE_BYTES = 8 * 2**20
 MAX_LIMIT = 10**9
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 
 _YOUNG_NS = 2 * 10**9
 """A file changed so recently may change again without its time of change telling."""
 _TENANT = r"[A-Za-z0-9_.:-]{1,64}"
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency")
 _NO_DIGEST = "0" * 64
 
 logger = logging.getLogger(__name__)
@@ -59,11 +61,24 @@ class ApiKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Tenant:
+    """What the file says of one tenant. `limits` None: the default ones.
+
+    `weight` is its share where the queue is fair: with 3 it gets three times the tokens of one with 1. Tenants with the
+    same `share_cache` find each other's cached pages; empty: nobody else finds its own.
+    """
+
+    limits: TenantLimits | None = None
+    weight: float = 1.0
+    share_cache: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class KeySet:
-    """All keys by their digest, and the limits of tenants."""
+    """All keys by their digest, and what the file says of tenants."""
 
     keys: Mapping[str, ApiKey] = field(default_factory=dict)
-    limits: Mapping[str, TenantLimits] = field(default_factory=dict)
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
     default_limits: TenantLimits = field(default_factory=TenantLimits)
     """Of tenants without limits of their own; each has them for itself."""
 
@@ -76,7 +91,20 @@ class KeySet:
 
     def limits_of(self, tenant: str) -> TenantLimits:
         """The tenant's own, or the default."""
-        return self.limits.get(tenant, self.default_limits)
+        limits = self.tenants.get(tenant, _PLAIN_TENANT).limits
+        return self.default_limits if limits is None else limits
+
+    def share_cache_of(self, tenant: str) -> str:
+        """The name under which the tenant shares cached pages with others; empty: it does not."""
+        return self.tenants.get(tenant, _PLAIN_TENANT).share_cache
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of tenants for which the file says something; all others have 1."""
+        return {name: tenant.weight for name, tenant in self.tenants.items()}
+
+
+_PLAIN_TENANT = Tenant()
 
 
 def new_key() -> str:
@@ -124,18 +152,19 @@ def parse_keys(text: str) -> KeySet:
         if key.sha256 in keys:
             raise reader.error(where, "sha256", "is there twice")
         keys[key.sha256] = key
-    tenants = document.get("tenant", {})
-    if not isinstance(tenants, dict) or not all(isinstance(table, dict) for table in tenants.values()):
+    tables = document.get("tenant", {})
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise reader.error("", "tenant", "must be tables, each begun with [tenant.NAME]")
-    limits = {}
-    for name, table in tenants.items():
+    tenants = {}
+    for name, table in tables.items():
         if re.fullmatch(_TENANT, name) is None:
             raise reader.error(f"tenant.{name}", name, f"must match {_TENANT}")
-        limits[name] = _limits(reader, table, f"tenant.{name}")
+        tenants[name] = _tenant(reader, table, f"tenant.{name}")
     default = document.get("default_limits", {})
     if not isinstance(default, dict):
         raise reader.error("", "default_limits", "must be a table")
-    return KeySet(keys, limits, _limits(reader, default, "default_limits"))
+    reader.check_names(default, _LIMITS, "default_limits", " of a tenant's limits")
+    return KeySet(keys, tenants, _limits(reader, default, "default_limits"))
 
 
 def toml_entry(key: ApiKey) -> str:
@@ -155,6 +184,24 @@ def toml_entry(key: ApiKey) -> str:
     if key.expires_s is not None:
         lines.append(f"expires = {datetime.fromtimestamp(key.expires_s, UTC):%Y-%m-%dT%H:%M:%SZ}")
     return "\n".join(lines) + "\n"
+
+
+def toml_tenant(name: str, tenant: Tenant) -> str:
+    """The table of a tenant as `parse_keys` reads it: what is not the default."""
+    lines = [f"[tenant.{name}]" if re.fullmatch("[A-Za-z0-9_-]+", name) else f'[tenant."{name}"]']
+    for limit in _LIMITS if tenant.limits is not None else ():
+        if (value := getattr(tenant.limits, limit)) is not None:
+            lines.append(f"{limit} = {value}")
+    if tenant.weight != _PLAIN_TENANT.weight:
+        lines.append(f"weight = {shown_weight(tenant.weight)}")
+    if tenant.share_cache:
+        lines.append(f'share_cache = "{tenant.share_cache}"')
+    return "\n".join(lines) + "\n"
+
+
+def shown_weight(weight: float) -> str:
+    """As short as can be: 3, 0.5."""
+    return str(int(weight)) if weight == int(weight) else str(weight)
 
 
 class KeyFile:
@@ -310,11 +357,27 @@ def _key(reader: _Reader, table: Mapping[str, Any], where: str) -> ApiKey:
     )
 
 
+def _tenant(reader: _Reader, table: Mapping[str, Any], where: str) -> Tenant:
+    reader.check_names(table, (*_LIMITS, "weight", "share_cache"), where, " of a tenant")
+    # Whoever gives a tenant a weight does not mean to lift its limits; an empty table does.
+    has_limits = not table or any(name in table for name in _LIMITS)
+    rule = f"a number greater than 0, from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+    return Tenant(
+        _limits(reader, table, where) if has_limits else None,
+        float(reader.take(table, where, "weight", 1.0, _is_weight, rule)),
+        reader.take(
+            table, where, "share_cache", "", lambda value: _is_text(value, _TENANT), f"a text that matches {_TENANT}"
+        ),
+    )
+
+
 def _limits(reader: _Reader, table: Mapping[str, Any], where: str) -> TenantLimits:
-    names = ("requests_per_minute", "tokens_per_minute", "concurrency")
-    reader.check_names(table, names, where, " of a tenant")
     rule = f"an integer in [0, {MAX_LIMIT}]"
-    return TenantLimits(*(reader.take(table, where, name, None, _is_limit, rule) for name in names))
+    return TenantLimits(*(reader.take(table, where, name, None, _is_limit, rule) for name in _LIMITS))
+
+
+def _is_weight(value: Any) -> bool:
+    return type(value) in (int, float) and MIN_WEIGHT <= value <= MAX_WEIGHT
 
 
 def _is_limit(value: Any) -> bool:

@@ -54,9 +54,10 @@ class Call(msgspec.Struct, kw_only=True):
     sampling fields in errors. `deadline` None: the server's maximum. `traceparent` is the client's, or empty.
     `idempotency_key` is the client's, or empty; it stands in for a seed that was not given. `service_class` is one of
     `validation.SERVICE_CLASSES`, or empty: not given. Calls with the same `affinity_key`, a session or a user, are best
-    served by the same workers. `ticket` None: nobody limits this call. `allow_fallback`: whether another model may
-    answer where this one cannot; None: not said, which is no unless the API key says otherwise. `allowed_models` are
-    the names of those that the key allows; None: all.
+    served by the same workers. Cached pages are shared by requests of one tenant, or of all tenants with its
+    `share_cache`, and of these by those with the same `cache_salt`. `ticket` None: nobody limits this call.
+    `allow_fallback`: whether another model may answer where this one cannot; None: not said, which is no unless the API
+    key says otherwise. `allowed_models` are the names of those that the key allows; None: all.
     """
 
     operation: str
@@ -70,6 +71,8 @@ class Call(msgspec.Struct, kw_only=True):
     service_class: str = ""
     tenant: str = ""
     affinity_key: str = ""
+    cache_salt: str = ""
+    share_cache: str = ""
     ticket: TenantTicket | None = None
     deadline: Deadline | None = None
     traceparent: str = ""
@@ -102,6 +105,8 @@ class Generation(msgspec.Struct, frozen=True):
     arrived_unix_ns: int
     service_class: str = DEFAULT_SERVICE_CLASS
     affinity_key: str = ""
+    cache_salt: str = ""
+    share_cache: str = ""
     emitted_token_ids: Sequence[int] = ()
 
 
@@ -130,6 +135,8 @@ class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     service_class: str = DEFAULT_SERVICE_CLASS
     affinity_key: str = ""
+    cache_salt: str = ""
+    share_cache: str = ""
     remaining_s: float
     traceparent: str = ""
 
@@ -223,6 +230,8 @@ class AcceptedCall:
             priority=first.priority,
             service_class=first.service_class,
             affinity_key=first.affinity_key,
+            cache_salt=first.cache_salt,
+            share_cache=first.share_cache,
             remaining_s=first.deadline.remaining_s(),
             traceparent=telemetry.inject(self.span),
         )

@@ -15,6 +15,7 @@ from gateway.validation import (
     DEFAULT_SERVICE_CLASS,
     SERVICE_CLASSES,
     check_affinity_key,
+    check_cache_salt,
     check_priority,
     check_service_class,
 )
@@ -52,7 +53,11 @@ class FrontDoor:
         self._limiter = limiter
         self._on_refusal = on_refusal
         self._clock = clock
-        self._file = None if key_file is None else KeyFile(key_file, clock=clock)
+        self._file = None if key_file is None else KeyFile(key_file, on_change=self._take_weights, clock=clock)
+        self.tenant_weights: dict[str, float] = {}
+        """Shares of tenants in a fair queue, as the file says now; one that is not in it has 1. Always the same object,
+        so whoever holds it sees every change."""
+        self._take_weights()
         self._starter = None
         if starter_digest is not None:
             self._starter = ApiKey(starter_digest, _STARTER_TENANT, service_class=SERVICE_CLASSES[0], is_admin=True)
@@ -132,7 +137,8 @@ class FrontDoor:
         return asked or key.tenant
 
     def let_in(self, call: Call, key: ApiKey, *, model: str) -> None:
-        """Completes a call with what its key decides: tenant, models, service class, priority, a ticket for its limits.
+        """Completes a call with what its key decides: tenant, models, service class, priority, a ticket for its limits,
+        and with whom it shares cached pages.
 
         `model` is the own name of the model that the call means. Raises InvalidRequest and, for what the key does not
         allow, PermissionDenied that names field and rule.
@@ -152,6 +158,9 @@ class FrontDoor:
             )
         if call.affinity_key:
             check_affinity_key(call.affinity_key, field_name="user")
+        if call.cache_salt:
+            check_cache_salt(call.cache_salt)
+        call.share_cache = "" if self._file is None else self._file.keys.share_cache_of(call.tenant)
         call.ticket = self.ticket(call.tenant)
 
     def ticket(self, tenant: str) -> "Ticket | None":
@@ -160,6 +169,11 @@ class FrontDoor:
         if limits.is_unlimited:
             return None
         return Ticket(self._limiter, tenant, limits, self._expected_tokens, on_refusal=self._on_refusal)
+
+    def _take_weights(self) -> None:
+        self.tenant_weights.clear()
+        if self._file is not None:
+            self.tenant_weights.update(self._file.keys.weights)
 
     def _service_class(self, key: ApiKey, asked: str) -> str:
         """The class asked for; without one the default, or the key's where that is less."""

@@ -85,7 +85,11 @@ class Gateway:
         self.topology = Topology(gateway_incarnation=self.incarnation, on_change=poke_all)
         guards: dict[str, OverloadGuard] = {}
         for model in catalog:
-            waiting = RequestQueue(strategy=config.queue_strategy, max_waiting=config.max_queued_requests)
+            waiting = RequestQueue(
+                strategy=config.queue_strategy,
+                max_waiting=config.max_queued_requests,
+                tenant_weights=self.door.tenant_weights,
+            )
             guards[model.name] = OverloadGuard(
                 OverloadPolicy(),
                 waiting,

@@ -268,6 +268,7 @@ def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
         priority=request.priority,
         service_class=request.service_class,
         affinity_key=_affinity_key(context),
+        cache_salt=request.cache_salt,
         tenant=request.tenant,
         deadline=rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S),
         traceparent=_metadata(context, "traceparent") or "",

@@ -17,7 +17,7 @@ from gateway.answer_text import AnswerText
 from gateway.attempts import FinishReason
 from gateway.calls import Delta, StoredCall, StoredChoice, Usage
 from gateway.sessions import TokenLogprobs
-from gateway.validation import DEFAULT_SERVICE_CLASS, MAX_AFFINITY_CHARS, MAX_SEQUENCES, Sampling
+from gateway.validation import DEFAULT_SERVICE_CLASS, MAX_AFFINITY_CHARS, MAX_NAME_CHARS, MAX_SEQUENCES, Sampling
 from services.runtime.errors import InternalError, InvalidRequest
 
 MAX_DELTA_TOKENS = 32
@@ -215,6 +215,8 @@ class _CallDocument(msgspec.Struct, frozen=True):
     is_settled: bool = True
     service_class: str = DEFAULT_SERVICE_CLASS
     affinity_key: Annotated[str, msgspec.Meta(max_length=MAX_AFFINITY_CHARS)] = ""
+    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
+    share_cache: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
 
 
 class _EndDocument(msgspec.Struct, frozen=True, array_like=True):
@@ -250,6 +252,8 @@ def encode_call(call: StoredCall, *, created_unix_s: int) -> bytes:
         is_settled=call.is_settled,
         service_class=call.service_class,
         affinity_key=call.affinity_key,
+        cache_salt=call.cache_salt,
+        share_cache=call.share_cache,
     )
     return msgspec.msgpack.encode(document)
 
@@ -272,6 +276,8 @@ def decode_call(packed: bytes, *, request_id: str) -> tuple[StoredCall, int] | N
         priority=document.priority,
         service_class=document.service_class,
         affinity_key=document.affinity_key,
+        cache_salt=document.cache_salt,
+        share_cache=document.share_cache,
         remaining_s=0.0,
     )
     return call, document.created_unix_s

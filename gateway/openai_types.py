@@ -21,9 +21,9 @@ from gateway.validation import (
     MAX_TOKENS_EVER,
     AskedSampling,
     check_affinity_key,
+    check_cache_salt,
     check_integer,
     check_not_refused,
-    check_short_text,
     prompt_form_error,
 )
 from services.runtime.errors import InvalidRequest
@@ -98,6 +98,7 @@ class CompletionRequest(_CommonFields, kw_only=True):
             service_class=self.service_class or "",
             tenant=self.tenant or "",
             affinity_key=self.user or "",
+            cache_salt=self.cache_salt or "",
             allow_fallback=self.allow_fallback,
         )
 
@@ -129,6 +130,7 @@ class ChatRequest(_CommonFields, kw_only=True):
             service_class=self.service_class or "",
             tenant=self.tenant or "",
             affinity_key=self.user or "",
+            cache_salt=self.cache_salt or "",
             allow_fallback=self.allow_fallback,
             prompt_field="messages",
         )
@@ -156,7 +158,8 @@ def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
     ignored = check_not_refused(unread)
     if request.user:
         check_affinity_key(request.user, field_name="user")
-    check_short_text(request.cache_salt, field_name="cache_salt")
+    if request.cache_salt is not None:
+        check_cache_salt(request.cache_salt)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
     return request, ignored

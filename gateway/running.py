@@ -14,6 +14,7 @@ from gateway.calls import Delta, Generation, Usage
 from gateway.sessions import AttemptKey, DecodeSession, Peer, SequenceOrder
 from gateway.worker_watch import AttemptWatch
 from services.cluster.placement import State
+from services.engine.prefix import sharers
 from services.runtime import telemetry
 from services.runtime.clock import Clock
 from services.runtime.errors import DeadlineExceeded, TandemError
@@ -94,8 +95,9 @@ class RunningRequest:
 
     @property
     def cache_salt(self) -> str:
-        """Who may share pages with this request: its tenant."""
-        return self.generation.tenant
+        """Who may share pages with this request: its tenant or its group of tenants, and of these who has its salt."""
+        generation = self.generation
+        return sharers(tenant=generation.tenant, group=generation.share_cache, salt=generation.cache_salt)
 
     @property
     def num_known_tokens(self) -> int:

@@ -275,10 +275,17 @@ def check_permission(text: str, *, field_name: str) -> bool:
     return text == "true"
 
 
-def check_short_text(text: str | None, *, field_name: str) -> None:
-    """At most 64 characters, or absent: identifiers that are only passed along."""
-    if text is not None and len(text) > MAX_NAME_CHARS:
+def check_short_text(text: str, *, field_name: str) -> None:
+    """At most 64 characters: identifiers that are only passed along."""
+    if len(text) > MAX_NAME_CHARS:
         raise InvalidRequest(f"{field_name} must have at most {MAX_NAME_CHARS} characters", field=field_name)
+
+
+def check_cache_salt(salt: str) -> None:
+    """1 to 64 characters of any kind."""
+    if not 1 <= len(salt) <= MAX_NAME_CHARS:
+        raise InvalidRequest(f"cache_salt must have 1 to {MAX_NAME_CHARS} characters", field="cache_salt")
+    check_text(salt, field_name="cache_salt")
 
 
 def check_priority(priority: int) -> None:

@@ -88,6 +88,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     SERVICE_CLASS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 64 characters of [A-Za-z0-9_.:-], unique among running requests. Empty: the server makes one, and the stream cannot
     be resumed unless metadata `idempotency-key` is sent.
@@ -105,6 +106,10 @@ class GenerateRequest(_message.Message):
     service_class: _builtins.str
     """What is at stake if it is late: critical, interactive, normal, low or batch. Empty: normal, or the highest that the
     API key allows where that is less.
+    """
+    cache_salt: _builtins.str
+    """1 to 64 characters of any kind, better ones that nobody can guess: only requests of the same tenant (or of tenants
+    whose cache the operator has joined) with the same salt find each other's cached pages. Empty: those without a salt do.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -125,10 +130,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
         service_class: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "service_class", b"service_class", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "service_class", b"service_class", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -1,4 +1,4 @@
-"""`tandem keys`: makes API keys and checks the file that they are entered in. Talks to no server and writes no file."""
+"""`tandem keys`: makes API keys and tables of tenants, and checks the file that they are entered in. Writes no file."""
 
 import time
 from collections.abc import Sequence
@@ -6,22 +6,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from gateway.api_keys import ApiKey, digest_of_key, new_key, read_keys, toml_entry
+from gateway.api_keys import (
+    MAX_LIMIT,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    ApiKey,
+    Tenant,
+    digest_of_key,
+    new_key,
+    read_keys,
+    shown_weight,
+    toml_entry,
+    toml_tenant,
+)
 from gateway.validation import DEFAULT_SERVICE_CLASS, MAX_PRIORITY, SERVICE_CLASSES
+from services.cluster.limits import TenantLimits
 from services.runtime.config import choice, comma_separated, flag, integer, load, number, option, path, text
 from services.runtime.errors import ConfigError
 
 DAY_S = 86_400
+
+_NAME = text(pattern=r"[A-Za-z0-9_.:-]{1,64}", rule="1 to 64 characters of [A-Za-z0-9_.:-]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewKeySettings:
     """Makes an API key. The key goes to standard error, once; its entry for the file goes to standard output."""
 
-    tenant: str = option(
-        text(pattern=r"[A-Za-z0-9_.:-]{1,64}", rule="1 to 64 characters of [A-Za-z0-9_.:-]"),
-        help="Whom requests with this key are accounted to.",
-    )
+    tenant: str = option(_NAME, help="Whom requests with this key are accounted to.")
     name: str | None = option(
         text(pattern=r"[^\"\\\x00-\x1f\x7f]{1,128}", rule="1 to 128 characters, no quotes and no backslashes"),
         default=None,
@@ -48,8 +60,30 @@ class NewKeySettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TenantSettings:
+    """Prints a tenant's table for the file of API keys. A file has one for each tenant at most."""
+
+    tenant: str = option(_NAME, help="Whose table it is.")
+    requests_per_minute: int | None = option(
+        integer(0, MAX_LIMIT), default=None, help="Requests that it may send; 0: none."
+    )
+    tokens_per_minute: int | None = option(
+        integer(0, MAX_LIMIT), default=None, help="Tokens of prompts and answers that it may use; 0: none."
+    )
+    concurrency: int | None = option(
+        integer(0, MAX_LIMIT), default=None, help="Requests that it may have running at once; 0: none."
+    )
+    weight: float = option(
+        number(MIN_WEIGHT, MAX_WEIGHT), default=1.0, help="Its share of the tokens where --queue-strategy is fair."
+    )
+    share_cache: str | None = option(
+        _NAME, default=None, help="Tenants with the same name here find each other's cached pages."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckKeysSettings:
-    """Checks a file of API keys. Exit code 2 if a gateway would refuse it."""
+    """Checks a file of API keys and says what it gives to tenants. Exit code 2 if a gateway would refuse it."""
 
     file: Path = option(path(), help="The file.")
 
@@ -58,9 +92,11 @@ def run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
     """Runs one of the commands; returns the exit code. Raises ConfigError."""
     if argv[:1] == ["new"]:
         return new(load(NewKeySettings, argv[1:], prog="tandem keys new"), stdout, stderr, now_s=time.time())
+    if argv[:1] == ["tenant"]:
+        return tenant(load(TenantSettings, argv[1:], prog="tandem keys tenant"), stdout)
     if argv[:1] == ["check"]:
         return check(load(CheckKeysSettings, argv[1:], prog="tandem keys check"), stdout)
-    raise ConfigError("tandem keys needs new or check after it; each explains itself with --help")
+    raise ConfigError("tandem keys needs new, tenant or check after it; each explains itself with --help")
 
 
 def new(settings: NewKeySettings, stdout: TextIO, stderr: TextIO, *, now_s: float) -> int:
@@ -83,9 +119,34 @@ def new(settings: NewKeySettings, stdout: TextIO, stderr: TextIO, *, now_s: floa
     return 0
 
 
+def tenant(settings: TenantSettings, stdout: TextIO) -> int:
+    """Prints the table of a tenant. Raises ConfigError where nothing is given, which would lift all limits."""
+    limits = TenantLimits(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrency)
+    entry = Tenant(None if limits.is_unlimited else limits, settings.weight, settings.share_cache or "")
+    if entry == Tenant():
+        raise ConfigError("nothing but the tenant is given; give it a limit, a --weight or a --share-cache name")
+    stdout.write(toml_tenant(settings.tenant, entry))
+    return 0
+
+
 def check(settings: CheckKeysSettings, stdout: TextIO) -> int:
     """Says what is in the file."""
     keys = read_keys(settings.file)
     tenants = {key.tenant for key in keys.keys.values()}
-    stdout.write(f"{len(keys.keys)} keys of {len(tenants)} tenants, {len(keys.limits)} with limits of their own\n")
+    num_limited = sum(entry.limits is not None for entry in keys.tenants.values())
+    stdout.write(f"{len(keys.keys)} keys of {len(tenants)} tenants, {num_limited} with limits of their own\n")
+    for name, entry in sorted(keys.tenants.items()):
+        shared = f", shares its cache as {entry.share_cache}" if entry.share_cache else ""
+        stdout.write(f"{name}: weight {shown_weight(entry.weight)}, {_shown_limits(entry.limits)}{shared}\n")
     return 0
+
+
+def _shown_limits(limits: TenantLimits | None) -> str:
+    if limits is None:
+        return "default limits"
+    given = {
+        "requests_per_minute": limits.requests_per_minute,
+        "tokens_per_minute": limits.tokens_per_minute,
+        "concurrency": limits.concurrency,
+    }
+    return ", ".join(f"{name} {value}" for name, value in given.items() if value is not None) or "no limits"

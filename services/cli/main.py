@@ -22,7 +22,7 @@ commands:
   status    show the workers of a running cluster
   chat      talk to a running cluster
   replay    run a recorded workload through a simulated cluster
-  keys      make an API key (keys new), check a file of them (keys check)
+  keys      make an API key (keys new) or a tenant's table (keys tenant), check a file of them (keys check)
   version   print the version
   help      print this
 

@@ -30,6 +30,17 @@ def cache_salt(*, model: str, tenant: str) -> bytes:
     return hashlib.blake2b(text, digest_size=SALT_BYTES, person=b"tandem pages").digest()
 
 
+def sharers(*, tenant: str, group: str = "", salt: str = "") -> str:
+    """Name who may share a request's pages, for `tenant` of `cache_salt`: those of the same owner and the same salt.
+
+    The owner is `group` where the operator has put the tenant into one, else the tenant. `salt` is the client's choice,
+    as in vLLM. The owner's kind and length stand in front, so no choice of a salt and no name of a tenant gives what
+    belongs to another owner.
+    """
+    owner = f"g{group}" if group else f"t{tenant}"
+    return f"{len(owner)}:{owner}{salt}"
+
+
 class KeyChain:
     """Keys of the full pages of one sequence; grows with it. Costs time only for the tokens that were added."""
 

@@ -154,7 +154,7 @@ class RequestQueue:
         self._is_fair = strategy == "fair"
         self._max_waiting = max_waiting
         self._ageing_s = ageing_s
-        self._weights = dict(tenant_weights or {})
+        self._weights = {} if tenant_weights is None else tenant_weights  # no copy: it is read live, and may change
         self._resumed = _Lane()
         self._classes = tuple(_Lane() for _ in ServiceClass)
         self._lanes = (self._resumed, *self._classes)

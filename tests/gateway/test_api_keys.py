@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api_keys import ApiKey, KeyFile, digest_of_key, new_key, parse_keys, read_keys, toml_entry
+from gateway.api_keys import (
+    ApiKey,
+    KeyFile,
+    Tenant,
+    digest_of_key,
+    new_key,
+    parse_keys,
+    read_keys,
+    toml_entry,
+    toml_tenant,
+)
 from gateway.validation import SERVICE_CLASSES
 from services.cluster.limits import TenantLimits
 from services.runtime.errors import ConfigError
@@ -40,6 +50,10 @@ tokens_per_minute = 0
 concurrency = 8
 
 [tenant."acme:eu"]
+
+[tenant.weighty]
+weight = 2.5
+share_cache = "team"
 """
 
 
@@ -60,7 +74,13 @@ def test_all_fields():
     assert keys.limits_of("acme") == TenantLimits(600, 0, 8)
     assert keys.limits_of("acme:eu").is_unlimited
     assert keys.limits_of("somebody") == TenantLimits(requests_per_minute=60)
+    assert keys.weights == {"acme": 1.0, "acme:eu": 1.0, "weighty": 2.5}
+    assert [keys.share_cache_of(tenant) for tenant in ("weighty", "acme", "somebody", "team")] == ["team", "", "", ""]
     assert parse_keys("").keys == {}
+
+
+def test_a_weight_alone_does_not_lift_the_default_limits():
+    assert parse_keys(FULL).limits_of("weighty") == TenantLimits(requests_per_minute=60)
 
 
 def test_a_key_is_found_by_its_digest_alone():
@@ -98,6 +118,15 @@ BROKEN = {
     "negative": (HEAD + "\n[tenant.t]\nconcurrency = -1\n", "line 6", "concurrency is '-1' but must be an integer in"),
     "float": ("[default_limits]\ntokens_per_minute = 1.5\n", "line 2", "default_limits: tokens_per_minute"),
     "key is a table": ('[key]\ntenant = "t"\n', "line 1", "[[key]]"),
+    "weight 0": (HEAD + "\n[tenant.t]\nweight = 0\n", "line 6", "tenant.t: weight is '0' but must be a number greater"),
+    "weight below 0": ("[tenant.t]\nweight = -1.5\n", "line 2", "weight is '-1.5' but must be a number greater than 0"),
+    "weight nan": ("[tenant.t]\nweight = nan\n", "line 2", "weight is 'nan' but must be a number greater than 0"),
+    "weight inf": ("[tenant.t]\nweight = inf\n", "line 2", "from 0.001 to 1000"),
+    "weight text": ('[tenant.t]\nweight = "3"\n', "line 2", "weight is '3' but must be a number"),
+    "weight bool": ("[tenant.t]\nweight = true\n", "line 2", "weight is 'True' but must be a number"),
+    "weight of all": ("[default_limits]\nweight = 2\n", "line 2", "weight is no field of a tenant's limits"),
+    "no name to share": ('[tenant.t]\nshare_cache = ""\n', "line 2", "share_cache is '' but must be a text that"),
+    "share with all": ("[tenant.t]\nshare_cache = true\n", "line 2", "share_cache is 'True' but must be a text that"),
     "tenant is a number": ("tenant = 5\n", "line 1", "[tenant.NAME]"),
     "name of a tenant": ('[tenant."a b"]\n', "line 1", "must match"),
 }
@@ -150,6 +179,22 @@ def test_any_text_is_read_or_refused(text):
 )
 def test_an_entry_is_read_as_it_was_meant(key):
     assert parse_keys(toml_entry(key)).keys == {key.sha256: key}
+
+
+@given(
+    name=st.text("azAZ09_.:-", min_size=1, max_size=64),
+    tenant=st.builds(
+        Tenant,
+        st.none()
+        | st.builds(
+            TenantLimits, *[st.none() | st.integers(0, 10**9)] * 2, concurrency=st.none() | st.integers(0, 9)
+        ).filter(lambda limits: not limits.is_unlimited),
+        st.sampled_from([0.001, 0.5, 1.0, 3.0, 1000.0]) | st.floats(0.001, 1000),
+        st.just("") | st.text("azAZ09_.:-", min_size=1, max_size=64),
+    ).filter(lambda tenant: tenant != Tenant()),
+)
+def test_a_tenant_is_read_as_it_was_meant(name, tenant):
+    assert parse_keys(toml_tenant(name, tenant)).tenants == {name: tenant}
 
 
 @pytest.fixture

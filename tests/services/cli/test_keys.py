@@ -40,6 +40,26 @@ def test_entries_can_be_collected_and_checked(tmp_path, capsys):
     assert "line 1" in capsys.readouterr().err
 
 
+def test_a_tenant_is_set_and_shown(tmp_path, capsys):
+    file = tmp_path / "keys.toml"
+    tables = ""
+    for flags in (
+        ["--tenant", "acme:eu", "--weight", "3", "--share-cache", "team", "--tokens-per-minute", "500"],
+        ["--tenant", "b", "--weight", "0.5"],
+        ["--tenant", "c", "--concurrency", "0", "--requests-per-minute", "7"],
+    ):
+        assert main.main(["keys", "tenant", *flags]) == 0
+        tables += capsys.readouterr().out
+    file.write_text(tables)
+    assert main.main(["keys", "check", "--file", str(file)]) == 0
+    assert capsys.readouterr().out == (
+        "0 keys of 0 tenants, 2 with limits of their own\n"
+        "acme:eu: weight 3, tokens_per_minute 500, shares its cache as team\n"
+        "b: weight 0.5, default limits\n"
+        "c: weight 1, requests_per_minute 7, concurrency 0\n"
+    )
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -50,6 +70,13 @@ def test_entries_can_be_collected_and_checked(tmp_path, capsys):
         ["new", "--tenant", "a", "--name", 'a"b'],
         ["new", "--tenant", "a", "--models", "a b"],
         ["new", "--tenant", "a", "--days", "0"],
+        ["tenant"],
+        ["tenant", "--tenant", "a"],
+        ["tenant", "--tenant", "a", "--weight", "1"],
+        ["tenant", "--tenant", "a", "--weight", "0"],
+        ["tenant", "--tenant", "a", "--weight", "nan"],
+        ["tenant", "--tenant", "a", "--share-cache", "a b"],
+        ["tenant", "--tenant", "a", "--concurrency", "-1"],
     ],
 )
 def test_bad_flags(flags):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.prefix import KEY_BYTES, SALT_BYTES, KeyChain, cache_salt, page_keys
+from services.engine.prefix import KEY_BYTES, SALT_BYTES, KeyChain, cache_salt, page_keys, sharers
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=70)
 SALT = cache_salt(model="m", tenant="")
@@ -44,3 +44,25 @@ def test_another_model_or_tenant_shares_no_key(model: str, tenant: str) -> None:
 
 def test_where_one_part_ends_and_the_next_begins_is_part_of_the_salt() -> None:
     assert cache_salt(model="ab", tenant="c") != cache_salt(model="a", tenant="bc")
+
+
+NAMES = st.text("abgt1:", max_size=4)
+
+
+@given(NAMES, NAMES, NAMES, NAMES, NAMES, NAMES)
+def test_pages_are_shared_by_those_of_one_owner_with_one_salt(
+    tenant: str, group: str, salt: str, other_tenant: str, other_group: str, other_salt: str
+) -> None:
+    is_same_owner = group == other_group and (bool(group) or tenant == other_tenant)
+    one = sharers(tenant=tenant, group=group, salt=salt)
+    other = sharers(tenant=other_tenant, group=other_group, salt=other_salt)
+    assert (one == other) == (is_same_owner and salt == other_salt)
+
+
+def test_no_salt_and_no_name_reaches_the_pages_of_another_owner() -> None:
+    """All ways to cut a text into tenant and salt, or group and salt, also of texts that look like an encoded owner."""
+    words = ["ab", "aab", "tab", "gab", "3:tab", "3:tabab", "2:ta", "t", "g"]
+    splits = [(word[:end], word[end:]) for word in words for end in range(len(word) + 1)]
+    owners = {("tenant", owner, salt): sharers(tenant=owner, salt=salt) for owner, salt in splits}
+    owners |= {("group", owner, salt): sharers(tenant="x", group=owner, salt=salt) for owner, salt in splits if owner}
+    assert len(set(owners.values())) == len(owners)
