@@ -8,7 +8,7 @@ requests that go in the same moment do not all see the same free place. Knows no
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,11 +86,24 @@ class Candidates:
         """Workers and pairs that are left alone now, or tried with one request."""
         return self._watch.num_ejected + self._breakers.num_open
 
-    def plan(self, request: RunningRequest) -> Route | None:
-        """Decides where the request would go, whether there is room or not; None: there is no way."""
+    def plan(self, request: RunningRequest, kept: Set[str] = frozenset()) -> Route | None:
+        """Decides where the request would go, whether there is room or not; None: there is no way.
+
+        It does not go to a decode worker in `kept`.
+        """
         request.bookings.leave()
-        request.routes = routes = self.routes(request)
+        request.routes = routes = self.routes(request, kept)
         return routes[0] if routes else None
+
+    def awaited(self, request: RunningRequest) -> set[str]:
+        """Ids of the workers that nobody behind the request may take while it has no room.
+
+        They are all decode workers that it may use: it may go to any of them. Prefill workers need no such care. What
+        waits there counts by class, so one that is too busy for the request is so for whoever comes behind it.
+        """
+        tenant = request.generation.tenant
+        views = self._topology.decode_views(request.generation.model)
+        return {view.worker_id for view in views if not view.tenants or tenant in view.tenants}
 
     def book(self, request: RunningRequest, route: Route) -> None:
         """Keeps the places of a route, and of no other one. Raises WorkerUnavailable."""
@@ -103,12 +116,14 @@ class Candidates:
             prompt=(request.queue_entry.service_class, max(0, request.num_known_tokens - route.num_cached_tokens)),
         )
 
-    def routes(self, request: RunningRequest) -> Sequence[Route]:
-        """Ways to decode workers that can hold the whole sequence; those that have failed it come last."""
+    def routes(self, request: RunningRequest, kept: Set[str] = frozenset()) -> Sequence[Route]:
+        """Ways to decode workers not `kept` that can hold the whole sequence; those that have failed it come last."""
         generation = request.generation
         prompt = (request.queue_entry.service_class, request.num_known_tokens)
         usual = self._topology.usual_speeds(generation.model)
         decodes = self._usable(self._topology.decode_views(generation.model, prompt=prompt), usual.local, usual.decode)
+        if kept:
+            decodes = [view for view in decodes if view.worker_id not in kept]
         prefills = self._usable(
             self._topology.prefill_views(generation.model, prompt=prompt), usual.prefill, usual.decode
         )

@@ -82,7 +82,10 @@ class GatewayConfig:
     )
     min_decode: int = option(integer(1), default=1, help="Decode workers that /ready waits for.")
     max_queued_requests: int = option(
-        integer(0), default=1024, help="Requests that may wait for room in the cluster; more are refused."
+        integer(0),
+        default=1024,
+        help="Requests of a model that may wait for room in the cluster, and so many of each tenant with "
+        "workers of its own; more are refused.",
     )
     max_queue_wait_s: float = option(
         number(0, 86_400),

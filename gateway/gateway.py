@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Iterable
 from typing import cast
 
-from gateway.admission import AdmissionQueue
+from gateway.admission import AdmissionQueue, Lane
 from gateway.cache_hints import CacheHints
 from gateway.candidates import RoomLimits
 from gateway.catalog import load_catalog
@@ -34,9 +34,10 @@ from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import Overloaded
 from services.scheduling.disaggregation import DisaggregationSettings
+from services.scheduling.lanes import LaneOrder
 from services.scheduling.overload import OverloadPolicy, Targets
 from services.scheduling.queue import RequestQueue
-from services.scheduling.routing import Router, RoutingSettings
+from services.scheduling.routing import Router, RoutingSettings, WorkerView
 
 LEAVING_RETRY_S = 1.0
 """What a client is told whose request outlasted the drain."""
@@ -83,26 +84,15 @@ class Gateway:
                 queue.poke()
 
         self.topology = Topology(gateway_incarnation=self.incarnation, on_change=poke_all)
-        guards: dict[str, OverloadGuard] = {}
         for model in catalog:
-            waiting = RequestQueue(
-                strategy=config.queue_strategy,
-                max_waiting=config.max_queued_requests,
-                tenant_weights=self.door.tenant_weights,
+            queues[model.name] = AdmissionQueue(
+                functools.partial(self._make_lane, model.name),
+                order=LaneOrder(config.queue_strategy, tenant_weights=self.door.tenant_weights),
             )
-            guards[model.name] = OverloadGuard(
-                OverloadPolicy(),
-                waiting,
-                targets=Targets(config.ttft_target_s or None, config.itl_target_s or None),
-                decodes=functools.partial(self.topology.decode_views, model.name),
-                clock=SYSTEM_CLOCK,
-            )
-            queues[model.name] = AdmissionQueue(waiting, refusal=guards[model.name].when_full)
         self.requests = Requests(
             catalog=catalog,
             topology=self.topology,
             queues=queues,
-            guards=guards,
             policies=_policies(config),
             placements=self._placements,
             metrics=metrics,
@@ -144,6 +134,26 @@ class Gateway:
         if self.topology.num_ready("decode", model) < self._config.min_decode:
             return False
         return self.topology.num_ready("prefill", model) >= self._min_prefill[model]
+
+    def _make_lane(self, model: str, name: str) -> Lane:
+        config = self._config
+        waiting = RequestQueue(
+            strategy=config.queue_strategy,
+            max_waiting=config.max_queued_requests,
+            tenant_weights=self.door.tenant_weights,
+        )
+
+        def decodes() -> list[WorkerView]:
+            return [view for view in self.topology.decode_views(model) if not view.tenants or name in view.tenants]
+
+        guard = OverloadGuard(
+            OverloadPolicy(),
+            waiting,
+            targets=Targets(config.ttft_target_s or None, config.itl_target_s or None),
+            decodes=decodes,
+            clock=SYSTEM_CLOCK,
+        )
+        return Lane(name, waiting, guard)
 
     async def start(self) -> None:
         """Listens and begins to look for workers. Raises ConfigError where an address cannot be had."""

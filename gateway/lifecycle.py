@@ -11,12 +11,12 @@ away from a worker that is leaving.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway.accepting import Acceptance
-from gateway.admission import AdmissionQueue
+from gateway.admission import AdmissionQueue, Lane
 from gateway.answer_text import AnswerText
 from gateway.attempts import Attempt, CrowdedOut
 from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall
@@ -24,7 +24,6 @@ from gateway.candidates import Candidates, PrefixHints, RoomLimits
 from gateway.catalog import ModelCatalog, ServedModel
 from gateway.metrics import Metrics
 from gateway.moves import Moves
-from gateway.overload import OverloadGuard
 from gateway.recovery import QuarantineList, Recovery
 from gateway.running import RunningRequest
 from gateway.sessions import PrefillSession
@@ -87,7 +86,6 @@ class Requests:
         catalog: ModelCatalog,
         topology: Topology,
         queues: Mapping[str, AdmissionQueue],
-        guards: Mapping[str, OverloadGuard],
         policies: Policies,
         placements: PlacementSink,
         metrics: Metrics,
@@ -101,7 +99,6 @@ class Requests:
         self.num_running = 0
         self._topology = topology
         self._queues = queues
-        self._guards = guards
         self._policies = policies
         self._placements = placements
         self._metrics = metrics
@@ -193,7 +190,11 @@ class Requests:
         Raises Overloaded, WorkerUnavailable, DeadlineExceeded or whatever ended the last attempt.
         """
         request = RunningRequest(
-            generation, self.new_text(generation), self._clock, queue_entry=self._queue_entry(generation)
+            generation,
+            self.new_text(generation),
+            self._clock,
+            queue_entry=self._queue_entry(generation),
+            lane=self._lane(generation.model, generation.tenant),
         )
         timer = asyncio.get_running_loop().call_later(generation.deadline.remaining_s(), request.expire)
         error: BaseException | None = None
@@ -244,7 +245,7 @@ class Requests:
         """Finds workers, at once or after waiting in the queue. Raises Quarantined."""
         request.attempt = None
         self._recovery.check(request)
-        queue, guard = self._queues[request.generation.model], self._guards[request.generation.model]
+        queue, guard = self._queues[request.generation.model], request.lane.guard
         entry = request.queue_entry
         route = self._candidates.plan(request)
         if not request.is_resumed and not request.is_judged:
@@ -259,10 +260,17 @@ class Requests:
             was_refused = True
         patience = self._patience(request)
 
-        def take_room() -> bool:
-            return self._take_room(request, self._candidates.plan(request))
+        def take_room(kept: Set[str]) -> bool:
+            return self._take_room(request, self._candidates.plan(request, kept))
 
-        with queue.enter(entry, take_room, is_resumed=request.is_resumed, was_refused=was_refused) as place:
+        with queue.enter(
+            entry,
+            take_room,
+            awaited=lambda: self._candidates.awaited(request),
+            lane=request.lane,
+            is_resumed=request.is_resumed,
+            was_refused=was_refused,
+        ) as place:
             self._note(request, State.QUEUED)
             while await place.wait_for_turn(patience.remaining_s()):
                 attempt = await self._offer(request)
@@ -276,7 +284,7 @@ class Requests:
 
     def _take_room(self, request: RunningRequest, route: Route | None) -> bool:
         """Keeps a place for the request where it would go now. False: there is none, or it is kept for others."""
-        guard = self._guards[request.generation.model]
+        guard = request.lane.guard
         has_room = route is not None and self._candidates.has_room(request, route)
         if route is None or not has_room:
             guard.note_waiting(is_for_room=True)
@@ -331,7 +339,8 @@ class Requests:
 
     def _check_room(self, call: Call, model: ServedModel, deadline: Deadline) -> None:
         """Refuses by the queue alone what would only be refused later. Raises Overloaded."""
-        if not len(self._queues[model.name]):
+        lane = self._lane(model.name, call.tenant)
+        if not len(lane.queue):
             return
         num_chars = sum(len(prompt) for prompt in call.prompts)
         num_chars += sum(len(str(message.get("content", ""))) for message in call.messages or ())
@@ -344,7 +353,10 @@ class Requests:
             deadline_s=deadline.at_s,
             level=call.priority,
         )
-        self._guards[model.name].check(entry)
+        lane.guard.check(entry)
+
+    def _lane(self, model: str, tenant: str) -> Lane:
+        return self._queues[model].lane(self._topology.lane_of(model, tenant))
 
     def _queue_entry(self, generation: Generation) -> QueueEntry:
         return QueueEntry(
@@ -380,7 +392,7 @@ class Requests:
 
     def _note_placed(self, request: RunningRequest, attempt: Attempt, route: Route, started_ns: int) -> None:
         """Books that workers took the request, and writes the spans of the way there."""
-        self._guards[request.generation.model].note_started(request.queue_entry, request.admitted)
+        request.lane.guard.note_started(request.queue_entry, request.admitted)
         request.admitted = None
         request.note_placed()
         self._metrics.sent.labels("decode", attempt.decode.peer.worker_id).inc()
@@ -444,7 +456,7 @@ class Requests:
 
     def _note_end(self, request: RunningRequest, error: BaseException | None) -> None:
         generation = request.generation
-        self._guards[generation.model].note_ended(request.queue_entry)
+        request.lane.guard.note_ended(request.queue_entry)
         self.num_running -= request.is_running
         outcome = _outcome(error)
         self._note(request, outcome)

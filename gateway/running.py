@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gateway.admission import Lane
 from gateway.answer_text import AnswerText
 from gateway.attempts import Arrived, Attempt, Fault, FinishReason, Giver, Mailbox, TokenLog
 from gateway.bookings import Bookings
@@ -46,7 +47,9 @@ class RunningRequest:
     worker, decode worker), all by incarnation.
     """
 
-    def __init__(self, generation: Generation, text: AnswerText, clock: Clock, *, queue_entry: QueueEntry) -> None:
+    def __init__(
+        self, generation: Generation, text: AnswerText, clock: Clock, *, queue_entry: QueueEntry, lane: Lane
+    ) -> None:
         self.generation = generation
         self.mailbox = Mailbox()
         self.log = TokenLog(generation.sampling.max_tokens, generation.emitted_token_ids)
@@ -65,6 +68,8 @@ class RunningRequest:
         self.page_keys: dict[tuple[str, int], Sequence[bytes]] = {}
         """Keys of the prompt's full pages by (layout fingerprint, page size)."""
         self.queue_entry = queue_entry
+        self.lane = lane
+        """Where it waits for workers and is judged, for all its life."""
         self.is_judged = False
         self.admitted: Admit | None = None
         """What was said of it when it came, until it has started."""

@@ -234,6 +234,11 @@ class Topology:
         """The longest sequence that any decode worker of a model in rotation can hold; None while there is none."""
         return max((member.record.max_sequence_tokens for member in self._ready("decode", model)), default=None)
 
+    def lane_of(self, model: str, tenant: str) -> str:
+        """The same name for tenants that may use the same workers: empty, or its own where a worker is kept for it."""
+        is_named = any(tenant in member.record.tenants for member in self._all() if member.record.model == model)
+        return tenant if is_named else ""
+
     def kv_bytes_per_token(self, model: str) -> int:
         """What the KV of a token weighs on its way to another worker; 0: nobody knows yet."""
         return max((member.record.kv_bytes_per_token for member in self._ready("prefill", model)), default=0)

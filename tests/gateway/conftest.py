@@ -168,6 +168,7 @@ class ScriptedWorker:
     fingerprint: str = "same"
     model: str = "tiny"
     arithmetic: str = ""
+    tenants: tuple[str, ...] = ()
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self, redis_url: str, cluster: str) -> None:
@@ -203,6 +204,7 @@ class ScriptedWorker:
             exact=True,
             page_size=16,
             arithmetic=self.arithmetic,
+            tenants=self.tenants,
             layout_fingerprint=self.fingerprint,
             max_sequence_tokens=self.max_sequence_tokens,
             pages_total=100,

@@ -2,12 +2,16 @@
 
 import asyncio
 import math
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from gateway.admission import MAX_SILENCE_S, AdmissionQueue
+from gateway.admission import GATHER_S, MAX_SILENCE_S, AdmissionQueue, Lane
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
+from services.scheduling.lanes import LaneOrder
 from services.scheduling.queue import QueueEntry, RequestQueue, ServiceClass
 from tests.stopwatch import Stopwatch
 
@@ -18,7 +22,7 @@ class Room:
     def __init__(self, num_places=0):
         self.num_places = num_places
 
-    def take(self):
+    def take(self, kept):
         if not self.num_places:
             return False
         self.num_places -= 1
@@ -30,7 +34,14 @@ def refused(item):
 
 
 def make_queue(max_waiting=10, **settings):
-    return AdmissionQueue(RequestQueue(max_waiting=max_waiting, **settings), refusal=refused)
+    guard = SimpleNamespace(when_full=refused)
+    return AdmissionQueue(
+        lambda name: Lane(name, RequestQueue(max_waiting=max_waiting, **settings), guard), order=LaneOrder(**settings)
+    )
+
+
+def enter(queue, item, room, **kinds):
+    return queue.enter(item, room.take, awaited=frozenset, lane=queue.lane(""), **kinds)
 
 
 def entry(key, service_class=ServiceClass.NORMAL, *, arrived_s=0.0, deadline_s=math.inf, service_s=0.0):
@@ -38,7 +49,7 @@ def entry(key, service_class=ServiceClass.NORMAL, *, arrived_s=0.0, deadline_s=m
 
 
 async def wait(queue, room, item, order, *, is_resumed=False, timeout_s=10.0):
-    with queue.enter(item, room.take, is_resumed=is_resumed) as place:
+    with enter(queue, item, room, is_resumed=is_resumed) as place:
         if await place.wait_for_turn(timeout_s):
             order.append(item.key)
 
@@ -103,7 +114,7 @@ async def test_a_full_queue_refuses_or_pushes_out_a_lower_class():
     queue, room, order = make_queue(1), Room(), []
     (batch,) = await started(wait(queue, room, entry("b", ServiceClass.BATCH), order))
     with pytest.raises(Overloaded) as error:
-        queue.enter(entry("c", ServiceClass.BATCH), room.take)
+        enter(queue, entry("c", ServiceClass.BATCH), room)
     assert error.value.retry_after_s == 2.0
     (urgent,) = await started(wait(queue, room, entry("i", ServiceClass.INTERACTIVE), order))
     with pytest.raises(Overloaded, match="no room for b"):
@@ -157,7 +168,7 @@ async def test_whoever_no_worker_took_waits_again_before_the_others():
     queue, room, order = make_queue(), Room(1), []
 
     async def refused_once():
-        with queue.enter(entry("a", arrived_s=1.0), room.take) as place:
+        with enter(queue, entry("a", arrived_s=1.0), room) as place:
             assert await place.wait_for_turn(10)
             place.come_back()
             assert len(queue) == 2
@@ -194,7 +205,7 @@ async def test_nobody_overtakes_one_that_was_refused_while_it_asks_again():
     asking, answer = asyncio.Event(), asyncio.Event()
 
     async def asks_again():
-        with queue.enter(entry("a", arrived_s=1.0), room.take, was_refused=True) as place:
+        with enter(queue, entry("a", arrived_s=1.0), room, was_refused=True) as place:
             assert await place.wait_for_turn(10)
             assert len(queue) == 2
             asking.set()
@@ -213,7 +224,7 @@ async def test_nobody_overtakes_one_that_was_refused_while_it_asks_again():
 
 async def test_one_that_is_pushed_out_while_it_asks_is_told_when_it_comes_back():
     queue, room, order = make_queue(1), Room(5), []
-    with queue.enter(entry("b", ServiceClass.BATCH), room.take, was_refused=True) as place:
+    with enter(queue, entry("b", ServiceClass.BATCH), room, was_refused=True) as place:
         assert await place.wait_for_turn(10)
         (urgent,) = await started(wait(queue, room, entry("i", ServiceClass.INTERACTIVE), order))
         place.come_back()
@@ -221,3 +232,171 @@ async def test_one_that_is_pushed_out_while_it_asks_is_told_when_it_comes_back()
             await place.wait_for_turn(10)
     await urgent
     assert order == ["i"]
+
+
+# --- lanes: workers that are kept for some tenants --------------------------------------------------------------------
+
+WORKERS = {"of a": {"a"}, "of a and b": {"a", "b"}, "of c": {"c"}, "shared": set()}
+"""Worker → tenants that it is kept for; none: it works for everybody."""
+
+
+class Workers:
+    """So many places at each worker. `wronged`: who might have had one that somebody less urgent took."""
+
+    def __init__(self, queue, places):
+        self.queue = queue
+        self.places = dict(places)
+        self.waiting = {}
+        self.took = []
+        self.wronged = []
+
+    def usable(self, tenant):
+        return {name for name, tenants in WORKERS.items() if name in self.places and (not tenants or tenant in tenants)}
+
+    async def wait(self, item, *, is_resumed=False, was_refused=False):
+        def take_room(kept):
+            free = [name for name in sorted(self.usable(item.tenant) - kept) if self.places[name]]
+            if not free:
+                return False
+            self.places[free[0]] -= 1
+            self.took.append((item.key, free[0]))
+            rivals = [other for other in self.waiting.values() if free[0] in self.usable(other.tenant)]
+            first = min(rivals, key=lambda other: (other.service_class, other.arrived_s))
+            if first is not item:
+                self.wronged.append((first, item))
+            del self.waiting[item.key]
+            return True
+
+        lane = self.queue.lane(item.tenant if any(item.tenant in tenants for tenants in WORKERS.values()) else "")
+        self.waiting[item.key] = item
+        place = self.queue.enter(
+            item,
+            take_room,
+            awaited=lambda: self.usable(item.tenant),
+            lane=lane,
+            is_resumed=is_resumed,
+            was_refused=was_refused,
+        )
+        with place:
+            assert await place.wait_for_turn(10.0)
+
+    async def settle(self):
+        """Everybody is looked at once: timers go off in their order, however late."""
+        self.queue.poke()
+        await asyncio.sleep(3 * GATHER_S)
+
+
+def of(tenant, key, service_class=ServiceClass.NORMAL):
+    return QueueEntry(key, service_class, tenant, 10, float(key))
+
+
+async def test_a_tenant_whose_workers_are_full_delays_nobody_else():
+    queue = make_queue(1000)
+    workers = Workers(queue, {"of a": 0, "of c": 3})
+    waiting = await started(*(workers.wait(of("a", key, ServiceClass.CRITICAL)) for key in range(50)))
+    served = await started(*(workers.wait(of("c", key, ServiceClass.BATCH)) for key in range(50, 53)))
+    await asyncio.wait_for(asyncio.gather(*served), 5)
+    assert [key for key, _ in workers.took] == [50, 51, 52]
+    workers.places["of a"] = 50
+    await workers.settle()
+    await asyncio.gather(*waiting)
+    assert [key for key, _ in workers.took[3:]] == list(range(50))
+
+
+async def test_a_tenant_with_a_free_worker_of_its_own_passes_those_that_wait_for_shared_ones():
+    queue = make_queue()
+    workers = Workers(queue, {"of a": 1, "shared": 0})
+    tasks = await started(workers.wait(of("x", 0)), workers.wait(of("a", 1)), workers.wait(of("a", 2)))
+    await asyncio.wait_for(tasks[1], 5)
+    assert workers.took == [(1, "of a")]
+    workers.places["shared"] = 1
+    await workers.settle()
+    assert workers.took[1:] == [(0, "shared")]
+    workers.places["of a"] = 1
+    await workers.settle()
+    await asyncio.gather(*tasks)
+
+
+async def test_classes_are_strict_among_those_who_compete_for_a_worker():
+    queue = make_queue()
+    workers = Workers(queue, {"of a and b": 0})
+    kinds = [ServiceClass.BATCH, ServiceClass.NORMAL, ServiceClass.CRITICAL, ServiceClass.LOW]
+    tasks = await started(*(workers.wait(of("ab"[key % 2], key, kind)) for key, kind in enumerate(kinds)))
+    await workers.settle()
+    for _ in kinds:
+        workers.places["of a and b"] = 1
+        await workers.settle()
+    await asyncio.gather(*tasks)
+    assert [key for key, _ in workers.took] == [2, 1, 3, 0]
+
+
+async def test_turns_at_a_worker_that_others_do_not_wait_for_cost_nothing_in_a_fair_queue():
+    queue = make_queue(100, strategy="fair")
+    workers = Workers(queue, {"of a": 10, "shared": 0})
+    (x,) = await started(workers.wait(of("x", 0)))
+    await asyncio.gather(*await started(*(workers.wait(of("a", key)) for key in range(1, 11))))
+    assert {name for _, name in workers.took} == {"of a"}
+    tasks = await started(*(workers.wait(of(tenant, key)) for key, tenant in enumerate("xaxa", 11)))
+    for _ in range(5):
+        workers.places["shared"] = 1
+        await workers.settle()
+    await asyncio.gather(x, *tasks)
+    assert [key for key, _ in workers.took[10:]] == [0, 12, 11, 14, 13]
+
+
+async def test_one_that_asks_again_holds_up_only_those_who_could_take_what_it_asks_for():
+    queue = make_queue()
+    workers = Workers(queue, {"of a and b": 3, "of c": 1})
+    lane = queue.lane("a")
+    asking = of("a", 0)
+    room = queue.enter(
+        asking, lambda kept: True, awaited=lambda: workers.usable("a"), lane=lane, is_resumed=False, was_refused=True
+    )
+    with room as place:
+        assert await place.wait_for_turn(10)
+        same, rival, other = await started(*(workers.wait(of(tenant, key)) for key, tenant in enumerate("abc", 1)))
+        await asyncio.wait_for(other, 5)
+        await workers.settle()
+        assert workers.took == [(3, "of c")]
+    await asyncio.gather(same, rival)
+
+
+async def test_each_lane_has_a_bound_of_its_own():
+    queue = make_queue(1)
+    workers = Workers(queue, {"of a": 0, "of c": 0})
+    tasks = await started(workers.wait(of("a", 0)), workers.wait(of("c", 1)))
+    with pytest.raises(Overloaded, match="no room for 2"):
+        await workers.wait(of("a", 2))
+    assert len(queue) == 2
+    workers.places = {"of a": 1, "of c": 1}
+    await workers.settle()
+    await asyncio.gather(*tasks)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kinds=st.lists(st.tuples(st.sampled_from("abcx"), st.sampled_from(ServiceClass)), max_size=15),
+    freed=st.lists(st.sampled_from(sorted(WORKERS)), max_size=10),
+)
+def test_no_worker_with_room_stands_idle_while_somebody_waits_who_may_use_it(kinds, freed):
+    """And nobody takes a place before somebody of a higher class, or one that came first, who might have had it."""
+
+    async def play():
+        queue = make_queue(1000)
+        workers = Workers(queue, dict.fromkeys(WORKERS, 0))
+        tasks = await started(*(workers.wait(of(tenant, key, kind)) for key, (tenant, kind) in enumerate(kinds)))
+        for name in freed:
+            workers.places[name] += 1
+            await workers.settle()
+            assert not [
+                (item, place)
+                for item in workers.waiting.values()
+                for place in workers.usable(item.tenant)
+                if workers.places[place]
+            ]
+        workers.places = dict.fromkeys(WORKERS, 1000)
+        await workers.settle()
+        await asyncio.gather(*tasks)
+        assert workers.wronged == []
+
+    asyncio.run(play())

@@ -8,7 +8,7 @@ import socket
 import grpc
 import pytest
 
-from gateway.admission import AdmissionQueue
+from gateway.admission import AdmissionQueue, Lane
 from gateway.catalog import load_catalog
 from gateway.catalog_file import ModelEntry
 from gateway.lifecycle import Policies, Requests
@@ -17,7 +17,7 @@ from gateway.openai_types import ChatRequest, CompletionRequest, parse
 from gateway.topology import Topology
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import status
-from services.runtime.errors import InvalidRequest, Overloaded
+from services.runtime.errors import InvalidRequest
 from services.scheduling.queue import RequestQueue
 from services.scheduling.routing import Router
 
@@ -224,8 +224,7 @@ def check_request(catalog):
     requests = Requests(
         catalog=catalog,
         topology=Topology(gateway_incarnation="0" * 32, on_change=lambda: None),
-        queues={"tiny": AdmissionQueue(RequestQueue(max_waiting=1), refusal=lambda entry: Overloaded("full"))},
-        guards={},
+        queues={"tiny": AdmissionQueue(lambda name: Lane(name, RequestQueue(max_waiting=1), guard=None))},
         policies=Policies(router=Router("least_loaded")),
         placements=None,
         metrics=Metrics(),

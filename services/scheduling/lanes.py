@@ -1,0 +1,86 @@
+"""Whose turn it is among the first ones of several queues side by side. Pure.
+
+Each queue (a lane) has an order of its own, by `services.scheduling.queue`. Where lanes compete for the same workers
+they must be served as one queue would serve them: strictly by class, then by the rank of the strategy. Ranks of `fair`
+come from a queue's virtual clock and mean nothing in another queue, so here is one clock for all lanes: start-time fair
+queueing as there, with the start tag given to an entry when it is first of its lane. What goes past somebody who waits
+takes nothing that the other could use; so it is not charged, and the clock does not run on because of it.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from services.scheduling.queue import QueueEntry, ServiceClass
+
+ACCOUNTS_KEPT = 64
+"""So many tenants more than twice those that owed something last time, and those that owe nothing are forgotten."""
+
+LaneKey = tuple[int, float, float]
+"""Class (−1: resumed), rank, arrival. The smallest goes first."""
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Of one class, in tokens over weight."""
+
+    virtual_time: float = 0.0
+    charged_to: dict[str, float] = field(default_factory=dict)
+    """By tenant: where its next entry starts, if that is not in the past."""
+    prune_at: int = ACCOUNTS_KEPT
+
+
+class LaneOrder:
+    """The order of one set of lanes, all of the same strategy; parameters as those of `RequestQueue`."""
+
+    def __init__(
+        self, strategy: str = "fcfs", *, ageing_s: float = 10.0, tenant_weights: Mapping[str, float] | None = None
+    ) -> None:
+        self._strategy = strategy
+        self._ageing_s = ageing_s
+        self._weights = {} if tenant_weights is None else tenant_weights  # no copy: it is read live, and may change
+        self._tags: dict[Hashable, float] = {}
+        """Start tags by entry, from when it was first of its lane until it leaves."""
+        self._clocks = tuple(_Clock() for _ in ServiceClass)
+
+    def key(self, entry: QueueEntry, *, is_resumed: bool = False) -> LaneKey:
+        """Where the first entry of a lane stands among the first ones of the others."""
+        if is_resumed:
+            return -1, entry.arrived_s, entry.arrived_s
+        return entry.service_class, self._rank(entry), entry.arrived_s
+
+    def went(self, entry: QueueEntry) -> None:
+        """It had its turn, and went past nobody: its tenant is charged; once only, should it come back and go again."""
+        tag = self._tags.get(entry.key)
+        if tag is None:
+            return
+        clock = self._clocks[entry.service_class]
+        clock.virtual_time = max(clock.virtual_time, tag)
+        end = tag + entry.cost_tokens / self._weights.get(entry.tenant, 1.0)
+        clock.charged_to[entry.tenant] = max(end, clock.charged_to.get(entry.tenant, 0.0))
+        if len(clock.charged_to) > clock.prune_at:
+            now = clock.virtual_time
+            clock.charged_to = {tenant: end for tenant, end in clock.charged_to.items() if end > now}
+            clock.prune_at = 2 * len(clock.charged_to) + ACCOUNTS_KEPT
+
+    def left(self, key: Hashable) -> None:
+        """It does not come back."""
+        self._tags.pop(key, None)
+
+    def clear(self) -> None:
+        """Nobody waits any more: all tenants start anew as equals."""
+        self._tags.clear()
+        for clock in self._clocks:
+            clock.virtual_time = 0.0
+            clock.charged_to.clear()
+
+    def _rank(self, entry: QueueEntry) -> float:
+        if self._strategy == "fair":
+            tag = self._tags.get(entry.key)
+            if tag is None:
+                clock = self._clocks[entry.service_class]
+                tag = max(clock.virtual_time, clock.charged_to.get(entry.tenant, 0.0))
+                self._tags[entry.key] = tag
+            return tag
+        if self._strategy == "priority":
+            return entry.arrived_s - entry.level * self._ageing_s
+        return entry.latest_start_s if self._strategy == "sla" else entry.arrived_s

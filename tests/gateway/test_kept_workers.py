@@ -1,0 +1,174 @@
+"""Workers that are kept for some tenants: whoever may not use them is not delayed by those who wait for them."""
+
+import asyncio
+import collections
+
+import pytest
+
+from protos import inference_pb2, worker_pb2
+
+NUM_WAITING = 20
+
+
+class Gated:
+    """A decode worker's script that computes prompts itself: ends each answer when it is let."""
+
+    def __init__(self):
+        self.ends = asyncio.Semaphore(0)
+        self.took = []
+
+    async def decode(self, attempt):
+        self.took.append(attempt.spec.prompt_token_ids[0])
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        await self.ends.acquire()
+        attempt.tokens(0, [9])
+        attempt.finish(inference_pb2.FINISH_REASON_STOP)
+
+
+@pytest.fixture
+def add(worker_type):
+    """Adds a decode worker that has one request at a time, because none of its pages is free."""
+
+    async def add(system, worker_id, *tenants):
+        script = Gated()
+        worker = worker_type("decode", worker_id, script.decode, tenants=tenants)
+        worker.load.pages.free = 0
+        await system.add(worker)
+        return script
+
+    return add
+
+
+async def ask(system, tenant, number=5, service_class="normal"):
+    """The request's status; `number` is how a worker tells it from others."""
+    response = await system.complete(prompt=[number], max_tokens=4, tenant=tenant, service_class=service_class)
+    return response.status_code
+
+
+async def fill(system, script, tenant, service_class="critical"):
+    """One request runs and NUM_WAITING wait behind it."""
+    tasks = [asyncio.create_task(ask(system, tenant, service_class=service_class)) for _ in range(NUM_WAITING + 1)]
+    await system.until(lambda: len(script.took) == 1 and system.gateway.requests.num_queued == NUM_WAITING)
+    return tasks
+
+
+async def finish(script, tasks):
+    for _ in tasks:
+        script.ends.release()
+    assert collections.Counter(await asyncio.gather(*tasks)) == {200: len(tasks)}
+
+
+@pytest.mark.parametrize("service_class", ["critical", "normal", "batch"])
+async def test_a_tenant_whose_workers_are_full_delays_nobody_else(make_system, add, service_class):
+    system = await make_system()
+    of_a, of_b = await add(system, "decode-a", "a"), await add(system, "decode-b", "b")
+    system.workers["decode-b"].load.pages.free = 100
+    system.workers["decode-b"].sessions.load_changed()
+    tasks = await fill(system, of_a, "a")
+    await finish(of_b, [asyncio.create_task(ask(system, "b", service_class=service_class)) for _ in range(3)])
+    assert system.gateway.requests.num_queued == NUM_WAITING
+    await finish(of_a, tasks)
+
+
+async def test_nor_does_it_where_both_use_the_same_prefill_worker(make_system, add, worker_type, pair_type):
+    system, pair = await make_system(), pair_type([9, 1])
+    await system.add(worker_type("prefill", "prefill-0", pair.prefill))
+    of_a = await add(system, "decode-a", "a")
+    await system.add(worker_type("decode", "decode-b", pair.decode, tenants=("b",)))
+    tasks = await fill(system, of_a, "a")
+    assert await asyncio.wait_for(ask(system, "b"), 10) == 200
+    assert system.workers["prefill-0"].attempts[-1].spec.id.request_id in {
+        attempt.spec.id.request_id for attempt in system.workers["decode-b"].attempts
+    }
+    await finish(of_a, tasks)
+
+
+async def test_who_has_a_free_worker_of_its_own_passes_those_that_wait_for_shared_ones(make_system, add):
+    system = await make_system()
+    shared = await add(system, "decode-0")
+    tasks = await fill(system, shared, "x")
+    of_a = await add(system, "decode-a", "a")
+    first = asyncio.create_task(ask(system, "a"))
+    second = asyncio.create_task(ask(system, "a", number=6))
+    await system.until(lambda: len(of_a.took) == 1)
+    assert (len(shared.took), system.gateway.requests.num_queued) == (1, NUM_WAITING + 1)
+    # The other one of a waits for both workers. On the shared one all that are critical go before it.
+    of_a.ends.release()
+    await system.until(lambda: len(of_a.took) == 2)
+    of_a.ends.release()
+    assert await asyncio.gather(first, second) == [200, 200]
+    await finish(shared, tasks)
+
+
+async def test_classes_are_strict_among_tenants_that_compete_for_a_worker(make_system, add):
+    system = await make_system()
+    script = await add(system, "decode-0", "a", "b")
+    asked = [
+        ("a", "normal"),
+        ("a", "normal"),
+        ("b", "interactive"),
+        ("a", "critical"),
+        ("b", "critical"),
+        ("b", "normal"),
+    ]
+    tasks = []
+    for number, (tenant, service_class) in enumerate(asked):
+        tasks.append(asyncio.create_task(ask(system, tenant, number, service_class)))
+        await system.until(lambda number=number: len(script.took) + system.gateway.requests.num_queued == number + 1)
+    for num_taken in range(1, len(asked)):
+        assert len(script.took) == num_taken
+        script.ends.release()
+        await system.until(lambda num_taken=num_taken: len(script.took) == num_taken + 1)
+    await finish(script, tasks)
+    assert script.took == [0, 3, 4, 2, 1, 5]
+
+
+async def test_nobody_takes_what_one_before_it_waits_for(make_system, add):
+    """A large request waits for pages of a worker; a small one of another tenant would find room there."""
+    system = await make_system()
+    of_both, of_c = await add(system, "decode-0", "a", "b"), await add(system, "decode-c", "c")
+    load = system.workers["decode-0"].load
+
+    load.pages.free = 5
+    system.workers["decode-0"].sessions.load_changed()
+    await system.until(lambda: system.gateway.topology.decode_room("decode-0", 2)[0] == 5)
+    tasks = [asyncio.create_task(ask(system, "a", 1))]
+    await system.until(lambda: of_both.took == [1])
+    tasks.append(asyncio.create_task(system.complete(prompt=[2], max_tokens=400, tenant="b")))
+    await system.until(lambda: system.gateway.requests.num_queued == 1)
+    tasks.append(asyncio.create_task(ask(system, "a", 3)))
+    await system.until(lambda: system.gateway.requests.num_queued == 2)
+    tasks.append(asyncio.create_task(ask(system, "c", 4)))
+    # When it goes, those before it have been looked at.
+    await system.until(lambda: of_c.took == [4])
+    assert (of_both.took, system.gateway.requests.num_queued) == ([1], 2)
+    load.pages.free = 100
+    system.workers["decode-0"].sessions.load_changed()
+    await system.until(lambda: len(of_both.took) == 3)
+    assert of_both.took == [1, 2, 3]
+    for script in (of_both, of_c):
+        for _ in tasks:
+            script.ends.release()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_fair_queue_is_fair_to_tenants_of_different_lanes(make_system, add):
+    """One tenant has more workers than the other: on those that both may use their turns alternate."""
+    system = await make_system(queue_strategy="fair")
+    shared, of_a = await add(system, "decode-0"), await add(system, "decode-a", "a")
+    tasks = [asyncio.create_task(ask(system, "a", 7)), asyncio.create_task(ask(system, "a", 7))]
+    await system.until(lambda: len(shared.took) == len(of_a.took) == 1)
+    for tenant, number in (("a", 7), ("x", 8)):
+        tasks += [asyncio.create_task(ask(system, tenant, number)) for _ in range(NUM_WAITING)]
+    await system.until(lambda: system.gateway.requests.num_queued == 2 * NUM_WAITING)
+    for num_taken in range(1, NUM_WAITING):
+        shared.ends.release()
+        await system.until(lambda num_taken=num_taken: len(shared.took) == num_taken + 1)
+    counts = collections.Counter(shared.took[1:])
+    assert abs(counts[7] - counts[8]) <= 2, counts
+    assert len(of_a.took) == 1
+    for script in (shared, of_a):
+        for _ in tasks:
+            script.ends.release()
+    assert collections.Counter(await asyncio.gather(*tasks)) == {200: len(tasks)}
