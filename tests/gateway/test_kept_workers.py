@@ -101,6 +101,17 @@ async def test_who_has_a_free_worker_of_its_own_passes_those_that_wait_for_share
     await finish(shared, tasks)
 
 
+async def test_a_tenant_whose_own_worker_is_full_takes_a_shared_one(make_system, add):
+    system = await make_system()
+    of_a, shared = await add(system, "decode-a", "a"), await add(system, "decode-0")
+    tasks = [asyncio.create_task(ask(system, "a", 1))]
+    await system.until(lambda: of_a.took == [1])
+    tasks.append(asyncio.create_task(ask(system, "a", 2)))
+    await system.until(lambda: shared.took == [2])
+    await finish(of_a, tasks[:1])
+    await finish(shared, tasks[1:])
+
+
 async def test_classes_are_strict_among_tenants_that_compete_for_a_worker(make_system, add):
     system = await make_system()
     script = await add(system, "decode-0", "a", "b")
