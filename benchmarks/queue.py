@@ -5,25 +5,38 @@ rounds (what the code costs), with the median beside it (what it cost here). The
 needs for the least that could be called a queue: in rounds that take turns with ours, so that the ratios hold also on
 a machine with other work.
 
-    python -m benchmarks.queue [--waiting 10000] [--rounds 60]
+    python -m benchmarks.queue [--waiting 10000] [--rounds 60] [--json FILE]
+
+At the end a gateway's second is played in real time: 1,000 requests judged, entered into `AdmissionQueue`, let go and
+ended, with all others still waiting behind them. Its profile names the functions, with what they call in C.
 """
 
 import argparse
+import asyncio
+import cProfile
 import heapq
+import json
 import math
+import pstats
 import random
 import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+from gateway.admission import GATHER_S, AdmissionQueue
+from services.runtime.errors import Overloaded
 from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Targets
 from services.scheduling.queue import STRATEGIES, QueueEntry, RequestQueue, ServiceClass
 
 NUM_PAIRS = 1000
 NUM_TENANTS = 8
 NUM_LEVELS = 3
+NUM_PROFILED = 20
+"""Functions that are shown."""
 ARRIVALS_PER_S = 1000.0
 TARGETS = Targets(ttft_s=1e9, itl_s=1e9)
 """Far away: every request takes the longest way through the judgement."""
@@ -164,10 +177,57 @@ def stream_round(num_waiting: int) -> Round:
     return run
 
 
+def gateway_second(num_waiting: int) -> tuple[float, dict[str, float]]:
+    """A second with a request every millisecond, entered into a full gateway's queue and let go at its next look.
+
+    Returns the share of a core that it took, and how much of it each function took by itself, C included.
+    """
+    stream, policy, profile = entries(0, is_mixed=False), OverloadPolicy(), cProfile.Profile(time.thread_time)
+    num_together = round(GATHER_S * ARRIVALS_PER_S)
+
+    async def play(admission: AdmissionQueue, queue: RequestQueue, new: list[QueueEntry]) -> float:
+        began_s = time.thread_time()
+        for first in range(0, len(new), num_together):
+            places = []
+            for entry in new[first : first + num_together]:
+                one, now_s = entry.service_class, entry.arrived_s
+                load = ClusterLoad(queue.num_ahead(one), queue.waiting_tokens(one), len(queue), 0.5, 0.1, 0.01)
+                verdict = policy.judge(entry, load, TARGETS, now_s, jitter=0.5)
+                places.append((verdict, admission.enter(entry, lambda: True)))
+            for verdict, place in places:
+                with place:
+                    await place.wait_for_turn(60)
+                admitted = verdict if isinstance(verdict, Admit) else None
+                policy.note_start(place.entry, place.entry.arrived_s, is_backlogged=True, admitted=admitted)
+                policy.note_end(place.entry.key, place.entry.arrived_s + 1)
+        return time.thread_time() - began_s
+
+    async def run() -> float:
+        queue = RequestQueue(max_waiting=2 * num_waiting + NUM_PAIRS)
+        admission = AdmissionQueue(queue, refusal=lambda entry: Overloaded("full"))
+        # Nobody has a deadline: these times are those of the stream, and the queue's clock is the machine's.
+        timeless = (replace(entry, deadline_s=math.inf) for entry in stream)
+        for _ in range(num_waiting):
+            admission.enter(replace(next(timeless), service_class=ServiceClass.LOW), lambda: False)
+        taken_s = [await play(admission, queue, [next(timeless) for _ in range(NUM_PAIRS)]) for _ in range(3)]
+        new = [next(timeless) for _ in range(NUM_PAIRS)]
+        profile.enable()
+        await play(admission, queue, new)
+        profile.disable()
+        return min(taken_s) * ARRIVALS_PER_S / NUM_PAIRS
+
+    share = asyncio.run(run())
+    rows = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    own_s = {f"{'/'.join(Path(file).parts[-2:])}:{name}": row[2] for (file, _, name), row in rows.items()}
+    whole_s = sum(own_s.values())
+    return share, {name: share * time_s / whole_s for name, time_s in sorted(own_s.items(), key=lambda one: -one[1])}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--waiting", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     waiting = options.waiting
     makers: dict[str, Callable[[], Round]] = {
@@ -181,7 +241,7 @@ def main() -> None:
     makers |= {"its entry": partial(stream_round, waiting)}
     print(f"{NUM_PAIRS:,} in and {NUM_PAIRS:,} out with {waiting:,} waiting; CPU time of one core, ms")
     print(f"{'':24}{'best':>8}{'median':>8}{'/ OrderedDict':>16}{'/ heap of tuples':>18}")
-    best_s = {}
+    best_s, figures = {}, dict[str, dict[str, float]]()
     for name, make in makers.items():
         rounds = (make(), ordered_dict_round(waiting), heap_round(waiting))
         taken_s = [[run() for run in rounds] for _ in range(options.rounds)]
@@ -189,6 +249,7 @@ def main() -> None:
         best_s[name] = ours_s
         median_s = statistics.median(row[0] for row in taken_s)
         ratios = [ours_s / limit_s for limit_s in limits_s]
+        figures[name] = {"best_ms": ours_s * 1e3, "median_ms": median_s * 1e3}
         print(f"{name:24}{ours_s * 1e3:8.3f}{median_s * 1e3:8.3f}{ratios[0]:16.1f}{ratios[1]:18.1f}")
     per_request_s = (best_s["whole request"] - best_s["its entry"]) / NUM_PAIRS
     with_entry_s = best_s["whole request"] / NUM_PAIRS
@@ -196,6 +257,15 @@ def main() -> None:
         f"bookkeeping at {ARRIVALS_PER_S:,.0f} requests/s: {per_request_s * ARRIVALS_PER_S:.2%} of a core, "
         f"{with_entry_s * ARRIVALS_PER_S:.2%} with making the entries"
     )
+    share, shares = gateway_second(waiting)
+    print(f"with admission and its event loop: {share:.2%} of a core, of which")
+    for file in ("scheduling/queue.py", "scheduling/overload.py", "gateway/admission.py", "asyncio/"):
+        print(f"{sum(one for name, one in shares.items() if name.startswith(file)):8.3%}  {file}, without what is in C")
+    for name, own_share in list(shares.items())[:NUM_PROFILED]:
+        print(f"{own_share:8.3%}  {name}")
+    if options.json:
+        figures["shares of a core"] = {"bookkeeping": per_request_s * ARRIVALS_PER_S, "with admission": share} | shares
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class _Lane:
 
 
 _Item = tuple[float, int, QueueEntry, _Lane, "_Run | None"]
-"""Rank, number in order of coming, entry, class, and run. Its identity tells a living item from a shell."""
+"""Rank, number in order of coming (below zero: it came back), entry, class, and run. Its identity tells a living item from a shell."""
 _Run = deque[_Item]
 
 
@@ -141,8 +141,10 @@ class RequestQueue:
     ) -> None:
         if strategy not in STRATEGIES:
             raise ValueError(f"there is no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
-        if not (ageing_s >= 0 and all(weight > 0 for weight in (tenant_weights or {}).values())):
-            raise ValueError("ageing_s must not be negative, and weights of tenants must be positive")
+        if not (0 <= ageing_s < inf and all(weight > 0 for weight in (tenant_weights or {}).values())):
+            raise ValueError(
+                "ageing_s must be a number of seconds and not negative, and weights of tenants must be positive"
+            )
         ranked: dict[str, Callable[[_Lane, QueueEntry], tuple[float, _Run]]] = {
             "fcfs": _by_arrival,
             "priority": self._by_priority,
@@ -161,6 +163,7 @@ class RequestQueue:
         self._waiting: dict[Hashable, _Item] = {}
         """In order of coming."""
         self._num_pushed = 0
+        self._num_pushed_back = 0
         self._num_filed = 0
         """What came later is in no list of the youngest and in no order of deadlines yet; most of it never will be."""
         self._latest_starts: list[tuple[float, int, _Item]] = []
@@ -266,15 +269,17 @@ class RequestQueue:
         raise IndexError("nobody waits")
 
     def push_back(self, entry: QueueEntry, *, is_resumed: bool = False) -> None:
-        """Undoes a `pop`: it waits again with the rank it had, beyond the bound if others came meanwhile."""
+        """Undoes a `pop`: it waits again before all of the rank it had, beyond the bound if others came meanwhile."""
+        self._file()
         lane = self._resumed if is_resumed else self._classes[entry.service_class]
         if self._is_fair and not is_resumed:
             rank = lane.virtual_time  # It has gone on to the start tag of whose turn it was.
         else:
             rank = entry.arrived_s if self._is_fcfs or is_resumed else self._ranked(lane, entry)[0]
-        self._num_pushed = number = self._num_pushed + 1
-        item: _Item = (rank, number, entry, lane, None)
+        self._num_pushed_back += 1
+        item: _Item = (rank, -self._num_pushed_back, entry, lane, None)
         self._waiting[entry.key] = item
+        self._file_item(item)
         heappush(lane.heap, item)
         lane.num_waiting += 1
         lane.tokens += entry.cost_tokens
@@ -347,19 +352,22 @@ class RequestQueue:
                 break
             new.append(item)
         self._num_filed = self._num_pushed
-        heap = self._latest_starts
         for item in reversed(new):
-            _, number, entry, lane, _ = item
-            if lane is not self._resumed:
-                lane.youngest.append(item)
-                if entry.deadline_s < inf:
-                    heappush(heap, (entry.latest_start_s, number, item))
+            self._file_item(item)
+        heap = self._latest_starts
         if len(heap) > 2 * len(self) + SHELLS_KEPT:
             self._latest_starts = [filed for filed in heap if self._is_living(filed[2])]
             heapify(self._latest_starts)
         for lane in self._classes:
             if len(lane.youngest) > 2 * lane.num_waiting + SHELLS_KEPT:
                 lane.youngest = list(self._living(lane.youngest))
+
+    def _file_item(self, item: _Item) -> None:
+        _, number, entry, lane, _ = item
+        if lane is not self._resumed:
+            lane.youngest.append(item)
+            if entry.deadline_s < inf:
+                heappush(self._latest_starts, (entry.latest_start_s, number, item))
 
     def _share(self, entry: QueueEntry) -> float:
         return entry.cost_tokens / self._weights.get(entry.tenant, 1.0)

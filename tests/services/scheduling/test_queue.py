@@ -216,6 +216,53 @@ def test_a_long_mixed_run_agrees_with_sorting(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_at_the_ends_of_all_numbers_keep_their_order(strategy):
+    times_s = [-math.inf, -1e308, -0.3, -0.0, 0.0, 1e-300, 0.1, 1e308, math.inf]
+    queue = RequestQueue(strategy=strategy, max_waiting=100)
+    is_by_deadline = strategy == "sla"
+    possible = times_s if is_by_deadline else times_s[:-1]  # who arrives at the end of time has no deadline after it
+    fields = [{"deadline_s": time_s} if is_by_deadline else {"arrived_s": time_s} for time_s in possible]
+    for position in random.Random(0).sample(range(len(fields)), len(fields)):
+        queue.push(entry(position, **fields[position]))
+        queue.push(entry((position, "again"), **fields[position]))
+    turns = [key[0] if isinstance(key, tuple) else key for key in drained(queue)]
+    same = {3: 4}  # -0.0 and 0.0 are equal, and keep the order in which they came
+    if strategy != "fair":
+        assert [same.get(one, one) for one in turns] == [same.get(one, one) for one in sorted(turns)]
+    assert len(turns) == 2 * len(possible)
+
+
+def test_one_that_leaves_and_comes_again_stands_behind_its_equals():
+    for num_turns in (0, 1):
+        queue = RequestQueue(strategy="sla", max_waiting=10)
+        entries = [entry(number, deadline_s=5.0) for number in range(4)]
+        for one in entries:
+            queue.push(one)
+        for _ in range(num_turns):
+            queue.pop()
+        queue.push(queue.remove(2))
+        assert drained(queue) == [0, 1, 3, 2][num_turns:]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_that_is_pushed_back_goes_before_its_equals(strategy):
+    """Also where it was the last one."""
+    queue = RequestQueue(strategy=strategy, max_waiting=10**4)
+    queue.push(entry("first"))
+    first = queue.pop()
+    queue.push(entry("equal"))
+    queue.push_back(first)
+    assert queue.pop() is first
+    for number in range(2 * MAX_RUNS):
+        queue.push(entry(number, tenant=str(number)))
+    queue.push_back(first)
+    assert queue.pop() is first
+    queue.push_back(first)
+    assert queue.peek() is first
+    assert drained(queue) == ["first", "equal", *range(2 * MAX_RUNS)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_lower_class_never_goes_before_a_higher_one(strategy):
     queue = RequestQueue(strategy=strategy, max_waiting=100)
     rng = random.Random(0)
@@ -398,8 +445,9 @@ def test_settings_that_cannot_be_are_refused():
         RequestQueue(strategy="lifo", max_waiting=1)
     with pytest.raises(ValueError, match="weights"):
         RequestQueue(max_waiting=1, tenant_weights={"a": 0.0})
-    with pytest.raises(ValueError, match="ageing"):
-        RequestQueue(max_waiting=1, ageing_s=-1.0)
+    for ageing_s in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="ageing"):
+            RequestQueue(max_waiting=1, ageing_s=ageing_s)
     with pytest.raises(ValueError, match="no class 'urgent'"):
         ServiceClass.from_name("urgent")
 
