@@ -27,8 +27,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from gateway.admission import GATHER_S, AdmissionQueue
-from services.runtime.errors import Overloaded
+from gateway.admission import GATHER_S, AdmissionQueue, Lane, WaitingPlace
+from gateway.overload import OverloadGuard
+from services.runtime.clock import SYSTEM_CLOCK
 from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Targets
 from services.scheduling.queue import STRATEGIES, QueueEntry, RequestQueue, ServiceClass
 
@@ -185,7 +186,11 @@ def gateway_second(num_waiting: int) -> tuple[float, dict[str, float]]:
     stream, policy, profile = entries(0, is_mixed=False), OverloadPolicy(), cProfile.Profile(time.thread_time)
     num_together = round(GATHER_S * ARRIVALS_PER_S)
 
-    async def play(admission: AdmissionQueue, queue: RequestQueue, new: list[QueueEntry]) -> float:
+    def enter(admission: AdmissionQueue, entry: QueueEntry, *, has_room: bool) -> WaitingPlace:
+        return admission.enter(entry, lambda _: has_room, awaited=frozenset, lane=admission.lane(""))
+
+    async def play(admission: AdmissionQueue, new: list[QueueEntry]) -> float:
+        queue = admission.lane("").queue
         began_s = time.thread_time()
         for first in range(0, len(new), num_together):
             places = []
@@ -193,7 +198,7 @@ def gateway_second(num_waiting: int) -> tuple[float, dict[str, float]]:
                 one, now_s = entry.service_class, entry.arrived_s
                 load = ClusterLoad(queue.num_ahead(one), queue.waiting_tokens(one), len(queue), 0.5, 0.1, 0.01)
                 verdict = policy.judge(entry, load, TARGETS, now_s, jitter=0.5)
-                places.append((verdict, admission.enter(entry, lambda: True)))
+                places.append((verdict, enter(admission, entry, has_room=True)))
             for verdict, place in places:
                 with place:
                     await place.wait_for_turn(60)
@@ -204,15 +209,16 @@ def gateway_second(num_waiting: int) -> tuple[float, dict[str, float]]:
 
     async def run() -> float:
         queue = RequestQueue(max_waiting=2 * num_waiting + NUM_PAIRS)
-        admission = AdmissionQueue(queue, refusal=lambda entry: Overloaded("full"))
+        guard = OverloadGuard(policy, queue, targets=TARGETS, decodes=tuple, clock=SYSTEM_CLOCK)
+        admission = AdmissionQueue(lambda name: Lane(name, queue, guard))
         # Nobody has a deadline: these times are those of the stream, and the queue's clock is the machine's.
         timeless = (replace(entry, deadline_s=math.inf) for entry in stream)
         for _ in range(num_waiting):
-            admission.enter(replace(next(timeless), service_class=ServiceClass.LOW), lambda: False)
-        taken_s = [await play(admission, queue, [next(timeless) for _ in range(NUM_PAIRS)]) for _ in range(3)]
+            enter(admission, replace(next(timeless), service_class=ServiceClass.LOW), has_room=False)
+        taken_s = [await play(admission, [next(timeless) for _ in range(NUM_PAIRS)]) for _ in range(3)]
         new = [next(timeless) for _ in range(NUM_PAIRS)]
         profile.enable()
-        await play(admission, queue, new)
+        await play(admission, new)
         profile.disable()
         return min(taken_s) * ARRIVALS_PER_S / NUM_PAIRS
 

@@ -116,7 +116,10 @@ class _Lane:
 
 
 _Item = tuple[float, int, QueueEntry, _Lane, "_Run | None"]
-"""Rank, number in order of coming (below zero: it came back), entry, class, and run. Its identity tells a living item from a shell."""
+"""Rank, number in order of coming (below zero: it came back), entry, class, and run.
+
+Its identity tells a living item from a shell.
+"""
 _Run = deque[_Item]
 
 
