@@ -2,11 +2,11 @@
 
 Three phases on one cluster (2P2D, the demo model), so that every figure is a ratio of two that were taken in one run:
 
-1. unloaded: interactive requests only, at the rate they have in the other phases;
-2. peak: as many clients as it takes, each asking again when it has its answer; the best rate of good answers is the
-   limit, since a closed loop never asks for more than it gets;
-3. overload: the same interactive requests, and ten times the peak rate of `normal` and `batch` ones on top, whether or
-   not anybody answers. Whoever is refused does not come back.
+1. peak: as many clients as it takes, each asking again when it has its answer, or when it is told to; the best rate of
+   good answers is the limit, since a closed loop never asks for more than it gets;
+2. unloaded: interactive requests only, at the rate they have under overload;
+3. overload: the same interactive requests, `normal` ones, and as many of `batch` as make it ten times the peak rate,
+   whether or not anybody answers. Whoever is refused does not come back.
 
 An answer is good if its first token came within --slo-ttft seconds; one that was batch is good whenever it is complete.
 The load generator shares the machine's cores with the cluster: what it costs is part of every phase but the first.
@@ -30,9 +30,11 @@ import uvloop
 from benchmarks.cluster import Cluster, running_cluster
 from demo import DEMO_MODEL
 from protos import inference_pb2, inference_pb2_grpc
+from services.runtime.rpc import PUSHBACK_METADATA_KEY
 
 INTERACTIVE_SHARE = 0.15
-"""Of the peak rate: urgent requests are few."""
+NORMAL_SHARE = 0.35
+"""Of the peak rate: both could be served, and batch work fills the rest."""
 CLOSED_LOOP_CLIENTS = (16, 32, 48)
 NUM_CONNECTIONS = 17
 """A server takes at most 128 streams on each, and as many requests wait in its queue as that has places."""
@@ -87,11 +89,11 @@ class Load:
         self._shape = shape
         self._slo_ttft_s = slo_ttft_s
         self._random = random.Random(seed)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[float]] = set()
         self.tallies: dict[str, Tally] = {}
 
-    async def one(self, service_class: str) -> None:
-        """One request, to its answer or refusal."""
+    async def one(self, service_class: str) -> float:
+        """One request, to its answer or refusal. Returns after how many seconds it may be asked again."""
         tally = self.tallies.setdefault(service_class, Tally())
         tally.num_sent += 1
         message = self._message(service_class)
@@ -106,12 +108,13 @@ class Load:
         except grpc.aio.AioRpcError as error:
             if error.code() in REFUSALS and not ttft_s:
                 tally.refusals_s.append(time.monotonic() - started_s)
-            else:
-                tally.others[error.code().name] += 1
-            return
+                return retry_after_s(error)
+            tally.others[error.code().name] += 1
+            return 0.0
         tally.ttfts_s.append(ttft_s)
         tally.num_complete += 1
         tally.num_good += service_class == "batch" or ttft_s <= self._slo_ttft_s
+        return 0.0
 
     def _message(self, service_class: str) -> inference_pb2.GenerateRequest:
         tokens = self._random.choices(range(10, 2000), k=self._shape.prompt_tokens)
@@ -132,7 +135,8 @@ class Load:
 
         async def client() -> None:
             while time.monotonic() < end_s:
-                await self.one(service_class)
+                wait_s = await self.one(service_class)
+                await asyncio.sleep(wait_s)
 
         await asyncio.gather(*(client() for _ in range(num_clients)))
 
@@ -150,6 +154,12 @@ class Load:
             task = asyncio.create_task(self.one(service_class))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+
+def retry_after_s(error: grpc.aio.AioRpcError) -> float:
+    """What the server says of when to come again."""
+    told = {key: value for key, value in error.trailing_metadata() or () if key == PUSHBACK_METADATA_KEY}
+    return int(told.get(PUSHBACK_METADATA_KEY, 0)) / 1000
 
 
 def resident_bytes(cluster: Cluster) -> int:
@@ -191,9 +201,10 @@ async def measure(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, 
         overloaded = load(2)
         memory: list[int] = []
         sampler = asyncio.create_task(sample(lambda: memory.append(resident_bytes(cluster))))
-        rate = (arguments.factor * peak_rate - interactive_rate) / 2
+        rates = {"interactive": interactive_rate, "normal": NORMAL_SHARE * peak_rate}
+        rates["batch"] = arguments.factor * peak_rate - sum(rates.values())
         started_s = time.monotonic()
-        await overloaded.open_loop({"interactive": interactive_rate, "normal": rate, "batch": rate}, arguments.seconds)
+        await overloaded.open_loop(rates, arguments.seconds)
         elapsed_s = time.monotonic() - started_s
         good = sum(tally.num_good for tally in overloaded.tallies.values())
         sampler.cancel()
@@ -242,11 +253,13 @@ def main() -> None:
     parser.add_argument("--slo-ttft", type=float, default=5.0, help="time to first token of a good answer, in seconds")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--prefill", type=int, default=2, help="prefill workers")
+    parser.add_argument("--decode", type=int, default=2, help="decode workers")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     flags = ("--threads", "1", "--kv-memory", "64MiB")
-    with running_cluster(*flags, model=arguments.model, prefill=2, decode=2) as cluster:
+    with running_cluster(*flags, model=arguments.model, prefill=arguments.prefill, decode=arguments.decode) as cluster:
         figures = uvloop.run(measure(cluster, arguments))
     show(figures)
     if arguments.json:
