@@ -68,7 +68,7 @@ def running_cluster(*arguments: str, model: Path | None = None, prefill: int = 1
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                process_group=0,
+                start_new_session=True,
             )
         try:
             addresses = _wait_until_ready(process, log)

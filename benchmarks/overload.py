@@ -144,6 +144,12 @@ class Load:
         """Waits for all answers that are still to come."""
         await asyncio.gather(*self._tasks)
 
+    async def leave(self) -> None:
+        """Gives up what is still to come."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def _arrivals(self, service_class: str, rate_per_s: float, end_s: float) -> None:
         next_s = time.monotonic()
         while True:
@@ -209,7 +215,7 @@ async def measure(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, 
         good = sum(tally.num_good for tally in overloaded.tallies.values())
         sampler.cancel()
         during = {name: tally.figures(elapsed_s) for name, tally in sorted(overloaded.tallies.items())}
-        await overloaded.rest()
+        await overloaded.leave()
     return {
         "shape": {"prompt_tokens": shape.prompt_tokens, "new_tokens": shape.new_tokens},
         "peak": peak,

@@ -17,7 +17,7 @@ from services.runtime.config import ENV_PREFIX
 from services.runtime.process import DIE_WITH_PARENT_ENV
 
 GATEWAY = "gateway"
-WORKER_NICENESS = 10
+WORKER_NICENESS = 15
 """Workers compute as long as there is anything to do; on the same machine nobody would be answered otherwise."""
 REDIS = "redis"
 SOURCE_ROOT = Path(__file__).resolve().parents[2]

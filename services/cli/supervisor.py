@@ -143,9 +143,8 @@ class Supervisor:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    # Ctrl-C reaches a terminal's whole group; only the supervisor may decide what it means. Not a session
-                    # of its own: where the kernel shares cores out by session, niceness would count for nothing.
-                    process_group=0,
+                    # Ctrl-C reaches a terminal's whole group; only the supervisor may decide what it means.
+                    start_new_session=True,
                 )
         except OSError as error:
             self._exited(child, 1, f"could not be started: {error}")

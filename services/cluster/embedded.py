@@ -82,7 +82,7 @@ class EmbeddedRedis:
                 stderr=subprocess.STDOUT,
                 cwd=self._folder,
                 # Ctrl-C reaches the whole terminal; whoever started the server decides when it ends.
-                process_group=0,
+                start_new_session=True,
             )
         try:
             self._await_answer(timeout_s)

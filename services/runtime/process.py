@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
@@ -15,6 +16,7 @@ import uvloop
 from services.runtime.errors import ConfigError, ModelError
 
 DIE_WITH_PARENT_ENV = "TANDEM_DIE_WITH_PARENT"
+AUTOGROUP = Path("/proc/self/autogroup")
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
@@ -48,6 +50,19 @@ def exit_code(main: Callable[[], object]) -> int:
 def run_async(main: Coroutine[Any, Any, Any]) -> None:
     """Runs a coroutine on a new uvloop event loop until it returns."""
     uvloop.run(main)
+
+
+def be_nice(niceness: int) -> None:
+    """Lets others on this machine go first, more so the higher `niceness` is, from 0 to 19.
+
+    A kernel that shares cores out by session (`sched_autogroup_enabled`) heeds niceness only among processes of one
+    session; there the whole session gives way, where this process leads one. See `man 7 sched`, autogroup.
+    """
+    os.nice(niceness)
+    if niceness and os.getsid(0) == os.getpid():
+        # Absent on kernels that know no such groups. A process without privileges may ask only so often.
+        with contextlib.suppress(OSError):
+            AUTOGROUP.write_text(str(niceness))
 
 
 @contextlib.contextmanager

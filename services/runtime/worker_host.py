@@ -130,7 +130,7 @@ class Lease(Protocol):
 def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
     """A worker process from its settings to its end: logs, traces, parent, signals, event loop. Raises what ends it."""
     logs.setup(settings.log_level, service=service, worker_id=settings.id)
-    os.nice(settings.nice)
+    process.be_nice(settings.nice)
     telemetry.setup(service, settings.otlp, instance_id=settings.id)
     process.die_with_parent()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from services.runtime import process
 from services.runtime.errors import ConfigError, InvariantViolated, ModelError
 from services.runtime.process import exit_code
 
@@ -134,3 +135,19 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not process.AUTOGROUP.exists(), reason="this kernel does not share cores out by session")
+@pytest.mark.parametrize("leads_a_session", [True, False])
+def test_a_nice_process_lets_its_session_give_way_where_it_leads_one(leads_a_session):
+    """One that was started in somebody's terminal must not slow down what else runs there."""
+    code = (
+        "import os; from services.runtime import process; before = process.AUTOGROUP.read_text(); process.be_nice(7); "
+        "print(os.nice(0), process.AUTOGROUP.read_text() != before, process.AUTOGROUP.read_text().split()[-1])"
+    )
+    # A session of its own around it, so that the one of the test is left alone in any case.
+    command = [sys.executable, "-c", code]
+    if not leads_a_session:
+        command = [sys.executable, "-c", f"import subprocess; subprocess.run({command!r}, check=True)"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True, timeout=60)
+    assert said.stdout.split() == (["7", "True", "7"] if leads_a_session else ["7", "False", "0"])
