@@ -757,16 +757,17 @@ async def test_what_no_model_had_room_for_costs_nothing(guarded_models, worker_t
     system = await guarded_models("[tenant.acme]\nrequests_per_minute = 1\n", max_queue_wait_s=0.3)
     small = await add_decode(system, worker_type, "small", refuses)
 
-    async def tried():
+    async def tried(*refusals):
         """Not at once again: what is given back is booked beside the answer."""
-        while (answer := await complete(system, headers=shows("all"))).status_code == 429:  # noqa: ASYNC110 - across sockets
+        while (answer := await complete(system, headers=shows("all"))).status_code in refusals:  # noqa: ASYNC110 - across sockets
             await asyncio.sleep(0.02)
         return answer
 
     async with asyncio.timeout(20):  # one request a minute would take longer
         for _ in range(3):
-            assert (await tried()).json()["error"]["code"] == "worker_unavailable"
+            assert (await tried(429)).json()["error"]["code"] == "worker_unavailable"
         assert small.attempts
         await add_decode(system, worker_type, "large", Answering(LARGE_ANSWER).decode)
-        assert token_ids(await tried()) == LARGE_ANSWER
+        # On a busy machine the worker may have its turn too late, which costs nothing either.
+        assert token_ids(await tried(429, 503)) == LARGE_ANSWER
     assert (await complete(system, headers=shows("all"))).status_code == 429
