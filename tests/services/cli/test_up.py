@@ -42,8 +42,8 @@ sys.path.insert(0, sys.argv[3])
 from services.runtime.process import die_with_parent
 die_with_parent()
 path = pathlib.Path(sys.argv[1]) / f"{sys.argv[2]}.pid"
-(path.parent / "partial").write_text(str(os.getpid()))
-os.rename(path.parent / "partial", path)
+path.with_suffix(".partial").write_text(str(os.getpid()))
+os.rename(path.with_suffix(".partial"), path)
 print("loaded", flush=True)
 time.sleep(600)
 """
