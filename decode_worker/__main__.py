@@ -15,7 +15,7 @@ from kv_transfer.sending import SendLinks
 from protos import link_pb2_grpc, worker_pb2_grpc
 from services.cluster.prefix_index import PrefixPublisher
 from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
-from services.engine.engine import EngineParts, load_engine
+from services.engine.engine import EngineParts, load_warm_engine
 from services.runtime import config, process, rpc
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
 from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_service, serve_until_drained
@@ -48,7 +48,7 @@ async def _serve(
     publisher: PrefixPublisher | None,
     stop: asyncio.Event,
 ) -> None:
-    parts = await load_or_stop(lambda: load_engine(**settings.engine_settings()), lease, stop)
+    parts = await load_or_stop(lambda: load_warm_engine(**settings.engine_settings()), lease, stop)
     with held(watch_gpu(parts.gpu_uuid)) as gpu:
         metrics = WorkerMetrics(worker_id=settings.id)
         worker, receiver = _worker(settings, incarnation, parts, metrics, publisher, gpu)

@@ -2,15 +2,23 @@
 
 Both ways are priced in seconds that requests have to wait, and the cheaper one is taken:
 
-    remote = prefill_queue_s + prefill_P(tokens that P lacks) + transfer_s + remote_extra_s
+    remote = prefill_queue_s + prefill_P(tokens that P lacks) + redone_weight · redone_P + transfer_s + remote_extra_s
              + INTERFERENCE · decode_queue_s
-    local  = decode_queue_s + prefill_D(tokens that D lacks) + chunks · step_s + itl_weight · itl_cost_s
+    local  = decode_queue_s + prefill_D(tokens that D lacks) + redone_weight · redone_D + chunks · step_s
+             + itl_weight · itl_cost_s
 
 `itl_cost_s` is what a local prefill takes from the others: every sequence of D's batch waits once for each chunk, so
 together they lose prefill_D · (sequences, at least `min_disturbed`). That is why a long prompt goes away even from an
 idle decode worker: somebody will come while it is computed. A short prompt, and one whose tokens D holds, costs less
-than the handoff and stays. That the choice belongs to each request, by the length that is not cached and by the
-queues, is an idea of Dynamo's disaggregated router; the price in predicted seconds is ours.
+than the handoff and stays.
+
+`redone_*` is the worker's time for tokens that the cluster would compute twice: of a local prefill those that another
+worker holds, of a remote one those that a decode worker holds and no prefill worker does, the last answer of a
+conversation, as a rule. Others come meanwhile, and so such tokens count twice. (That another prefill worker holds more
+is in the price of prefill workers, see `routing`.)
+
+That the choice belongs to each request, by the length that is not cached and by the queues, is an idea of Dynamo's
+disaggregated router; the price in predicted seconds is ours.
 """
 
 from dataclasses import dataclass
@@ -40,7 +48,8 @@ class DisaggregationSettings:
     most so many tokens stay there, 0 sends all away. `chunk_tokens`: prompt tokens that D computes between two
     steps. `itl_weight`: what a second counts that a running sequence waits, against one to the first token.
     `min_disturbed`: sequences that a local prefill is assumed to disturb at least. `max_itl_s`: no local prefill
-    that makes the steps of running sequences longer than this; None: no such limit.
+    that makes the steps of running sequences longer than this; None: no such limit. `redone_weight`: what a second
+    counts, beyond itself, in which a worker computes what another one holds.
     """
 
     local_prefill_tokens: int | None = None
@@ -48,6 +57,7 @@ class DisaggregationSettings:
     itl_weight: float = 1.0
     min_disturbed: float = 0.5
     max_itl_s: float | None = None
+    redone_weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +66,17 @@ class PrefillWays:
 
     Tokens and seconds. `transfer_s` is the time of the pages that D lacks; `num_running` and `step_s` are the sequences
     that D's steps have now, and how long such a step takes; `remote_extra_s` is what else speaks against the prefill
-    worker (another region, few pages). Cached counts are at most `num_prompt_tokens` - 1: the last
-    token is always computed.
+    worker (another region, few pages). `cached_on_any_prefill` and `cached_anywhere` are the most that any prefill
+    worker, and any worker, has cached. Cached counts are at most `num_prompt_tokens` - 1: the last token is always
+    computed.
     """
 
     num_prompt_tokens: int
     has_prefill_worker: bool = True
     cached_on_prefill: int = 0
     cached_on_decode: int = 0
+    cached_on_any_prefill: int = 0
+    cached_anywhere: int = 0
     prefill_queue_s: float = 0.0
     decode_queue_s: float = 0.0
     prefill_speed: PrefillSpeed = DEFAULT_PREFILL
@@ -79,7 +92,8 @@ class Disaggregation:
     """The decision and, for the `route` span, its reason and all that it was made of.
 
     Seconds. `*_ttft_s`: predicted time to the first token either way; `local_itl_s`: a step of D's batch that has a
-    chunk of this prompt in it; `*_cost_s`: what the two ways were compared by.
+    chunk of this prompt in it; `*_redone_s`: time for what is held elsewhere; `*_cost_s`: what the two ways were
+    compared by.
     """
 
     is_remote: bool
@@ -88,6 +102,8 @@ class Disaggregation:
     local_ttft_s: float = 0.0
     itl_cost_s: float = 0.0
     local_itl_s: float = 0.0
+    remote_redone_s: float = 0.0
+    local_redone_s: float = 0.0
     remote_cost_s: float = 0.0
     local_cost_s: float = 0.0
     ways: PrefillWays | None = None
@@ -104,8 +120,16 @@ def decide(ways: PrefillWays, settings: DisaggregationSettings) -> Disaggregatio
     itl_cost_s = local_s * max(settings.min_disturbed, ways.num_running)
     local_itl_s = step_s + local_s / num_chunks
     remote_ttft_s = ways.prefill_queue_s + ways.prefill_speed.time_s(lacking_on_p, ways.cached_on_prefill)
-    remote_cost_s = remote_ttft_s + ways.remote_extra_s + ways.transfer_s + INTERFERENCE * ways.decode_queue_s
-    local_cost_s = local_ttft_s + settings.itl_weight * itl_cost_s
+    remote_redone_s = ways.prefill_speed.computed_twice_s(ways.cached_on_any_prefill, ways.cached_anywhere)
+    local_redone_s = ways.local_speed.computed_twice_s(ways.cached_on_decode, ways.cached_anywhere)
+    remote_cost_s = (
+        remote_ttft_s
+        + settings.redone_weight * remote_redone_s
+        + ways.remote_extra_s
+        + ways.transfer_s
+        + INTERFERENCE * ways.decode_queue_s
+    )
+    local_cost_s = local_ttft_s + settings.redone_weight * local_redone_s + settings.itl_weight * itl_cost_s
     reason: Reason
     if not ways.has_prefill_worker:
         reason = "no_prefill_worker"
@@ -123,6 +147,8 @@ def decide(ways: PrefillWays, settings: DisaggregationSettings) -> Disaggregatio
         local_ttft_s=local_ttft_s,
         itl_cost_s=itl_cost_s,
         local_itl_s=local_itl_s,
+        remote_redone_s=remote_redone_s,
+        local_redone_s=local_redone_s,
         remote_cost_s=remote_cost_s,
         local_cost_s=local_cost_s,
         ways=ways,

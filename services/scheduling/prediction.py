@@ -39,6 +39,13 @@ class PrefillSpeed:
         pairs = num_tokens * (num_tokens + 2 * num_cached_tokens)
         return self.overhead_s + self.s_per_token * num_tokens + self.s_per_token_squared * pairs
 
+    def computed_twice_s(self, num_held_here: float, num_held_there: float) -> float:
+        """Seconds of a worker's prefill for tokens that it lacks and another worker holds already."""
+        if num_held_there <= num_held_here:
+            return 0.0
+        pairs = num_held_there * num_held_there - num_held_here * num_held_here
+        return self.s_per_token * (num_held_there - num_held_here) + self.s_per_token_squared * pairs
+
     def times(self, factor: float) -> "PrefillSpeed":
         """That of a worker that takes so many times as long."""
         return PrefillSpeed(self.overhead_s * factor, self.s_per_token * factor, self.s_per_token_squared * factor)

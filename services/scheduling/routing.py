@@ -7,12 +7,14 @@ remembers only whose turn it is, and how often a worker was chosen for what it h
 seconds that somebody waits, so that terms need no weights to be added:
 
     price(D)   = decode_s + pressure_s(D) + region_s(D) + shared_s(D) + min(local(D), min over P of remote(P, D))
-    remote     = queue_s(P) + crowd · prefill_s(P) + hot_spot_s(P) + pressure_s(P) + region_s(P) + shared_s(P)
-                 + transfer_s(P, D) + INTERFERENCE · queue_s(D)
-    local      = queue_s(D) + prefill_s(D) + chunks · step_s(D) + itl_weight · prefill_s(D) · sequences it disturbs
+    remote     = queue_s(P) + crowd · prefill_s(P) + redone_weight · redone_s(P) + hot_spot_s(P) + pressure_s(P)
+                 + region_s(P) + shared_s(P) + transfer_s(P, D) + INTERFERENCE · queue_s(D)
+    local      = queue_s(D) + prefill_s(D) + redone_weight · redone_s(D) + chunks · step_s(D)
+                 + itl_weight · prefill_s(D) · sequences it disturbs
 
     queue_s    prompt tokens that wait there × seconds per token (the square term for prompts of their mean length)
     prefill_s  of the tokens of the prompt that the worker does not hold, by its measured speed
+    redone_s   of those of them that some worker holds; for P, that some decode worker and no prefill worker holds
     crowd      1 + `displaced_weight` · mean number of requests at a prefill worker: so many will come to P while a
                backlog like today's is worked off (Little's law), and each of them waits prefill_s longer. Without it,
                going to an idle worker that lacks the prefix is free, and under load lost hits are lost capacity
@@ -22,7 +24,7 @@ seconds that somebody waits, so that terms need no weights to be added:
     pressure_s `pressure_s` · x², where x grows from 0 at the last `pressure_share` of the pool's pages to 1 at the last
                page, and goes on growing beyond: the request would have to wait for pages
     region_s   `region_s` where worker and request name different regions
-    shared_s   `shared_s` for a worker of everybody, where the tenant has workers of its own
+    shared_s   `shared_s` for a worker of everybody, where the tenant has workers of that role of its own
     hot_spot_s what a worker's queue is longer than the median of its role, once more, if the worker is hot: it was
                chosen for its cache `hot_min_hits` times in about `hot_window_s`, and more than twice as often as its
                share. At most half of the seconds that its cache saves, so that to hold more is never worse. It makes
@@ -251,10 +253,8 @@ class Router:
         request = case.request
         case.has_prices = True
         able, _ = self._choices(prefills, request, request.num_prompt_tokens)
-        case.note_own(able)
         case.price_prefills(able, self._hits, now_s)
         candidates, rest = self._choices(decodes, request, num_tokens)
-        case.note_own(candidates)
         priced = case.price_decodes(candidates)
         if not priced:
             return Routes([], case.build, rest and _later(case, rest))
@@ -335,8 +335,11 @@ class _Case:
     __slots__ = (
         "crowd",
         "fits",
-        "has_own",
+        "has_own_decodes",
+        "has_own_prefills",
         "has_prices",
+        "held_by_prefills",
+        "held_tokens",
         "hot_s",
         "least_latency_s",
         "most_bytes_per_s",
@@ -352,19 +355,20 @@ class _Case:
         self.settings = settings
         self.fits = fits
         self.new_tokens = max(1, min(request.max_new_tokens, settings.expected_new_tokens))
+        self.held_tokens = max(0, min(max(request.cached_tokens.values(), default=0), request.num_prompt_tokens - 1))
+        self.held_by_prefills = 0
         self.crowd = 1.0
         self.has_prices = False
-        self.has_own = False
+        self.has_own_prefills = self.has_own_decodes = False
         self.prefills: list[WorkerView] = []
         self.priced_prefills: list[tuple[float, int, WorkerView]] = []
         self.least_latency_s = math.inf
         self.most_bytes_per_s = 1.0
         self.hot_s: dict[str, float] = {}
 
-    def note_own(self, views: list[WorkerView]) -> None:
-        """Whether the tenant has workers of its own: then the others cost more."""
-        if self.request.tenant and not self.has_own:
-            self.has_own = any(view.tenants for view in views)
+    def is_own_among(self, views: list[WorkerView]) -> bool:
+        """Whether the tenant has workers of its own among them: then the others of their role cost more."""
+        return bool(self.request.tenant) and any(view.tenants for view in views)
 
     # The terms, for one worker. The loops below have them written out: a call costs more than what is computed in it.
 
@@ -396,11 +400,11 @@ class _Case:
         left = view.pages_available - num_tokens / view.page_size
         return self.settings.pressure_s * (1 - left / reserve) ** 2 if left < reserve else 0.0
 
-    def place_s(self, view: WorkerView) -> float:
+    def place_s(self, view: WorkerView, *, has_own: bool) -> float:
         """For a worker far away, or of everybody where the tenant has its own."""
         region = self.request.region
         far_s = self.settings.region_s if region and view.region and view.region != region else 0.0
-        return far_s + (self.settings.shared_s if self.has_own and not view.tenants else 0.0)
+        return far_s + (self.settings.shared_s if has_own and not view.tenants else 0.0)
 
     def transfer_s(self, prefill: WorkerView, decode: WorkerView) -> float:
         """For the pages that the decode worker does not hold."""
@@ -426,12 +430,13 @@ class _Case:
         request, settings = self.request, self.settings
         num_tokens, cached_tokens, region = request.num_prompt_tokens, request.cached_tokens, request.region
         pressure_share, chunk_tokens = settings.pressure_share, settings.disaggregation.chunk_tokens
-        has_place = bool(region) or self.has_own
+        has_own = self.has_own_prefills = self.is_own_among(views)
+        has_place = bool(region) or has_own
         squared_tokens, most = num_tokens * num_tokens, num_tokens - 1
         if views:
             mean_requests = sum([view.num_requests for view in views]) / len(views)
             self.crowd = 1 + settings.displaced_weight * mean_requests
-        crowd = self.crowd
+        crowd, most_held = self.crowd, 0
         priced: list[tuple[float, int, WorkerView]] = []
         holders: list[tuple[int, float, float]] = []
         queues: list[float] = []
@@ -454,6 +459,8 @@ class _Case:
                 if cached > 0:
                     if cached > most:
                         cached = most
+                    if cached > most_held:
+                        most_held = cached
                     saved = crowd * (token_s * cached + squared_s * cached * cached)
                     price -= saved
                     if view.worker_id in chosen_before:
@@ -463,7 +470,7 @@ class _Case:
             if left < reserve:
                 price += settings.pressure_s * (1 - left / reserve) ** 2
             if has_place:
-                price += self.place_s(view)
+                price += self.place_s(view, has_own=has_own)
             priced.append((price, position, view))
             link = view.link_speed
             if link.latency_s < least_latency_s:
@@ -471,6 +478,7 @@ class _Case:
             if link.bytes_per_s > most_bytes_per_s:
                 most_bytes_per_s = link.bytes_per_s
         self.least_latency_s, self.most_bytes_per_s = least_latency_s, most_bytes_per_s
+        self.held_by_prefills = most_held
         if holders:
             queues.sort()
             middle = len(queues) // 2
@@ -480,6 +488,12 @@ class _Case:
                 if queue > median and hits.is_hot(worker_id, len(views), settings.hot_min_hits, now_s):
                     hot_s = self.hot_s[worker_id] = min(queue - median, saved / 2)
                     priced[position] = (priced[position][0] + hot_s, position, views[position])
+        if most_held < self.held_tokens:
+            weight, held = settings.disaggregation.redone_weight, self.held_tokens
+            priced = [
+                (price + weight * view.prefill_speed.computed_twice_s(most_held, held), position, view)
+                for price, position, view in priced
+            ]
         priced.sort()
         self.priced_prefills = priced
 
@@ -497,7 +511,9 @@ class _Case:
         how = settings.disaggregation
         chunk_tokens, itl_weight, min_disturbed = how.chunk_tokens, how.itl_weight, how.min_disturbed
         threshold, max_itl_s = how.local_prefill_tokens, how.max_itl_s
-        has_place = bool(region) or self.has_own
+        held, redone_weight = self.held_tokens, how.redone_weight
+        has_own = self.has_own_decodes = self.is_own_among(views)
+        has_place = bool(region) or has_own
         squared_tokens, most = num_tokens * num_tokens, num_tokens - 1
         least_latency_s, most_bytes_per_s = self.least_latency_s, self.most_bytes_per_s
         priced: list[tuple[float, int, WorkerView | None, WorkerView]] = []
@@ -526,7 +542,7 @@ class _Case:
             if left < reserve:
                 price += settings.pressure_s * (1 - left / reserve) ** 2
             if has_place:
-                price += self.place_s(view)
+                price += self.place_s(view, has_own=has_own)
             # Remote: the first prefill worker in the order of their prices, unless another one's link is better.
             num_bytes = lacking * bytes_per_token
             # No transfer is faster than this: it ends the search.
@@ -552,6 +568,10 @@ class _Case:
                 + speed.s_per_token_squared * (squared_tokens - cached * cached)
             )
             local = queue + local_s * (1 + itl_weight * (running if running > min_disturbed else min_disturbed))
+            if cached < held:
+                local += redone_weight * (
+                    speed.s_per_token * (held - cached) + speed.s_per_token_squared * (held * held - cached * cached)
+                )
             if running:
                 num_chunks = 1 + (lacking - 1) // chunk_tokens
                 step_s = base_s + per_sequence_s * running + per_context_s * context
@@ -586,7 +606,8 @@ class _Case:
         prefill = prefills[0] if prefills else None
         all_tokens = request.num_prompt_tokens + request.max_new_tokens
         cached_on_decode, decode_queue_s, running = self.cached(decode), self.queue_s(decode), decode.num_running
-        step_s, place_s, pressure_s = self.step_s(decode), self.place_s(decode), self.pressure_s(decode, all_tokens)
+        step_s, pressure_s = self.step_s(decode), self.pressure_s(decode, all_tokens)
+        place_s = self.place_s(decode, has_own=self.has_own_decodes)
         inputs: dict[str, float | int | str] = {
             "decode_s": self.new_tokens * step_s,
             "decode_queue_s": decode_queue_s,
@@ -601,6 +622,7 @@ class _Case:
                 num_prompt_tokens=request.num_prompt_tokens,
                 has_prefill_worker=False,
                 cached_on_decode=cached_on_decode,
+                cached_anywhere=self.held_tokens,
                 decode_queue_s=decode_queue_s,
                 local_speed=decode.prefill_speed,
                 num_running=running,
@@ -610,13 +632,15 @@ class _Case:
             cached_on_prefill, prefill_queue_s = self.cached(prefill), self.queue_s(prefill)
             hot_s, transfer_s = self.hot_s.get(prefill.worker_id, 0.0), self.transfer_s(prefill, decode)
             prefill_pressure_s = self.pressure_s(prefill, request.num_prompt_tokens)
-            prefill_place_s = self.place_s(prefill)
+            prefill_place_s = self.place_s(prefill, has_own=self.has_own_prefills)
             num_lacking = request.num_prompt_tokens - cached_on_prefill
             displaced_s = (self.crowd - 1) * prefill.prefill_speed.time_s(num_lacking, cached_on_prefill)
             ways = PrefillWays(
                 num_prompt_tokens=request.num_prompt_tokens,
                 cached_on_prefill=cached_on_prefill,
                 cached_on_decode=cached_on_decode,
+                cached_on_any_prefill=max(self.held_by_prefills, cached_on_prefill),
+                cached_anywhere=self.held_tokens,
                 prefill_queue_s=prefill_queue_s,
                 decode_queue_s=decode_queue_s,
                 prefill_speed=prefill.prefill_speed,
@@ -645,6 +669,8 @@ class _Case:
             "remote_ttft_s": decision.remote_ttft_s,
             "local_ttft_s": decision.local_ttft_s,
             "itl_cost_s": decision.itl_cost_s,
+            "remote_redone_s": decision.remote_redone_s,
+            "local_redone_s": decision.local_redone_s,
         }
         return Route(
             decode=decode,

@@ -9,7 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from services.engine.engine import Engine, EngineParts, check_fits, check_token_ids, load_engine
+from services.engine.engine import Engine, EngineParts, check_fits, check_token_ids, load_engine, load_warm_engine
+from services.engine.pages import PageAllocator, PageCounts
+from services.engine.runner import ModelRunner
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
 from services.runtime.errors import ConfigError, InvalidRequest, ModelError
@@ -439,6 +441,32 @@ class TestLoadEngine:
     def test_a_missing_folder(self, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="does not exist"):
             load_engine(tmp_path / "nothing")
+
+    @pytest.mark.parametrize(("page_size", "num_pages"), [(16, 64), (4, 2), (1, 1)])
+    def test_a_warm_engine_has_run_and_holds_nothing(
+        self, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, page_size: int, num_pages: int
+    ) -> None:
+        runs: list[int] = []
+        run = ModelRunner.run
+        monkeypatch.setattr(ModelRunner, "run", lambda self, plan: (runs.append(len(plan.items)), run(self, plan))[1])
+        parts = load_warm_engine(checkpoint("llama-mha"), device="cpu", page_size=page_size, num_pages=num_pages)
+        assert bool(runs) == (page_size * num_pages > 3)
+        assert parts.allocator.counts() == PageCounts(total=num_pages, free=num_pages, cached=0, reserved=0, used=0)
+        cold = load_engine(checkpoint("llama-mha"), device="cpu", page_size=page_size, num_pages=64)
+        warm = replace(parts, pool=cold.pool, runner=ModelRunner(parts.model, cold.pool))
+        warm = replace(warm, allocator=PageAllocator(64))
+        sampling = Sampling(max_tokens=5, temperature=0.0)
+        assert Engine(warm).generate([[5, 6, 7]], sampling) == Engine(cold).generate([[5, 6, 7]], sampling)
+
+    def test_a_model_that_gives_no_numbers_is_served_all_the_same(
+        self, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(self: Engine, *_: object) -> list[list[int]]:
+            raise NonFiniteLogits("NaN")
+
+        monkeypatch.setattr(Engine, "generate", fail)
+        load_warm_engine(checkpoint("llama-mha"), device="cpu", num_pages=64)
+        assert "not finite" in caplog.text
 
     def test_threads_are_set(self, checkpoint: Callable[..., Path]) -> None:
         before = torch.get_num_threads()

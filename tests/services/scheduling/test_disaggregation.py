@@ -68,6 +68,8 @@ def test_what_the_decision_was_made_of():
         num_prompt_tokens=2000,
         cached_on_prefill=1600,
         cached_on_decode=1000,
+        cached_on_any_prefill=1700,
+        cached_anywhere=1900,
         prefill_queue_s=0.3,
         decode_queue_s=0.2,
         prefill_speed=speed,
@@ -83,9 +85,23 @@ def test_what_the_decision_was_made_of():
     assert decision.local_ttft_s == pytest.approx(0.2 + local_prefill_s + 2 * 0.02)
     assert decision.itl_cost_s == pytest.approx(3 * local_prefill_s)
     assert decision.local_itl_s == pytest.approx(0.02 + local_prefill_s / 2)
-    assert decision.remote_cost_s == pytest.approx(0.3 + remote_prefill_s + 0.07 + 0.1)
-    assert decision.local_cost_s == pytest.approx(decision.local_ttft_s + decision.itl_cost_s)
+    assert decision.remote_redone_s == pytest.approx(0.02 + 1e-8 * (1900**2 - 1700**2))
+    assert decision.local_redone_s == pytest.approx(0.09 + 1e-8 * (1900**2 - 1000**2))
+    assert decision.remote_cost_s == pytest.approx(0.3 + remote_prefill_s + decision.remote_redone_s + 0.07 + 0.1)
+    assert decision.local_cost_s == pytest.approx(decision.local_ttft_s + decision.local_redone_s + decision.itl_cost_s)
     assert decision.ways is ways
+
+
+def test_what_the_decode_worker_alone_holds_is_not_computed_twice_for_a_little_time():
+    # The turn after an answer of 400 tokens, which no prefill worker has seen, to a decode worker with two others.
+    ways = PrefillWays(
+        num_prompt_tokens=1600, cached_on_prefill=1000, cached_on_decode=1400, num_running=2, transfer_s=0.002
+    )
+    seen = {"cached_on_any_prefill": 1000, "cached_anywhere": 1400}
+    assert decide(ways, BY_PRICE).is_remote
+    assert not decide(dataclasses.replace(ways, **seen), BY_PRICE).is_remote
+    assert decide(dataclasses.replace(ways, **seen), DisaggregationSettings(redone_weight=0)).is_remote
+    assert decide(dataclasses.replace(ways, **seen, num_running=3), BY_PRICE).is_remote
 
 
 @pytest.mark.parametrize(
