@@ -30,6 +30,10 @@ class Books:
                 num_ahead += other[1]
         return num_ahead + max(0, waiting_tokens - num_own)
 
+    def num_less_urgent(self, service_class: int) -> int:
+        """Prompts of lower classes: they wait for those of this one, which need not mind them."""
+        return sum(1 for other_class, _ in self.prompts.values() if other_class > service_class)
+
 
 class Bookings:
     """Of one request: at its decode worker until that has admitted it, and where its prompt is computed until it is."""

@@ -465,6 +465,7 @@ def _view(member: Member, usual: UsualSpeeds, prefill: PrefillSpeed, prompt: tup
         pages_total=load.pages_total,
         pages_available=load.pages_free + load.pages_cached - load.pages_promised - session.books.pages,
         num_requests=max(load.running + load.waiting, session.num_open_attempts + session.books.requests),
+        num_less_urgent=session.books.num_less_urgent((prompt or LAST)[0]),
         waiting_tokens=session.books.tokens_ahead(prompt or LAST, load.waiting_tokens),
         max_sequence_tokens=record.max_sequence_tokens,
         num_running=load.running,

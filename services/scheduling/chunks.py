@@ -95,9 +95,18 @@ class Line:
     def __getitem__(self, key: Hashable) -> Place:
         return self._places[key]
 
+    @property
+    def best_class(self) -> int:
+        """The most urgent that is there; there must be one."""
+        return min(self._by_age)
+
+    def num_of(self, service_class: int) -> int:
+        """Prompts of a class."""
+        return len(self._by_age.get(service_class, ()))
+
     def oldest(self) -> Hashable:
         """The oldest of the best class that is there; there must be one."""
-        return next(iter(self._by_age[min(self._by_age)]))
+        return next(iter(self._by_age[self.best_class]))
 
     def shortest(self) -> Hashable:
         """Of the best class that is there, the one with the least cost, then the oldest; there must be one."""
@@ -124,7 +133,7 @@ class StepTargets:
     """How long a step may take, in seconds by prediction.
 
     A prompt that arrives waits for the running step, so `shared_s` bounds what a long prompt does to short ones.
-    Short steps cost a part of the engine's time; where no prompt came for `quiet_after_s` they may take `alone_s`.
+    Short steps cost a part of the engine's time; where none as urgent came for `quiet_after_s` they may take `alone_s`.
     Prompts that all end in the step are those that others would wait for anyway: together they may take `whole_s`.
     """
 
@@ -135,6 +144,20 @@ class StepTargets:
 
 
 DEFAULT_TARGETS = StepTargets()
+
+
+def stretch_s(busy_s: float, targets: StepTargets = DEFAULT_TARGETS) -> float:
+    """By how much prompts may stretch a step in which sequences decode, and which takes so long without prompts."""
+    return max(targets.shared_s, BUSY_SHARE * busy_s)
+
+
+@dataclass(slots=True)
+class _Newest:
+    """The prompt of a class that came last, when, and when the one before it did."""
+
+    key: Hashable
+    at_s: float
+    before_s: float
 
 
 class ChunkScheduler:
@@ -161,8 +184,8 @@ class ChunkScheduler:
         """As of the last step."""
         self._passed_over: tuple[Hashable, int] = (None, 0)
         """The oldest prompt as of the last step, and how many steps have begun with others."""
-        self._last_added: Hashable = None
-        self._last_added_s = self._former_added_s = -math.inf
+        self._newest: dict[int, _Newest] = {}
+        """Of each class."""
 
     def __len__(self) -> int:
         """Prompts that have uncomputed tokens."""
@@ -183,8 +206,8 @@ class ChunkScheduler:
         self._ends[key] = num_tokens
         cost = self._cost(start, num_tokens)
         self._line.add(key, service_class=service_class, num_tokens=num_tokens - start, cost=cost)
-        self._last_added = key
-        self._former_added_s, self._last_added_s = self._last_added_s, now_s
+        newest = self._newest.get(service_class)
+        self._newest[service_class] = _Newest(key, now_s, newest.at_s if newest is not None else -math.inf)
 
     def remove(self, key: Hashable) -> None:
         """Forgets a prompt. O(1); unknown keys are ignored."""
@@ -210,7 +233,7 @@ class ChunkScheduler:
         self._learn(speed)
         most = self._chunk_tokens if max_tokens is None else min(max_tokens, self._chunk_tokens)
         assert most > 0, "a step computes something"
-        part_s = self._step_s(speed, now_s) if busy_s is None else max(self._targets.shared_s, BUSY_SHARE * busy_s)
+        part_s = self._step_s(speed, now_s) if busy_s is None else stretch_s(busy_s, self._targets)
         room = _Room(most, speed, part_s, self._targets.whole_s, has_overhead=busy_s is None)
         oldest = self._line.oldest()
         chunks: list[Chunk] = []
@@ -263,10 +286,14 @@ class ChunkScheduler:
         """How long a step may take whose prompts do not all end in it."""
         if speed is None:
             return math.inf
-        targets = self._targets
-        # One that is alone is not its own company.
-        is_newest_alone = len(self._line) == 1 and self._last_added in self._line
-        company_s = self._former_added_s if is_newest_alone else self._last_added_s
+        targets, best = self._targets, self._line.best_class
+        is_alone = self._line.num_of(best) == 1
+        # Less urgent ones wait for it anyway, and one that is alone is not its own company.
+        company_s = max(
+            newest.before_s if is_alone and newest.key in self._line else newest.at_s
+            for service_class, newest in self._newest.items()
+            if service_class <= best
+        )
         target_s = targets.alone_s if now_s - company_s >= targets.quiet_after_s else targets.shared_s
         return max(target_s, STEP_OVERHEADS * speed.time_s(0))
 

@@ -4,10 +4,11 @@ Both ways are priced in seconds that requests have to wait, and the cheaper one 
 
     remote = prefill_queue_s + prefill_P(tokens that P lacks) + redone_weight · redone_P + transfer_s + remote_extra_s
              + INTERFERENCE · decode_queue_s
-    local  = decode_queue_s + prefill_D(tokens that D lacks) + redone_weight · redone_D + chunks · step_s
+    local  = decode_queue_s + prefill_D(tokens that D lacks) + redone_weight · redone_D + steps · step_s
              + itl_weight · itl_cost_s
 
-`itl_cost_s` is what a local prefill takes from the others: every sequence of D's batch waits once for each chunk, so
+D computes prompts beside the tokens of its sequences, a few milliseconds in each step (`chunks`): a prompt for which an
+idle worker needs 100 ms takes many steps of a busy one. `itl_cost_s` is what a local prefill takes from the others: every sequence of D's batch waits once for each step, so
 together they lose prefill_D · (sequences, at least `min_disturbed`). That is why a long prompt goes away even from an
 idle decode worker: somebody will come while it is computed. A short prompt, and one whose tokens D holds, costs less
 than the handoff and stays.
@@ -24,6 +25,7 @@ disaggregated router; the price in predicted seconds is ours.
 from dataclasses import dataclass
 from typing import Literal
 
+from services.scheduling.chunks import stretch_s
 from services.scheduling.prediction import DEFAULT_PREFILL, PrefillSpeed
 
 Reason = Literal[
@@ -113,12 +115,13 @@ def decide(ways: PrefillWays, settings: DisaggregationSettings) -> Disaggregatio
     """Remote or local prefill for one prompt. Equal prices: local, which moves nothing."""
     lacking_on_d = max(1, ways.num_prompt_tokens - ways.cached_on_decode)
     lacking_on_p = max(1, ways.num_prompt_tokens - ways.cached_on_prefill)
-    num_chunks = 1 + (lacking_on_d - 1) // settings.chunk_tokens
-    local_s = ways.local_speed.time_s(lacking_on_d, ways.cached_on_decode)
-    step_s = ways.step_s if ways.num_running else 0.0
-    local_ttft_s = ways.decode_queue_s + local_s + num_chunks * step_s
+    local_s, num_steps, step_s = ways.local_speed.time_s(lacking_on_d, ways.cached_on_decode), 1.0, 0.0
+    if ways.num_running:
+        step_s, num_chunks = ways.step_s, 1 + (lacking_on_d - 1) // settings.chunk_tokens
+        num_steps = max(num_chunks, (local_s - ways.local_speed.overhead_s) / stretch_s(step_s))
+    local_ttft_s = ways.decode_queue_s + local_s + num_steps * step_s
     itl_cost_s = local_s * max(settings.min_disturbed, ways.num_running)
-    local_itl_s = step_s + local_s / num_chunks
+    local_itl_s = step_s + local_s / num_steps
     remote_ttft_s = ways.prefill_queue_s + ways.prefill_speed.time_s(lacking_on_p, ways.cached_on_prefill)
     remote_redone_s = ways.prefill_speed.computed_twice_s(ways.cached_on_any_prefill, ways.cached_anywhere)
     local_redone_s = ways.local_speed.computed_twice_s(ways.cached_on_decode, ways.cached_anywhere)

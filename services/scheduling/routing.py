@@ -9,15 +9,16 @@ seconds that somebody waits, so that terms need no weights to be added:
     price(D)   = decode_s + pressure_s(D) + region_s(D) + shared_s(D) + min(local(D), min over P of remote(P, D))
     remote     = queue_s(P) + crowd · prefill_s(P) + redone_weight · redone_s(P) + hot_spot_s(P) + pressure_s(P)
                  + region_s(P) + shared_s(P) + transfer_s(P, D) + INTERFERENCE · queue_s(D)
-    local      = queue_s(D) + prefill_s(D) + redone_weight · redone_s(D) + chunks · step_s(D)
+    local      = queue_s(D) + prefill_s(D) + redone_weight · redone_s(D) + steps · step_s(D)
                  + itl_weight · prefill_s(D) · sequences it disturbs
 
     queue_s    prompt tokens that wait there × seconds per token (the square term for prompts of their mean length)
     prefill_s  of the tokens of the prompt that the worker does not hold, by its measured speed
     redone_s   of those of them that some worker holds; for P, that some decode worker and no prefill worker holds
-    crowd      1 + `displaced_weight` · mean number of requests at a prefill worker: so many will come to P while a
-               backlog like today's is worked off (Little's law), and each of them waits prefill_s longer. Without it,
-               going to an idle worker that lacks the prefix is free, and under load lost hits are lost capacity
+    crowd      1 + `displaced_weight` · mean number of requests at a prefill worker that are as urgent: so many will come
+               to P while a backlog like today's is worked off (Little's law), and each of them waits prefill_s longer.
+               Without it, going to an idle worker that lacks the prefix is free, and under load lost hits are lost
+               capacity
     transfer_s latency + bytes of the tokens that D does not hold / bandwidth of P's link; `cross_region_factor` times
                that, and `cross_region_s` more, from one region to another
     decode_s   expected new tokens × length of D's step with this request in it
@@ -50,6 +51,7 @@ from heapq import nlargest
 from types import MappingProxyType
 from typing import overload
 
+from services.scheduling.chunks import stretch_s
 from services.scheduling.disaggregation import (
     INTERFERENCE,
     DisaggregationSettings,
@@ -74,8 +76,8 @@ class WorkerView:
     """What the gateway knows about one worker at the moment of a decision.
 
     `pages_available` counts pages that are free or only cached, less those promised to admitted requests.
-    `num_requests` counts requests that run or wait there, those that the worker has not yet reported included;
-    `num_running` those in a decode worker's steps, with `context_tokens` tokens between them.
+    `num_requests` counts requests that run or wait there, those that the worker has not yet reported included,
+    `num_less_urgent` those of them that wait for whoever asks; `num_running` those in a decode worker's steps, with `context_tokens` tokens between them.
     `waiting_tokens` counts prompt tokens that wait for computation there. Who knows better how long that takes says so
     in `queue_s`. `tenants`: the only ones it works for; empty: everybody.
     """
@@ -97,6 +99,7 @@ class WorkerView:
     decode_speed: DecodeSpeed = DEFAULT_DECODE
     link_speed: LinkSpeed = DEFAULT_LINK
     queue_s: float | None = None
+    num_less_urgent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,8 +437,8 @@ class _Case:
         has_place = bool(region) or has_own
         squared_tokens, most = num_tokens * num_tokens, num_tokens - 1
         if views:
-            mean_requests = sum([view.num_requests for view in views]) / len(views)
-            self.crowd = 1 + settings.displaced_weight * mean_requests
+            mean_requests = sum([view.num_requests - view.num_less_urgent for view in views]) / len(views)
+            self.crowd = 1 + settings.displaced_weight * max(0.0, mean_requests)
         crowd, most_held = self.crowd, 0
         priced: list[tuple[float, int, WorkerView]] = []
         holders: list[tuple[int, float, float]] = []
@@ -562,23 +565,22 @@ class _Case:
             if best is not None:
                 remote += INTERFERENCE * queue
             # Local.
-            local_s = (
-                overhead_s
-                + speed.s_per_token * lacking
-                + speed.s_per_token_squared * (squared_tokens - cached * cached)
-            )
-            local = queue + local_s * (1 + itl_weight * (running if running > min_disturbed else min_disturbed))
+            local_s = speed.s_per_token * lacking + speed.s_per_token_squared * (squared_tokens - cached * cached)
+            local, is_too_long = queue, False
+            if running:
+                step_s = base_s + per_sequence_s * running + per_context_s * context
+                num_steps = local_s / stretch_s(step_s)
+                num_chunks = 1 + (lacking - 1) // chunk_tokens
+                if num_chunks > num_steps:
+                    num_steps = num_chunks
+                local += num_steps * step_s
+                is_too_long = max_itl_s is not None and step_s + (overhead_s + local_s) / num_steps > max_itl_s
+            local_s += overhead_s
+            local += local_s * (1 + itl_weight * (running if running > min_disturbed else min_disturbed))
             if cached < held:
                 local += redone_weight * (
                     speed.s_per_token * (held - cached) + speed.s_per_token_squared * (held * held - cached * cached)
                 )
-            if running:
-                num_chunks = 1 + (lacking - 1) // chunk_tokens
-                step_s = base_s + per_sequence_s * running + per_context_s * context
-                local += num_chunks * step_s
-                is_too_long = max_itl_s is not None and step_s + local_s / num_chunks > max_itl_s
-            else:
-                is_too_long = False
             if best is None:
                 is_remote = False
             elif threshold is not None:

@@ -35,3 +35,4 @@ def test_only_shorter_prompts_of_no_worse_class_are_ahead():
     assert books.tokens_ahead((4, 1), 0) == 4960
     # What waits there and is not from here is before everybody.
     assert books.tokens_ahead((2, 100), 5000) == 950 + 40
+    assert [books.num_less_urgent(service_class) for service_class in range(4)] == [4, 3, 1, 0]

@@ -450,6 +450,22 @@ def test_steps_are_long_only_where_nobody_has_come_for_a_while() -> None:
     assert s.next_step(speed=speed, now_s=101.4) == [Chunk("another", 0, 4, False)], "there was one a moment ago"
 
 
+def test_those_who_would_wait_anyway_make_no_step_short() -> None:
+    speed = PrefillSpeed(0.0, 0.001)
+    s = ChunkScheduler(chunk_tokens=512, targets=StepTargets(shared_s=0.004, alone_s=0.020, quiet_after_s=1.0))
+    s.add("batch", num_tokens=1000, service_class=4, now_s=100.0)
+    s.add("urgent", num_tokens=50, service_class=1, now_s=100.1)
+    s.add("normal", num_tokens=50, service_class=2, now_s=100.2)
+    assert s.next_step(speed=speed, now_s=100.3) == [Chunk("urgent", 0, 20, False)]
+    s.add("second", num_tokens=1, service_class=1, now_s=100.4)
+    s.remove("second")
+    assert s.next_step(speed=speed, now_s=100.5) == [Chunk("urgent", 20, 4, False)], "one as urgent came"
+    s.remove("urgent")
+    s.remove("normal")
+    assert s.next_step(speed=speed, now_s=100.6) == [Chunk("batch", 0, 4, False)]
+    assert s.next_step(speed=speed, now_s=101.5) == [Chunk("batch", 4, 20, False)]
+
+
 DEMO_SPEED = PrefillSpeed(overhead_s=0.001, s_per_token=2e-5, s_per_token_squared=5e-8)
 """About what the demo model's steps take on one core."""
 

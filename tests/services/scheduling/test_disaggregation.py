@@ -82,9 +82,12 @@ def test_what_the_decision_was_made_of():
     remote_prefill_s = 0.01 + 0.04 + 1e-8 * (2000**2 - 1600**2)
     local_prefill_s = 0.01 + 0.1 + 1e-8 * (2000**2 - 1000**2)
     assert decision.remote_ttft_s == pytest.approx(0.3 + remote_prefill_s)
-    assert decision.local_ttft_s == pytest.approx(0.2 + local_prefill_s + 2 * 0.02)
+    # Half of what a step takes is for prompts.
+    num_steps = (local_prefill_s - 0.01) / 0.01
+    assert num_steps > 2
+    assert decision.local_ttft_s == pytest.approx(0.2 + local_prefill_s + num_steps * 0.02)
     assert decision.itl_cost_s == pytest.approx(3 * local_prefill_s)
-    assert decision.local_itl_s == pytest.approx(0.02 + local_prefill_s / 2)
+    assert decision.local_itl_s == pytest.approx(0.02 + local_prefill_s / num_steps)
     assert decision.remote_redone_s == pytest.approx(0.02 + 1e-8 * (1900**2 - 1700**2))
     assert decision.local_redone_s == pytest.approx(0.09 + 1e-8 * (1900**2 - 1000**2))
     assert decision.remote_cost_s == pytest.approx(0.3 + remote_prefill_s + decision.remote_redone_s + 0.07 + 0.1)
@@ -116,12 +119,22 @@ def test_a_fixed_threshold_has_the_last_word(cached, threshold, is_remote):
 
 
 def test_a_limit_on_the_gaps_of_running_answers():
-    how = DisaggregationSettings(max_itl_s=0.05)
+    how = DisaggregationSettings(max_itl_s=0.03)
     busy = dataclasses.replace(IDLE, num_running=1, step_s=0.02, prefill_queue_s=60.0)
     assert decide(busy, how).reason == "local_itl_too_long"
     assert decide(busy, BY_PRICE).reason == "local_is_cheaper"
     assert decide(dataclasses.replace(busy, num_running=0), how).reason == "local_is_cheaper"
-    assert decide(busy, DisaggregationSettings(max_itl_s=0.05, chunk_tokens=128)).reason == "local_is_cheaper"
+    assert decide(busy, DisaggregationSettings(max_itl_s=0.03, chunk_tokens=64)).reason == "local_is_cheaper"
+
+
+def test_a_busy_decode_worker_computes_a_little_of_a_prompt_in_each_step():
+    # 0.4 s of computing: 40 steps of 20 ms that may take 10 more.
+    busy = dataclasses.replace(IDLE, num_running=1, step_s=0.02)
+    assert decide(busy, BY_PRICE).local_ttft_s == pytest.approx(0.01 + 0.4 + 40 * 0.02)
+    assert decide(dataclasses.replace(busy, num_running=0), BY_PRICE).local_ttft_s == pytest.approx(0.01 + 0.4)
+    # Chunks of few tokens are more steps.
+    how = DisaggregationSettings(chunk_tokens=40)
+    assert decide(busy, how).local_ttft_s == pytest.approx(0.01 + 0.4 + 100 * 0.02)
 
 
 @given(all_ways(), st.sampled_from([BY_PRICE, DisaggregationSettings(local_prefill_tokens=500)]))

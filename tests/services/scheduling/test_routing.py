@@ -466,3 +466,6 @@ def test_a_crowd_keeps_requests_where_their_prefix_is():
         router = Router(settings=RoutingSettings(disaggregation=remote, displaced_weight=weight))
         for views, first in [(few, first_of_few), (many, first_of_many)]:
             assert router.route(asked, views, [view("d")], now_s=0.0)[0].prefills[0].worker_id == first
+    # Those who wait for it anyway are no crowd.
+    many = [replace(one, num_less_urgent=6) for one in many]
+    assert router.route(asked, many, [view("d")], now_s=0.0)[0].prefills[0].worker_id == "idle"
