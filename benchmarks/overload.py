@@ -275,10 +275,12 @@ def main() -> None:
 def show(figures: dict[str, Any]) -> None:
     """The report."""
     peak, overload = figures["peak_good_per_s"], figures["overload_good_per_s"]
-    print(f"peak: {peak:.1f} good answers/s (closed loops: {figures['peak']})")
+    loops = ", ".join(f"{rate:.1f} with {clients} clients" for clients, rate in figures["peak"].items())
+    print(f"peak: {peak:.1f} good answers/s (closed loops: {loops})")
     print(f"overload: {overload:.1f} good answers/s, {overload / peak:.2f} of the peak (aim 0.90, the limit is 1)")
     for name, tally in figures["overload"].items():
-        print(f"  {name}: {tally}")
+        rounded = {key: round(value, 1) if isinstance(value, float) else value for key, value in tally.items()}
+        print(f"  {name}: {rounded}")
     refusals = [tally["refusal_p99_ms"] for tally in figures["overload"].values() if tally["refused"]]
     print(f"refusals: p99 {max(refusals, default=float('nan')):.1f} ms (aim 50)")
     before, after = figures["unloaded"]["ttft_p99_ms"], figures["overload"]["interactive"]["ttft_p99_ms"]

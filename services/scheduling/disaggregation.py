@@ -8,10 +8,10 @@ Both ways are priced in seconds that requests have to wait, and the cheaper one 
              + itl_weight · itl_cost_s
 
 D computes prompts beside the tokens of its sequences, a few milliseconds in each step (`chunks`): a prompt for which an
-idle worker needs 100 ms takes many steps of a busy one. `itl_cost_s` is what a local prefill takes from the others: every sequence of D's batch waits once for each step, so
-together they lose prefill_D · (sequences, at least `min_disturbed`). That is why a long prompt goes away even from an
-idle decode worker: somebody will come while it is computed. A short prompt, and one whose tokens D holds, costs less
-than the handoff and stays.
+idle worker needs 100 ms takes many steps of a busy one. `itl_cost_s` is what a local prefill takes from the others:
+every sequence of D's batch waits once for each step, so together they lose prefill_D · (sequences, at least
+`min_disturbed`). That is why a long prompt goes away even from an idle decode worker: somebody will come while it is
+computed. A short prompt, and one whose tokens D holds, costs less than the handoff and stays.
 
 `redone_*` is the worker's time for tokens that the cluster would compute twice: of a local prefill those that another
 worker holds, of a remote one those that a decode worker holds and no prefill worker does, the last answer of a

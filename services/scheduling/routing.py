@@ -15,10 +15,10 @@ seconds that somebody waits, so that terms need no weights to be added:
     queue_s    prompt tokens that wait there × seconds per token (the square term for prompts of their mean length)
     prefill_s  of the tokens of the prompt that the worker does not hold, by its measured speed
     redone_s   of those of them that some worker holds; for P, that some decode worker and no prefill worker holds
-    crowd      1 + `displaced_weight` · mean number of requests at a prefill worker that are as urgent: so many will come
-               to P while a backlog like today's is worked off (Little's law), and each of them waits prefill_s longer.
-               Without it, going to an idle worker that lacks the prefix is free, and under load lost hits are lost
-               capacity
+    crowd      1 + `displaced_weight` · mean number of requests at a prefill worker that are as urgent: so many will
+               come to P while a backlog like today's is worked off (Little's law), and each of them waits prefill_s
+               longer. Without it, going to an idle worker that lacks the prefix is free, and under load lost hits are
+               lost capacity
     transfer_s latency + bytes of the tokens that D does not hold / bandwidth of P's link; `cross_region_factor` times
                that, and `cross_region_s` more, from one region to another
     decode_s   expected new tokens × length of D's step with this request in it
@@ -77,9 +77,9 @@ class WorkerView:
 
     `pages_available` counts pages that are free or only cached, less those promised to admitted requests.
     `num_requests` counts requests that run or wait there, those that the worker has not yet reported included,
-    `num_less_urgent` those of them that wait for whoever asks; `num_running` those in a decode worker's steps, with `context_tokens` tokens between them.
-    `waiting_tokens` counts prompt tokens that wait for computation there. Who knows better how long that takes says so
-    in `queue_s`. `tenants`: the only ones it works for; empty: everybody.
+    `num_less_urgent` those of them that wait for whoever asks; `num_running` those in a decode worker's steps, with
+    `context_tokens` tokens between them. `waiting_tokens` counts prompt tokens that wait for computation there. Who
+    knows better how long that takes says so in `queue_s`. `tenants`: the only ones it works for; empty: everybody.
     """
 
     worker_id: str
