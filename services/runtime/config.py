@@ -76,6 +76,33 @@ def load(config_class: type[C], argv: Sequence[str], *, prog: str, environ: Mapp
     return config_class(**values)
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as people are told of it. `default`: None where there is none; `is_required` tells which kind."""
+
+    flag: str
+    variable: str
+    rule: str
+    help: str
+    default: Any
+    is_required: bool
+
+
+def settings_of(config_class: type[Any]) -> list[Setting]:
+    """All settings of a class, in its order."""
+    return [
+        Setting(
+            flag=_flag_name(field),
+            variable=_env_name(field),
+            rule=_kind(field).rule,
+            help=field.metadata[_METADATA_KEY][1],
+            default=None if field.default is dataclasses.MISSING else field.default,
+            is_required=field.default is dataclasses.MISSING,
+        )
+        for field in _fields(config_class)
+    ]
+
+
 def text(*, pattern: str | None = None, rule: str = "a text that is not empty") -> Kind[str]:
     """A text that is not empty and, where given, matches the whole pattern."""
 

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Writes docs/configuration.md: every setting of every program, from the classes that read them.
+
+usage: tools/config_reference.py [--check]      (--check: exit status 1 if the file is not what would be written)
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from decode_worker.config import DecodeWorkerConfig  # noqa: E402 - the path comes first
+from gateway.config import GatewayConfig  # noqa: E402
+from prefill_worker.config import PrefillWorkerConfig  # noqa: E402
+from services.cli.chat import ChatSettings  # noqa: E402
+from services.cli.keys import CheckKeysSettings, NewKeySettings, TenantSettings  # noqa: E402
+from services.cli.replay import ReplaySettings  # noqa: E402
+from services.cli.status import StatusSettings  # noqa: E402
+from services.cli.up_settings import UpSettings  # noqa: E402
+from services.runtime.config import settings_of  # noqa: E402
+
+PAGE = ROOT / "docs" / "configuration.md"
+PROGRAMS: dict[str, type[Any]] = {
+    "tandem up": UpSettings,
+    "python -m gateway": GatewayConfig,
+    "python -m prefill_worker": PrefillWorkerConfig,
+    "python -m decode_worker": DecodeWorkerConfig,
+    "tandem status": StatusSettings,
+    "tandem chat": ChatSettings,
+    "tandem keys new": NewKeySettings,
+    "tandem keys tenant": TenantSettings,
+    "tandem keys check": CheckKeysSettings,
+    "tandem replay TRACE": ReplaySettings,
+}
+HEAD = """# Configuration
+
+Every setting of every program. A flag wins over the environment variable, and that over the default; an empty variable
+counts as not given. A value that breaks its rule ends the program with exit code 2 and says which. Nothing else is
+read: no file is looked for.
+
+This page is written by `tools/config_reference.py` from the code; a test compares them.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *(_section(name, config_class) for name, config_class in PROGRAMS.items())])
+
+
+def _section(name: str, config_class: type[Any]) -> str:
+    rows = [
+        f"| `{setting.flag}`<br>`{setting.variable}` | {_default(setting.default, is_required=setting.is_required)} | "
+        f"{_cell(setting.help)} | {_cell(setting.rule)} |"
+        for setting in settings_of(config_class)
+    ]
+    head = ["| setting | default | what it does | rule |", "| --- | --- | --- | --- |"]
+    words = " ".join((config_class.__doc__ or "").split())
+    return "\n".join([f"## {name}", "", words, "", *head, *rows, ""])
+
+
+def _default(value: Any, *, is_required: bool) -> str:
+    if is_required:
+        return "required"
+    if value is None or value == "":
+        return ""
+    if isinstance(value, Path):
+        value = value.relative_to(ROOT) if value.is_relative_to(ROOT) else value
+    return f"`{_cell(str(value))}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def main() -> int:
+    """Writes or compares."""
+    text = page()
+    if "--check" in sys.argv[1:]:
+        return 0 if PAGE.exists() and PAGE.read_text() == text else 1
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
