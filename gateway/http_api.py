@@ -694,6 +694,7 @@ def _worker_json(member: Member) -> dict[str, Any]:
         "model": record.model,
         "exact": member.is_exact,
         "arithmetic": member.arithmetic,
+        "layout": record.layout_fingerprint,
         "pages": {
             "total": load.pages_total,
             "free": load.pages_free,

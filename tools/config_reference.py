@@ -17,6 +17,7 @@ from decode_worker.config import DecodeWorkerConfig  # noqa: E402 - the path com
 from gateway.config import GatewayConfig  # noqa: E402
 from prefill_worker.config import PrefillWorkerConfig  # noqa: E402
 from services.cli.chat import ChatSettings  # noqa: E402
+from services.cli.doctor import DoctorSettings  # noqa: E402
 from services.cli.keys import CheckKeysSettings, NewKeySettings, TenantSettings  # noqa: E402
 from services.cli.replay import ReplaySettings  # noqa: E402
 from services.cli.status import StatusSettings  # noqa: E402
@@ -31,6 +32,7 @@ PROGRAMS: dict[str, type[Any]] = {
     "python -m decode_worker": DecodeWorkerConfig,
     "tandem status": StatusSettings,
     "tandem chat": ChatSettings,
+    "tandem doctor": DoctorSettings,
     "tandem keys new": NewKeySettings,
     "tandem keys tenant": TenantSettings,
     "tandem keys check": CheckKeysSettings,

@@ -21,6 +21,7 @@ commands:
   up        start Redis, a gateway, prefill and decode workers here, and keep them running
   status    show the workers of a running cluster
   chat      talk to a running cluster
+  doctor    check this machine and a deployment, and say what to do
   replay    run a recorded workload through a simulated cluster
   keys      make an API key (keys new) or a tenant's table (keys tenant), check a file of them (keys check)
   version   print the version
@@ -89,6 +90,12 @@ def _chat(flags: list[str]) -> int:
     return chat.run(settings, sys.stdin, sys.stdout, sys.stderr)
 
 
+def _doctor(flags: list[str]) -> int:
+    from services.cli import doctor
+
+    return doctor.run(load(doctor.DoctorSettings, flags, prog="tandem doctor"), sys.stdout)
+
+
 def _replay(flags: list[str]) -> int:
     from services.cli import replay
 
@@ -110,6 +117,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "up": _up,
     "status": _status,
     "chat": _chat,
+    "doctor": _doctor,
     "replay": _replay,
     "keys": _keys,
 }

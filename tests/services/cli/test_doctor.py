@@ -1,0 +1,120 @@
+"""`tandem doctor`: what it finds, and that it says what to do."""
+
+import json
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.cli import doctor
+from services.cli.doctor import Finding, Level
+from services.cli.main import main
+from services.cluster.probe import RedisFacts
+
+WORKER = {"id": "d0", "role": "decode", "state": "ready", "model": "m", "layout": "a", "arithmetic": "x", "gpu": None}
+PREFILL = WORKER | {"id": "p0", "role": "prefill"}
+
+
+def bad(found: Any) -> list[Finding]:
+    return [finding for finding in found if finding.level is not Level.OK]
+
+
+def test_a_sound_deployment(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    api.routes["GET /ready"] = (200, {})
+    api.routes["GET /cluster"] = (200, {"workers": [WORKER, PREFILL]})
+    found = list(doctor.gateway(doctor.DoctorSettings(url=api.url)))
+    assert [finding.level for finding in found] == [Level.OK, Level.OK]
+    assert "1 prefill and 1 decode" in found[1].what
+    assert main(["doctor", "--url", api.url, "--json"]) in (0, 1)  # this machine may have its own troubles
+    subjects = {finding["subject"] for finding in json.loads(capsys.readouterr().out)}
+    assert subjects >= {"python", "machine", "gpu", "copying", "gateway", "workers"}
+
+
+def test_nobody_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert main(["doctor", "--url", f"http://127.0.0.1:{port}", "--redis", f"redis://127.0.0.1:{port}"]) == 1
+    said = capsys.readouterr().out
+    assert "bad   redis" in said
+    assert "bad   gateway" in said
+    assert "nothing is wrong" not in said
+
+
+@pytest.mark.parametrize(
+    ("status", "workers", "level", "words"),
+    [
+        (503, [], Level.BAD, "is not ready"),
+        (200, [], Level.BAD, "none has joined"),
+        (200, [PREFILL], Level.BAD, "without a decode worker"),
+        (200, [WORKER], Level.NOTE, "compute all prompts themselves"),
+        (200, [WORKER, PREFILL | {"layout": "b"}], Level.BAD, "differ in weights or page layout, such as d0 and p0"),
+        (200, [WORKER, PREFILL | {"arithmetic": "y"}], Level.NOTE, "different arithmetic"),
+        (200, [WORKER, PREFILL, WORKER | {"id": "d1", "state": "lost", "layout": "b"}], Level.NOTE, "d1 is lost"),
+        (200, [PREFILL, WORKER | {"gpu": {"state": "out", "reasons": ["xid_79"]}}], Level.BAD, "d0 is out: xid_79"),
+        (200, [PREFILL, WORKER | {"gpu": {"state": "degraded", "reasons": ["hot"]}}], Level.NOTE, "degraded: hot"),
+    ],
+)
+def test_what_is_wrong_with_the_workers(api: Any, status: int, workers: list[Any], level: Level, words: str) -> None:
+    api.routes["GET /ready"] = (status, {})
+    api.routes["GET /cluster"] = (200, {"workers": workers})
+    found = bad(doctor.gateway(doctor.DoctorSettings(url=api.url)))
+    named = [finding for finding in found if words in f"{finding.what} {finding.advice}"]
+    assert [finding.level for finding in named] == [level]
+    assert all(finding.advice for finding in found)
+    if status == 200 and workers:
+        assert len(found) == 1
+
+
+def test_a_gateway_that_asks_for_a_key(api: Any) -> None:
+    api.routes["GET /ready"] = (200, {})
+    api.routes["GET /cluster"] = (401, {"error": {"message": "no key"}})
+    (found,) = doctor.gateway(doctor.DoctorSettings(url=api.url))
+    assert (found.level, found.what) == (Level.BAD, "no key")
+    assert "--api-key" in found.advice
+
+
+SOUND = RedisFacts("9.1.0", ping_s=0.0002, clock_ahead_s=0.01, used_bytes=10, max_bytes=0, eviction="noeviction")
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "words"),
+    [
+        ({"ping_s": 0.02}, Level.NOTE, "round trip is long"),
+        ({"clock_ahead_s": -5.0}, Level.NOTE, "5.0 s behind"),
+        ({"clock_ahead_s": 5.0}, Level.NOTE, "5.0 s ahead of"),
+        ({"used_bytes": 95, "max_bytes": 100}, Level.BAD, "95 B of 100 B"),
+        ({"max_bytes": 100, "eviction": "allkeys-lru"}, Level.NOTE, "throws any key away"),
+    ],
+)
+def test_what_is_wrong_with_redis(facts: dict[str, Any], level: Level, words: str) -> None:
+    assert bad(doctor.judge_redis(SOUND)) == []
+    values = {name: getattr(SOUND, name) for name in RedisFacts.__slots__} | facts
+    (found,) = bad(doctor.judge_redis(RedisFacts(**values)))
+    assert (found.level, words in found.what) == (level, True)
+
+
+def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    assert [finding.what for finding in doctor.machine() if finding.level is Level.BAD] == [
+        f"{tmp_path} has 64 MiB left"
+    ]
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "none")
+    assert any("tcp" in finding.advice for finding in doctor.machine() if finding.level is Level.BAD)
+
+
+def test_model_folders(tmp_path: Path) -> None:
+    demo = Path(__file__).resolve().parents[3] / "demo" / "model"
+    (found,) = doctor.model_folder(demo)
+    assert (found.level, "layers" in found.what) == (Level.OK, True)
+    (found,) = doctor.model_folder(tmp_path)
+    assert found.level is Level.BAD
+    assert found.advice
+
+
+def test_what_copying_costs_is_measured() -> None:
+    found = list(doctor.copying())
+    assert [finding.subject for finding in found] == ["copying", "copying"]
+    assert all("GB/s" in finding.what for finding in found)
