@@ -19,6 +19,7 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 from services.runtime.session import SessionLimits
+from services.scheduling.speedometer import MIN_CHUNKS
 
 Make = Callable[..., Any]
 
@@ -523,13 +524,17 @@ async def test_gateways_hear_how_fast_it_is_and_how_much_it_looks_back_on(make_b
     gateway.admit("r", [1] * 7, max_tokens=9, local=True)
     await bench.until(lambda: bench.worker.load().context_tokens == 9)
     load = bench.worker.load().to_message(is_draining=False)
-    assert load.HasField("prefill_speed")
+    assert not load.HasField("prefill_speed"), "one prompt says too little"
     assert load.HasField("decode_speed")
     assert not load.HasField("link_speed")
     bench.runner.gate.set()
     await gateway.event("r", "finished")
     await bench.until_free()
     assert bench.worker.load().context_tokens == 0
+    for number in range(MIN_CHUNKS):
+        gateway.admit(f"s{number}", [2 + number] * 7, local=True)
+        await gateway.event(f"s{number}", "finished")
+    assert bench.worker.load().to_message(is_draining=False).HasField("prefill_speed")
 
 
 async def test_gateways_hear_what_the_gpu_says(make_bench: Make) -> None:
