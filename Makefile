@@ -9,7 +9,7 @@ BENCHMARKS ?= system handoff gateway
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install run status chat test test-all test-faults test-mutants test-gpu check-model check format format-check lint types imports proto \
+.PHONY: help install run status chat test test-all test-faults fuzz test-mutants test-gpu check-model check format format-check lint types imports proto \
 	proto-check bench demo-model clean clean-all
 
 help: ## this list
@@ -37,6 +37,9 @@ test-all: install ## all tests, the slow sweeps too
 
 test-faults: install ## kill, freeze, cut off, corrupt, and compare every answer (ARGS: cases and flags; --help lists them)
 	@exec $(PYTHON_IN) -m tests.faults.run $(ARGS)
+
+fuzz: install ## 100,000 requests of nonsense over HTTP and as many over gRPC (ARGS: flags; --help lists them)
+	@exec $(PYTHON_IN) -m tests.fuzz.run $(ARGS)
 
 test-mutants: install ## take each check of the handoff's receiver out and see that a test fails (ARGS: names)
 	@exec $(PYTHON_IN) tools/mutate_receiver.py $(ARGS)

@@ -127,6 +127,8 @@ class HttpApi:
             *self._admin_pages(),
         ]
         starlette = Starlette(routes=routes, exception_handlers=_HANDLERS)
+        # A path that is nearly right is a mistake to be told of, not to be sent elsewhere.
+        starlette.router.redirect_slashes = False
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
             # Starlette's layers cost a tenth of a request, so the two routes that carry the load go around them.
@@ -140,7 +142,9 @@ class HttpApi:
 
     def admin_app(self) -> App:
         """What operators read, for an address of its own that asks for no key."""
-        return Starlette(routes=[*self._probes(), *self._admin_pages()], exception_handlers=_HANDLERS)
+        pages = Starlette(routes=[*self._probes(), *self._admin_pages()], exception_handlers=_HANDLERS)
+        pages.router.redirect_slashes = False
+        return pages
 
     def _probes(self) -> list[Route]:
         return [Route("/health", self._show_health), Route("/ready", self._show_readiness)]

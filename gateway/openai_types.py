@@ -154,6 +154,8 @@ def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
         request = msgspec.convert(members, body_type)
     except msgspec.ValidationError as error:
         raise _type_error(str(error)) from error
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("a text of the body has half a surrogate pair", code="invalid_encoding") from error
     unread = {name: value for name, value in members.items() if name not in body_type.__struct_fields__}
     ignored = check_not_refused(unread)
     if request.user:

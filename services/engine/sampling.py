@@ -163,7 +163,9 @@ def _adjust(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tens
     if repeated:
         rows, token_ids, penalty, _ = repeated.tensors(device)
         values = adjusted[rows, token_ids]
-        adjusted[rows, token_ids] = torch.where(values > 0, values / penalty, values * penalty)
+        penalised = torch.where(values > 0, values / penalty, values * penalty)
+        # A penalty next to nothing would make it infinite, and no token could be chosen.
+        adjusted[rows, token_ids] = penalised.clamp(max=torch.finfo(adjusted.dtype).max)
     if counted:
         rows, token_ids, frequency, presence = counted.tensors(device)
         adjusted[rows, token_ids] = adjusted[rows, token_ids] - frequency - presence

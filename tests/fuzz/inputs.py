@@ -1,0 +1,337 @@
+"""What is sent: requests that are nearly right, and bytes that are nothing. One seed, one sequence of inputs.
+
+No input asks for more than `MAX_TOKENS` tokens, so that an answer that takes long is a hang and not a long answer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from protos import inference_pb2
+
+MAX_TOKENS = 3
+CONTEXT_TOKENS = 2048
+
+JUNK: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 0.0, -0.0,
+    0.5, 1.5, -2.5, 1e308, -1e308, 1e-320, 2**31, 2**63, -(2**63) - 1, 10**40,
+    "", " ", "a", "\x00", "�", "日本語", "🙂" * 20, "\ud800", "x" * 300, "x" * 70_000, "null", "1", "-1", "NaN",
+    [], [[]], [None], [1, "a"], [1.5], [-1], [10**12], ["", ""], ["a"] * 300, [[1, 2], [3]], list(range(100)),
+    {}, {"": ""}, {"1": 1}, {"a": {"b": {}}}, {"role": "user"}, {"type": "json_object"}, {"type": "text"},
+)  # fmt: skip
+NUMBERS = (0, 1, -1, 2, 5, 19, 20, 21, 100, 101, -100, 10**9, 2**31 - 1, 2**32, 0.1, 0.99, 1.01, 2.01, -2.01, 1e-9)
+MEMBERS = (
+    "model", "max_tokens", "min_tokens", "temperature", "top_p",
+    "top_k", "min_p", "n", "seed", "stop", "stop_token_ids",
+    "ignore_eos", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "stream", "stream_options",
+    "priority", "service_class", "tenant", "return_token_ids",
+    "user", "cache_salt", "allow_fallback", "prompt", "logprobs",
+    "best_of", "messages", "max_completion_tokens", "top_logprobs", "echo", "suffix", "tools", "tool_choice",
+    "response_format", "functions", "metadata", "store", "parallel_tool_calls", "nonsense",
+)  # fmt: skip
+HEADERS = (
+    "authorization", "content-type", "accept", "x-request-id", "idempotency-key", "last-event-id", "x-session-id",
+    "x-service-class", "x-allow-fallback", "traceparent", "tracestate", "expect", "x-forwarded-for", "cookie", "range",
+)  # fmt: skip
+HEADER_VALUES = (
+    "", " ", "x", "x" * 255, "x" * 256,
+    "x" * 5000, "Bearer", "Bearer x", "Basic eDp4", "application/json", "text/plain",
+    "multipart/form-data; boundary=x", "0", "-1", "99999999999999999999", "00-" + "0" * 32 + "-" + "0" * 16 + "-01",
+    "100-continue", "critical", "batch", "true", "maybe", "a\tb", "\xe9\xff", "%00", "../..", "1:2", "bytes=0-1",
+)  # fmt: skip
+PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/embeddings",
+    "/v1/responses", "/v1/", "/v1", "/", "//",
+    "/health", "/ready", "/metrics", "/cluster", "/docs", "/../etc/passwd", "/v1/models/%00", "/v1/models/tandem-demo",
+    "/v1/completions/", "/v1/completions?x=" + "y" * 2000, "/" + "a" * 9000, "/%ff%fe", "/v1/chat/completions#x", "*",
+)  # fmt: skip
+METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "get", "FOO", "POST\t", "")
+
+
+@dataclass(frozen=True)
+class HttpInput:
+    """Bytes for one connection.
+
+    `leaves`: the client goes away after so many bytes of the answer; None: it stays. `may_be_short`: the server may
+    rightly wait for more of the request.
+    """
+
+    what: str
+    data: bytes
+    leaves: int | None = None
+    may_be_short: bool = False
+
+
+@dataclass(frozen=True)
+class GrpcInput:
+    """One call. `leaves`: the client cancels after the first message. `timeout_s`: the call's deadline."""
+
+    what: str
+    method: str
+    message: bytes
+    metadata: tuple[tuple[str, str], ...] = ()
+    timeout_s: float = 20.0
+    leaves: bool = False
+
+
+@dataclass
+class Inputs:
+    """Draws inputs; the same seed draws the same ones."""
+
+    seed: int
+    _random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    # --- HTTP ---
+
+    def http(self) -> HttpInput:
+        """The next one."""
+        kinds: tuple[Callable[[], HttpInput], ...] = (
+            self._wrong_member, self._wrong_member, self._wrong_member, self._wrong_bytes, self._wrong_headers,
+            self._wrong_line, self._wrong_framing, self._leaving, self._nested,
+        )  # fmt: skip
+        return self._random.choice(kinds)()
+
+    def _body(self) -> tuple[str, dict[str, Any]]:
+        one = self._random
+        common: dict[str, Any] = {"max_tokens": one.randint(1, MAX_TOKENS), "temperature": one.choice([0, 1])}
+        if one.random() < 0.3:
+            common["stream"] = True
+        if one.random() < 0.5:
+            return "/v1/completions", {"prompt": self._word(), **common}
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": self._word()}], **common}
+
+    def _wrong_member(self) -> HttpInput:
+        path, body = self._body()
+        names = []
+        for _ in range(self._random.randint(1, 3)):
+            name = self._random.choice(MEMBERS)
+            names.append(name)
+            body[name] = self._random.choice(NUMBERS) if self._random.random() < 0.4 else self._random.choice(JUNK)
+            if self._random.random() < 0.1:
+                del body[name]
+        _bound_json(body)
+        text = json.dumps(body)
+        if self._random.random() < 0.05:
+            text = text[:-1] + ', "temperature": 1}'
+        return HttpInput(f"member {', '.join(names)}", self._request("POST", path, text.encode("utf-8", "replace")))
+
+    def _wrong_bytes(self) -> HttpInput:
+        path, body = self._body()
+        data = bytearray(json.dumps(body).encode())
+        for _ in range(self._random.randint(1, 4)):
+            data[self._random.randrange(len(data))] = self._random.choice([0, 0x22, 0x7B, 0x5D, 0x80, 0xFF, 0x5C, 0x2D])
+        if self._random.random() < 0.3:
+            del data[self._random.randrange(len(data)) :]
+        if not _is_bounded(bytes(data)):
+            del data[-1:]
+        return HttpInput("bytes", self._request("POST", path, bytes(data)))
+
+    def _wrong_headers(self) -> HttpInput:
+        path, body = self._body()
+        some = [
+            (self._random.choice(HEADERS), self._random.choice(HEADER_VALUES))
+            for _ in range(self._random.choice([1, 2, 3, 120]))
+        ]
+        return HttpInput("headers", self._request("POST", path, json.dumps(body).encode(), headers=some))
+
+    def _wrong_line(self) -> HttpInput:
+        method, path = self._random.choice(METHODS), self._random.choice(PATHS)
+        version = self._random.choice(["HTTP/1.1", "HTTP/1.1", "HTTP/1.0", "HTTP/2.0", "HTTP/9", ""])
+        data = self._request(method, path, b"", version=version)
+        if self._random.random() < 0.2:
+            data = bytes(self._random.randrange(256) for _ in range(self._random.randint(1, 200))) + b"\r\n\r\n"
+        return HttpInput(f"line {method} {path[:40]}", data, may_be_short=True)
+
+    def _wrong_framing(self) -> HttpInput:
+        path, body = self._body()
+        text = json.dumps(body).encode()
+        framing: list[tuple[str, str]] = self._random.choice(
+            [
+                [("content-length", str(len(text) - 3))],
+                [("content-length", "-1")],
+                [("content-length", "abc")],
+                [("content-length", str(len(text))), ("content-length", "1")],
+                [("content-length", str(10**12))],
+                [("transfer-encoding", "chunked")],
+                [("transfer-encoding", "gzip, chunked")],
+                [("transfer-encoding", "chunked"), ("content-length", "5")],
+                [],
+            ]
+        )
+        if framing and framing[0][0] == "transfer-encoding":
+            sizes = self._random.choice(
+                [b"%x" % len(text), b"zz", b"-1", b"%x" % (len(text) + 50), b"FFFFFFFFFFFFFFFFF"]
+            )
+            text = sizes + b"\r\n" + text + b"\r\n0\r\n\r\n"
+        head = "".join(f"{name}: {value}\r\n" for name, value in [("host", "x"), *framing])
+        data = f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + text
+        return HttpInput("framing", data, may_be_short=True)
+
+    def _leaving(self) -> HttpInput:
+        path, body = self._body()
+        data = self._request("POST", path, json.dumps({**body, "stream": True}).encode())
+        if self._random.random() < 0.3:
+            return HttpInput("cut off", data[: self._random.randrange(len(data))], leaves=0)
+        return HttpInput("leaves", data, leaves=self._random.choice([0, 1, 200]))
+
+    def _nested(self) -> HttpInput:
+        depth = self._random.choice([10, 500, 5000, 100_000])
+        name = self._random.choice(["prompt", "messages", "logit_bias", "stop", "metadata"])
+        opening, closing = self._random.choice([("[", "]"), ('{"a":', "}")])
+        text = f'{{"max_tokens": 1, "prompt": "a", "{name}": {opening * depth}1{closing * depth}}}'
+        return HttpInput(f"nested {name} {depth}", self._request("POST", "/v1/completions", text.encode()))
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        headers: list[tuple[str, str]] | None = None,
+        version: str = "HTTP/1.1",
+    ) -> bytes:
+        all_headers = [("host", "fuzz"), ("content-length", str(len(body))), *(headers or [])]
+        if not any(name == "content-type" for name, _ in all_headers):
+            all_headers.append(("content-type", "application/json"))
+        head = f"{method} {path} {version}\r\n" + "".join(f"{name}: {value}\r\n" for name, value in all_headers)
+        return head.encode("latin-1", "replace") + b"\r\n" + body
+
+    def _word(self) -> str:
+        return "".join(self._random.choices(string.printable, k=self._random.randint(1, 30)))
+
+    # --- gRPC ---
+
+    def grpc(self) -> GrpcInput:
+        """The next one."""
+        method = self._random.choice(
+            [
+                "Generate",
+                "Generate",
+                "Generate",
+                "GenerateUnary",
+                "Resume",
+                "Tokenize",
+                "Detokenize",
+                "ListModels",
+                "Nothing",
+            ]
+        )
+        what, message = self._message(method)
+        metadata = []
+        if self._random.random() < 0.2:
+            name = self._random.choice(
+                ["authorization", "idempotency-key", "x-allow-fallback", "traceparent", "x-request-id"]
+            )
+            value = self._random.choice(HEADER_VALUES).encode("ascii", "ignore").decode()
+            metadata.append((name, "".join(letter for letter in value if letter.isprintable()).strip()))
+            what += f" {name}"
+        timeout_s = self._random.choice([0.001, 0.01]) if self._random.random() < 0.05 else 20.0
+        return GrpcInput(what, method, message, tuple(metadata), timeout_s, leaves=self._random.random() < 0.1)
+
+    def _message(self, method: str) -> tuple[str, bytes]:
+        one = self._random
+        if one.random() < 0.1:
+            return f"{method} random bytes", _bounded_bytes(one.randbytes(one.randint(1, 200)), method)
+        if method in ("Generate", "GenerateUnary"):
+            message: Any = inference_pb2.GenerateRequest(text=self._word())
+            message.sampling.max_tokens = one.randint(1, MAX_TOKENS)
+            if one.random() < 0.3:
+                message.token_ids.ids.extend(one.choices([0, 1, 5, 1999, 2**31, 2**32 - 1], k=one.randint(1, 50)))
+        elif method == "Resume":
+            message = inference_pb2.ResumeRequest(request_id=self._word(), next_index=one.choice([0, 1, 2**32 - 1]))
+        elif method == "Tokenize":
+            message = inference_pb2.TokenizeRequest(text=self._word() * one.choice([1, 1, 100]))
+        elif method == "Detokenize":
+            message = inference_pb2.DetokenizeRequest(
+                token_ids=one.choices([0, 1, 77, 2**32 - 1], k=one.randint(0, 20))
+            )
+        else:
+            message = inference_pb2.ListModelsRequest()
+        what = method
+        for _ in range(one.randint(0, 3)):
+            what += " " + self._spoil(message)
+        _bound_message(message)
+        data = message.SerializeToString()
+        if data and one.random() < 0.2:
+            changed = bytearray(data)
+            for _ in range(one.randint(1, 3)):
+                changed[one.randrange(len(changed))] = one.randrange(256)
+            return what + " flipped", _bounded_bytes(bytes(changed), method)
+        return what, data
+
+    def _spoil(self, message: Any) -> str:
+        """Sets one field of the message, or of its sampling, to something odd; returns its name."""
+        target = message
+        if "sampling" in message.DESCRIPTOR.fields_by_name and self._random.random() < 0.7:
+            target = message.sampling
+        fields = [one for one in target.DESCRIPTOR.fields if one.message_type is None and not one.is_repeated]
+        if not fields:
+            return "-"
+        spoiled = self._random.choice(fields)
+        values: tuple[Any, ...] = (
+            *NUMBERS,
+            *(junk for junk in JUNK if isinstance(junk, str)),
+            float("nan"),
+            float("inf"),
+        )
+        for _ in range(20):
+            value = self._random.choice(values)
+            try:
+                setattr(target, spoiled.name, value)
+            except (TypeError, ValueError):
+                continue
+            break
+        return str(spoiled.name)
+
+
+def _bound_json(body: dict[str, Any]) -> None:
+    """No valid request for many tokens."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        value = body.get(name, "absent")
+        if isinstance(value, int | float) and not isinstance(value, bool) and MAX_TOKENS < value <= CONTEXT_TOKENS:
+            body[name] = MAX_TOKENS
+    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+        body["max_tokens"] = 1
+    if isinstance(body.get("n"), int) and body["n"] > 20:
+        body["n"] = 10**6
+
+
+def _is_bounded(data: bytes) -> bool:
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return True
+    if not isinstance(body, dict):
+        return True
+    limit = body.get("max_tokens")
+    return isinstance(limit, int) and limit <= MAX_TOKENS
+
+
+def _bound_message(message: Any) -> None:
+    if isinstance(message, inference_pb2.GenerateRequest):
+        sampling = message.sampling
+        if not sampling.HasField("max_tokens") or MAX_TOKENS < sampling.max_tokens <= CONTEXT_TOKENS:
+            sampling.max_tokens = MAX_TOKENS
+
+
+def _bounded_bytes(data: bytes, method: str) -> bytes:
+    """The bytes; where they happen to be a request, one for few tokens."""
+    if method not in ("Generate", "GenerateUnary"):
+        return data
+    try:
+        message = inference_pb2.GenerateRequest.FromString(data)
+    except DecodeError:
+        return data
+    _bound_message(message)
+    return message.SerializeToString()

@@ -1,0 +1,307 @@
+"""`python -m tests.fuzz.run [--requests 100000]`: sends nonsense to a whole cluster, over HTTP and gRPC.
+
+Nothing may fail for a reason of ours: no process dies, no answer is an internal error or has no error object, nobody
+waits longer than --hang seconds for an answer, memory does not grow, and at the end a sound request is served as at the
+beginning. Exit code 1 otherwise. `--seed` repeats a run's inputs; the first inputs of each kind of trouble are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from benchmarks.cluster import Cluster, running_cluster
+from protos import inference_pb2, inference_pb2_grpc
+from tests.fuzz.inputs import GrpcInput, HttpInput, Inputs
+
+CONCURRENCY = 8
+WARM_SHARE = 0.25
+"""Of the requests, before memory is first looked at: caches fill."""
+MAX_GROWTH_MIB = 32
+SOUND_STATUSES = frozenset({200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 429, 431, 503})
+SOUND_CODES = frozenset(
+    {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNAUTHENTICATED,
+    }
+)
+INTERNAL_WORDS = ("Traceback", 'File "', "Exception", "0x7f", ".py")
+
+
+@dataclass
+class Outcome:
+    """What came of one protocol's requests."""
+
+    num_sent: int = 0
+    answers: Counter[str] = field(default_factory=Counter)
+    slowest_s: float = 0.0
+    troubles: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def note(self, answer: str, seconds: float) -> None:
+        """An answer came."""
+        self.answers[answer] += 1
+        self.slowest_s = max(self.slowest_s, seconds)
+
+    def trouble(self, kind: str, example: str) -> None:
+        """Something that must not be."""
+        self.troubles[kind] += 1
+        self.examples.setdefault(kind, example)
+
+
+class Fuzzer:
+    """Sends inputs, HTTP to an address and gRPC over a channel."""
+
+    def __init__(self, address: tuple[str, int], *, hang_s: float) -> None:
+        self._address = address
+        self._hang_s = hang_s
+
+    async def http(self, given: HttpInput, outcome: Outcome) -> None:
+        """One connection, one input."""
+        started_s = time.monotonic()
+        reader, writer = await asyncio.open_connection(*self._address)
+        try:
+            writer.write(given.data)
+            await writer.drain()
+            if given.leaves is not None:
+                if given.leaves:
+                    await asyncio.wait_for(reader.read(given.leaves), self._hang_s)
+                outcome.note("left", 0.0)
+                return
+            status, body = await asyncio.wait_for(_read_answer(reader), self._hang_s)
+        except TimeoutError:
+            if given.may_be_short:
+                outcome.note("waits", 0.0)
+            else:
+                outcome.trouble("hangs", f"{given.what}: {_shown(given.data)}")
+            return
+        except (ConnectionError, asyncio.IncompleteReadError):
+            # Who sends what is no HTTP, or more than is taken, may be cut off.
+            kind = "cut off" if given.may_be_short or len(given.data) > 1000 or given.what == "headers" else None
+            if kind is None:
+                outcome.trouble("no answer", f"{given.what}: {_shown(given.data)}")
+            else:
+                outcome.note(kind, 0.0)
+            return
+        finally:
+            writer.transport.abort()
+        outcome.note(str(status), time.monotonic() - started_s)
+        self._judge(given, status, body, outcome)
+
+    def _judge(self, given: HttpInput, status: int, body: bytes, outcome: Outcome) -> None:
+        example = f"{given.what}: {_shown(given.data)} -> {status} {body[:300]!r}"
+        if status not in SOUND_STATUSES:
+            outcome.trouble(f"status {status}", example)
+        is_of_api = given.data.startswith((b"POST /v1/completions ", b"POST /v1/chat/completions "))
+        if status >= 400 and is_of_api and body and not _is_error_object(body):
+            outcome.trouble("no error object", example)
+        if any(word.encode() in body for word in INTERNAL_WORDS) and status >= 400:
+            outcome.trouble("internals shown", example)
+        if b'"error"' in body and b"internal" in body:
+            outcome.trouble("internal error", example)
+
+    async def grpc(self, given: GrpcInput, outcome: Outcome, channel: grpc.aio.Channel) -> None:
+        """One call."""
+        path = f"/tandem.v1.Inference/{given.method}"
+        call = channel.unary_stream(path)(given.message, metadata=given.metadata, timeout=given.timeout_s)
+        started_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._hang_s):
+                async for _ in call:
+                    if given.leaves:
+                        call.cancel()
+        except TimeoutError:
+            call.cancel()
+            outcome.trouble("hangs", f"{given.what}: {given.message!r} {given.metadata}")
+            return
+        except grpc.aio.AioRpcError as error:
+            code, details = error.code(), error.details() or ""
+        except asyncio.CancelledError:
+            if not call.cancelled():
+                raise
+            code, details = grpc.StatusCode.CANCELLED, ""
+        else:
+            code, details = grpc.StatusCode.OK, ""
+        outcome.note(code.name, time.monotonic() - started_s)
+        example = f"{given.what}: {given.message!r} {given.metadata} -> {code.name} {details[:300]!r}"
+        if code not in SOUND_CODES:
+            outcome.trouble(f"code {code.name}", example)
+        if any(word in details for word in INTERNAL_WORDS):
+            outcome.trouble("internals shown", example)
+
+
+def _shown(data: bytes) -> str:
+    """An input without its long repetitions."""
+    return repr(re.sub(rb"(.)\1{40,}", rb"\1...", data, flags=re.DOTALL)[:800])
+
+
+async def _read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """The status and the body. Raises IncompleteReadError where the server ends before the head has."""
+    while True:
+        head = await reader.readuntil(b"\r\n\r\n")
+        lines = head.split(b"\r\n")
+        status = int(lines[0].split(b" ")[1])
+        if status != 100:
+            break
+    headers = dict(line.lower().split(b": ", 1) for line in lines[1:] if b": " in line)
+    if b"content-length" in headers:
+        return status, await reader.readexactly(int(headers[b"content-length"]))
+    if headers.get(b"transfer-encoding") != b"chunked":
+        return status, await reader.read()
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += await reader.readexactly(size)
+        await reader.readline()
+    await reader.readline()
+    return status, body
+
+
+def _is_error_object(body: bytes) -> bool:
+    try:
+        error = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return isinstance(error, dict) and {"message", "type", "code"} <= error.keys() and bool(error["message"])
+
+
+def memory_mib(cluster: Cluster) -> dict[str, int]:
+    """Resident memory of each program of the cluster."""
+    pids = {worker["id"]: worker["pid"] for worker in cluster.get("/cluster")["workers"]}
+    pids |= {"gateway": _gateway_pid(cluster)}
+    return {name: _resident_mib(pid) for name, pid in pids.items()}
+
+
+def _gateway_pid(cluster: Cluster) -> int:
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            parent = next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("PPid:"))
+            command = (status.parent / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == cluster.process.pid and b"gateway" in command.split(b"\0"):
+            return int(status.parent.name)
+    raise RuntimeError("the gateway has no process")
+
+
+def _resident_mib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+async def _send(
+    num: int, one: Callable[[], Coroutine[Any, Any, None]], outcome: Outcome, *, progress: Callable[[str], None]
+) -> None:
+    """`num` inputs, `CONCURRENCY` at a time."""
+    left = iter(range(num))
+
+    async def client() -> None:
+        for number in left:
+            outcome.num_sent += 1
+            await one()
+            if number % 5000 == 4999:
+                progress(f"{number + 1} sent, slowest {outcome.slowest_s:.2f} s, troubles {dict(outcome.troubles)}")
+
+    await asyncio.gather(*(client() for _ in range(CONCURRENCY)))
+
+
+async def fuzz(cluster: Cluster, settings: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Outcome]:
+    """All inputs; then a sound request again."""
+    host, _, port = cluster.http.removeprefix("http://").partition(":")
+    fuzzer, inputs = Fuzzer((host, int(port)), hang_s=settings.hang), Inputs(settings.seed)
+    outcomes = {}
+    sound = await _sound_answer(cluster)
+    for protocol in settings.protocols:
+        outcome = outcomes[protocol] = Outcome()
+        async with grpc.aio.insecure_channel(cluster.grpc) as channel:
+
+            async def one(protocol: str = protocol, outcome: Outcome = outcome, channel: Any = channel) -> None:
+                if protocol == "http":
+                    await fuzzer.http(inputs.http(), outcome)
+                else:
+                    await fuzzer.grpc(inputs.grpc(), outcome, channel)
+
+            num_warm = int(settings.requests * WARM_SHARE)
+            await _send(num_warm, one, outcome, progress=progress)
+            before = memory_mib(cluster)
+            await _send(settings.requests - num_warm, one, outcome, progress=progress)
+            after = memory_mib(cluster)
+        progress(f"{protocol}: memory in MiB {before} -> {after}")
+        if before.keys() != after.keys():
+            outcome.trouble("a process is gone", f"{before.keys() ^ after.keys()}")
+        for name in before.keys() & after.keys():
+            if after[name] - before[name] > MAX_GROWTH_MIB:
+                outcome.trouble("memory grows", f"{name}: {before[name]} -> {after[name]} MiB")
+        try:
+            is_sound = await _sound_answer(cluster) == sound
+        except grpc.aio.AioRpcError as error:
+            outcome.trouble("serves no more", str(error.details()))
+            break
+        if not is_sound:
+            outcome.trouble("another answer", "the sound request is answered in other words than at the beginning")
+    return outcomes
+
+
+async def _sound_answer(cluster: Cluster) -> str:
+    async with grpc.aio.insecure_channel(cluster.grpc) as channel:
+        request = inference_pb2.GenerateRequest(text="def add(a, b):")
+        request.sampling.max_tokens, request.sampling.temperature = 16, 0.0
+        answer = await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(request, timeout=30)
+        return str(answer.text)
+
+
+def report(outcomes: dict[str, Outcome]) -> str:
+    """What a reader wants to know."""
+    lines = []
+    for protocol, outcome in outcomes.items():
+        counts = ", ".join(f"{count} {answer}" for answer, count in outcome.answers.most_common())
+        lines.append(f"{protocol}: {outcome.num_sent} sent, slowest answer {outcome.slowest_s:.2f} s; {counts}")
+        lines += [f"  TROUBLE {kind}: {count}; {outcome.examples[kind]}" for kind, count in outcome.troubles.items()]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=100_000, help="of each protocol")
+    parser.add_argument("--protocols", nargs="+", choices=["http", "grpc"], default=["http", "grpc"])
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000)
+    parser.add_argument("--hang", type=float, default=1.0, help="longest wait for an answer, in seconds")
+    parser.add_argument("--log-dir", type=Path, help="folder that keeps the cluster's logs")
+    settings = parser.parse_args(argv)
+    print(f"seed {settings.seed}", file=sys.stderr)
+    # A small pool is touched as a whole before memory is first looked at.
+    flags = ["--threads", "1", "--kv-pages", "512"]
+    flags += ["--log-dir", str(settings.log_dir)] if settings.log_dir is not None else []
+    with running_cluster(*flags) as cluster:
+        outcomes = asyncio.run(fuzz(cluster, settings, lambda words: print(words, file=sys.stderr, flush=True)))
+        is_alive = cluster.process.poll() is None
+    print(report(outcomes))
+    if not is_alive:
+        print("TROUBLE the cluster has ended")
+    return 0 if is_alive and not any(outcome.troubles for outcome in outcomes.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
