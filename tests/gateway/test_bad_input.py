@@ -81,6 +81,7 @@ RAW_BODIES = {
     "utf16-without-bom": ('{"prompt": "a"}'.encode("utf-16-le"), "invalid_json"),
     "bom": (b'\xef\xbb\xbf{"prompt": "a"}', "invalid_json"),
     "lone-surrogate": (b'{"prompt": "\\ud800"}', "invalid_encoding"),
+    "lone-surrogate-of-another-type": (b'{"prompt": "a", "allow_fallback": "\\ud800"}', "invalid_encoding"),
     "raw-control-character": (b'{"prompt": "a\x00b"}', "invalid_json"),
 }
 
@@ -334,6 +335,7 @@ ROUTES = {
     "trace": ("TRACE", "/v1/completions", 405),
     "unknown": ("GET", "/v2", 404),
     "root": ("GET", "/", 404),
+    "slash-too-many": ("POST", "/v1/completions/", 404),
     "traversal": ("GET", "/v1/../../etc/passwd", 404),
     "embeddings": ("POST", "/v1/embeddings", 404),
 }

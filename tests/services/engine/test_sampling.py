@@ -349,6 +349,14 @@ class TestAdjustments:
             whole.append_token(token)
         assert torch.equal(sampling_module._adjust(logits, [resumed]), sampling_module._adjust(logits, [whole]))
 
+    def test_a_penalty_next_to_nothing_leaves_something_to_choose(self) -> None:
+        logits = torch.tensor([[1.0, 2.0, -3.0, 0.5]])
+        for temperature in (0.0, 1.0):
+            asked = sequence(prompt=[1, 2], emitted=[0], temperature=temperature, repetition_penalty=5e-39)
+            token = sample(logits, [asked])[0]
+            assert isinstance(token, SampledToken)
+            assert token.token_id in (0, 1)
+
     def test_prompt_tokens_meet_only_the_repetition_penalty(self) -> None:
         logits = torch.ones((1, 10))
         adjusted = sampling_module._adjust(
