@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Generates the stubs of protos/*.proto: `tools/protos.sh write` beside them, `tools/protos.sh check` compares only.
+# The client's distribution gets copies of the public ones, and has one .proto of its own.
 # The generator lives in an environment of its own (.tools/gen), because it needs an older protobuf than the services use.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -7,6 +8,8 @@ cd "$(dirname "$0")/.."
 # The oldest grpcio that is supported: stubs refuse a grpcio older than their generator.
 GENERATOR=(grpcio-tools==1.80.0 mypy-protobuf==5.1.0)
 STAMP=.tools/gen/.installed
+CLIENT=client/tandem_client/protos
+PUBLIC=(inference cluster) # these import no other .proto, so their messages' stubs work in any package
 
 make_generator() {
     if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "${GENERATOR[*]}" ]; then return; fi
@@ -23,9 +26,13 @@ make_generator() {
 generate() { # into folder $1
     PATH="$PWD/.tools/gen/bin:$PATH" .tools/gen/bin/python -m grpc_tools.protoc -I. \
         --python_out="$1" --grpc_python_out="$1" --mypy_out="$1" --mypy_grpc_out="$1" protos/*.proto 2> >(grep -v "^Writing mypy" >&2 || true)
+    mkdir -p "$1/client"
+    PATH="$PWD/.tools/gen/bin:$PATH" .tools/gen/bin/python -m grpc_tools.protoc -Iclient \
+        --python_out="$1/client" --mypy_out="$1/client" "$CLIENT"/*.proto 2> >(grep -v "^Writing mypy" >&2 || true)
+    for name in "${PUBLIC[@]}"; do cp "$1/protos/${name}_pb2.py" "$1/protos/${name}_pb2.pyi" "$1/$CLIENT/"; done
 }
 
-stubs() { (cd "$1" && ls protos/*_pb2*.py protos/*_pb2*.pyi); }
+stubs() { (cd "$1" && ls protos/*_pb2*.py protos/*_pb2*.pyi "$CLIENT"/*_pb2*.py "$CLIENT"/*_pb2*.pyi); }
 
 case "${1:-}" in
 write)
@@ -33,8 +40,9 @@ write)
     fresh=$(mktemp -d)
     trap 'rm -rf "$fresh"' EXIT
     generate "$fresh" # not in place: what is there stays where a .proto has an error
-    rm -f protos/*_pb2*.py protos/*_pb2*.pyi
+    rm -f {protos,"$CLIENT"}/*_pb2*.py {protos,"$CLIENT"}/*_pb2*.pyi
     cp "$fresh"/protos/* protos/
+    cp "$fresh/$CLIENT"/* "$CLIENT/"
     ;;
 check)
     make_generator

@@ -1,0 +1,412 @@
+"""The asyncio client. What is asked and when it is asked again is decided elsewhere; this makes the calls.
+
+A client belongs to the event loop that first used it.
+"""
+
+import asyncio
+import contextlib
+import random
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from tandem_client import messages, orders
+from tandem_client.connections import Metadata, Tls, addresses_of, channel_options, metadata_of
+from tandem_client.errors import ClientClosed, DeadlineExceeded, Failure, RequestCancelled, Unavailable, failure_of
+from tandem_client.orders import AnswerOrder, AnswerParts, Method, Order, ResponseT, Route
+from tandem_client.protos import cluster_pb2, inference_pb2, wire_pb2
+from tandem_client.retries import Course, Naming, RetryBudget, RetryPolicy
+from tandem_client.values import Answer, Delta, ModelInfo, Request, Topology
+
+ItemT = TypeVar("ItemT")
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class AsyncClient:
+    """Talks to one or several gateways of a cluster; `async with`, or `close` it.
+
+    `addresses` are `host:port`, several as a sequence or separated by commas: it stays with one while that serves, and
+    goes on at the next when it does not. `timeout_s` is the total time of a call where the call names none, retries and
+    all; it is the gRPC deadline. Every call raises a `TandemError`.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        metadata: Mapping[str, str | bytes] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retries: RetryPolicy | None = None,
+    ) -> None:
+        self._addresses = addresses_of(addresses)
+        self._metadata = metadata_of(metadata, api_key=api_key)
+        self._tls = tls
+        self._credentials = None if tls is None else tls.credentials()
+        self._timeout_s = timeout_s
+        self._policy = retries or RetryPolicy()
+        self._budget = RetryBudget(ratio=self._policy.budget_ratio, reserve=self._policy.budget_reserve)
+        self._channels: dict[int, grpc.aio.Channel] = {}
+        self._address = 0
+        # Weak: a stream that its user has dropped ends by itself, with the call that it holds.
+        self._open: weakref.WeakSet[_Exchange] = weakref.WeakSet()
+        self._is_closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancels what runs and ends the connections. Whoever waits for an answer gets ClientClosed."""
+        self._is_closed = True
+        for exchange in list(self._open):
+            exchange.cancel(ClientClosed("the client was closed"))
+        channels = list(self._channels.values())
+        self._channels.clear()
+        for channel in channels:
+            await channel.close()
+
+    def stream(
+        self, request: Request, *, timeout_s: float | None = None, metadata: Mapping[str, str | bytes] | None = None
+    ) -> "AsyncAnswerStream":
+        """The answer as it is generated. Nothing is sent before the first delta is asked for."""
+        order = orders.answer_order(request, self._metadata_with(metadata), self._route())
+        return AsyncAnswerStream(self, order, self._timeout(timeout_s))
+
+    def resume(
+        self,
+        request_id: str,
+        next_index: int,
+        *,
+        tenant: str = "",
+        timeout_s: float | None = None,
+        metadata: Mapping[str, str | bytes] | None = None,
+    ) -> "AsyncAnswerStream":
+        """The rest of the answer of a named request, from the token `next_index` on; also one of another process.
+
+        `request_id` is that of an AnswerStream or an Answer. NotFound: nothing is known of it any more.
+        """
+        order = orders.resume_order(request_id, next_index, tenant, self._metadata_with(metadata), self._route())
+        return AsyncAnswerStream(self, order, self._timeout(timeout_s))
+
+    async def generate(
+        self, request: Request, *, timeout_s: float | None = None, metadata: Mapping[str, str | bytes] | None = None
+    ) -> Answer:
+        """The whole answer."""
+        if request.request_id and not request.idempotency_key:
+            # Sent again while it runs, such a request is an error: what broke off can only be resumed, as a stream.
+            async with self.stream(request, timeout_s=timeout_s, metadata=metadata) as stream:
+                return await stream.answer()
+        message = messages.generate_request(request)
+        sent = (*self._metadata_with(metadata), *orders.request_metadata(request))
+        exchange = _Exchange(self, self._timeout(timeout_s), sent)
+        course = self._route().course(orders.naming_of(request))
+        response = await exchange.unary(orders.GENERATE_UNARY, message, course)
+        parts = AnswerParts()
+        parts.add(messages.delta_of(response))
+        return parts.answer(response.request_id, *orders.model_told(exchange.initial_metadata))
+
+    async def list_models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
+        """Every name of every served model that the API key allows."""
+        return messages.models_of(
+            await self._unary(orders.LIST_MODELS, inference_pb2.ListModelsRequest(), timeout_s=timeout_s)
+        )
+
+    async def tokenize(
+        self, text: str, *, model: str = "", without_special_tokens: bool = False, timeout_s: float | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a text."""
+        request = messages.tokenize_request(text, model=model, without_special_tokens=without_special_tokens)
+        return tuple((await self._unary(orders.TOKENIZE, request, timeout_s=timeout_s)).token_ids)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        with_special_tokens: bool = False,
+        timeout_s: float | None = None,
+    ) -> str:
+        """Text of token ids."""
+        request = messages.detokenize_request(token_ids, model=model, with_special_tokens=with_special_tokens)
+        return (await self._unary(orders.DETOKENIZE, request, timeout_s=timeout_s)).text
+
+    async def topology(self, *, timeout_s: float | None = None) -> Topology:
+        """The cluster as a gateway sees it now. With API keys on, this and the next two need an admin's."""
+        message = await self._unary(orders.GET_TOPOLOGY, cluster_pb2.GetTopologyRequest(), timeout_s=timeout_s)
+        return messages.topology_of(message)
+
+    def watch_topology(self, *, timeout_s: float | None = None) -> "AsyncStream[Topology]":
+        """The topology now, and after each change, at most twice a second, until it is closed or the time is over."""
+        order = orders.TopologyOrder(self._metadata, self._route().course(Naming.SNAPSHOTS))
+        return AsyncStream(self, order, self._timeout(timeout_s))
+
+    async def drain(self, worker_id: str, *, timeout_s: float | None = None) -> str:
+        """Takes a worker out of rotation without losing a request; returns its state. Never tried again."""
+        request = cluster_pb2.DrainRequest(worker_id=worker_id)
+        return messages.state_of(await self._unary(orders.DRAIN, request, timeout_s=timeout_s, is_tried_once=True))
+
+    async def is_ready(self, *, timeout_s: float = 5.0) -> bool:
+        """Whether one of the gateways can be reached and serves `Inference` now. Needs no API key."""
+        request = wire_pb2.HealthCheckRequest(service=orders.INFERENCE_SERVICE)
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        for turn in range(len(self._addresses)):
+            course = self._route(orders.NO_RETRIES, turn=turn).course()
+            exchange = _Exchange(self, deadline_s - loop.time(), self._metadata)
+            try:
+                response = await exchange.unary(orders.CHECK_HEALTH, request, course)
+            except (Unavailable, DeadlineExceeded):
+                continue
+            if response.status == wire_pb2.HealthCheckResponse.SERVING:
+                return True
+        return False
+
+    async def _unary(
+        self, method: Method[ResponseT], request: Message, *, timeout_s: float | None, is_tried_once: bool = False
+    ) -> ResponseT:
+        course = self._route(orders.NO_RETRIES if is_tried_once else None).course()
+        return await _Exchange(self, self._timeout(timeout_s), self._metadata).unary(method, request, course)
+
+    def _route(self, policy: RetryPolicy | None = None, *, turn: int = 0) -> Route:
+        address = (self._address + turn) % len(self._addresses)
+        return Route(policy or self._policy, self._budget, len(self._addresses), address)
+
+    def _timeout(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else timeout_s
+
+    def _metadata_with(self, given: Mapping[str, str | bytes] | None) -> Metadata:
+        return (*self._metadata, *metadata_of(given))
+
+    def _channel(self, address: int) -> grpc.aio.Channel:
+        """Made when it is first needed: not before there is an event loop."""
+        if self._is_closed:
+            raise ClientClosed("the client was closed")
+        if address not in self._channels:
+            target, options = self._addresses[address], channel_options(self._tls)
+            self._channels[address] = (
+                grpc.aio.insecure_channel(target, options=options)
+                if self._credentials is None
+                else grpc.aio.secure_channel(target, self._credentials, options=options)
+            )
+        return self._channels[address]
+
+
+class _Exchange:
+    """One call of the client's user: all its attempts, its time, and whether it was cancelled."""
+
+    def __init__(self, client: AsyncClient, timeout_s: float, metadata: Metadata) -> None:
+        self.initial_metadata: Sequence[tuple[str, str | bytes]] = ()
+        self._client = client
+        self._metadata = metadata
+        self._deadline_s = asyncio.get_running_loop().time() + timeout_s
+        self._cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._why: RequestCancelled | None = None
+        self._call: grpc.aio.UnaryUnaryCall[Any, Any] | grpc.aio.UnaryStreamCall[Any, Any] | None = None
+        client._open.add(self)
+
+    def cancel(self, why: RequestCancelled) -> None:
+        """Ends it; whoever waits for it gets `why`."""
+        self._why = self._why or why
+        if not self._cancelled.done():
+            self._cancelled.set_result(None)
+        self.leave()
+
+    def leave(self) -> None:
+        """Nobody waits for it any more."""
+        self._client._open.discard(self)
+        if self._call is not None:
+            self._call.cancel()
+
+    async def unary(self, method: Method[ResponseT], request: Message, course: Course) -> ResponseT:
+        """The response, after as many attempts as the course grants."""
+        try:
+            while True:
+                stub = self._channel(course).unary_unary(method.path, orders.encode, method.decode)
+                call = self._call = stub(request, timeout=self.remaining_s(), metadata=self._metadata)
+                try:
+                    response: ResponseT = await call
+                except grpc.aio.AioRpcError as error:
+                    delay_s = self.failed(course, _failure(error))
+                except asyncio.CancelledError:
+                    self.check_cancellation()
+                    raise
+                else:
+                    self.initial_metadata = _pairs(await call.initial_metadata())
+                    self._client._address = course.address
+                    return response
+                await self.pause(delay_s)
+        finally:
+            self.leave()
+
+    def begin_stream(
+        self, method: Method[Any], request: Message, course: Course
+    ) -> "grpc.aio.UnaryStreamCall[Any, Any]":
+        """The next attempt of a stream."""
+        stub = self._channel(course).unary_stream(method.path, orders.encode, method.decode)
+        call = self._call = stub(request, timeout=self.remaining_s(), metadata=self._metadata)
+        return call
+
+    def failed(self, course: Course, failure: Failure) -> float:
+        """Seconds until the next attempt. Raises why there is none."""
+        if self._why is not None:
+            raise self._why
+        left_s = self._deadline_s - asyncio.get_running_loop().time()
+        return course.failed(failure, draw=random.random(), remaining_s=left_s)
+
+    async def pause(self, delay_s: float) -> None:
+        """Waits. Raises why it was cancelled meanwhile."""
+        if delay_s > 0:
+            await asyncio.wait((self._cancelled,), timeout=delay_s)
+        if self._why is not None:
+            raise self._why
+
+    def remaining_s(self) -> float:
+        """Time until the deadline. Raises DeadlineExceeded."""
+        left_s = self._deadline_s - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            raise DeadlineExceeded("the time for the call is over")
+        return left_s
+
+    def check_cancellation(self) -> None:
+        """Raises why the call was cancelled, unless the task was: gRPC raises CancelledError for both."""
+        task = asyncio.current_task()
+        if task is None or not task.cancelling():
+            raise self._why or RequestCancelled("the call was cancelled") from None
+
+    def _channel(self, course: Course) -> grpc.aio.Channel:
+        if self._why is not None:
+            raise self._why
+        return self._client._channel(course.address)
+
+
+class AsyncStream(Generic[ItemT]):
+    """An async iterator whose `aclose` cancels the call; also an async context manager that does. For one reader.
+
+    The time runs from the making. What ends it, ends it for good; a named request may be asked for again with `resume`.
+    """
+
+    def __init__(self, client: AsyncClient, order: Order[ItemT], timeout_s: float) -> None:
+        self._client = client
+        self._order = order
+        self._exchange = _Exchange(client, timeout_s, order.metadata)
+        self._call: grpc.aio.UnaryStreamCall[Any, Any] | None = None
+        self._is_done = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancels the call, if it still runs. A task that waits for the next item gets RequestCancelled."""
+        self._is_done = True
+        self._exchange.cancel(RequestCancelled("the stream was closed"))
+
+    def __aiter__(self) -> AsyncIterator[ItemT]:
+        return self
+
+    async def __anext__(self) -> ItemT:
+        if self._is_done:
+            raise StopAsyncIteration
+        goes_on = False
+        try:
+            if not self._order.is_complete:
+                item = await self._next()
+                goes_on = True
+                return item
+            await self._end()
+        finally:
+            if not goes_on:
+                self._is_done = True
+                self._exchange.leave()
+        raise StopAsyncIteration
+
+    async def _next(self) -> ItemT:
+        order, exchange = self._order, self._exchange
+        while True:
+            is_new = self._call is None
+            if self._call is None:
+                self._call = exchange.begin_stream(*order.next_call(), order.course)
+            try:
+                message = await self._call.read()
+                if message is not grpc.aio.EOF:
+                    if is_new:
+                        order.told(_pairs(await self._call.initial_metadata()))
+                        self._client._address = order.course.address
+                    return order.take(message)
+                delay_s = exchange.failed(order.course, order.ended())
+            except grpc.aio.AioRpcError as error:
+                delay_s = exchange.failed(order.course, _failure(error))
+            except asyncio.CancelledError:
+                exchange.check_cancellation()
+                raise
+            self._call = None
+            await exchange.pause(delay_s)
+
+    async def _end(self) -> None:
+        """Waits for the status, so that the server does not see a cancelled call; it has no news."""
+        assert self._call is not None
+        try:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await self._call.read()
+        except asyncio.CancelledError:
+            self._exchange.check_cancellation()
+            raise
+
+
+class AsyncAnswerStream(AsyncStream[Delta]):
+    """The answer of one request as it is generated."""
+
+    def __init__(self, client: AsyncClient, order: AnswerOrder, timeout_s: float) -> None:
+        super().__init__(client, order, timeout_s)
+        self._answer_order = order
+
+    @property
+    def request_id(self) -> str:
+        """The request's, or the server's own as soon as the first delta is there."""
+        return self._answer_order.request_id
+
+    @property
+    def next_index(self) -> int:
+        """Of the first token that has not come yet: with `request_id`, what `resume` needs."""
+        return self._answer_order.course.next_index
+
+    @property
+    def model(self) -> str:
+        """The model that answers; empty before the first delta."""
+        return self._answer_order.model
+
+    @property
+    def fallback(self) -> str:
+        """In whose place it answers and why; empty if it is the one asked for."""
+        return self._answer_order.fallback
+
+    async def answer(self) -> Answer:
+        """Reads on to the end: the whole, or what is left of it."""
+        parts = AnswerParts()
+        async for delta in self:
+            parts.add(delta)
+        return parts.answer(self.request_id, self.model, self.fallback)
+
+
+def _failure(error: grpc.aio.AioRpcError) -> Failure:
+    return failure_of(error.code(), error.details(), _pairs(error.trailing_metadata()))
+
+
+def _pairs(metadata: Any) -> Sequence[tuple[str, str | bytes]]:
+    """Metadata as plain pairs; gRPC's own class has no useful type."""
+    return tuple(metadata or ())

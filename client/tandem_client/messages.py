@@ -1,0 +1,178 @@
+"""Between plain data and protobuf: nothing else in the package reads or fills a message of the API."""
+
+from collections.abc import Iterable, Sequence
+
+from tandem_client.errors import InvalidRequest
+from tandem_client.protos import cluster_pb2, inference_pb2
+from tandem_client.values import (
+    Delta,
+    FinishReason,
+    GpuHealth,
+    ModelInfo,
+    Pages,
+    Request,
+    TokenLogprobs,
+    TopLogprob,
+    Topology,
+    Usage,
+    Worker,
+)
+
+UNKNOWN = "unknown"
+
+_FINISH_REASONS = {
+    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    inference_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+}
+_UNFIT = (TypeError, ValueError, OverflowError)
+"""What protobuf raises for a value that a field cannot hold."""
+_OPTIONAL = ("max_tokens", "temperature", "top_p", "seed", "repetition_penalty", "logprobs")
+
+
+def generate_request(request: Request) -> inference_pb2.GenerateRequest:
+    """The message. Raises InvalidRequest for a value that it cannot hold; what it can hold, the server judges."""
+    try:
+        sampling = inference_pb2.SamplingParams(
+            min_tokens=request.min_tokens,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            stop=_texts(request.stop),
+            stop_token_ids=request.stop_token_ids,
+            ignore_eos=request.ignore_eos,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=request.logit_bias,
+            **{name: value for name in _OPTIONAL if (value := getattr(request, name)) is not None},
+        )
+        message = inference_pb2.GenerateRequest(
+            request_id=request.request_id,
+            model=request.model,
+            sampling=sampling,
+            priority=request.priority,
+            tenant=request.tenant,
+            service_class=request.service_class,
+            cache_salt=request.cache_salt,
+        )
+        if isinstance(request.prompt, str):
+            message.text = request.prompt
+        else:
+            message.token_ids.SetInParent()
+            message.token_ids.ids.extend(request.prompt)
+    except _UNFIT as error:
+        raise InvalidRequest(f"the request cannot be sent: {error}") from error
+    return message
+
+
+def tokenize_request(text: str, *, model: str, without_special_tokens: bool) -> inference_pb2.TokenizeRequest:
+    """The message. Raises InvalidRequest."""
+    try:
+        return inference_pb2.TokenizeRequest(model=model, text=text, without_special_tokens=without_special_tokens)
+    except _UNFIT as error:
+        raise InvalidRequest(f"the text cannot be sent: {error}", field="text") from error
+
+
+def detokenize_request(
+    token_ids: Sequence[int], *, model: str, with_special_tokens: bool
+) -> inference_pb2.DetokenizeRequest:
+    """The message. Raises InvalidRequest."""
+    try:
+        return inference_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, with_special_tokens=with_special_tokens
+        )
+    except _UNFIT as error:
+        raise InvalidRequest(f"the token ids cannot be sent: {error}", field="token_ids") from error
+
+
+def _texts(texts: Iterable[str]) -> list[str]:
+    """One text alone is a sequence of its characters, and never meant."""
+    if isinstance(texts, str):
+        raise TypeError("stop is a text but must be a sequence of texts")
+    return list(texts)
+
+
+def delta_of(message: inference_pb2.GenerateResponse) -> Delta:
+    """A part of an answer."""
+    return Delta(
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        first_index=message.first_index,
+        logprobs=tuple(
+            TokenLogprobs(entry.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in entry.top))
+            for entry in message.logprobs
+        ),
+        finish_reason=_FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN)
+        if message.finish_reason
+        else None,
+        usage=_usage(message.usage) if message.HasField("usage") else None,
+    )
+
+
+def _usage(message: inference_pb2.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        cached_tokens=message.cached_tokens,
+        completion_tokens=message.completion_tokens,
+        queue_s=message.queue_s,
+        prefill_s=message.prefill_s,
+        transfer_s=message.transfer_s,
+        decode_s=message.decode_s,
+    )
+
+
+def models_of(message: inference_pb2.ListModelsResponse) -> tuple[ModelInfo, ...]:
+    """The served models."""
+    return tuple(
+        ModelInfo(model.name, model.context_length_tokens, model.vocab_size, model.created_unix_s)
+        for model in message.models
+    )
+
+
+_ROLES = {cluster_pb2.WORKER_ROLE_PREFILL: "prefill", cluster_pb2.WORKER_ROLE_DECODE: "decode"}
+_STATES = {
+    cluster_pb2.WORKER_STATE_STARTING: "starting",
+    cluster_pb2.WORKER_STATE_READY: "ready",
+    cluster_pb2.WORKER_STATE_DRAINING: "draining",
+    cluster_pb2.WORKER_STATE_LOST: "lost",
+}
+_GPU_STATES = {
+    cluster_pb2.GPU_STATE_OK: "ok",
+    cluster_pb2.GPU_STATE_DEGRADED: "degraded",
+    cluster_pb2.GPU_STATE_OUT: "out",
+}
+
+
+def topology_of(message: cluster_pb2.Topology) -> Topology:
+    """A cluster at one moment."""
+    return Topology(
+        workers=tuple(_worker(worker) for worker in message.workers),
+        queued=message.requests.queued,
+        running=message.requests.running,
+    )
+
+
+def state_of(message: cluster_pb2.DrainResponse) -> str:
+    """A worker's state after it was told to leave."""
+    return _STATES.get(message.state, UNKNOWN)
+
+
+def _worker(message: cluster_pb2.Worker) -> Worker:
+    pages, gpu = message.pages, message.gpu
+    return Worker(
+        id=message.id,
+        role=_ROLES.get(message.role, UNKNOWN),
+        pid=message.pid,
+        host=message.host,
+        address=message.address,
+        incarnation=message.incarnation,
+        state=_STATES.get(message.state, UNKNOWN),
+        model=message.model,
+        exact=message.exact,
+        pages=Pages(pages.total, pages.free, pages.cached, pages.reserved, pages.used),
+        running=message.running,
+        waiting=message.waiting,
+        arithmetic=message.arithmetic,
+        gpu=GpuHealth(_GPU_STATES.get(gpu.state, UNKNOWN), gpu.weight, tuple(gpu.reasons))
+        if message.HasField("gpu")
+        else None,
+    )

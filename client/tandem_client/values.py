@@ -1,0 +1,205 @@
+"""What goes in and comes out of the clients: plain, frozen data. Knows neither gRPC nor protobuf.
+
+The rules for each value are the server's (protos/inference.proto, protos/cluster.proto); it checks them, not this file.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    """A stop text, a stop token or the end of sequence."""
+    LENGTH = "length"
+    """max_tokens, or the model's context is full."""
+    CANCELLED = "cancelled"
+    """It was cancelled."""
+    UNKNOWN = "unknown"
+    """A reason of a server that is newer than this client."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One generation. Only the prompt must be given, by place: text, or token ids.
+
+    A request with a name, which is its `idempotency_key` or its `request_id`, goes on at the next token when its
+    connection breaks, also on another gateway. With the key it can also be sent again later: it is computed once.
+    """
+
+    prompt: str | Sequence[int] = field(kw_only=False)
+    """Text, encoded with the model's tokenizer; or token ids, used as they are."""
+    model: str = ""
+    """Name of a served model; may be left out where only one is served."""
+    idempotency_key: str = ""
+    """1 to 255 printable ASCII characters. Another body under the same key is AlreadyExists."""
+    request_id: str = ""
+    """1 to 64 characters of [A-Za-z0-9_.:-], unique among running requests; the server makes one if it is empty."""
+    tenant: str = ""
+    """Whom it is accounted to; the API key's tenant if empty."""
+    service_class: str = ""
+    """critical, interactive, normal, low or batch; normal if empty."""
+    priority: int = 0
+    """Order among waiting requests of a class, in [-100, 100]; higher goes sooner."""
+    cache_salt: str = ""
+    """Only requests with the same salt find each other's cached pages."""
+    allow_fallback: bool | None = None
+    """Whether another model may answer; the operator's setting if None."""
+    max_tokens: int | None = None
+    """Most tokens to generate; as many as fit into the model's context if None."""
+    min_tokens: int = 0
+    """No stop before this many tokens."""
+    temperature: float | None = None
+    """In [0, 2]; 0 is greedy. 1 if None."""
+    top_p: float | None = None
+    """Smallest set of likeliest tokens whose probabilities reach this is kept. All if None."""
+    top_k: int = 0
+    """Only the k likeliest tokens are kept; 0: all."""
+    min_p: float = 0.0
+    """Tokens less likely than this times the likeliest are dropped."""
+    seed: int | None = None
+    """Equal seeds give equal answers; the gateway draws one if None."""
+    stop: Sequence[str] = ()
+    """At most 4 texts; generation ends before the first that appears."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the generation."""
+    ignore_eos: bool = False
+    """The model's end-of-sequence tokens do not end it."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that was generated before, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per earlier occurrence, in [-2, 2]."""
+    repetition_penalty: float | None = None
+    """Divides positive and multiplies negative logits of tokens that occurred, in (0, 10]. 1 (off) if None."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids."""
+    logprobs: int | None = None
+    """Log-probabilities of this many likeliest tokens besides the chosen one, in [0, 20]; none at all if None."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """One candidate token; `logprob` is the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of a chosen token, and the likeliest ones at its place, descending."""
+
+    logprob: float
+    top: tuple[TopLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request used: tokens, and seconds in each phase."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt's, those whose KV was reused from a cache."""
+    completion_tokens: int
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next part of an answer."""
+
+    text: str
+    """Text that became certain with these tokens; may be empty."""
+    token_ids: tuple[int, ...]
+    first_index: int
+    """Index in the answer of the first of `token_ids`. No gap and no repeat, across broken connections too."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """One per token id if they were asked for, else none."""
+    finish_reason: FinishReason | None
+    """Set on the last delta only, like `usage`."""
+    usage: Usage | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    usage: Usage | None
+    model: str
+    """The one that really answered, by its own name."""
+    fallback: str
+    """In whose place it answered and why; empty if it was the one asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One name of a served model."""
+
+    name: str
+    context_length_tokens: int
+    """Most tokens of prompt and answer together."""
+    vocab_size: int
+    created_unix_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """KV pages of a worker; total = free + cached + reserved + used."""
+
+    total: int
+    free: int
+    cached: int
+    reserved: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHealth:
+    """What a worker's GPU is taken for: ok, degraded or out; `weight` is its share of full speed, 0 to 1."""
+
+    state: str
+    weight: float
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker process. Words of a newer server that this client does not know read `unknown`."""
+
+    id: str
+    role: str
+    """prefill or decode."""
+    pid: int
+    host: str
+    address: str
+    incarnation: str
+    """New at each start of the process."""
+    state: str
+    """starting, ready, draining or lost."""
+    model: str
+    exact: bool
+    """An answer that is resumed there is exact."""
+    pages: Pages
+    running: int
+    waiting: int
+    arithmetic: str
+    gpu: GpuHealth | None
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A cluster as one gateway sees it; `queued` and `running` count that gateway's requests."""
+
+    workers: tuple[Worker, ...]
+    queued: int
+    running: int
