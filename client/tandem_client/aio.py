@@ -296,12 +296,20 @@ class AsyncStream(Generic[ItemT]):
     The time runs from the making. What ends it, ends it for good; a named request may be asked for again with `resume`.
     """
 
+    _is_done = True
+
     def __init__(self, client: AsyncClient, order: Order[ItemT], timeout_s: float) -> None:
         self._client = client
         self._order = order
         self._exchange = _Exchange(client, timeout_s, order.metadata)
         self._call: grpc.aio.UnaryStreamCall[Any, Any] | None = None
+        self._loop = asyncio.get_running_loop()
         self._is_done = False
+
+    def __del__(self) -> None:
+        # Tasks of gRPC hold the call, so that dropping it would not end it. The collector runs in any thread.
+        if not self._is_done and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._exchange.leave)
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""What is asked of a gateway: the methods, and one class for each kind of stream. Both clients use it; makes no call."""
+"""What is asked of a gateway: the methods, and one class for each kind of stream. Makes no call."""
 
 import abc
 from collections.abc import Callable, Iterable
