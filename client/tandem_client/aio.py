@@ -156,8 +156,11 @@ class AsyncClient:
         request = cluster_pb2.DrainRequest(worker_id=worker_id)
         return messages.state_of(await self._unary(orders.DRAIN, request, timeout_s=timeout_s, is_tried_once=True))
 
-    async def is_ready(self, *, timeout_s: float = 5.0) -> bool:
-        """Whether one of the gateways can be reached and serves `Inference` now. Needs no API key."""
+    async def is_serving(self, *, timeout_s: float = 5.0) -> bool:
+        """Whether one of the gateways can be reached and takes requests. Needs no API key.
+
+        It tells a gateway that leaves from one that stays; whether there are workers is in `topology`.
+        """
         request = wire_pb2.HealthCheckRequest(service=orders.INFERENCE_SERVICE)
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s

@@ -160,8 +160,11 @@ class Client:
         request = cluster_pb2.DrainRequest(worker_id=worker_id)
         return messages.state_of(self._unary(orders.DRAIN, request, timeout_s=timeout_s, is_tried_once=True))
 
-    def is_ready(self, *, timeout_s: float = 5.0) -> bool:
-        """Whether one of the gateways can be reached and serves `Inference` now. Needs no API key."""
+    def is_serving(self, *, timeout_s: float = 5.0) -> bool:
+        """Whether one of the gateways can be reached and takes requests. Needs no API key.
+
+        It tells a gateway that leaves from one that stays; whether there are workers is in `topology`.
+        """
         request = wire_pb2.HealthCheckRequest(service=orders.INFERENCE_SERVICE)
         deadline_s = time.monotonic() + timeout_s
         for turn in range(len(self._addresses)):

@@ -644,13 +644,13 @@ async def test_a_closed_client_leaves_no_thread(gateway: FakeGateway) -> None:
 # Health
 
 
-async def test_ready_is_what_health_says(gateway: FakeGateway, connect: Connect, unused_address: str) -> None:
+async def test_serving_is_what_health_says(gateway: FakeGateway, connect: Connect, unused_address: str) -> None:
     assert gateway.server is not None
     client = connect(unused_address, gateway.address)
-    assert await client.is_ready() is True
+    assert await client.is_serving() is True
     await gateway.server.set_serving(False)
-    assert await client.is_ready() is False
-    assert await connect(unused_address).is_ready() is False
+    assert await client.is_serving() is False
+    assert await connect(unused_address).is_serving() is False
 
 
 async def test_a_server_without_health_is_an_error(connect: Connect) -> None:
@@ -658,15 +658,15 @@ async def test_a_server_without_health_is_an_error(connect: Connect) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     with pytest.raises(ServerError) as caught:
-        await connect(f"127.0.0.1:{port}").is_ready()
+        await connect(f"127.0.0.1:{port}").is_serving()
     assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
     await server.stop(None)
 
 
-async def test_an_address_that_never_answers_is_not_ready(connect: Connect) -> None:
+async def test_an_address_that_never_answers_is_not_serving(connect: Connect) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         watch = Stopwatch()
-        assert await connect(f"127.0.0.1:{silent.getsockname()[1]}").is_ready(timeout_s=0.3) is False
+        assert await connect(f"127.0.0.1:{silent.getsockname()[1]}").is_serving(timeout_s=0.3) is False
         assert watch.elapsed_s() < 5
 
 

@@ -68,7 +68,7 @@ sys.meta_path.insert(0, Only())
 sys.path.insert(0, sys.argv[1])
 import tandem_client
 with tandem_client.Client("127.0.0.1:1") as client:
-    print(client.is_ready())
+    print(client.is_serving())
 """
 
 
