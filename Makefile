@@ -10,7 +10,7 @@ BENCHMARKS ?= system handoff gateway
 ARGS ?=
 
 .PHONY: help install run status chat test test-all test-faults fuzz test-mutants test-gpu check-model check format format-check lint types imports proto \
-	proto-check bench demo-model clean clean-all
+	proto-check proto-release bench demo-model clean clean-all
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS=\"...\"]"
@@ -72,8 +72,12 @@ imports: install ## the layers and who may import what (import-linter)
 proto: install ## generate the stubs of protos/*.proto
 	tools/protos.sh write
 
-proto-check: install ## whether the committed stubs are those of protos/*.proto
+proto-check: install ## whether the committed stubs are those of protos/*.proto, and break no program made for the last release
 	tools/protos.sh check
+	$(PYTHON_IN) tools/proto_compat.py check
+
+proto-release: install ## part of a release: from now on its public protos are the ones to keep to
+	$(PYTHON_IN) tools/proto_compat.py release
 
 bench: install ## measure, with ratios to what is possible (BENCHMARKS: which, ARGS: their flags)
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PYTHON_IN) -m benchmarks.$$name $(ARGS); done
@@ -82,7 +86,7 @@ demo-model: install ## train the committed demo model and its draft again; takes
 	$(PYTHON_IN) demo/train.py $(ARGS)
 
 clean: ## remove caches and build outputs
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf {.,client}/{build,dist,*.egg-info} .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -path ./.venv -prune -o -path ./.tools -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 clean-all: clean ## remove the environments too
