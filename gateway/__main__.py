@@ -5,7 +5,8 @@ import sys
 
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
-from services.runtime import config, logs, process, telemetry
+from services.runtime import config, logs, process, rpc, telemetry
+from services.runtime.tls import Identity
 
 
 def main() -> None:
@@ -14,6 +15,7 @@ def main() -> None:
     settings = config.load(GatewayConfig, sys.argv[1:], prog="python -m gateway")
     logs.setup(settings.log_level, service="gateway")
     telemetry.setup("gateway", settings.otlp)
+    rpc.set_identity(None if settings.tls is None else Identity(settings.tls, roles=("gateway",)))
     try:
         process.run_async(serve(settings))
     finally:

@@ -7,6 +7,7 @@ from services.cluster.keys import CLUSTER_NAME_PATTERN
 from services.runtime.config import choice, flag, integer, number, option, path, text, url
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
+from services.runtime.tls import TlsFiles, tls_files
 from services.scheduling.queue import STRATEGIES
 from services.scheduling.routing import POLICY_NAMES
 
@@ -115,7 +116,22 @@ class GatewayConfig:
         default=None,
         help="SHA-256 of one more admin key, for the program that started this one.",
     )
-    admin_host: str = option(text(), default="127.0.0.1", help="Address of --admin-port.")
+    tls_cert: Path | None = option(
+        path(), default=None, help="PEM file of the certificate that this process shows; needs --tls-key."
+    )
+    tls_key: Path | None = option(path(), default=None, help="PEM file of its private key, without a passphrase.")
+    tls_ca: Path | None = option(
+        path(),
+        default=None,
+        help="PEM file of the CA whose certificates the cluster's processes show each other. Not given: workers are "
+        "reached without TLS.",
+    )
+    operator_port: int | None = option(
+        integer(0, 65535),
+        default=None,
+        help="One more gRPC port on --admin-host, for callers with a certificate of --tls-ca; operators need no key.",
+    )
+    admin_host: str = option(text(), default="127.0.0.1", help="Address of --admin-port and --operator-port.")
     admin_port: int | None = option(
         integer(0, 65535),
         default=None,
@@ -129,3 +145,11 @@ class GatewayConfig:
             raise ConfigError("--models and --model or --model-name are both given; the models are one of them")
         if self.models is None and self.model is None:
             raise ConfigError("neither --model (TANDEM_MODEL) nor --models (TANDEM_MODELS) is given; one is needed")
+        _ = self.tls
+        if self.operator_port is not None and self.tls_ca is None:
+            raise ConfigError("--operator-port is given without --tls-ca, which signs operators' certificates")
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """Certificate, key and CA; None: no TLS."""
+        return tls_files(self.tls_cert, self.tls_key, self.tls_ca)

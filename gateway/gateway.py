@@ -61,6 +61,7 @@ class Gateway:
         self.http_port = 0
         self.grpc_port = 0
         self.admin_port = 0
+        self.operator_port = 0
         self._config = config
         self._store = Store(config.redis, cluster=config.cluster)
         self._placements = PlacementWriter(PlacementStore(self._store))
@@ -110,8 +111,9 @@ class Gateway:
             is_ready=self.is_ready,
             door=self.door,
         )
-        self._http = HttpServer(api.app())
-        self._admin = None if config.admin_port is None else HttpServer(api.admin_app())
+        identity = rpc.identity()
+        self._http = HttpServer(api.app(), identity=identity)
+        self._admin = None if config.admin_port is None else HttpServer(api.admin_app(), identity=identity)
         self._grpc = rpc.make_server(SERVICE_NAMES, profile=rpc.PUBLIC, with_reflection=config.reflection)
         register(
             self._grpc,
@@ -158,6 +160,8 @@ class Gateway:
     async def start(self) -> None:
         """Listens and begins to look for workers. Raises ConfigError where an address cannot be had."""
         config = self._config
+        if config.operator_port is not None:
+            self.operator_port = self._grpc.listen(config.admin_host, config.operator_port, asks_for_certificate=True)
         self.grpc_port = await self._grpc.start(config.grpc_host, config.grpc_port)
         self.http_port = await self._http.start(config.http_host, config.http_port)
         if self._admin is not None and config.admin_port is not None:

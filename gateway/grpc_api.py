@@ -35,7 +35,8 @@ from gateway.validation import (
 )
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.runtime import rpc
-from services.runtime.errors import InvalidRequest
+from services.runtime.errors import InvalidRequest, PermissionDenied, Unauthenticated
+from services.runtime.tls import OPERATOR
 from services.scheduling.health import GpuState
 
 SERVICE_NAMES = ("tandem.v1.Inference", "tandem.v1.Cluster")
@@ -223,14 +224,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     async def GetTopology(self, request: cluster_pb2.GetTopologyRequest, context: Context) -> cluster_pb2.Topology:
         """The topology now."""
-        self._door.check_admin(_authenticate(self._door, context))
+        self._check_operator(context)
         return self._snapshot()
 
     async def WatchTopology(
         self, request: cluster_pb2.WatchTopologyRequest, context: Context
     ) -> AsyncGenerator[cluster_pb2.Topology, None]:
         """The topology now and after each change, at most once in WATCH_INTERVAL_S."""
-        self._door.check_admin(_authenticate(self._door, context))
+        self._check_operator(context)
         last: cluster_pb2.Topology | None = None
         async with contextlib.aclosing(self._topology.changes()) as changes:
             async for _ in changes:
@@ -242,9 +243,23 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Context) -> cluster_pb2.DrainResponse:
         """Takes a worker out of rotation."""
-        self._door.check_admin(_authenticate(self._door, context))
+        self._check_operator(context)
         member = self._topology.drain(request.worker_id)
         return cluster_pb2.DrainResponse(state=_STATES[member.state])
+
+    def _check_operator(self, context: Context) -> None:
+        """Raises Unauthenticated or PermissionDenied unless the caller has an operator's certificate or an admin's key.
+
+        Where there are neither keys nor a CA, everybody is an operator.
+        """
+        identity, roles = rpc.identity(), rpc.caller_roles(context)
+        if roles is not None:
+            if OPERATOR not in roles:
+                raise PermissionDenied(f"the caller's certificate does not have the role {OPERATOR}")
+        elif identity is not None and identity.is_mutual and self._door.is_open:
+            raise Unauthenticated(f"this needs a certificate with the role {OPERATOR}, shown at --operator-port")
+        else:
+            self._door.check_admin(_authenticate(self._door, context))
 
     def _snapshot(self) -> cluster_pb2.Topology:
         counts = cluster_pb2.RequestCounts(queued=self._requests.num_queued, running=self._requests.num_running)

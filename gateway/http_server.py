@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.runtime.config import join_host_port
 from services.runtime.errors import ConfigError
+from services.runtime.tls import Identity
 
 MAX_HEAD_BYTES = 16 * 1024
 """Request line and headers together."""
@@ -45,9 +46,9 @@ def connection_of(scope: MutableMapping[str, Any]) -> Connection:
 
 
 class HttpServer:
-    """Serves one ASGI application on one address."""
+    """Serves one ASGI application on one address; with an identity over TLS and nothing else."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, *, identity: Identity | None = None) -> None:
         config = uvicorn.Config(
             app,
             loop="none",
@@ -62,6 +63,7 @@ class HttpServer:
             date_header=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_context_factory=None if identity is None else lambda *_: identity.http_context(),
         )
         self._config = config
         self._server = _Server(config)

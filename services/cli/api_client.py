@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,30 +26,41 @@ class ApiRefused(TandemError):
         self.status = status
 
 
-def get_json(url: str, path: str, *, timeout_s: float, api_key: str | None = None) -> Any:
-    """GET a JSON document. Raises ApiUnreachable or ApiRefused."""
-    with _exchange(url, "GET", path, None, timeout_s, api_key) as response:
+def get_json(
+    url: str, path: str, *, timeout_s: float, api_key: str | None = None, tls: ssl.SSLContext | None = None
+) -> Any:
+    """GET a JSON document. Raises ApiUnreachable or ApiRefused.
+
+    `tls` says whom to believe behind an https address; None: whom the system believes.
+    """
+    with _exchange(url, "GET", path, None, timeout_s, api_key, tls) as response:
         return _decode(response.read(MAX_ANSWER_BYTES), url)
 
 
-def get_status(url: str, path: str, *, timeout_s: float) -> int:
+def get_status(url: str, path: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> int:
     """The HTTP status that GET answers with. Raises ApiUnreachable."""
     try:
-        with _exchange(url, "GET", path, None, timeout_s) as response:
+        with _exchange(url, "GET", path, None, timeout_s, tls=tls) as response:
             return response.status
     except ApiRefused as error:
         return error.status
 
 
 def post_events(
-    url: str, path: str, body: Mapping[str, Any], *, timeout_s: float, api_key: str | None = None
+    url: str,
+    path: str,
+    body: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    api_key: str | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[Any]:
     """POST a JSON document and yield the JSON of each server-sent event until `[DONE]`.
 
     `timeout_s` is the longest silence that is borne. Raises ApiUnreachable, also where the stream ends early, and
     ApiRefused for an error in place of the stream or within it.
     """
-    with _exchange(url, "POST", path, body, timeout_s, api_key) as response:
+    with _exchange(url, "POST", path, body, timeout_s, api_key, tls) as response:
         while line := response.readline(MAX_ANSWER_BYTES):
             data = line.strip().removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
             if data == b"[DONE]":
@@ -70,9 +82,10 @@ def _exchange(
     body: Mapping[str, Any] | None,
     timeout_s: float,
     api_key: str | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[http.client.HTTPResponse]:
     """One request and its successful answer; the connection ends with the scope."""
-    connection = _connection(url, timeout_s)
+    connection = _connection(url, timeout_s, tls)
     prefix = urlsplit(url).path.rstrip("/")
     try:
         payload = None if body is None else json.dumps(body).encode()
@@ -95,12 +108,13 @@ def _exchange(
         connection.close()
 
 
-def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
+def _connection(url: str, timeout_s: float, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:
     parts = urlsplit(url)
     if parts.hostname is None:
         raise ConfigError(f"--url is {url!r} but must name a host, such as http://127.0.0.1:8000")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return kind(parts.hostname, parts.port, timeout=timeout_s)
+    if parts.scheme == "https":
+        return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=tls)
+    return http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
 
 
 def _refusal(response: http.client.HTTPResponse, url: str) -> str:

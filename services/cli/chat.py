@@ -4,11 +4,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from services.cli.api_client import ApiRefused, ApiUnreachable, get_json, post_events
-from services.runtime.config import integer, number, option, text, url
+from services.runtime.config import integer, number, option, path, text, url
 from services.runtime.errors import TandemError
+from services.runtime.tls import client_context
 
 PROMPT = "> "
 Message = dict[str, str]
@@ -22,6 +24,13 @@ class ChatSettings:
     model_name: str | None = option(
         text(), default=None, help="Model to talk to; the first of /v1/models if not given."
     )
+    tls_ca: Path | None = option(
+        path(), default=None, help="PEM file of the CA to believe behind an https address; the system's if not given."
+    )
+    tls_cert: Path | None = option(
+        path(), default=None, help="PEM file of a certificate to show there; needs --tls-key."
+    )
+    tls_key: Path | None = option(path(), default=None, help="PEM file of its private key, without a passphrase.")
     api_key: str | None = option(text(), default=None, help="The key to show, where the gateway asks for one.")
     message: str | None = option(text(), default=None, help="Asks this one question and ends.")
     system: str | None = option(text(), default=None, help="System message that comes first.")
@@ -78,7 +87,8 @@ def run(settings: ChatSettings, stdin: TextIO, stdout: TextIO, stderr: TextIO) -
 
 def first_model(settings: ChatSettings) -> str:
     """Name of the first model that the server has."""
-    models = get_json(settings.url, "/v1/models", timeout_s=settings.timeout, api_key=settings.api_key)
+    tls = client_context(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    models = get_json(settings.url, "/v1/models", timeout_s=settings.timeout, api_key=settings.api_key, tls=tls)
     try:
         return str(models["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
@@ -98,6 +108,7 @@ class Chat:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
+        self._tls = client_context(settings.tls_cert, settings.tls_key, settings.tls_ca)
         self._model = model
         self._stdout, self._stderr = stdout, stderr
         self._clock = clock
@@ -133,6 +144,7 @@ class Chat:
             self._body(messages),
             timeout_s=self._settings.timeout,
             api_key=self._settings.api_key,
+            tls=self._tls,
         )
         for event in events:
             usage = event.get("usage") or {}

@@ -110,6 +110,7 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
         ("api-keys", settings.api_keys),
         ("starter-key-digest", addresses.starter_key_digest),
         ("admin-port", settings.admin_port),
+        *_tls_flags(settings),
         ("otlp", settings.otlp),
         ("seed", settings.seed),
         ("min-prefill", min(settings.prefill, 1)),
@@ -154,6 +155,7 @@ def _worker_flags(
         ("cluster", settings.cluster),
         ("host", WORKER_HOST),
         ("port", 0),
+        *(_tls_flags(settings) if settings.tls_ca is not None else ()),
         ("transport", settings.transport),
         ("page-size", settings.page_size),
         ("dtype", settings.dtype),
@@ -165,6 +167,11 @@ def _worker_flags(
         ("otlp", settings.otlp),
         ("log-level", settings.log_level),
     ]
+
+
+def _tls_flags(settings: UpSettings) -> list[tuple[str, object]]:
+    """Of the gateway, and of workers where there is a CA: all of them show the same certificate."""
+    return [("tls-cert", settings.tls_cert), ("tls-key", settings.tls_key), ("tls-ca", settings.tls_ca)]
 
 
 def _decode_flags(settings: UpSettings) -> list[tuple[str, object]]:

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import sys
 import tempfile
 import time
@@ -40,7 +41,8 @@ from services.cli.up_settings import UpSettings
 from services.cluster.embedded import EmbeddedRedis
 from services.engine.config import load_config
 from services.runtime.config import join_host_port
-from services.runtime.errors import StoreUnavailable, TandemError
+from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
+from services.runtime.tls import Identity, pinned_context
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """SIGHUP: the terminal was closed."""
@@ -80,6 +82,7 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
         read_model_files(plan.path)
     if settings.api_keys is not None:
         read_keys(settings.api_keys)
+    check_certificate(settings, plans)
     http_port = claim_port(settings.host, settings.http_port, flag="--http-port")
     grpc_port = claim_port(settings.host, settings.grpc_port, flag="--grpc-port", taken=http_port)
     with _log_folder(settings.log_dir) as logs, _pid_file(settings.pid_file), _redis(settings) as redis:
@@ -93,6 +96,17 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
         code = asyncio.run(up.run(early_signals))
         logs.is_worth_keeping = code not in (0, EXIT_BAD_INPUT)
         return code
+
+
+def check_certificate(settings: UpSettings, plans: Sequence[ModelPlan]) -> None:
+    """Refuses what every child would refuse. Raises ConfigError that names file and rule."""
+    if settings.tls is None:
+        return
+    num_workers = {
+        "prefill": sum(plan.num_prefill for plan in plans),
+        "decode": sum(plan.num_decode for plan in plans),
+    }
+    Identity(settings.tls, roles=(GATEWAY, *(role for role, number in num_workers.items() if number)))
 
 
 def claim_port(host: str, port: int, *, flag: str, taken: int | None = None) -> int:
@@ -137,8 +151,9 @@ class Up:
         self._policy = policy or RestartPolicy()
         self._workers = worker_specs(settings, plans, addresses, environment)
         self._gateway = gateway_spec(settings, addresses, environment)
-        self._probe_url = f"http://{join_host_port(_connectable(settings.host), addresses.http_port)}"
-        self._http = f"http://{join_host_port(settings.host, addresses.http_port)}"
+        scheme = "http" if settings.tls is None else "https"
+        self._probe_url = f"{scheme}://{join_host_port(_connectable(settings.host), addresses.http_port)}"
+        self._http = f"{scheme}://{join_host_port(settings.host, addresses.http_port)}"
         self._grpc = join_host_port(settings.host, addresses.grpc_port)
         names = ([REDIS] if redis is not None else []) + [spec.name for spec in self._all_specs]
         self._progress = Progress(sys.stderr, names, is_live=sys.stderr.isatty() and not settings.verbose)
@@ -220,8 +235,11 @@ class Up:
 
     async def _can_serve(self) -> bool:
         try:
-            return await asyncio.to_thread(get_status, self._probe_url, "/ready", timeout_s=PROBE_TIMEOUT_S) == 200
-        except ApiUnreachable:
+            status = await asyncio.to_thread(
+                get_status, self._probe_url, "/ready", timeout_s=PROBE_TIMEOUT_S, tls=self._probe_tls()
+            )
+            return status == 200
+        except (ApiUnreachable, ConfigError):
             return False
 
     async def _look(self) -> None:
@@ -229,15 +247,27 @@ class Up:
         gateway_pid = self._supervisor.children[GATEWAY].pid
         try:
             cluster = await asyncio.to_thread(
-                get_json, self._probe_url, "/cluster", timeout_s=PROBE_TIMEOUT_S, api_key=self._api_key
+                get_json,
+                self._probe_url,
+                "/cluster",
+                timeout_s=PROBE_TIMEOUT_S,
+                api_key=self._api_key,
+                tls=self._probe_tls(),
             )
-        except (ApiUnreachable, ApiRefused):
+        except (ApiUnreachable, ApiRefused, ConfigError):
             return
         if gateway_pid is not None:
             self._mark_ready(GATEWAY, gateway_pid)
         for worker in cluster.get("workers", []):
             if worker.get("state") == "ready" and worker.get("id") in self._supervisor.children:
                 self._mark_ready(worker["id"], worker.get("pid"))
+
+    def _probe_tls(self) -> ssl.SSLContext | None:
+        """Our own gateway is known by the very certificate that it was given, whatever host that is for.
+
+        Raises ConfigError while the file is being replaced.
+        """
+        return None if self._settings.tls is None else pinned_context(self._settings.tls.cert)
 
     def _mark_ready(self, name: str, pid: int | None) -> None:
         """The child serves, if this is its process: the cluster may still list an earlier life of it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from services.runtime.config import choice, flag, integer, number, option, path, size_bytes, text, url
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
+from services.runtime.tls import TlsFiles, tls_files
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 
@@ -51,6 +52,15 @@ class UpSettings:
         integer(0, 65535),
         default=None,
         help="One more HTTP port on this machine's own address, for /metrics and /cluster without a key.",
+    )
+    tls_cert: Path | None = option(
+        path(), default=None, help="PEM file of the certificate that this process shows; needs --tls-key."
+    )
+    tls_key: Path | None = option(path(), default=None, help="PEM file of its private key, without a passphrase.")
+    tls_ca: Path | None = option(
+        path(),
+        default=None,
+        help="PEM file of the CA whose certificates the processes show each other. Not given: TLS is for clients only.",
     )
     transport: str = option(
         choice("auto", "shm", "tcp", "nccl", "cuda_ipc"),
@@ -106,6 +116,12 @@ class UpSettings:
             raise ConfigError("--models and --model or --model-name are both given; the models are one of them")
         if self.http_port == self.grpc_port != 0:
             raise ConfigError(f"--http-port and --grpc-port are both {self.http_port}; give them different ports")
+        _ = self.tls
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """Certificate, key and CA of all processes; None: no TLS."""
+        return tls_files(self.tls_cert, self.tls_key, self.tls_ca)
 
     @property
     def served_name(self) -> str:

@@ -3,6 +3,9 @@
 Every handler runs inside `StatusInterceptor`: an error of the tree becomes its status with details, anything else
 becomes INTERNAL with a generic text, bytes that are no message become INVALID_ARGUMENT, and a caller that does not
 read is cut off. Streaming handlers read by iterating over their requests and answer by yielding.
+
+The process's identity (`services.runtime.tls`) is set once and holds for every server and channel made after that, so
+that no port and no connection can be forgotten.
 """
 
 import asyncio
@@ -11,7 +14,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from google.rpc import status_pb2  # type: ignore[import-untyped]
@@ -22,10 +25,13 @@ from services.runtime import status
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.config import join_host_port
 from services.runtime.errors import ConfigError, InvalidRequest, Overloaded, RateLimited, TandemError
+from services.runtime.tls import Identity, Pem, check_caller, roles_of
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 DETAILS_METADATA_KEY = "grpc-status-details-bin"
 PUSHBACK_METADATA_KEY = "grpc-retry-pushback-ms"
+_CERTIFICATE_PROPERTY = "x509_pem_cert"
+_URI_PROPERTY = "peer_uri"
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +49,8 @@ class Profile:
     write_timeout_s: float
     """Time that one streamed message may wait for a reader before the call is cut off."""
     max_streams_per_connection: int
+    asks_for_certificate: bool = True
+    """Whether whoever connects must show a certificate, where this process believes a CA."""
 
 
 INTERNAL = Profile(
@@ -60,15 +68,35 @@ PUBLIC = Profile(
     min_ping_interval_ms=5000,
     write_timeout_s=30.0,
     max_streams_per_connection=128,
+    asks_for_certificate=False,
 )
 """Towards clients that we do not know."""
+
+
+_identity: Identity | None = None
+
+
+def set_identity(identity: Identity | None) -> None:
+    """What servers and channels made from now on show and ask for; None: they do without TLS."""
+    global _identity
+    _identity = identity
+
+
+def identity() -> Identity | None:
+    """What was set last."""
+    return _identity
 
 
 class RpcServer:
     """A gRPC server with health per service; register servicers on `server` before `start`."""
 
-    def __init__(self, server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, service_names: Sequence[str], *, asks_for_certificate: bool = True
+    ) -> None:
         self.server = server
+        self._asks_for_certificate = asks_for_certificate
+        # gRPC calls back into them at each handshake and does not keep them itself.
+        self._credentials: list[grpc.ServerCredentials] = []
         self._service_names = ("", *service_names)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -78,16 +106,23 @@ class RpcServer:
 
         Raises ConfigError where the address cannot be had, also when another process listens on it.
         """
-        if not host:
-            raise ConfigError("the host to listen on is '' but must be an address; 0.0.0.0 means all")
+        bound_port = self.listen(host, port, asks_for_certificate=self._asks_for_certificate)
         await self.set_serving(False)
-        address = join_host_port(host, port)
-        try:
-            bound_port = self.server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {address}: it is in use or not an address of ours") from error
         await self.server.start()
         return bound_port
+
+    def listen(self, host: str, port: int, *, asks_for_certificate: bool) -> int:
+        """Adds an address before `start`, as that does. With TLS and a CA it may ask for the caller's certificate."""
+        if not host:
+            raise ConfigError("the host to listen on is '' but must be an address; 0.0.0.0 means all")
+        address = join_host_port(host, port)
+        try:
+            if _identity is None:
+                return self.server.add_insecure_port(address)
+            self._credentials.append(_server_credentials(_identity, asks_for_certificate=asks_for_certificate))
+            return self.server.add_secure_port(address, self._credentials[-1])
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: it is in use or not an address of ours") from error
 
     async def set_serving(self, is_serving: bool, *service_names: str) -> None:
         """Sets the health of some services, or of all of them and the server as a whole."""
@@ -111,19 +146,39 @@ def make_server(
 ) -> RpcServer:
     """A server for these services (full names such as tandem.v1.Link); called on the event loop that runs it."""
     server = grpc.aio.server(
-        interceptors=[StatusInterceptor(write_timeout_s=profile.write_timeout_s)],
+        interceptors=[
+            StatusInterceptor(
+                write_timeout_s=profile.write_timeout_s, checks_callers=_identity is not None and _identity.is_mutual
+            )
+        ],
         options=_server_options(profile),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
     if with_reflection:
         names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-    return RpcServer(server, service_names)
+    return RpcServer(server, service_names, asks_for_certificate=profile.asks_for_certificate)
 
 
 def make_channel(address: str, *, profile: Profile = INTERNAL) -> grpc.aio.Channel:
-    """A channel with a connection of its own that notices a dead peer, comes back fast and uses no proxy."""
-    return grpc.aio.insecure_channel(address, options=_channel_options(profile))
+    """A channel with a connection of its own that notices a dead peer, comes back fast and uses no proxy.
+
+    Where this process believes a CA, it is mutual TLS; the channel keeps the certificate as it is now.
+    """
+    options = _channel_options(profile)
+    if _identity is None or not _identity.is_mutual:
+        return grpc.aio.insecure_channel(address, options=options)
+    pem = _identity.pem()
+    credentials = grpc.ssl_channel_credentials(pem.ca, pem.private_key, pem.cert_chain)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def caller_roles(context: "grpc.aio.ServicerContext[Any, Any]") -> frozenset[str] | None:
+    """The roles of the caller's certificate, which the CA has signed; None: it has shown none."""
+    shown = context.auth_context()
+    if _CERTIFICATE_PROPERTY not in shown:
+        return None
+    return roles_of(uri.decode("utf-8", "replace") for uri in shown.get(_URI_PROPERTY, ()))
 
 
 def call_deadline(
@@ -150,8 +205,9 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Gives every handler of a server the same way to fail, to read and to write."""
 
-    def __init__(self, *, write_timeout_s: float) -> None:
+    def __init__(self, *, write_timeout_s: float, checks_callers: bool = False) -> None:
         self._write_timeout_s = write_timeout_s
+        self._checks_callers = checks_callers
 
     async def intercept_service(
         self,
@@ -167,15 +223,21 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def answer_unary(request_or_iterator: Any, context: Any) -> Any:
             async with _statuses(context, method):
+                self._check_caller(context, method)
                 return await behaviour(_readable(request_or_iterator), context)
 
         async def answer_stream(request_or_iterator: Any, context: Any) -> None:
             async with _statuses(context, method):
+                self._check_caller(context, method)
                 await self._write_all(behaviour(_readable(request_or_iterator), context), context)
 
         wrap = getattr(grpc, f"{_arity_name(handler)}_rpc_method_handler")
         answer = answer_stream if handler.response_streaming else answer_unary
         return wrap(answer, _tolerant(handler.request_deserializer), handler.response_serializer)
+
+    def _check_caller(self, context: Any, method: str) -> None:
+        if self._checks_callers:
+            check_caller(method.strip("/").partition("/")[0], caller_roles(context))
 
     async def _write_all(self, responses: Any, context: Any) -> None:
         """Writes what the handler yields. The handler's cleanup has run when this returns or raises."""
@@ -281,6 +343,29 @@ def _rich_details(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
             with contextlib.suppress(ValueError):
                 return status_pb2.Status.FromString(value)
     return None
+
+
+def _server_credentials(identity: Identity, *, asks_for_certificate: bool) -> grpc.ServerCredentials:
+    """Credentials that look at the identity's files at each handshake."""
+    given = identity.pem()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal given
+        pem = identity.pem()
+        if pem is given:
+            return None
+        given = pem
+        return _configuration(pem)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(given),
+        cast(Any, fetch),  # the stubs do not know that None means "as before"
+        require_client_authentication=asks_for_certificate and identity.is_mutual,
+    )
+
+
+def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pem.private_key, pem.cert_chain)], pem.ca)
 
 
 def _common_options(profile: Profile) -> list[tuple[str, int]]:

@@ -10,6 +10,7 @@ from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.config import choice, integer, join_host_port, number, option, path, size_bytes, text, url
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
+from services.runtime.tls import TlsFiles, tls_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,15 @@ class WorkerConfig:
         default="",
         help="Tenants that this worker is reserved for, separated by commas. Not given: it works for everybody.",
     )
+    tls_cert: Path | None = option(
+        path(), default=None, help="PEM file of the certificate that this process shows; needs --tls-key."
+    )
+    tls_key: Path | None = option(path(), default=None, help="PEM file of its private key, without a passphrase.")
+    tls_ca: Path | None = option(
+        path(),
+        default=None,
+        help="PEM file of the CA whose certificates the cluster's processes show each other; TLS of a worker needs it.",
+    )
     metrics_port: int | None = option(
         integer(0, 65535), default=None, help="Port of /metrics on --host; 0 picks a free one. Not given: none."
     )
@@ -86,6 +96,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("--kv-pages and --kv-memory are both given; the size of the KV pool is one of them")
+        _ = self.tls
 
     def record_fields(self, *, incarnation: str) -> dict[str, Any]:
         """What is known of the worker before its model is loaded, as fields of a WorkerRecord."""
@@ -105,6 +116,11 @@ class WorkerConfig:
             "region": self.region,
             "tenants": tuple(sorted({name for name in self.tenants.split(",") if name})),
         }
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """Certificate, key and CA; None: no TLS."""
+        return tls_files(self.tls_cert, self.tls_key, self.tls_ca, needs_ca=True)
 
     def engine_settings(self) -> dict[str, Any]:
         """Arguments of `services.engine.engine.load_engine`."""

@@ -5,6 +5,7 @@ Knows no engine, no model, no Redis and no role: a worker package passes its par
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -15,7 +16,8 @@ from opentelemetry.trace import Span
 from services.runtime import logs, process, telemetry
 from services.runtime.clock import Deadline
 from services.runtime.errors import DeadlineExceeded, InvariantViolated
-from services.runtime.rpc import RpcServer
+from services.runtime.rpc import RpcServer, set_identity
+from services.runtime.tls import Identity
 from services.runtime.worker_config import WorkerConfig
 from services.runtime.worker_metrics import Load
 
@@ -133,6 +135,7 @@ def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], C
     process.be_nice(settings.nice)
     telemetry.setup(service, settings.otlp, instance_id=settings.id)
     process.die_with_parent()
+    set_identity(worker_identity(settings, role=service.removesuffix("-worker")))
 
     async def run() -> None:
         with process.stop_signals() as stop:
@@ -142,6 +145,22 @@ def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], C
         process.run_async(run())
     finally:
         telemetry.shutdown()
+
+
+def worker_identity(settings: WorkerConfig, *, role: str) -> Identity | None:
+    """The certificate of a worker, which must name its role; None: no TLS. Raises ConfigError."""
+    if settings.tls is None:
+        return None
+    if settings.transport != "shm" and not _is_loopback(settings.advertise_host or settings.host):
+        logger.warning("KV pages on the channel tcp are not encrypted: TLS covers what is said about them only")
+    return Identity(settings.tls, roles=(role,))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @contextlib.contextmanager
