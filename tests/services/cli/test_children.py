@@ -49,6 +49,25 @@ def test_workers_stay_on_loopback_when_the_gateway_is_opened() -> None:
     assert all("--host=127.0.0.1" in spec.command for spec in specs)
 
 
+def test_all_processes_show_one_certificate_where_there_is_a_ca() -> None:
+    pair = {"tls_cert": Path("/c"), "tls_key": Path("/k")}
+    for ca, flags in (
+        (None, {"--tls-cert=/c", "--tls-key=/k"}),
+        (Path("/a"), {"--tls-cert=/c", "--tls-key=/k", "--tls-ca=/a"}),
+    ):
+        settings = UpSettings(**pair, tls_ca=ca)
+        gateway = gateway_spec(settings, ADDRESSES, {})
+        assert {flag for flag in gateway.command if flag.startswith("--tls")} == flags
+        for spec in worker_specs(settings, model_plans(settings), ADDRESSES, {}):
+            found = {flag for flag in spec.command if flag.startswith("--tls")}
+            assert found == (set() if ca is None else flags)
+
+
+def test_tls_settings_of_the_environment_are_not_inherited() -> None:
+    given = {"TANDEM_TLS_CERT": "/c", "TANDEM_TLS_KEY": "/k", "TANDEM_TLS_CA": "/a", "TANDEM_OPERATOR_PORT": "0"}
+    assert child_environment(given, parent_pid=1).keys() & given.keys() == {"TANDEM_OPERATOR_PORT"}
+
+
 def test_the_gateway_gets_real_ports_and_the_model_s_name() -> None:
     command = gateway_spec(UpSettings(http_port=0, grpc_port=0, seed=7), ADDRESSES, {}).command
     assert {"--http-port=8123", "--grpc-port=50123", "--model-name=tandem-demo", "--seed=7"} <= set(command)

@@ -14,6 +14,7 @@ import pytest
 
 from services.cli.main import main
 from services.cli.up import PortTaken, claim_port
+from tests.certificates import Authority
 
 # Stands in for `python -m gateway`: lists as ready whichever worker has written its pid into the folder.
 GATEWAY = """
@@ -210,6 +211,19 @@ def test_kill_9_takes_the_workers_along(start: Callable[..., Cluster]) -> None:
     pids = [cluster.pid_of(name) for name in ("prefill-0", "decode-0", "decode-1")]
     cluster.process.kill()
     wait_until(lambda: not any(pid in cluster.processes() for pid in pids), timeout_s=10)
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("gateway", "decode"), ("gateway", "prefill")])
+def test_a_certificate_without_a_role_is_refused_before_anything_starts(
+    roles: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = Authority(tmp_path).issue("cluster", roles=roles)
+    flags = [f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}"]
+    assert main(["up", *flags, "--http-port=0", "--grpc-port=0", f"--log-dir={tmp_path / 'logs'}"]) == 2
+    (lacking,) = {"gateway", "prefill", "decode"} - set(roles)
+    said = f"error: --tls-cert is {files.cert} but must have the URI spiffe://tandem/{lacking} among"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "logs").exists()
 
 
 def test_a_worker_that_refuses_the_model_ends_it_with_exit_code_2_and_its_sentence(

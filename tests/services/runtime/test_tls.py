@@ -16,13 +16,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http_server import HttpServer
+from gateway.config import GatewayConfig
+from gateway.http_server import HttpServer, connection_of
 from protos import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, tls
 from services.runtime.config import load
 from services.runtime.errors import ConfigError, PermissionDenied, TandemError, Unauthenticated
 from services.runtime.tls import Identity, TlsFiles, check_caller, roles_of, tls_files
 from services.runtime.worker_config import WorkerConfig
+from services.runtime.worker_host import worker_identity
 from tests.certificates import Authority, serial_of
 
 TIMEOUT_S = 10.0
@@ -65,6 +67,31 @@ def test_a_worker_needs_a_ca_for_tls() -> None:
         load(WorkerConfig, flags, prog="worker", environ={})
     settings = load(WorkerConfig, flags, prog="worker", environ={"TANDEM_TLS_CA": "a"})
     assert settings.tls == TlsFiles(Path("c"), Path("k"), Path("a"))
+
+
+def test_a_worker_says_that_pages_on_tcp_are_not_encrypted(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = authority.issue("worker", roles=["decode"])
+    flags = ["--id=a", "--model=m", f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}"]
+
+    def warnings(*more: str) -> list[str]:
+        caplog.clear()
+        worker_identity(load(WorkerConfig, [*flags, *more], prog="worker", environ={}), role="decode")
+        return [record.message for record in caplog.records]
+
+    assert warnings() == warnings("--host=0.0.0.0", "--transport=shm") == []
+    for far in (["--host=0.0.0.0"], ["--host=10.0.0.1", "--transport=tcp"], ["--advertise-host=worker.example"]):
+        assert warnings(*far) == [
+            "KV pages on the channel tcp are not encrypted: TLS covers what is said about them only"
+        ]
+    with pytest.raises(ConfigError, match="spiffe://tandem/prefill"):
+        worker_identity(load(WorkerConfig, flags, prog="worker", environ={}), role="prefill")
+
+
+def test_an_operators_port_needs_a_ca() -> None:
+    with pytest.raises(ConfigError, match=r"--operator-port is given without --tls-ca"):
+        load(GatewayConfig, ["--model=m", "--operator-port=0"], prog="gateway", environ={})
 
 
 # ---- the files at the start
@@ -411,5 +438,27 @@ async def test_http_speaks_tls_alone_and_uses_new_files(authority: Authority, tm
         authority.issue("web")
         after = await serial_at(address, None, authority.path)
         assert before != after == serial_of(files.cert.read_bytes())
+    finally:
+        await server.stop(1)
+
+
+async def test_a_client_that_leaves_is_noticed_through_tls(authority: Authority) -> None:
+    lost, begun = asyncio.Event(), asyncio.Event()
+
+    async def wait_for_the_end(scope: Any, receive: Any, send: Any) -> None:
+        connection_of(scope).on_lost = lost.set
+        begun.set()
+        await lost.wait()
+
+    server = HttpServer(wait_for_the_end, identity=Identity(authority.issue("web")))
+    port = await server.start("127.0.0.1", 0)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            believing = ssl.create_default_context(cafile=authority.path)
+            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=believing)
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await begun.wait()
+            writer.transport.abort()
+            await lost.wait()
     finally:
         await server.stop(1)
