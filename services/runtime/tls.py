@@ -59,7 +59,7 @@ NUM_READS = 3
 EXPIRES_SOON_S = 7 * 86_400.0
 
 _YOUNG_NS = 2_000_000_000
-"""A file written less than this ago may have changed once more without another time stamp."""
+"""A file written less than this before it was read may have changed once more without another time stamp."""
 _EXPIRED, _NOT_YET_VALID = 10, 9
 """X509_V_ERR_CERT_HAS_EXPIRED and X509_V_ERR_CERT_NOT_YET_VALID."""
 
@@ -117,6 +117,7 @@ class Identity:
         self._lock = threading.Lock()
         self._error = ""
         self._stamp, self._loaded = _load(files, self._roles)
+        self._is_settled = not self._is_young(self._stamp)
         self._note_expiry()
 
     @property
@@ -141,8 +142,9 @@ class Identity:
     def _look(self) -> "_Loaded":
         with self._lock:
             stamp = _stamp_of(self._files)
-            if stamp == self._stamp and not self._is_young(stamp):
+            if stamp == self._stamp and self._is_settled:
                 return self._loaded
+            self._is_settled = not self._is_young(stamp)
             try:
                 self._stamp, loaded = _load(self._files, self._roles)
             except ConfigError as error:

@@ -20,6 +20,7 @@ from gateway.config import GatewayConfig
 from gateway.http_server import HttpServer, connection_of
 from protos import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, tls
+from services.runtime.clock import ManualClock
 from services.runtime.config import load
 from services.runtime.errors import ConfigError, PermissionDenied, TandemError, Unauthenticated
 from services.runtime.tls import Identity, TlsFiles, check_caller, roles_of, tls_files
@@ -238,6 +239,21 @@ def test_old_files_are_not_read_again(authority: Authority, monkeypatch: pytest.
     identity = Identity(files)
     monkeypatch.setattr(tls, "_load", lambda *_: pytest.fail("the files have not changed"))
     assert identity.pem() is identity.pem()
+
+
+def test_young_files_are_read_again_whatever_their_time_stamps_say(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = authority.issue("young")
+    monkeypatch.setattr(tls, "_stamp_of", lambda _: (LONG_AGO_NS, 1, 1) * 3)
+    clock = ManualClock(unix_ns=LONG_AGO_NS + 10**9)
+    identity = Identity(files, clock=clock)
+    authority.issue("young")
+    clock.advance(60)
+    second = identity.pem()  # the files were young when they were read last
+    assert second.cert_chain == files.cert.read_bytes()
+    authority.issue("young")
+    assert identity.pem() is second
 
 
 def test_an_end_that_is_near_is_logged(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
