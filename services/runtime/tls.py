@@ -144,7 +144,6 @@ class Identity:
             stamp = _stamp_of(self._files)
             if stamp == self._stamp and self._is_settled:
                 return self._loaded
-            self._is_settled = not self._is_young(stamp)
             try:
                 self._stamp, loaded = _load(self._files, self._roles)
             except ConfigError as error:
@@ -153,6 +152,8 @@ class Identity:
                     self._error = error.message
                     logger.error("the TLS certificate stays as it was", extra={"error": error.message})
                 return self._loaded
+            finally:
+                self._is_settled = not self._is_young(self._stamp)
             self._error = ""
             if loaded.pem != self._loaded.pem:
                 self._loaded = loaded

@@ -26,8 +26,10 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from services.runtime.tls import TlsFiles
+from services.runtime import rpc
+from services.runtime.tls import Identity, TlsFiles
 from tests.certificates import Authority, serial_of
+from tests.integration.conftest import ScriptedGateway, WorkerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 TANDEM = [sys.executable, "-m", "services.cli.main"]
@@ -233,6 +235,35 @@ def test_draining_is_for_operators(cluster: SecureCluster) -> None:
         assert {worker.id for worker in topology.workers} == {"prefill-0", "decode-0"}
     with cluster.dial(operators_port) as channel:
         assert health_at(channel) == "UNAVAILABLE"
+
+
+@pytest.mark.slow
+async def test_each_process_gets_along_with_its_own_role(
+    cluster: SecureCluster,
+    start_worker: Callable[..., WorkerProcess],
+    make_gateway: Callable[[], ScriptedGateway],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def flags(name: str, role: str) -> dict[str, Path | None]:
+        files = cluster.authority.issue(name, roles=[role])
+        return {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
+
+    prefill = start_worker("prefill", "prefill-0", transport="tcp", **flags("own-prefill", "prefill"))
+    decode = start_worker("decode", "decode-0", transport="tcp", **flags("own-decode", "decode"))
+    other = start_worker("decode", "decode-1", transport="tcp", **flags("own-decode", "decode"))
+    monkeypatch.setattr(rpc, "_identity", Identity(cluster.authority.issue("own-gateway", roles=["gateway"])))
+    gateway = await make_gateway().connected_to(prefill, decode, other)
+    answer = await gateway.begin("long", list(range(2, 60)), max_tokens=1000)
+    await answer.until("handed_off")
+    assert answer.handed_off is not None
+    assert answer.handed_off.transport == "tcp"
+    await answer.until("tokens")
+    await gateway.pause(answer)
+    moved = await gateway.admit_from_decode(answer, answer.token_ids, decode=1)
+    await gateway.hand_over(answer, moved)
+    await moved.until("tokens", "failed", "refused")
+    assert moved.error is None
+    await gateway.cancel(moved)
 
 
 def serials(cluster: SecureCluster, shown: TlsFiles) -> Mapping[str, int]:
