@@ -28,6 +28,8 @@ from services.runtime.errors import ConfigError, InvalidRequest, Overloaded, Rat
 from services.runtime.tls import Identity, Pem, check_caller, roles_of
 
 MAX_MESSAGE_BYTES = 16 * 2**20
+HANDSHAKE_TIMEOUT_MS = 10_000
+"""Who has connected and does not shake hands is cut off; gRPC's own limit is two minutes."""
 DETAILS_METADATA_KEY = "grpc-status-details-bin"
 PUSHBACK_METADATA_KEY = "grpc-retry-pushback-ms"
 _CERTIFICATE_PROPERTY = "x509_pem_cert"
@@ -386,6 +388,7 @@ def _server_options(profile: Profile) -> list[tuple[str, int]]:
         *_common_options(profile),
         ("grpc.http2.min_ping_interval_without_data_ms", profile.min_ping_interval_ms),
         ("grpc.max_concurrent_streams", profile.max_streams_per_connection),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         # Two processes that share a port would each get half of the calls, and nobody would notice.
         ("grpc.so_reuseport", 0),
     ]

@@ -376,6 +376,15 @@ async def test_strangers_get_no_connection(authority: Authority, tmp_path: Path)
             assert await outcomes(channel) == none
 
 
+async def test_who_connects_and_says_nothing_is_cut_off(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "HANDSHAKE_TIMEOUT_MS", 300)
+    async with serving(authority.issue("server")) as address, asyncio.timeout(TIMEOUT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+        assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+
+
 async def test_a_certificate_for_another_host_is_not_believed(authority: Authority) -> None:
     async with serving(authority.issue("elsewhere", hosts=["elsewhere.example", "127.0.0.2"])) as address:
         async with rpc.make_channel(address) as channel:
