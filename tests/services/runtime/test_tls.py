@@ -23,7 +23,7 @@ from services.runtime import rpc, tls
 from services.runtime.clock import ManualClock
 from services.runtime.config import load
 from services.runtime.errors import ConfigError, PermissionDenied, TandemError, Unauthenticated
-from services.runtime.tls import Identity, TlsFiles, check_caller, roles_of, tls_files
+from services.runtime.tls import Identity, TlsFiles, check_caller, client_context, pinned_context, roles_of, tls_files
 from services.runtime.worker_config import WorkerConfig
 from services.runtime.worker_host import worker_identity
 from tests.certificates import Authority, serial_of
@@ -487,3 +487,33 @@ async def test_a_client_that_leaves_is_noticed_through_tls(authority: Authority)
             await lost.wait()
     finally:
         await server.stop(1)
+
+
+async def test_a_pinned_certificate_is_believed_for_any_host_and_no_other_is(authority: Authority) -> None:
+    files = authority.issue("pinned", hosts=["elsewhere.example"])
+    sister = authority.issue("sister", hosts=["127.0.0.1"])
+    server = HttpServer(hello, identity=Identity(files))
+    port = await server.start("127.0.0.1", 0)
+    try:
+        assert (await exchange(port, pinned_context(files.cert))).endswith(b"ht")
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await exchange(port, pinned_context(sister.cert))
+        with pytest.raises(ssl.SSLCertVerificationError, match="IP address mismatch"):
+            await exchange(port, client_context(None, None, authority.path))
+    finally:
+        await server.stop(1)
+
+
+def test_a_clients_files_are_checked_too(authority: Authority, tmp_path: Path) -> None:
+    files = authority.issue("client")
+    assert client_context(files.cert, files.key, files.ca).verify_mode is ssl.CERT_REQUIRED
+    assert client_context(None, None, None).check_hostname
+    none = tmp_path / "none.pem"
+    with pytest.raises(ConfigError, match=r"--tls-ca is .*none\.pem, which cannot be read"):
+        client_context(None, None, none)
+    with pytest.raises(ConfigError, match=r"--tls-key .* is missing"):
+        client_context(files.cert, None, files.ca)
+    with pytest.raises(ConfigError, match=r"--tls-cert is .*none\.pem, which cannot be read"):
+        client_context(none, files.key, None)
+    with pytest.raises(ConfigError, match=r"--tls-cert is .*none\.pem, which cannot be read"):
+        pinned_context(none)
