@@ -27,6 +27,7 @@ from services.engine.config import load_config
 from services.runtime.config import flag, number, option, path, text, url
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
 from services.runtime.gpu_health import open_gpu
+from services.runtime.tls import client_context
 from services.scheduling.health import GpuState, judge_gpu
 
 DISTRIBUTION = "tandem-serving"
@@ -66,6 +67,9 @@ class DoctorSettings:
     )
     url: str = option(url("http", "https"), default="http://127.0.0.1:8000", help="Address of the HTTP API.")
     api_key: str | None = option(text(), default=None, help="An admin's key, where the gateway asks for one.")
+    tls_ca: Path | None = option(
+        path(), default=None, help="PEM file of the CA to believe behind an https address; the system's if not given."
+    )
     model: Path | None = option(path(), default=None, help="Checkpoint folder to look at, before a worker loads it.")
     json: bool = option(flag(), default=False, help="Prints the findings as a JSON list.")
     timeout: float = option(number(0.1, 600), default=5.0, help="Seconds to wait for an answer.")
@@ -275,8 +279,9 @@ def judge_redis(facts: RedisFacts) -> Iterator[Finding]:
 def gateway(settings: DoctorSettings) -> Iterator[Finding]:
     """Whether the gateway answers and can serve, and what its workers look like."""
     try:
-        is_ready = get_status(settings.url, "/ready", timeout_s=settings.timeout) == 200
-        cluster = get_json(settings.url, "/cluster", timeout_s=settings.timeout, api_key=settings.api_key)
+        tls = client_context(None, None, settings.tls_ca)
+        is_ready = get_status(settings.url, "/ready", timeout_s=settings.timeout, tls=tls) == 200
+        cluster = get_json(settings.url, "/cluster", timeout_s=settings.timeout, api_key=settings.api_key, tls=tls)
     except ApiUnreachable as error:
         yield Finding(Level.BAD, "gateway", error.message, "start it (tandem up), or name its address with --url")
         return
