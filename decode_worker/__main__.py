@@ -110,6 +110,7 @@ def _worker(
     )
     transports = (settings.transport,)
     counters = Counters()
+    metrics.watch_faults(counters.snapshot)
     worker = DecodeWorker(
         parts=parts,
         links=SendLinks(

@@ -119,6 +119,7 @@ class _Attempt:
     hand_over: "asyncio.Task[HandoffStats] | None" = None
     transfer: SendTransfer | None = None
     """What reads its pages while it is handed over."""
+    sending_since_s: float = 0.0
     deadline: asyncio.TimerHandle | None = None
     prefill_span: Span | None = None
     decode_span: Span | None = None
@@ -458,6 +459,7 @@ class DecodeWorker:
             num_tokens=paused.num_computed_tokens,
             deadline=attempt.spec.deadline,
         )
+        attempt.sending_since_s = self._clock.monotonic()
         attempt.transfer.send(0, paused.page_ids)
         return await attempt.transfer.seal(
             num_tokens=paused.num_computed_tokens,
@@ -470,7 +472,11 @@ class DecodeWorker:
         error = RequestCancelled("the attempt was cancelled") if task.cancelled() else task.exception()
         if error is None:
             stats = task.result()
-            self._metrics.transferred_bytes.inc(stats.num_bytes)
+            self._metrics.note_transfer(
+                num_bytes=stats.num_bytes,
+                seconds=self._clock.monotonic() - attempt.sending_since_s,
+                exposed_s=stats.exposed_s,
+            )
             self._speedometer.observe_transfer(stats.num_bytes, stats.exposed_s, self._clock.monotonic())
             self._end(attempt, "handed_off", RequestCancelled("it moved"), answer=handed_off_message(stats))
             self._free(key)
@@ -576,8 +582,11 @@ class DecodeWorker:
             if attempt is not None:
                 self._on_paused(attempt, paused)
         if report.advances:
-            self._metrics.tokens.inc(sum(advance.num_tokens for advance in report.advances))
-            self._metrics.step_s.observe((report.end_unix_ns - report.start_unix_ns) / 1e9)
+            self._metrics.note_step(
+                seconds=(report.end_unix_ns - report.start_unix_ns) / 1e9,
+                num_sequences=len(report.advances),
+                num_tokens=sum(advance.num_tokens for advance in report.advances),
+            )
             self._context_tokens = sum(a.start + a.num_tokens for a in report.advances)
         if not report.num_running:
             self.sessions.load_changed()  # an idle worker is seen as idle at once, even if its last step has no event
@@ -617,7 +626,8 @@ class DecodeWorker:
         step_s = (report.end_unix_ns - report.start_unix_ns) / 1e9
         queue_s = max(0.0, self._clock.monotonic() - attempt.admitted_s - step_s)
         self._emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s, num_cached_tokens=num_cached_tokens))
-        self._metrics.cached_tokens.inc(num_cached_tokens)
+        num_prompt_tokens = len(attempt.spec.prompt_token_ids)
+        self._metrics.note_prompt(num_tokens=num_prompt_tokens, num_cached_tokens=num_cached_tokens)
         attempt.prefill_span = attempt.start_span("prefill", report.start_unix_ns)
         attempt.prefill_span.set_attribute("tandem.cached_tokens", num_cached_tokens)
         if advance.start >= len(attempt.spec.prompt_token_ids):

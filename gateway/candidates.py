@@ -20,7 +20,7 @@ from gateway.topology import Topology
 from gateway.worker_watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
-from services.scheduling.breakers import Breakers
+from services.scheduling.breakers import Breakers, CircuitState
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.queue import ServiceClass
 from services.scheduling.routing import Fits, Route, Router, RouteRequest, WorkerView
@@ -85,6 +85,10 @@ class Candidates:
     def num_open_breakers(self) -> int:
         """Workers and pairs that are left alone now, or tried with one request."""
         return self._watch.num_ejected + self._breakers.num_open
+
+    def circuit(self, worker_id: str) -> CircuitState:
+        """Whether the worker gets new work."""
+        return self._watch.circuit(worker_id)
 
     def plan(self, request: RunningRequest, kept: Set[str] = frozenset()) -> Route | None:
         """Decides where the request would go, whether there is room or not; None: there is no way.

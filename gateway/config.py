@@ -139,6 +139,11 @@ class GatewayConfig:
     )
     reflection: bool = option(flag(), default=True, help="Serve gRPC reflection.")
     log_level: str = option(choice(*LEVELS), default="info", help="Least level of log records.")
+    slow_request_s: float = option(
+        number(0, 86_400),
+        default=10.0,
+        help="Requests that take so long get a line more in the log, which tells where the time went; 0: none does.",
+    )
 
     def __post_init__(self) -> None:
         if self.models is not None and (self.model is not None or self.model_name is not None):

@@ -101,6 +101,7 @@ class Gateway:
             hints=CacheHints(self._prefixes, self.topology),
             gateway_incarnation=self.incarnation,
             seed=config.seed,
+            slow_request_s=config.slow_request_s,
         )
         self._journals = Journals(self.requests, JournalStore(self._store), gateway_incarnation=self.incarnation)
         api = HttpApi(

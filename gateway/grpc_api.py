@@ -78,10 +78,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Streams the answer of one prompt."""
         model = _AnsweringModel()
-        async with contextlib.aclosing(self._responses(request, context, model)) as responses:
-            async for response in responses:
-                await model.tell(context)
-                yield response
+        with self._requests.refusals_noted():
+            async with contextlib.aclosing(self._responses(request, context, model)) as responses:
+                async for response in responses:
+                    await model.tell(context)
+                    yield response
 
     async def Resume(
         self, request: inference_pb2.ResumeRequest, context: Context
@@ -110,11 +111,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         whole = inference_pb2.GenerateResponse()
         texts: list[str] = []
         model = _AnsweringModel()
-        async with contextlib.aclosing(self._responses(request, context, model)) as responses:
-            async for response in responses:
-                texts.append(response.text)
-                # Merging appends what is repeated and replaces what is not.
-                whole.MergeFrom(response)
+        with self._requests.refusals_noted():
+            async with contextlib.aclosing(self._responses(request, context, model)) as responses:
+                async for response in responses:
+                    texts.append(response.text)
+                    # Merging appends what is repeated and replaces what is not.
+                    whole.MergeFrom(response)
         whole.text = "".join(texts)
         whole.first_index = 0
         await model.tell(context)

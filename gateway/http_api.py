@@ -47,6 +47,7 @@ from gateway.openai_types import (
     sse_error,
     with_event_id,
 )
+from gateway.request_log import RequestLog
 from gateway.sessions import TokenLogprobs
 from gateway.topology import Member, Topology
 from gateway.validation import (
@@ -116,8 +117,8 @@ class HttpApi:
     def app(self) -> App:
         """The ASGI application, to be run by `gateway.http_server`."""
         fast: dict[str, App] = {
-            "/v1/completions": _Endpoint(self._completions, self._metrics),
-            "/v1/chat/completions": _Endpoint(self._chat_completions, self._metrics),
+            "/v1/completions": _Endpoint(self._completions, self._metrics, self._requests.log),
+            "/v1/chat/completions": _Endpoint(self._chat_completions, self._metrics, self._requests.log),
         }
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
         routes += [
@@ -609,9 +610,10 @@ class _Exchange:
 class _Endpoint:
     """An ASGI endpoint that answers every error with OpenAI's object."""
 
-    def __init__(self, serve: Callable[[_Exchange], Awaitable[None]], metrics: Metrics) -> None:
+    def __init__(self, serve: Callable[[_Exchange], Awaitable[None]], metrics: Metrics, log: RequestLog) -> None:
         self._serve = serve
         self._metrics = metrics
+        self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = _Exchange(scope, receive, send)
@@ -621,6 +623,8 @@ class _Endpoint:
             return
         except Exception as error:  # noqa: BLE001 - the boundary: every request gets an answer
             self._metrics.note_refusal(_note_error(error))
+            if isinstance(error, TandemError):
+                self._log.note_refusal(error)
             if not exchange.has_started:
                 is_unread = exchange.is_unread or isinstance(error, HttpRefusal)
                 headers = _error_headers(error, closes=is_unread)

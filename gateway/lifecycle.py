@@ -10,8 +10,8 @@ away from a worker that is leaving.
 """
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Mapping, Set
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,23 +22,26 @@ from gateway.attempts import Attempt, CrowdedOut
 from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall
 from gateway.candidates import Candidates, PrefixHints, RoomLimits
 from gateway.catalog import ModelCatalog, ServedModel
-from gateway.metrics import Metrics
+from gateway.metrics import STATES, Metrics, RequestFigures
 from gateway.moves import Moves
 from gateway.recovery import QuarantineList, Recovery
+from gateway.request_log import SLOW_REQUEST_S, AnswerTrace, Phase, RequestLog, code_of, outcome_of
 from gateway.running import RunningRequest
-from gateway.sessions import PrefillSession
+from gateway.sessions import HandedOff, PrefillSession
 from gateway.topology import Topology
-from gateway.validation import DEFAULT_SERVICE_CLASS, ModelLimits
+from gateway.validation import DEFAULT_SERVICE_CLASS, SERVICE_CLASSES, ModelLimits
 from services.cluster.placement import Placement, State
 from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import (
     InternalError,
+    InvalidRequest,
     LayoutMismatch,
     Overloaded,
     RequestCancelled,
     TandemError,
     TransferFailed,
+    WorkerLost,
     WorkerUnavailable,
 )
 from services.scheduling.queue import QueueEntry, ServiceClass
@@ -53,7 +56,20 @@ NO_WORKER_RETRY_S = 2.0
 CHARS_PER_TOKEN = 4
 """About, to guess a prompt's length."""
 
-logger = logging.getLogger(__name__)
+_RETRY_REASONS: dict[type[TandemError], str] = {
+    WorkerLost: "worker_lost",
+    WorkerUnavailable: "worker_unavailable",
+    TransferFailed: "transfer_failed",
+    LayoutMismatch: "layout_mismatch",
+    InternalError: "internal_error",
+}
+_BEFORE_TOKENS = (State.ADMITTED, State.PREFILLING)
+_PHASES: dict[State, Phase] = {
+    State.ADMITTED: "prefill",
+    State.PREFILLING: "prefill",
+    State.TRANSFERRING: "transfer",
+    State.DECODING: "decode",
+}
 
 
 class PlacementSink(Protocol):
@@ -77,8 +93,23 @@ class Policies:
     max_queue_wait_s: float = 60.0
 
 
+class _Observed:
+    """What the metrics and the log are told of one answer while it runs."""
+
+    __slots__ = ("attempt", "figures", "num_placed_failures", "seen_handoff", "trace")
+
+    def __init__(self, figures: RequestFigures, trace: AnswerTrace) -> None:
+        self.figures = figures
+        self.trace = trace
+        self.attempt: Attempt | None = None
+        """The last one that was looked at."""
+        self.seen_handoff: HandedOff | None = None
+        self.num_placed_failures = 0
+        """Failed attempts before the last one that workers took."""
+
+
 class Requests:
-    """All requests of this gateway."""
+    """All requests of this gateway. `slow_request_s`: from when on the log has words about one; 0: never."""
 
     def __init__(
         self,
@@ -93,10 +124,12 @@ class Requests:
         gateway_incarnation: str,
         hints: PrefixHints | None = None,
         seed: int | None = None,
+        slow_request_s: float = SLOW_REQUEST_S,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.catalog = catalog
         self.num_running = 0
+        self.log = RequestLog(metrics, clock=clock, slow_s=slow_request_s)
         self._topology = topology
         self._queues = queues
         self._policies = policies
@@ -104,7 +137,8 @@ class Requests:
         self._metrics = metrics
         self._clock = clock
         self._gateway_incarnation = gateway_incarnation
-        self._open: set[RunningRequest] = set()
+        self._open: dict[RunningRequest, _Observed] = {}
+        self._lanes: dict[str, set[Lane]] = {model.name: set() for model in catalog}
         self._accepting = Acceptance(
             catalog=catalog,
             longest_sequence=topology.max_sequence_tokens,
@@ -127,8 +161,8 @@ class Requests:
             clock=clock,
         )
         self._moves = Moves(topology=topology, candidates=candidates, metrics=metrics)
-        metrics.watch_requests(lambda: self.num_queued, lambda: self.num_running)
-        metrics.watch_breakers(lambda: candidates.num_open_breakers)
+        metrics.watch_requests(self._population)
+        metrics.watch_breakers(lambda: candidates.num_open_breakers, candidates.circuit)
 
     @property
     def num_queued(self) -> int:
@@ -142,11 +176,17 @@ class Requests:
     async def accept(self, call: Call) -> AcceptedCall:
         """Validates and tokenizes. Raises InvalidRequest, NotFound, AlreadyExists or DeadlineExceeded.
 
-        Overloaded: the gateway is leaving.
+        Overloaded: the gateway is leaving, or the queue says that it would come to nothing. Whatever it raises has its
+        line in the log, and so has the call when its `with` block is left.
         """
-        accepted = await self._accepting.accept(call)
+        arrived_s = self._clock.monotonic()
+        try:
+            accepted = await self._accepting.accept(call)
+        except BaseException as error:
+            self._note_refusal(call, error, arrived_s)
+            raise
         self._recovery.note_accepted()
-        return accepted
+        return self.log.open(accepted)
 
     def adopt(self, stored: StoredCall, call: Call | None = None) -> AcceptedCall:
         """Goes on with a call that a gateway accepted before; each answer continues after its emitted tokens.
@@ -155,11 +195,14 @@ class Requests:
         the call runs here, DeadlineExceeded, and InvalidRequest where the stored call does not fit its model: it may
         come from a store that anybody can write. Overloaded: the gateway is leaving.
         """
-        return self._accepting.adopt(stored, call)
+        return self.log.open(self._accepting.adopt(stored, call))
 
     async def prepare_fallback(self, accepted: AcceptedCall) -> list[Generation] | None:
         """The call's answers for the next of its models that can take them; None: there is none."""
-        return await self._accepting.fall_back(accepted)
+        generations = await self._accepting.fall_back(accepted)
+        if generations is not None:
+            self.log.add(accepted, generations)
+        return generations
 
     def fallback_after_s(self, model: str) -> float:
         """How long a call that may fall back waits for a worker of this model."""
@@ -171,7 +214,9 @@ class Requests:
 
     async def wait_until_idle(self, *, timeout_s: float) -> bool:
         """Waits until no call is running. False: some still are after `timeout_s`."""
-        return await self._accepting.wait_until_idle(timeout_s=timeout_s)
+        is_idle = await self._accepting.wait_until_idle(timeout_s=timeout_s)
+        self.log.close()
+        return is_idle
 
     def refuse_new(self, error: TandemError) -> None:
         """Answers every new call with `error`; what runs goes on."""
@@ -196,9 +241,10 @@ class Requests:
             queue_entry=self._queue_entry(generation),
             lane=self._lane(generation.model, generation.tenant),
         )
+        observed = _Observed(self._metrics.of(generation.model, generation.service_class), self.log.trace(generation))
         timer = asyncio.get_running_loop().call_later(generation.deadline.remaining_s(), request.expire)
         error: BaseException | None = None
-        self._open.add(request)
+        self._open[request] = observed
         try:
             if request.is_finished:
                 yield request.last_delta()
@@ -210,15 +256,20 @@ class Requests:
                     attempt = await self._place(request)
                     while not request.is_finished:
                         delta = request.take(attempt, await attempt.next_arrived())
-                        self._observe(request, attempt, delta)
+                        self._observe(request, attempt, delta, observed)
                         if delta.text or delta.token_ids or delta.finish_reason:
                             yield delta
                         if attempt.decode.load.is_draining or attempt.is_paused or attempt.is_move:
                             attempt = await self._moves.follow(request, attempt)
+                            if attempt is not observed.attempt:
+                                self._note_phase(request, attempt, "transfer", observed)
                 except CrowdedOut:
+                    observed.trace.enter("queue")
                     request.must_queue = True
                 except TRY_AGAIN as failure:
+                    observed.trace.enter("queue")
                     await self._recovery.after(request, request.attempt, failure)
+                    self._metrics.note_retry(_reason_of(failure))
                 finally:
                     self._leave(request)
         except BaseException as ended_by:
@@ -226,9 +277,9 @@ class Requests:
             raise
         finally:
             timer.cancel()
-            self._open.discard(request)
+            del self._open[request]
             self._recovery.end_trial(request)
-            self._note_end(request, error)
+            self._note_end(request, error, observed)
 
     def new_text(self, generation: Generation) -> AnswerText:
         """What turns the answer's tokens into text, from its first token on."""
@@ -355,8 +406,45 @@ class Requests:
         )
         lane.guard.check(entry)
 
+    @contextlib.contextmanager
+    def refusals_noted(self) -> Iterator[None]:
+        """For an edge: errors that leave the block are counted by code, and have a line unless they have one."""
+        try:
+            yield
+        except TandemError as error:
+            if not isinstance(error, RequestCancelled):
+                self._metrics.note_refusal(code_of(error))
+                self.log.note_refusal(error)
+            raise
+
     def _lane(self, model: str, tenant: str) -> Lane:
-        return self._queues[model].lane(self._topology.lane_of(model, tenant))
+        lane = self._queues[model].lane(self._topology.lane_of(model, tenant))
+        self._lanes[model].add(lane)
+        return lane
+
+    def _population(self) -> dict[tuple[str, str, str], int]:
+        """Answers now by model, service class and state, zeros included."""
+        counts = {(model, one, state): 0 for model in self._lanes for one in SERVICE_CLASSES for state in STATES}
+        for model, lanes in self._lanes.items():
+            for lane in lanes:
+                for one, num_waiting in lane.queue.num_waiting_by_class.items():
+                    counts[model, SERVICE_CLASSES[one], "queued"] += num_waiting
+        for request in self._open:
+            if request.is_running:
+                counts[request.generation.model, request.generation.service_class, "running"] += 1
+        return counts
+
+    def _note_refusal(self, call: Call, error: BaseException, arrived_s: float) -> None:
+        """A call was not accepted. It counts as its model's where it named one, with a class that there is."""
+        try:
+            model = self.catalog.resolve(call.model).name
+        except InvalidRequest:
+            model = ""
+        self.log.note_refusal(error, call=call, model=model, arrived_s=arrived_s)
+        service_class = call.service_class or DEFAULT_SERVICE_CLASS
+        if model and service_class in SERVICE_CLASSES:
+            outcome = outcome_of(error, was_placed=False)
+            self._metrics.note_end(model, service_class, outcome, total_s=self._clock.monotonic() - arrived_s)
 
     def _queue_entry(self, generation: Generation) -> QueueEntry:
         return QueueEntry(
@@ -375,6 +463,7 @@ class Requests:
         request.close_attempt()
         self._moves.end(request)
         if request.attempt is not None:
+            self._note_handoff(request, request.attempt.handed_off, self._open[request])
             self._candidates.release(request.attempt)
 
     def _patience(self, request: RunningRequest) -> Deadline:
@@ -395,9 +484,7 @@ class Requests:
         request.lane.guard.note_started(request.queue_entry, request.admitted)
         request.admitted = None
         request.note_placed()
-        self._metrics.sent.labels("decode", attempt.decode.peer.worker_id).inc()
-        if attempt.prefill is not None:
-            self._metrics.sent.labels("prefill", attempt.prefill.peer.worker_id).inc()
+        self._note_taken(request, attempt, self._open[request])
         self._candidates.note_sent(request, route)
         self.num_running += request.count_as_running()
         self._note(request, State.ADMITTED)
@@ -419,27 +506,84 @@ class Requests:
         }
         telemetry.record_span("route", started_ns, self._clock.unix_ns(), parent=span, attributes=attributes)
 
-    def _observe(self, request: RunningRequest, attempt: Attempt, delta: Delta) -> None:
+    def _note_taken(self, request: RunningRequest, attempt: Attempt, observed: _Observed) -> None:
+        """Tells metrics and log that workers took the request."""
+        generation, trace = request.generation, observed.trace
+        if attempt.prefill is not None:
+            self._metrics.note_sent("prefill", attempt.prefill.peer.worker_id)
+        self._metrics.note_sent("decode", attempt.decode.peer.worker_id)
+        if not trace.num_attempts:
+            queue_s = self._clock.monotonic() - generation.arrived_s
+            self._metrics.note_placed(generation.model, generation.service_class, queue_s)
+        elif request.num_failures > observed.num_placed_failures:
+            self._metrics.note_failover(generation.model)
+        observed.num_placed_failures = request.num_failures
+        observed.attempt = attempt
+        trace.num_attempts += 1
+        trace.enter("prefill")
+        _note_workers(trace, attempt)
+
+    def _observe(self, request: RunningRequest, attempt: Attempt, delta: Delta, observed: _Observed) -> None:
         """Books what a delta says about progress."""
-        if delta.token_ids:
+        num_tokens = len(delta.token_ids)
+        if num_tokens:
             request.bookings.note_prompt_done()
             self._recovery.end_trial(request)
-            self._metrics.generated_tokens.inc(len(delta.token_ids))
+            figures = observed.figures
+            figures.generated_tokens.value += num_tokens
             if delta.first_index == 0:
-                self._metrics.ttft_s.observe(request.ttft_s)
+                self._note_first_token(request, figures)
+                if num_tokens > 1:  # The decode worker was as fast as the way of the first one.
+                    figures.itl_s.observe(0.0, num_tokens - 1)
             elif request.last_gap_s:
-                self._metrics.itl_s.observe(request.last_gap_s / len(delta.token_ids))
+                figures.itl_s.observe(request.last_gap_s / num_tokens, num_tokens)
         watch = attempt.watch
         if delta.token_ids or attempt.prompt_done_at_s is not None:
             watch.note_prompt_done()
         if attempt.is_decoding:
             watch.note_answer(len(delta.token_ids), is_finished=request.is_finished)
         state = _state_of(attempt)
+        # A prompt that the decode worker computed itself is at its end with the first token, before that says so.
+        phase = "decode" if num_tokens and state in _BEFORE_TOKENS else _PHASES[state]
+        if phase != observed.trace.waterfall.phase:
+            self._note_phase(request, attempt, phase, observed)
         if request.is_finished or (attempt.is_decoding and request.noted_state is not state):
             self._candidates.note_success(attempt)
         if state is not request.noted_state and not request.is_finished:
             request.noted_state = state
             self._note(request, state)
+
+    def _note_first_token(self, request: RunningRequest, figures: RequestFigures) -> None:
+        generation = request.generation
+        figures.ttft_s.observe(request.ttft_s)
+        self._metrics.note_first_token(
+            generation.model,
+            prompt_tokens=len(generation.prompt_token_ids),
+            cached_tokens=request.log.num_cached_tokens,
+        )
+
+    def _note_phase(self, request: RunningRequest, attempt: Attempt, phase: Phase, observed: _Observed) -> None:
+        """The answer goes from one phase to another: its workers may have changed, and a handoff may be done."""
+        trace = observed.trace
+        if observed.attempt is not attempt:
+            trace.num_moves += 1
+            if observed.attempt is not None:
+                self._note_handoff(request, observed.attempt.handed_off, observed)
+            observed.attempt = attempt
+        self._note_handoff(request, attempt.handed_off, observed)
+        trace.enter(phase)
+        _note_workers(trace, attempt)
+
+    def _note_handoff(self, request: RunningRequest, handed_off: HandedOff | None, observed: _Observed) -> None:
+        if handed_off is None or handed_off is observed.seen_handoff:
+            return
+        observed.seen_handoff = handed_off
+        self._metrics.note_handoff(
+            request.generation.model,
+            handed_off.transport,
+            num_bytes=handed_off.num_bytes,
+            exposed_s=handed_off.exposed_s,
+        )
 
     def _note(self, request: RunningRequest, state: State) -> None:
         attempt = request.attempt
@@ -454,24 +598,43 @@ class Requests:
         )
         self._placements.post(placement)
 
-    def _note_end(self, request: RunningRequest, error: BaseException | None) -> None:
+    def _note_end(self, request: RunningRequest, error: BaseException | None, observed: _Observed) -> None:
         generation = request.generation
         request.lane.guard.note_ended(request.queue_entry)
         self.num_running -= request.is_running
         outcome = _outcome(error)
         self._note(request, outcome)
-        self._metrics.note_end(
-            outcome,
-            total_s=self._clock.monotonic() - generation.arrived_s,
-            prompt_tokens=len(generation.prompt_token_ids),
-        )
+        new_tokens = request.num_tokens - len(generation.emitted_token_ids)
         totals = generation.totals
         totals.completion_tokens += request.num_tokens
-        totals.new_tokens += request.num_tokens - len(generation.emitted_token_ids)
+        totals.new_tokens += new_tokens
         totals.finish_reasons.append(request.finish_reason or outcome)
-        if logger.isEnabledFor(logging.DEBUG):
-            fields = {"request_id": generation.request_id, "outcome": outcome, "tokens": request.num_tokens}
-            logger.debug("request ended", extra=fields)
+        prompt_tokens, finish_reason = len(generation.prompt_token_ids), request.finish_reason or ""
+        self._metrics.note_answer(
+            generation.model,
+            generation.service_class,
+            prompt_tokens=prompt_tokens,
+            tokens=new_tokens,
+            finish_reason=finish_reason,
+        )
+        observed.trace.end(
+            error,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=request.log.num_cached_tokens,
+            new_tokens=new_tokens,
+            finish_reason=finish_reason,
+        )
+
+
+def _note_workers(trace: AnswerTrace, attempt: Attempt) -> None:
+    if attempt.prefill is not None:
+        trace.note_workers(attempt.prefill.peer.worker_id)
+    trace.note_workers(attempt.decode.peer.worker_id)
+
+
+def _reason_of(failure: TandemError) -> str:
+    """The failure's class, or the nearest one above it, in one of a few words."""
+    return next(reason for kind, reason in _RETRY_REASONS.items() if isinstance(failure, kind))
 
 
 def _state_of(attempt: Attempt) -> State:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.runtime.clock import Clock
+from services.scheduling.breakers import CircuitState
 from services.scheduling.health import GpuJudgement, WorkerHealth
 
 FLOOR_S = 0.01
@@ -42,6 +43,10 @@ class WorkerWatch:
     def num_ejected(self) -> int:
         """Workers that are left alone now, or tried with one request."""
         return self._health.num_ejected
+
+    def circuit(self, worker_id: str) -> CircuitState:
+        """Whether the worker gets new work."""
+        return self._health.circuit(worker_id)
 
     def note_gpu(self, worker_id: str, judgement: GpuJudgement) -> None:
         """What the worker's GPU is judged to be from now on."""

@@ -6,6 +6,7 @@ import logging
 import sys
 
 from kv_transfer.link import LinkIdentity
+from kv_transfer.protocol.counters import Counters
 from kv_transfer.sending import SendLinks
 from prefill_worker.config import PrefillWorkerConfig
 from prefill_worker.worker import Limits, PrefillWorker, Servicer
@@ -90,10 +91,16 @@ def _worker(
     identity = LinkIdentity(
         settings.id, incarnation, parts.fingerprint, parts.model.exact, arithmetic=parts.model.arithmetic
     )
+    counters = Counters()
+    metrics.watch_faults(counters.snapshot)
     return PrefillWorker(
         parts=parts,
         links=SendLinks(
-            identity=identity, pool=parts.pool, generations=parts.allocator, transports=(settings.transport,)
+            identity=identity,
+            pool=parts.pool,
+            generations=parts.allocator,
+            transports=(settings.transport,),
+            counters=counters,
         ),
         incarnation=incarnation,
         limits=Limits(chunk_tokens=settings.chunk_tokens, max_waiting=settings.max_waiting),

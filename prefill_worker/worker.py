@@ -435,7 +435,7 @@ class PrefillWorker:
     def _emit_started(self, attempt: _Attempt, num_cached_tokens: int) -> None:
         queue_s = self._clock.monotonic() - attempt.arrived_s
         self._emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s, num_cached_tokens=num_cached_tokens))
-        self._metrics.cached_tokens.inc(num_cached_tokens)
+        self._metrics.note_prompt(num_tokens=attempt.num_tokens, num_cached_tokens=num_cached_tokens)
 
     async def _seal(self, attempt: _Attempt, transfer: SendTransfer) -> None:
         assert attempt.kept is not None, "what is sealed is computed"
@@ -455,7 +455,11 @@ class PrefillWorker:
                 }
             )
         attempt.end("handed_off", None)
-        self._metrics.transferred_bytes.inc(stats.num_bytes)
+        self._metrics.note_transfer(
+            num_bytes=stats.num_bytes,
+            seconds=(self._clock.unix_ns() - start_unix_ns) / 1e9,
+            exposed_s=stats.exposed_s,
+        )
         if attempt.num_sends == 1:  # nothing of it was hidden behind the computation
             self._loop.speedometer.observe_transfer(stats.num_bytes, stats.exposed_s, self._clock.monotonic())
         self._emit(attempt, handed_off_message(stats))
@@ -536,8 +540,11 @@ class PrefillWorker:
             if attempt is not None:
                 attempt.chunks.put_nowait((report, chunk))
         if report.chunks:
-            self._metrics.tokens.inc(sum(chunk.num_tokens for chunk in report.chunks))
-            self._metrics.step_s.observe((report.end_unix_ns - report.start_unix_ns) / 1e9)
+            self._metrics.note_step(
+                seconds=(report.end_unix_ns - report.start_unix_ns) / 1e9,
+                num_sequences=len(report.chunks),
+                num_tokens=sum(chunk.num_tokens for chunk in report.chunks),
+            )
             self._give_turns()
         else:
             self.sessions.load_changed()  # pages came free: an idle worker is seen as idle at once

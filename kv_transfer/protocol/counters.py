@@ -52,4 +52,5 @@ class Counters:
 
     def snapshot(self) -> dict[str, int]:
         """Return all counts that are not zero, by the reason's text."""
-        return {str(reason): count for reason, count in self._counts.items()}
+        # A copy is made in one step: the reader may be another thread.
+        return {str(reason): count for reason, count in self._counts.copy().items()}

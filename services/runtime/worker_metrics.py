@@ -1,11 +1,13 @@
 """How busy a worker is, and its Prometheus metrics. Knows no engine and no role."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from protos import cluster_pb2, worker_pb2
 from services.runtime.errors import ConfigError
@@ -13,6 +15,10 @@ from services.runtime.worker_config import WorkerConfig
 
 # A step is between some 100 microseconds (a tiny model) and seconds (a long chunk on few cores).
 STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+# From a few pages through shared memory to gigabytes over a slow network.
+TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+SIZE_BUCKETS = tuple(2**exponent for exponent in range(16))
+"""Of sequences, or of tokens, in a step."""
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +123,40 @@ class WorkerMetrics:
         self.transferred_bytes: Counter = Counter(
             "tandem_transferred_bytes", "Payload bytes of committed handoffs.", names, registry=self.registry
         ).labels(*values)
+        self._prompt_tokens: Counter = Counter(
+            "tandem_prefix_queried_tokens",
+            "Tokens of prompts that were begun here: what could have been found in the cache.",
+            names,
+            registry=self.registry,
+        ).labels(*values)
+        self._step_sequences: Histogram = Histogram(
+            "tandem_step_sequences",
+            "Sequences in one engine step: the batch size.",
+            names,
+            registry=self.registry,
+            buckets=SIZE_BUCKETS,
+        ).labels(*values)
+        self._step_tokens: Histogram = Histogram(
+            "tandem_step_tokens",
+            "Tokens that went through the model in one engine step.",
+            names,
+            registry=self.registry,
+            buckets=SIZE_BUCKETS,
+        ).labels(*values)
+        self._transfer_s: Histogram = Histogram(
+            "tandem_transfer_seconds",
+            "Time of a committed handoff from its first pages, which go while others are computed, to the commit.",
+            names,
+            registry=self.registry,
+            buckets=TRANSFER_BUCKETS_S,
+        ).labels(*values)
+        self._exposed_s: Histogram = Histogram(
+            "tandem_transfer_exposed_seconds",
+            "The part of it that computing did not hide: from the seal to the commit.",
+            names,
+            registry=self.registry,
+            buckets=TRANSFER_BUCKETS_S,
+        ).labels(*values)
         self._preemptions = Counter(
             "tandem_preemptions",
             "Sequences that gave way to others, by how: place (left its place to a better class), no_page (left its "
@@ -127,6 +167,28 @@ class WorkerMetrics:
         self._attempts = Counter(
             "tandem_attempts", "Attempts by how they ended.", ("worker", "outcome"), registry=self.registry
         )
+
+    def note_step(self, *, seconds: float, num_sequences: int, num_tokens: int) -> None:
+        """One engine step has ended, with so many sequences and tokens of them."""
+        self.step_s.observe(seconds)
+        self.tokens.inc(num_tokens)
+        self._step_sequences.observe(num_sequences)
+        self._step_tokens.observe(num_tokens)
+
+    def note_prompt(self, *, num_tokens: int, num_cached_tokens: int) -> None:
+        """A prompt was begun, of which so many tokens need not be computed."""
+        self._prompt_tokens.inc(num_tokens)
+        self.cached_tokens.inc(num_cached_tokens)
+
+    def note_transfer(self, *, num_bytes: int, seconds: float, exposed_s: float) -> None:
+        """Pages were handed to another worker, which has committed them."""
+        self.transferred_bytes.inc(num_bytes)
+        self._transfer_s.observe(seconds)
+        self._exposed_s.observe(exposed_s)
+
+    def watch_faults(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Reads what was refused or dropped in handoffs, by reason, for each scrape; in the thread that serves it."""
+        self.registry.register(_Faults(self._worker_id, counts))
 
     def count_attempt(self, outcome: str) -> None:
         """Counts an attempt that ended; `outcome` is one of a few words."""
@@ -143,14 +205,15 @@ class WorkerMetrics:
         """
         if settings.metrics_port is None:
             return
-        self._watch(load)
+        self.watch(load)
         try:
             server, _ = start_http_server(settings.metrics_port, addr=settings.host, registry=self.registry)
         except OSError as error:
             raise ConfigError(f"--metrics-port is {settings.metrics_port}, which cannot be listened on") from error
         logger.info("serving metrics", extra={"port": server.server_port})
 
-    def _watch(self, load: Callable[[], Load]) -> None:
+    def watch(self, load: Callable[[], Load]) -> None:
+        """Reads how busy the worker is for each scrape; once."""
         pages = Gauge("tandem_kv_pages", "KV pages by state.", ("worker", "state"), registry=self.registry)
         for state in ("total", "free", "cached", "reserved", "used"):
             pages.labels(self._worker_id, state).set_function(partial(_field, load, f"pages_{state}"))
@@ -162,6 +225,26 @@ class WorkerMetrics:
         ):
             gauge = Gauge(name, words, ("worker",), registry=self.registry).labels(self._worker_id)
             gauge.set_function(partial(_field, load, name_of_field))
+
+
+class _Faults(Collector):
+    """The counts of a handoff's faults, which are kept elsewhere."""
+
+    def __init__(self, worker_id: str, counts: Callable[[], Mapping[str, int]]) -> None:
+        self._worker_id = worker_id
+        self._counts = counts
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """What a scrape gets."""
+        family = self.describe()[0]
+        for reason, count in self._counts().items():
+            family.add_metric((self._worker_id, reason), count)
+        return [family]
+
+    def describe(self) -> list[CounterMetricFamily]:
+        """The name, for the registry."""
+        words = "What was refused, dropped or broken in handoffs, at either end, by reason."
+        return [CounterMetricFamily("tandem_transfer_faults", words, labels=("worker", "reason"))]
 
 
 def _field(load: Callable[[], Load], name: str) -> float:

@@ -12,9 +12,10 @@ last one. Where more than that is broken, the fault is elsewhere, or there is no
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
+CircuitState = Literal["closed", "open", "half_open"]
 
 MAX_ERRORS = 3
 WINDOW_S = 10.0
@@ -65,6 +66,13 @@ class Breakers:
         """Whether a probe is under way there."""
         breaker = self._breakers.get(key)
         return breaker is not None and breaker.is_probing
+
+    def state(self, key: Hashable) -> CircuitState:
+        """In the words of circuit breakers; half open: tried with one request now."""
+        breaker = self._breakers.get(key)
+        if breaker is None or breaker.opened_at_s is None:
+            return "closed"
+        return "half_open" if breaker.is_probing else "open"
 
     def shut(self, group: Sequence[Key], now_s: float) -> list[Key]:
         """Those of the group that should be left alone, the ones that opened first first."""

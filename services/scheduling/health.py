@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.runtime.gpu_health import GpuFacts
-from services.scheduling.breakers import Breakers
+from services.scheduling.breakers import Breakers, CircuitState
 
 SLOW_WINDOW_S = 1.5
 """How far back slowness looks."""
@@ -312,6 +312,10 @@ class WorkerHealth:
             ):
                 return worker_id
         return None
+
+    def circuit(self, worker_id: str) -> CircuitState:
+        """Whether it gets new work; a GPU that is out is an open circuit."""
+        return "open" if worker_id in self._gpu_out else self._breakers.state(worker_id)
 
     def gpu(self, worker_id: str) -> GpuJudgement:
         """What its GPU was last judged to be; ok where nobody said anything."""

@@ -171,6 +171,9 @@ async def test_handing_over_sends_all_pages_and_ends_the_attempt(make_bench: Mak
     value = bench.metrics.registry.get_sample_value
     assert value("tandem_attempts_total", {"worker": "decode-0", "outcome": "handed_off"}) == 1
     assert value("tandem_transferred_bytes_total", {"worker": "decode-0"}) == 192
+    for name in ("tandem_transfer_seconds_count", "tandem_transfer_exposed_seconds_count"):
+        assert value(name, {"worker": "decode-0"}) == 1
+    assert 0 < value("tandem_transfer_seconds_sum", {"worker": "decode-0"}) < 60
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 9])

@@ -360,6 +360,12 @@ async def test_metrics_follow_the_load(make_bench: Make) -> None:
     value = bench.metrics.registry.get_sample_value
     assert value("tandem_computed_tokens_total", {"worker": "decode-0"}) == 8
     assert value("tandem_attempts_total", {"worker": "decode-0", "outcome": "finished"}) == 1
+    assert value("tandem_prefix_queried_tokens_total", {"worker": "decode-0"}) == 6
+    num_steps = value("tandem_step_seconds_count", {"worker": "decode-0"})
+    for name in ("tandem_step_sequences", "tandem_step_tokens"):
+        assert value(f"{name}_count", {"worker": "decode-0"}) == num_steps == bench.runner.num_steps
+    assert value("tandem_step_sequences_sum", {"worker": "decode-0"}) == num_steps, "one sequence at a time"
+    assert value("tandem_step_tokens_sum", {"worker": "decode-0"}) == 8
 
 
 async def test_the_phases_are_spans_under_the_request(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:

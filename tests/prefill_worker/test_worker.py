@@ -422,6 +422,13 @@ async def test_metrics_follow_the_load(make_bench: Make) -> None:
     assert value("tandem_computed_tokens_total", {"worker": "prefill-0"}) == 20
     assert value("tandem_attempts_total", {"worker": "prefill-0", "outcome": "handed_off"}) == 1
     assert value("tandem_transferred_bytes_total", {"worker": "prefill-0"}) == 5 * 64
+    assert value("tandem_prefix_queried_tokens_total", {"worker": "prefill-0"}) == 20
+    num_steps = value("tandem_step_seconds_count", {"worker": "prefill-0"})
+    assert value("tandem_step_sequences_sum", {"worker": "prefill-0"}) == num_steps > 0, "one prompt at a time"
+    assert value("tandem_step_tokens_sum", {"worker": "prefill-0"}) == 20
+    assert value("tandem_transfer_seconds_count", {"worker": "prefill-0"}) == 1
+    assert value("tandem_transfer_exposed_seconds_count", {"worker": "prefill-0"}) == 1
+    assert 0 < value("tandem_transfer_seconds_sum", {"worker": "prefill-0"}) < 60
 
 
 async def test_the_phases_are_spans_under_the_request(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,17 @@ def test_a_message_cannot_forge_a_record_or_break_json(output: io.StringIO) -> N
     assert output.getvalue().count("\n") == 1
 
 
+@pytest.mark.parametrize("text", ["plain", "naïve\u2028", "\ud800", "\x00\r\n"])
+def test_what_any_reader_of_json_gets_is_what_was_said(output: io.StringIO, text: str) -> None:
+    del logging.getLogger().handlers[1:]
+    fields = {"said": text, "many": ("a", text), "seconds": 0.25, "number": 10**15, "nothing": None}
+    logging.getLogger("x").info("done", extra=fields)
+    (line,) = output.getvalue().splitlines()
+    assert line.isascii()
+    entry = json.loads(line)
+    assert {name: entry[name] for name in fields} == {**fields, "many": ["a", text]}
+
+
 def test_tracebacks_are_in_the_record(output: io.StringIO) -> None:
     try:
         raise RuntimeError("broken")
