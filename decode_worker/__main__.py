@@ -20,6 +20,7 @@ from services.runtime import config, process, rpc
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
 from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_service, serve_until_drained
 from services.runtime.worker_metrics import WorkerMetrics
+from services.structured.grammar import Grammars
 
 SERVICE_NAME = "tandem.v1.DecodeWorker"
 
@@ -131,6 +132,7 @@ def _worker(
         metrics=metrics,
         step_timeout_s=settings.step_timeout,
         gpu=None if gpu is None else gpu.message,
+        grammars=Grammars(settings.model / "tokenizer.json", vocab_size=parts.model_config.vocab_size),
         on_pages_changed=None if publisher is None else publisher.note,
     )
     receiver = LinkReceiver(

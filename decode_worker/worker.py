@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any, TypeVar
 
 from opentelemetry.trace import INVALID_SPAN, Span
@@ -36,7 +37,7 @@ from kv_transfer.sending import HandoffStats, SendLinks, SendTransfer
 from protos import worker_pb2, worker_pb2_grpc
 from services.engine.engine import EngineParts, check_fits, check_token_ids
 from services.engine.prefix import PageKey, cache_salt
-from services.engine.sequence import Sampling, Sequence
+from services.engine.sequence import Grammar, Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken
 from services.engine.swap import SwapSpace
 from services.engine.thread import EngineThread, StepWatch
@@ -67,6 +68,8 @@ from services.runtime.session import Payload, Session, SessionServer, failed
 from services.runtime.worker_host import infallible, on_this_loop, record_chunk
 from services.runtime.worker_metrics import Load, Speeds, WorkerMetrics
 from services.scheduling.speedometer import numbers
+from services.structured.compiler import GrammarCompiler
+from services.structured.grammar import Grammars, GrammarState
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 
@@ -120,6 +123,8 @@ class _Attempt:
     transfer: SendTransfer | None = None
     """What reads its pages while it is handed over."""
     sending_since_s: float = 0.0
+    grammar: "asyncio.Task[GrammarState] | None" = None
+    """Makes what its tokens must keep to; None: they may be any."""
     deadline: asyncio.TimerHandle | None = None
     prefill_span: Span | None = None
     decode_span: Span | None = None
@@ -154,8 +159,9 @@ class _Attempt:
 class DecodeWorker:
     """Takes pages in, generates tokens, and hands sequences over to other decode workers. Made on the event loop.
 
-    It is the ReceiveTarget of the LinkReceiver that `attach` gives it. `on_pages_changed(added, evicted)` is called on
-    the event loop with the keys of pages that have come to be found here, and of those that no longer are.
+    It is the ReceiveTarget of the LinkReceiver that `attach` gives it. `grammars` are for requests with a JSON schema,
+    which are refused without. `on_pages_changed(added, evicted)` is called on the event loop with the keys of pages
+    that have come to be found here, and of those that no longer are.
     """
 
     def __init__(
@@ -168,12 +174,14 @@ class DecodeWorker:
         metrics: WorkerMetrics,
         step_timeout_s: float = 0.0,
         gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None,
+        grammars: Grammars | None = None,
         on_pages_changed: Callable[[tuple[PageKey, ...], tuple[PageKey, ...]], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._parts = parts
         self._links = links
         self._metrics = metrics
+        self._grammars = None if grammars is None else GrammarCompiler(grammars)
         self._on_pages_changed = on_pages_changed
         self._clock = clock
         self._page_size = parts.pool.layout.page_size
@@ -314,6 +322,9 @@ class DecodeWorker:
             raise
         self._is_idle.clear()
         attempt.deadline = self._event_loop.call_later(spec.deadline.remaining_s(), self._expire, attempt)
+        if spec.json_schema:
+            attempt.grammar = self._begin_task(self._begin_grammar(spec))
+            attempt.grammar.add_done_callback(lambda task: self._on_grammar_made(attempt, task))
         self._emit(attempt, worker_pb2.Admitted())
         if message.local_prefill:
             attempt.phase = Phase.COMPUTING
@@ -327,6 +338,8 @@ class DecodeWorker:
         check_token_ids(config, spec.sampling.logit_bias, field="logit_bias")
         if len(spec.emitted_token_ids) >= spec.sampling.max_tokens:
             raise InvalidRequest("the emitted tokens leave nothing to generate", field="emitted_token_ids")
+        if spec.json_schema and self._grammars is None:
+            raise InvalidRequest("this worker has no grammars", field="json_schema")
 
     def _find(self, session: Session, attempt_id: worker_pb2.AttemptId) -> _Attempt | None:
         attempt = self._attempts.find(read_key(attempt_id))
@@ -505,10 +518,54 @@ class DecodeWorker:
 
     # --- the life of an attempt ---
 
+    async def _begin_grammar(self, spec: AttemptSpec[Sampling]) -> GrammarState:
+        """Replays the emitted tokens too: with the same ones, the answer goes on as it would have."""
+        assert self._grammars is not None, "such a request was refused"
+        return await self._grammars.begin(
+            spec.json_schema, eos_token_ids=spec.eos_token_ids, token_ids=spec.emitted_token_ids
+        )
+
     def _start(self, attempt: _Attempt, *, num_computed_tokens: int, emitted_token_ids: list[int]) -> None:
+        """Has the attempt computed; as soon as it has its grammar, which is usually long before its pages are here."""
+        begin = partial(
+            self._compute, attempt, num_computed_tokens=num_computed_tokens, emitted_token_ids=emitted_token_ids
+        )
+        if attempt.grammar is None:
+            begin()
+        else:
+            attempt.grammar.add_done_callback(lambda task: self._on_grammar_there(attempt, task, begin))
+
+    def _on_grammar_made(self, attempt: _Attempt, task: "asyncio.Task[GrammarState]") -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if not isinstance(error, TandemError):
+            fields = request_fields(*attempt.spec.key, attempt.spec.traceparent)
+            logger.error("a grammar failed", exc_info=error, extra=fields)
+            error = InternalError("the grammar could not be made")
+        self._end(attempt, "failed", error, answer=failed(error))
+
+    def _on_grammar_there(
+        self, attempt: _Attempt, task: "asyncio.Task[GrammarState]", begin: Callable[[Grammar], None]
+    ) -> None:
+        if attempt.phase is not Phase.ENDED:  # as it is where the grammar could not be made
+            begin(task.result())
+
+    def _compute(
+        self,
+        attempt: _Attempt,
+        grammar: Grammar | None = None,
+        *,
+        num_computed_tokens: int,
+        emitted_token_ids: list[int],
+    ) -> None:
         spec = attempt.spec
         sequence = Sequence(
-            spec.key, spec.prompt_token_ids, sampling=spec.sampling, emitted_token_ids=emitted_token_ids
+            spec.key,
+            spec.prompt_token_ids,
+            sampling=spec.sampling,
+            emitted_token_ids=emitted_token_ids,
+            grammar=grammar,
         )
         sequence.num_computed_tokens = num_computed_tokens
         is_paused, salt = attempt.wants_pause, self._salt(spec)
@@ -536,6 +593,8 @@ class DecodeWorker:
         self._attempts.end(key)
         if attempt.deadline is not None:
             attempt.deadline.cancel()
+        if attempt.grammar is not None:
+            attempt.grammar.cancel()
         if answer is not None:
             self._emit(attempt, answer)
         self._metrics.count_attempt(outcome)

@@ -32,6 +32,8 @@ from gateway.validation import (
 from services.runtime import telemetry
 from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import AlreadyExists, InvalidRequest, TandemError
+from services.structured.compiler import SchemaChecks
+from services.structured.grammar import UnusableSchema
 
 ID_BYTES = 12
 IDS_PER_DRAW = 256
@@ -63,6 +65,7 @@ class Acceptance:
         self._max_request_s = max_request_s
         self._id_suffix = id_suffix
         self._clock = clock
+        self._schemas = SchemaChecks()
         self._draw_seed = _seed_source(seed)
         self._draw_id = _id_source().__next__
         self._num_calls = 0
@@ -291,11 +294,26 @@ class Acceptance:
     async def _choices(self, call: Call, model: ServedModel, first_seed: int) -> list[StoredChoice]:
         """Prompt and sampling of every answer, checked for this model as far as they depend on one another."""
         limits = self.limits(model)
+        if call.sampling.json_schema:
+            await self._check_schema(call.sampling.json_schema, model)
         prompts = await self._token_ids_of(call, model, limits)
         samplings = self._complete_samplings(call, prompts, limits, first_seed)
         return [
             StoredChoice(prompts[choice // call.num_choices], sampling) for choice, sampling in enumerate(samplings)
         ]
+
+    async def _check_schema(self, json_schema: str, model: ServedModel) -> None:
+        """Raises InvalidRequest unless answers of this model can be made to keep to the schema."""
+        if not model.eos_token_ids:
+            raise InvalidRequest("the model has no token that ends an answer", field="response_format")
+        try:
+            await self._schemas.check(json_schema)
+        except UnusableSchema as error:
+            raise InvalidRequest(
+                f"the schema in response_format cannot be used: {error.message}",
+                field="response_format",
+                code="invalid_value",
+            ) from error
 
     async def _token_ids_of(self, call: Call, model: ServedModel, limits: ModelLimits) -> list[Sequence[int]]:
         """Token ids of each prompt, checked."""

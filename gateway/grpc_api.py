@@ -20,6 +20,7 @@ from gateway.front_door import FrontDoor
 from gateway.journal import digest_of
 from gateway.journals import Ask, Journals, ask_for, ask_to_resume
 from gateway.lifecycle import Requests
+from gateway.response_format import json_schema_in
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import LONG_TEXT_CHARS
 from gateway.topology import Member, Topology
@@ -38,6 +39,7 @@ from services.runtime import rpc
 from services.runtime.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from services.runtime.tls import OPERATOR
 from services.scheduling.health import GpuState
+from services.structured.grammar import ANY_OBJECT
 
 SERVICE_NAMES = ("tandem.v1.Inference", "tandem.v1.Cluster")
 WATCH_INTERVAL_S = 0.5
@@ -281,7 +283,7 @@ def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
         model=request.model,
         request_id=request.request_id or None,
         prompts=[_prompt(request)],
-        sampling=_sampling(request.sampling),
+        sampling=_sampling(request),
         priority=request.priority,
         service_class=request.service_class,
         affinity_key=_affinity_key(context),
@@ -318,7 +320,8 @@ def _prompt(request: inference_pb2.GenerateRequest) -> str | list[int]:
     return request.text if kind == "text" else list(request.token_ids.ids)
 
 
-def _sampling(params: inference_pb2.SamplingParams) -> AskedSampling:
+def _sampling(request: inference_pb2.GenerateRequest) -> AskedSampling:
+    params = request.sampling
     given = {name: getattr(params, name) for name in _OPTIONAL_FIELDS if params.HasField(name)}
     return AskedSampling(
         min_tokens=params.min_tokens,
@@ -330,8 +333,16 @@ def _sampling(params: inference_pb2.SamplingParams) -> AskedSampling:
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         logit_bias=dict(params.logit_bias),
+        json_schema=_json_schema(request.response_format),
         **given,
     )
+
+
+def _json_schema(asked: inference_pb2.ResponseFormat) -> str:
+    kind = asked.WhichOneof("format")
+    if kind is None:
+        return ""
+    return ANY_OBJECT if kind == "json_object" else json_schema_in(asked.json_schema)
 
 
 _OPTIONAL_FIELDS: tuple[Any, ...] = ("max_tokens", "temperature", "top_p", "seed", "repetition_penalty", "logprobs")

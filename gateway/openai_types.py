@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.calls import Call, Delta, Usage
+from gateway.response_format import json_schema_of
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
 from gateway.validation import (
@@ -69,6 +70,7 @@ class _CommonFields(msgspec.Struct, kw_only=True):
     user: str | None = None
     cache_salt: str | None = None
     allow_fallback: bool | None = None
+    response_format: Any = None
 
 
 class CompletionRequest(_CommonFields, kw_only=True):
@@ -398,6 +400,7 @@ def _sampling(request: _CommonFields, *, max_tokens: int | None, logprobs: int |
         logprobs=logprobs,
         stop=() if stop is None else (stop,) if isinstance(stop, str) else stop,
         logit_bias=_logit_bias(request.logit_bias) if request.logit_bias else {},
+        json_schema=json_schema_of(request.response_format),
         **given,
     )
 

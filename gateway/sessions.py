@@ -435,6 +435,7 @@ def _sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
             traceparent=order.traceparent,
             cache_salt=order.cache_salt,
             service_class=order.service_class,
+            json_schema=order.sampling.json_schema,
         )
     order.message.deadline_ms = max(1, order.deadline.remaining_ms())
     return order.message

@@ -37,6 +37,10 @@ MAX_PRIORITY = 100
 MAX_NAME_CHARS = 64
 MAX_KEY_CHARS = 255
 MAX_AFFINITY_CHARS = 256
+MAX_SCHEMA_BYTES = 64 * 1024
+"""Of a JSON schema for the answer, without white space."""
+MAX_SCHEMA_DEPTH = 64
+"""Objects and lists within one another in such a schema; an object's member is two levels below the object."""
 SERVICE_CLASSES = tuple(one.name.lower() for one in ServiceClass)
 """From the most to the least urgent."""
 DEFAULT_SERVICE_CLASS = ServiceClass.NORMAL.name.lower()
@@ -75,7 +79,6 @@ REFUSED_UNLESS: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
     "suffix": ("",),
@@ -116,6 +119,8 @@ class AskedSampling(msgspec.Struct, kw_only=True):
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = {}
     logprobs: int | None = None
+    json_schema: str = ""
+    """What the answer must keep to, as `gateway.response_format` writes it; empty: any text will do."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +141,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float
     logit_bias: Mapping[int, float]
     logprobs: int | None
+    json_schema: str = ""
 
 
 def check_sampling(asked: AskedSampling | Sampling, limits: ModelLimits, *, prefix: str = "") -> None:
@@ -163,6 +169,8 @@ def check_sampling(asked: AskedSampling | Sampling, limits: ModelLimits, *, pref
         check_token_ids(asked.stop_token_ids, limits, field_name=prefix + "stop_token_ids")
     if asked.logit_bias:
         _check_logit_bias(asked.logit_bias, limits, prefix + "logit_bias")
+    if asked.json_schema:
+        _check_with_schema(asked, prefix)
 
 
 def complete_sampling(
@@ -193,6 +201,7 @@ def complete_sampling(
         repetition_penalty=asked.repetition_penalty,
         logit_bias=asked.logit_bias,
         logprobs=asked.logprobs,
+        json_schema=asked.json_schema,
     )
 
 
@@ -375,6 +384,21 @@ def _check_logit_bias(biases: Mapping[Any, Any], limits: ModelLimits, field_name
             raise _invalid(f"a key of {field_name}", token_id, f"a token id in [0, {limits.vocab_size})", field_name)
         if not _is_number(bias) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
             raise _invalid(f"{field_name}[{token_id}]", bias, "a number in [-100, 100]", field_name)
+
+
+def _check_with_schema(asked: AskedSampling | Sampling, prefix: str) -> None:
+    """An answer with a schema ends where the schema does, and nowhere else."""
+    if len(asked.json_schema.encode()) > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(
+            f"the schema in response_format must have at most {MAX_SCHEMA_BYTES} bytes", field="response_format"
+        )
+    for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids"):
+        if getattr(asked, name):
+            raise InvalidRequest(
+                f"{prefix}{name} cannot be used with a JSON response_format: the answer ends where its JSON does",
+                field=prefix + name,
+                code="unsupported_parameter",
+            )
 
 
 def _check_count(values: Sequence[Any] | Mapping[Any, Any], field_name: str, most: int) -> None:

@@ -36,7 +36,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.engine.engine import EngineParts, check_fits, check_token_ids
 from services.engine.pages import num_pages_for
 from services.engine.prefix import PageKey, cache_salt
-from services.engine.sequence import Sampling, Sequence
+from services.engine.sequence import Grammar, Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
@@ -53,6 +53,7 @@ from services.runtime.attempts import (
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import (
     InternalError,
+    InvalidRequest,
     InvariantViolated,
     RequestCancelled,
     TandemError,
@@ -64,6 +65,8 @@ from services.runtime.session import Payload, Session, SessionServer, failed
 from services.runtime.worker_host import infallible, on_this_loop, record_chunk, within
 from services.runtime.worker_metrics import Load, Speeds, WorkerMetrics
 from services.scheduling.speedometer import numbers
+from services.structured.compiler import GrammarCompiler
+from services.structured.grammar import Grammars
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 # Uncomputed tokens of prompts that have their turn, in steps: one runs, the next is ready when it ends.
@@ -96,6 +99,7 @@ class _Kept:
     first_token_id: int
     outcome: SampledToken | None
     """The first token as it was sampled. None: the attempt had been told which it is."""
+    json_schema: str = ""
     is_let_go: asyncio.Event = field(default_factory=asyncio.Event)
     """The attempt has ended and nothing reads the pages."""
     expiry: asyncio.TimerHandle | None = None
@@ -104,7 +108,7 @@ class _Kept:
         """Whether computing the prompt of `spec` would give these pages and this token."""
         if spec.prompt_token_ids != self.prompt_token_ids or spec.cache_salt != self.cache_salt:
             return False
-        if spec.sampling != self.sampling:
+        if spec.sampling != self.sampling or spec.json_schema != self.json_schema:
             return False
         if spec.emitted_token_ids:
             return spec.emitted_token_ids[0] == self.first_token_id
@@ -126,6 +130,8 @@ class _Attempt:
     """What an earlier attempt has computed of the same."""
     kept: _Kept | None = None
     """What this one has computed or taken over."""
+    grammar: Grammar | None = None
+    """What the first token must keep to; None: it may be any, or is known."""
     transfer: SendTransfer | None = None
     chunks: "asyncio.Queue[tuple[StepReport, ComputedChunk]]" = field(default_factory=asyncio.Queue)
     sending_since_unix_ns: int | None = None
@@ -146,8 +152,8 @@ class _Attempt:
 class PrefillWorker:
     """Computes prompts and hands their pages over. Made on the event loop.
 
-    `on_pages_changed(added, evicted)` is called on the event loop with the keys of pages that have come to be found
-    here, and of those that no longer are.
+    `grammars` are for requests with a JSON schema, which are refused without. `on_pages_changed(added, evicted)` is
+    called on the event loop with the keys of pages that have come to be found here, and of those that no longer are.
     """
 
     def __init__(
@@ -160,12 +166,14 @@ class PrefillWorker:
         metrics: WorkerMetrics,
         step_timeout_s: float = 0.0,
         gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None,
+        grammars: Grammars | None = None,
         on_pages_changed: Callable[[tuple[PageKey, ...], tuple[PageKey, ...]], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._parts = parts
         self._links = links
         self._metrics = metrics
+        self._grammars = None if grammars is None else GrammarCompiler(grammars)
         self._on_pages_changed = on_pages_changed
         self._clock = clock
         self._page_size = parts.pool.layout.page_size
@@ -286,6 +294,8 @@ class PrefillWorker:
         check_token_ids(config, spec.prompt_token_ids)
         check_token_ids(config, spec.emitted_token_ids, field="emitted_token_ids")
         check_token_ids(config, spec.sampling.logit_bias, field="logit_bias")
+        if spec.json_schema and self._grammars is None:
+            raise InvalidRequest("this worker has no grammars", field="json_schema")
 
     async def _on_cancel(self, session: Session, message: worker_pb2.Cancel) -> None:
         attempt = self._attempts.find(read_key(message.id))
@@ -315,6 +325,7 @@ class PrefillWorker:
     async def _prefill(self, attempt: _Attempt) -> None:
         page_ids = None if attempt.former is None else await self._take_over(attempt, attempt.former)
         if page_ids is None:
+            attempt.grammar = await self._grammar(attempt.spec)
             await attempt.has_turn.wait()
         attempt.transfer = await self._links.reserve(
             attempt.decode_address,
@@ -375,7 +386,15 @@ class PrefillWorker:
         former = self._kept.get(spec.key.request_id)
         if former is not None:
             self._forget(former)
-        attempt.kept = _Kept(spec.key, spec.prompt_token_ids, spec.cache_salt, spec.sampling, first_token_id, outcome)
+        attempt.kept = _Kept(
+            spec.key,
+            spec.prompt_token_ids,
+            spec.cache_salt,
+            spec.sampling,
+            first_token_id,
+            outcome,
+            json_schema=spec.json_schema,
+        )
         self._kept[spec.key.request_id] = attempt.kept
 
     def _forget(self, kept: _Kept) -> None:
@@ -419,7 +438,11 @@ class PrefillWorker:
         """Puts the prompt in line for the engine; returns when that knows what need not be computed."""
         spec = attempt.spec
         sequence = Sequence(
-            spec.key, spec.prompt_token_ids, sampling=spec.sampling, emitted_token_ids=spec.emitted_token_ids
+            spec.key,
+            spec.prompt_token_ids,
+            sampling=spec.sampling,
+            emitted_token_ids=spec.emitted_token_ids,
+            grammar=attempt.grammar,
         )
         salt = cache_salt(model=self._parts.fingerprint, tenant=spec.cache_salt)
         attempt.has_begun = True
@@ -431,6 +454,13 @@ class PrefillWorker:
         self._queue.computed(spec.key, prefix.num_tokens)
         self._give_turns()
         return prefix
+
+    async def _grammar(self, spec: AttemptSpec[Sampling]) -> Grammar | None:
+        """What the first token must keep to. An attempt that has emitted tokens samples nothing here."""
+        if not spec.json_schema or spec.emitted_token_ids:
+            return None
+        assert self._grammars is not None, "such a request was refused"
+        return await self._grammars.begin(spec.json_schema, eos_token_ids=spec.eos_token_ids)
 
     def _emit_started(self, attempt: _Attempt, num_cached_tokens: int) -> None:
         queue_s = self._clock.monotonic() - attempt.arrived_s

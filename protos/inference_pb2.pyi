@@ -89,6 +89,7 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SERVICE_CLASS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 64 characters of [A-Za-z0-9_.:-], unique among running requests. Empty: the server makes one, and the stream cannot
     be resumed unless metadata `idempotency-key` is sent.
@@ -119,6 +120,12 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams:
         """How tokens are chosen. Absent: every default of SamplingParams."""
 
+    @_builtins.property
+    def response_format(self) -> Global___ResponseFormat:
+        """The form that the answer must have. Absent: any text. The answer ends where the form does, so it cannot be combined
+        with `ignore_eos`, `min_tokens`, `stop` or `stop_token_ids`; one that is cut off by `max_tokens` is not complete.
+        """
+
     def __init__(
         self,
         *,
@@ -131,16 +138,67 @@ class GenerateRequest(_message.Message):
         tenant: _builtins.str = ...,
         service_class: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        response_format: Global___ResponseFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "service_class", b"service_class", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "service_class", b"service_class", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ResponseFormat(_message.Message):
+    """A form of answers. None set: any text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON that keeps to this JSON schema, which is given as JSON text: an object of at most 64 KiB without white space,
+    64 levels deep. Members come in the order in which the schema names them. What it asks for and is not supported is
+    refused by name.
+    """
+    @_builtins.property
+    def json_object(self) -> Global___JsonObjectFormat:
+        """Any JSON object."""
+
+    def __init__(
+        self,
+        *,
+        json_object: Global___JsonObjectFormat | None = ...,
+        json_schema: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "json_object", b"json_object", "json_schema", b"json_schema"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "json_object", b"json_object", "json_schema", b"json_schema"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_format: _TypeAlias = _typing.Literal["json_object", "json_schema"]  # noqa: Y015
+    _WhichOneofArgType_format: _TypeAlias = _typing.Literal["format", b"format"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_format) -> _WhichOneofReturnType_format | None: ...
+
+Global___ResponseFormat: _TypeAlias = ResponseFormat  # noqa: Y015
+
+@_typing.final
+class JsonObjectFormat(_message.Message):
+    """Asks for any JSON object."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JsonObjectFormat: _TypeAlias = JsonObjectFormat  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):

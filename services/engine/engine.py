@@ -20,7 +20,7 @@ from services.engine.config import ModelConfig
 from services.engine.model import Model, load_model
 from services.engine.pages import PageAllocator, PageLayout, PageLease, PagePool, num_pages_for
 from services.engine.runner import ModelRunner
-from services.engine.sequence import FinishReason, Sampling, Sequence
+from services.engine.sequence import FinishReason, Grammar, Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
 from services.runtime.errors import ConfigError, InvalidRequest
 
@@ -205,7 +205,12 @@ class Engine:
         return bool(self._waiting or self._running)
 
     def add(
-        self, prompt_token_ids: SequenceOf[int], sampling: Sampling, *, emitted_token_ids: SequenceOf[int] = ()
+        self,
+        prompt_token_ids: SequenceOf[int],
+        sampling: Sampling,
+        *,
+        emitted_token_ids: SequenceOf[int] = (),
+        grammar: Grammar | None = None,
     ) -> Sequence:
         """Queue a request; `emitted_token_ids` are tokens of its answer that an earlier attempt already gave.
 
@@ -217,7 +222,13 @@ class Engine:
         check_token_ids(config, prompt_token_ids)
         check_token_ids(config, emitted_token_ids, field="emitted_token_ids")
         check_token_ids(config, sampling.logit_bias, field="logit_bias")
-        sequence = Sequence(self._num_added, prompt_token_ids, sampling=sampling, emitted_token_ids=emitted_token_ids)
+        sequence = Sequence(
+            self._num_added,
+            prompt_token_ids,
+            sampling=sampling,
+            emitted_token_ids=emitted_token_ids,
+            grammar=grammar,
+        )
         if sequence.finish_reason() is not None:
             raise InvalidRequest("the emitted tokens already end the answer", field="emitted_token_ids")
         self._num_added += 1

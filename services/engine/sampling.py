@@ -44,22 +44,32 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sample
 
     `logits` [B, V] float32 is not changed. Row i is for `sequences[i]`, at the position after its last token. A row
     that holds NaN or infinity, or whose tokens are all ruled out, gives a NonFiniteLogits in its place.
+
+    Rows with a grammar are worked on in a copy of their own: the others cost what they cost without them.
     """
     if not sequences:
         return []
+    # First of all: where the logits are still being computed on a GPU, the grammars' work is hidden behind that.
+    allowed = _allowed_tokens(sequences)
     is_finite = _rows_are_finite(logits)
     adjusted = _adjust(logits, sequences)
     token_ids = _argmax(adjusted)
     if adjusted is not logits:
         is_finite &= torch.isfinite(adjusted.gather(1, token_ids[:, None])[:, 0])
+    narrowed = adjusted[:0]
+    if allowed:
+        rows = _index(list(allowed), logits.device)
+        is_ruled_out = _is_ruled_out(list(allowed.values()), logits.shape[1], logits.device)
+        narrowed = adjusted[rows].masked_fill_(is_ruled_out, -math.inf)
+        token_ids[rows] = _argmax(narrowed)
+        is_finite[rows] &= torch.isfinite(narrowed.gather(1, token_ids[rows][:, None])[:, 0])
     can_choose: list[bool] = is_finite.tolist()
     by_chance = [row for row, sequence in enumerate(sequences) if can_choose[row] and not sequence.sampling.is_greedy]
-    # In blocks: float64 temporaries that stay in a CPU's cache are several times faster there.
-    block_rows = max(1, _BLOCK_ELEMENTS.get(logits.device.type, 1 << 20) // logits.shape[1])
-    for start in range(0, len(by_chance), block_rows):
-        block = by_chance[start : start + block_rows]
-        rows = _index(block, logits.device)
-        token_ids[rows] = _draw(adjusted[rows].to(torch.float64), [sequences[row] for row in block])
+    places = {row: place for place, row in enumerate(allowed)}
+    free = [row for row in by_chance if row not in places]
+    bound = [row for row in by_chance if row in places]
+    _draw_rows(token_ids, free, scores=adjusted, places=free, sequences=sequences)
+    _draw_rows(token_ids, bound, scores=narrowed, places=[places[row] for row in bound], sequences=sequences)
     chosen: list[int] = token_ids.tolist()
     reports = _logprob_reports(logits, sequences, chosen)
     return [
@@ -182,7 +192,48 @@ def _collect_penalties(row: int, sequence: Sequence, repeated: _Elements, counte
         counted.add(row, counts.keys(), by_count, sampling.presence_penalty)
 
 
+# -- Grammars: which tokens a row may choose from ----------------------------------------------------------------------
+
+
+def _allowed_tokens(sequences: SequenceOf[Sequence]) -> dict[int, bytes]:
+    """Return the bits of `Grammar.allowed`, by row, of the rows that have a grammar."""
+    return {row: bits for row, sequence in enumerate(sequences) if (bits := sequence.allowed_tokens()) is not None}
+
+
+def _is_ruled_out(allowed: SequenceOf[bytes], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Return bool [R, V] from the bits of R rows. The tokenizer may know fewer tokens than the model, or more."""
+    num_bytes = (vocab_size + 7) // 8
+    packed = np.zeros((len(allowed), num_bytes), dtype=np.uint8)
+    for row, bits in enumerate(allowed):
+        known = np.frombuffer(bits, dtype=np.uint8, count=min(len(bits), num_bytes))
+        packed[row, : len(known)] = known
+    np.invert(packed, out=packed)
+    if device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little").view(np.bool_))
+    # An eighth of the bytes to move; they are taken apart over there.
+    bits_of = torch.arange(8, dtype=torch.uint8, device=device)
+    unpacked = (torch.from_numpy(packed).to(device)[:, :, None] >> bits_of).bitwise_and_(1)
+    return unpacked.flatten(1)[:, :vocab_size].bool()
+
+
 # -- Chance ------------------------------------------------------------------------------------------------------------
+
+
+def _draw_rows(
+    token_ids: torch.Tensor,
+    rows: SequenceOf[int],
+    *,
+    scores: torch.Tensor,
+    places: SequenceOf[int],
+    sequences: SequenceOf[Sequence],
+) -> None:
+    """Put a drawn token into each of `rows` of `token_ids` [B]; its scores are in the row of `scores` at its place."""
+    # In blocks: float64 temporaries that stay in a CPU's cache are several times faster there.
+    block_rows = max(1, _BLOCK_ELEMENTS.get(scores.device.type, 1 << 20) // scores.shape[1])
+    for start in range(0, len(rows), block_rows):
+        block = rows[start : start + block_rows]
+        block_scores = scores[_index(places[start : start + block_rows], scores.device)].to(torch.float64)
+        token_ids[_index(block, scores.device)] = _draw(block_scores, [sequences[row] for row in block])
 
 
 def _draw(scores: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
@@ -241,6 +292,8 @@ def _draw_cut(
         is_open = candidates.gather(1, num_kept - 1) <= candidates[:, -1:]
         lacks_top_k = [sequence.sampling.top_k > num_candidates for sequence in sequences]
         is_open |= torch.tensor(lacks_top_k, device=device)[:, None]
+        # Where the last one is ruled out, all that can be chosen is in view.
+        is_open &= candidates[:, -1:] > -math.inf
         still_open: list[int] = is_open[:, 0].nonzero()[:, 0].tolist()
         if still_open:
             rows = _index(still_open, device)

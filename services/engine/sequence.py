@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from services.runtime.errors import InvalidRequest
 
@@ -73,6 +74,30 @@ class Sampling:
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
+class Grammar(Protocol):
+    """What form an answer must have, and how much of it is there. It belongs to one sequence.
+
+    Its state follows from the tokens that it was given, and from nothing else.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of the answer it was given."""
+        ...
+
+    def advance(self, token_ids: SequenceOf[int]) -> None:
+        """Give it the next tokens of the answer."""
+        ...
+
+    def allowed(self) -> bytes:
+        """Say which tokens may come next: token t may if bit t % 8, of value 2^(t % 8), of byte t // 8 is set.
+
+        Those of tokens beyond the last byte are not. No bit is set where nothing can follow any more: a token before
+        was not allowed, or the grammar is too complex to go on with.
+        """
+        ...
+
+
 class Sequence:
     """Tokens of one attempt of a request and how far they have come.
 
@@ -84,6 +109,7 @@ class Sequence:
         "_generated_counts",
         "_num_counted_tokens",
         "_prompt_token_set",
+        "grammar",
         "num_computed_tokens",
         "num_emitted_tokens",
         "num_prompt_tokens",
@@ -101,10 +127,15 @@ class Sequence:
         sampling: Sampling,
         emitted_token_ids: Iterable[int] = (),
         page_table: list[int] | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
-        """`page_table` is kept, not copied: a PageLease's `page_ids` may be passed and grow under the sequence."""
+        """`page_table` is kept, not copied: a PageLease's `page_ids` may be passed and grow under the sequence.
+
+        `grammar` may have been given some of the emitted tokens already, or none.
+        """
         self.sequence_id = sequence_id
         self.sampling = sampling
+        self.grammar = grammar
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         if not self.num_prompt_tokens:
@@ -154,6 +185,17 @@ class Sequence:
         if num_generated > self.sampling.min_tokens and self.token_ids[-1] in self.sampling.stop_token_ids:
             return "stop"
         return "length" if num_generated >= self.sampling.max_tokens else None
+
+    def allowed_tokens(self) -> bytes | None:
+        """Say which tokens may come next, in the bits of `Grammar.allowed`; None where there is no grammar: all may.
+
+        The grammar is given the tokens that it lacks first, so that a resumed sequence has the same ones to choose from
+        as the one that it goes on from. Costs only what was added since the last call.
+        """
+        if self.grammar is None:
+            return None
+        self.grammar.advance(self.token_ids[self.num_prompt_tokens + self.grammar.num_tokens :])
+        return self.grammar.allowed()
 
     def generated_counts(self) -> Mapping[int, int]:
         """Return how often each token occurs after the prompt. Costs only what was added since the last call."""

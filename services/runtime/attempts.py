@@ -36,6 +36,10 @@ class AttemptSpec(Generic[S]):
     cache_salt: str = ""
     service_class: int = DEFAULT_SERVICE_CLASS
     """0 is served first, 4 last."""
+    json_schema: str = ""
+    """What the answer must keep to; empty: any text."""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's ends of sequence, as far as they end this answer."""
 
 
 def read_key(message: worker_pb2.AttemptId) -> AttemptKey:
@@ -54,6 +58,9 @@ def read_spec(
     """Turns a message into plain data. Raises InvalidRequest naming the field; `sampling_class` checks its own."""
     if not message.prompt_token_ids:
         raise InvalidRequest("the prompt is empty", field="prompt_token_ids")
+    eos_token_ids = () if message.sampling.ignore_eos else tuple(message.eos_token_ids)
+    if message.json_schema and not eos_token_ids:
+        raise InvalidRequest("an answer with a JSON schema needs a token that ends it", field="eos_token_ids")
     return AttemptSpec(
         key=read_key(message.id),
         prompt_token_ids=list(message.prompt_token_ids),
@@ -63,6 +70,8 @@ def read_spec(
         traceparent=message.traceparent,
         cache_salt=message.cache_salt,
         service_class=_service_class(message),
+        json_schema=message.json_schema,
+        eos_token_ids=eos_token_ids,
     )
 
 

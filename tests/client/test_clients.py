@@ -118,7 +118,7 @@ def test_every_field_of_a_request_is_in_the_request_class() -> None:
     assert {"prompt", "sampling"} | here >= sent - {"text", "token_ids"} - _NOT_YET
 
 
-_NOT_YET: set[str] = set()
+_NOT_YET: set[str] = {"response_format"}
 """Fields of the protos that the client cannot send yet."""
 
 

@@ -17,6 +17,7 @@ from services.engine.pages import PageAllocator, PageLayout, PagePool
 from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
 from services.runtime.errors import TandemError
 from services.runtime.worker_metrics import Load, WorkerMetrics
+from tests.fake_grammars import allowed_token
 from tests.fake_links import FakeLinks
 
 PAGE_SIZE = 4
@@ -25,7 +26,10 @@ VOCAB_SIZE = 1000
 
 
 class GatedRunner:
-    """Stands for a model: the next token is the sum of all so far. Steps wait while `gate` is closed."""
+    """Stands for a model: the next token is the sum of all so far, or the lowest one that the grammar allows.
+
+    Steps wait while `gate` is closed.
+    """
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -50,7 +54,13 @@ class GatedRunner:
     def _outcome(self, item: Any) -> Any:
         if item.sequence.sequence_id.request_id in self.broken:
             return NonFiniteLogits("NaN")
-        return SampledToken(sum(item.sequence.token_ids) % VOCAB_SIZE) if item.is_sampled else None
+        if not item.is_sampled:
+            return None
+        allowed = item.sequence.allowed_tokens()
+        if allowed is None:
+            return SampledToken(sum(item.sequence.token_ids) % VOCAB_SIZE)
+        token_id = allowed_token(allowed)
+        return NonFiniteLogits("nothing is allowed") if token_id is None else SampledToken(token_id)
 
 
 @dataclass

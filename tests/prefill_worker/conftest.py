@@ -12,8 +12,9 @@ import torch
 from prefill_worker.worker import Limits, PrefillWorker
 from protos import inference_pb2, worker_pb2
 from services.engine.pages import PageAllocator, PageLayout
-from services.engine.step import SampledToken, StepPlan, StepResult
+from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
 from services.runtime.worker_metrics import Load, WorkerMetrics
+from tests.fake_grammars import allowed_token
 from tests.fake_links import FakeLinks
 
 PAGE_SIZE = 4
@@ -22,7 +23,10 @@ VOCAB_SIZE = 1000
 
 
 class GatedRunner:
-    """Stands for a model: the next token is the sum of all so far. Steps wait while `gate` is closed."""
+    """Stands for a model: the next token is the sum of all so far, or the lowest one that the grammar allows.
+
+    Steps wait while `gate` is closed.
+    """
 
     def __init__(self) -> None:
         import threading
@@ -41,12 +45,16 @@ class GatedRunner:
         self.num_steps += 1
         if self.closes_gate:
             self.gate.clear()
-        return StepResult(
-            [
-                SampledToken(sum(item.sequence.token_ids) % VOCAB_SIZE) if item.is_sampled else None
-                for item in plan.items
-            ]
-        )
+        return StepResult([self._outcome(item) for item in plan.items])
+
+    def _outcome(self, item: StepItem) -> SampledToken | NonFiniteLogits | None:
+        if not item.is_sampled:
+            return None
+        allowed = item.sequence.allowed_tokens()
+        if allowed is None:
+            return SampledToken(sum(item.sequence.token_ids) % VOCAB_SIZE)
+        token_id = allowed_token(allowed)
+        return NonFiniteLogits("nothing is allowed") if token_id is None else SampledToken(token_id)
 
 
 class Gateway:

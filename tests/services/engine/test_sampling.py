@@ -1,7 +1,9 @@
 import math
 import random
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -505,3 +507,126 @@ class TestIndependence:
         finally:
             torch.set_num_threads(before)
         assert results[0] == results[1] == results[2]
+
+
+# -- Grammars ----------------------------------------------------------------------------------------------------------
+
+
+class Fixed:
+    """A grammar that always allows the same tokens, and keeps what it was given."""
+
+    def __init__(self, bits: bytes) -> None:
+        self.bits = bits
+        self.given: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.given)
+
+    def advance(self, token_ids: SequenceOf[int]) -> None:
+        self.given += token_ids
+
+    def allowed(self) -> bytes:
+        return self.bits
+
+
+def bits_of(token_ids: Iterable[int], num_bytes: int) -> bytes:
+    return sum(1 << token_id for token_id in set(token_ids)).to_bytes(num_bytes, "little")
+
+
+def bound(allowed: Iterable[int], vocab: int, **sampling: Any) -> Sequence:
+    made = sequence(**sampling)
+    made.grammar = Fixed(bits_of(allowed, (vocab + 7) // 8))
+    return made
+
+
+class TestGrammar:
+    VOCAB = 203
+    HOW: ClassVar[list[dict[str, Any]]] = [
+        {"temperature": 0},
+        {},
+        {"temperature": 1.7},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"top_k": 90, "top_p": 0.9},
+        {"min_p": 0.05},
+        {"presence_penalty": 1.5, "repetition_penalty": 1.3, "logit_bias": {3: 5.0, 4: -5.0}},
+        {"logprobs": 3},
+    ]
+
+    @pytest.mark.parametrize("how", HOW, ids=str)
+    @pytest.mark.parametrize("num_allowed", [1, 3, 70, 150, 203])
+    def test_equals_logits_without_the_other_tokens(self, how: dict[str, Any], num_allowed: int) -> None:
+        """Against the same rows without a grammar, whose other logits are so low that nothing chooses them."""
+        source = random.Random(num_allowed)
+        logits = random_logits(24, self.VOCAB, seed=num_allowed)
+        allowed = [set(source.sample(range(self.VOCAB), num_allowed)) for _ in range(24)]
+        seeds = [{"seed": seed, "emitted": [3, 4], **how} for seed in range(24)]
+        sequences = [bound(tokens, self.VOCAB, **one) for tokens, one in zip(allowed, seeds, strict=True)]
+        lowered = logits.clone()
+        for row, tokens in enumerate(allowed):
+            lowered[row, [token for token in range(self.VOCAB) if token not in tokens]] = -1e30
+        chosen = choose(logits, sequences)
+        assert all(token in tokens for token, tokens in zip(chosen, allowed, strict=True))
+        assert chosen == choose(lowered, [sequence(**one) for one in seeds])
+
+    def test_other_rows_do_not_notice(self) -> None:
+        logits = random_logits(40, self.VOCAB)
+        plain = [sequence(seed=n, **self.HOW[n % len(self.HOW)]) for n in range(40)]
+        alone = sample(logits, plain)
+        mixed = [bound([7, 8], self.VOCAB, seed=n) if n % 3 == 1 else one for n, one in enumerate(plain)]
+        together = sample(logits, mixed)
+        for n, (one, other) in enumerate(zip(alone, together, strict=True)):
+            if n % 3 == 1:
+                assert isinstance(other, SampledToken)
+                assert other.token_id in (7, 8)
+            else:
+                assert one == other
+
+    def test_the_logits_are_not_changed(self) -> None:
+        logits = random_logits(3, self.VOCAB)
+        before = logits.clone()
+        sample(logits, [sequence(), bound([1], self.VOCAB), bound([2], self.VOCAB, temperature=0)])
+        assert torch.equal(logits, before)
+
+    def test_follows_the_probabilities_of_what_is_left(self) -> None:
+        logits = [0.0, 1.0, 2.0, 3.0]
+        rows = torch.tensor(logits).expand(4000, -1)
+        counts = Counter(choose(rows, [bound([1, 3], 4, seed=seed) for seed in range(4000)]))
+        first, second = softmax([1.0, 3.0])
+        assert_follows(counts, [0.0, first, 0.0, second])
+
+    def test_nothing_is_left(self) -> None:
+        logits = random_logits(4, self.VOCAB)
+        barred = sequence(temperature=0)
+        barred.grammar = Fixed(b"")
+        # The only allowed token must not come yet.
+        early = bound([9], self.VOCAB, min_tokens=5, stop_token_ids=frozenset({9}))
+        results = sample(logits, [sequence(), barred, early, bound([5], self.VOCAB)])
+        assert [type(result) for result in results] == [SampledToken, NonFiniteLogits, NonFiniteLogits, SampledToken]
+
+    def test_a_broken_row_stays_broken(self) -> None:
+        logits = random_logits(2, self.VOCAB)
+        logits[0, 11] = math.nan
+        broken, whole = sample(logits, [bound([5], self.VOCAB), bound([5], self.VOCAB)])
+        assert isinstance(broken, NonFiniteLogits)
+        assert isinstance(whole, SampledToken)
+
+    @pytest.mark.parametrize("num_bytes", [1, 13, 25, 26, 40])
+    def test_the_tokenizer_knows_fewer_tokens_or_more(self, num_bytes: int) -> None:
+        logits = random_logits(1, self.VOCAB)
+        made = sequence(temperature=0)
+        made.grammar = Fixed(b"\xff" * num_bytes)
+        (token,) = choose(logits, [made])
+        assert token == int(logits[0, : num_bytes * 8].argmax())
+
+    def test_logprobs_are_of_the_model(self) -> None:
+        logits = random_logits(1, self.VOCAB)
+        (free,), (tied,) = (
+            sample(logits, [one]) for one in (sequence(logprobs=2), bound([17], self.VOCAB, logprobs=2))
+        )
+        assert isinstance(free, SampledToken)
+        assert isinstance(tied, SampledToken)
+        assert tied.token_id == 17
+        assert tied.top == free.top
+        assert tied.logprob == pytest.approx(float(logits[0].double().log_softmax(-1)[17]))

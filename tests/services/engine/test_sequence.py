@@ -110,3 +110,36 @@ class TestStepItem:
         assert not StepItem(seq, 1).is_sampled
         assert StepItem(seq, 2).is_sampled
         assert not StepItem(seq, 2, wants_token=False).is_sampled
+
+
+class Recorder:
+    """A grammar that keeps what it was given, call by call."""
+
+    def __init__(self, given: list[int]) -> None:
+        self.calls: list[list[int]] = [given] if given else []
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.calls))
+
+    def advance(self, token_ids: list[int]) -> None:
+        self.calls.append(token_ids)
+
+    def allowed(self) -> bytes:
+        return bytes([self.num_tokens])
+
+
+class TestGrammar:
+    def test_none(self) -> None:
+        assert Sequence("r", [1], sampling=Sampling(max_tokens=3)).allowed_tokens() is None
+
+    @pytest.mark.parametrize("num_given", range(4))
+    def test_it_is_given_what_it_lacks_of_the_answer(self, num_given: int) -> None:
+        emitted = [5, 6, 7]
+        grammar = Recorder(emitted[:num_given])
+        resumed = Sequence("r", [1, 2], sampling=Sampling(max_tokens=9), emitted_token_ids=emitted, grammar=grammar)
+        assert resumed.allowed_tokens() == b"\x03"
+        resumed.append_token(8)
+        assert resumed.allowed_tokens() == b"\x04"
+        assert resumed.allowed_tokens() == b"\x04"
+        assert [token for call in grammar.calls for token in call] == [5, 6, 7, 8]

@@ -1,0 +1,1 @@
+"""Answers that must have a given form: which tokens may come next."""

@@ -1,0 +1,95 @@
+"""Has schemas compiled on threads of their own, so that no event loop and no engine waits for one.
+
+Knows neither requests nor workers.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from services.runtime.errors import Overloaded
+from services.structured.grammar import Grammars, GrammarState, UnusableSchema, check_schema
+
+NUM_THREADS = 2
+CHECK_TIMEOUT_S = 2.0
+"""Usual schemas take a millisecond; the grammar library's own limits end the compilation of any other about here."""
+MAX_WAITING_CHECKS = 256
+MAX_KNOWN_SCHEMAS = 256
+
+T = TypeVar("T")
+
+
+class SchemaChecks:
+    """Whether schemas can be served, by compiling them; for one event loop.
+
+    Those that were found good are remembered, so that an application that always sends the same one pays once.
+    """
+
+    def __init__(self, *, check: Callable[[str], None] = check_schema, timeout_s: float = CHECK_TIMEOUT_S) -> None:
+        self._check = check
+        self._timeout_s = timeout_s
+        self._threads = _Threads("schema-check")
+        self._good: OrderedDict[str, None] = OrderedDict()
+        self._num_waiting = 0
+
+    async def check(self, schema: str) -> None:
+        """Return if it can be served.
+
+        Raises:
+            UnusableSchema: it cannot, or not within the time limit.
+            Overloaded: too many others are being checked.
+        """
+        if schema in self._good:
+            self._good.move_to_end(schema)
+            return
+        if self._num_waiting >= MAX_WAITING_CHECKS:
+            raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s)
+        self._num_waiting += 1
+        try:
+            await self._run(schema)
+        finally:
+            self._num_waiting -= 1
+        self._good[schema] = None
+        if len(self._good) > MAX_KNOWN_SCHEMAS:
+            self._good.popitem(last=False)
+
+    async def _run(self, schema: str) -> None:
+        checking = self._threads.submit(lambda: self._check(schema))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                # A thread cannot be interrupted: one that has begun goes on to its own limits, and nobody waits.
+                await asyncio.shield(asyncio.wrap_future(checking))
+        except TimeoutError as error:
+            if checking.cancel():
+                raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s) from error
+            raise UnusableSchema(f"it takes longer than {self._timeout_s:g} s to compile") from error
+
+
+class GrammarCompiler:
+    """Makes the grammars of sequences; for one event loop."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._threads = _Threads("grammar")
+
+    async def begin(self, schema: str, *, eos_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> GrammarState:
+        """As `Grammars.begin`, without blocking; whoever waits has a deadline."""
+        beginning = self._threads.submit(
+            lambda: self._grammars.begin(schema, eos_token_ids=eos_token_ids, token_ids=token_ids)
+        )
+        return await asyncio.wrap_future(beginning)
+
+
+class _Threads:
+    """A few threads that are started when there is something to do for the first time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._executor: ThreadPoolExecutor | None = None
+
+    def submit(self, run: Callable[[], T]) -> "Future[T]":
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=self._name)
+        return self._executor.submit(run)
