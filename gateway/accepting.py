@@ -14,11 +14,11 @@ from opentelemetry.trace import Span
 
 from gateway.calls import AcceptedCall, Call, Generation, StoredCall, StoredChoice, TenantTicket, Totals
 from gateway.catalog import ModelCatalog, ServedModel
+from gateway.tool_requests import encode_conversation
 from gateway.validation import (
     DEFAULT_SERVICE_CLASS,
     ModelLimits,
     Sampling,
-    check_messages,
     check_name,
     check_num_choices,
     check_priority,
@@ -319,8 +319,9 @@ class Acceptance:
         """Token ids of each prompt, checked."""
         max_chars = limits.context_length_tokens * model.tokenizer.longest_token_chars
         if call.messages is not None:
-            messages = check_messages(call.messages, max_chars=max_chars)
-            prompts: list[Sequence[int]] = [await model.tokenizer.encode_chat(messages)]
+            prompts: list[Sequence[int]] = [
+                await encode_conversation(model.tokenizer, call.messages, call.tools, max_chars=max_chars)
+            ]
         else:
             prompts = [await _encode(prompt, model, max_chars, call.prompt_field) for prompt in call.prompts]
         for token_ids in prompts:

@@ -50,7 +50,8 @@ class TenantTicket(ABC):
 class Call(msgspec.Struct, kw_only=True):
     """One call of a client, as its API understood it; nothing is checked yet.
 
-    Either `messages` or `prompts` is given; a prompt is a text or token ids. `field_prefix` begins the names of
+    Either `messages` or `prompts` is given; a prompt is a text or token ids. `tools` are those that the model is told
+    of, as `gateway.tool_requests` gives them. `field_prefix` begins the names of
     sampling fields in errors. `deadline` None: the server's maximum. `traceparent` is the client's, or empty.
     `idempotency_key` is the client's, or empty; it stands in for a seed that was not given. `service_class` is one of
     `validation.SERVICE_CLASSES`, or empty: not given. Calls with the same `affinity_key`, a session or a user, are best
@@ -65,6 +66,7 @@ class Call(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     prompts: Sequence[str | Sequence[int]] = ()
     messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
     sampling: AskedSampling = msgspec.field(default_factory=AskedSampling)
     num_choices: int = 1
     priority: int = 0

@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -21,8 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.answer_text import AnswerText
 from gateway.api_keys import ApiKey
-from gateway.calls import AcceptedCall, Call, Delta, Generation, Usage
+from gateway.calls import AcceptedCall, Call, Delta, Generation, TenantTicket, Usage
 from gateway.catalog import ServedModel, header_value
 from gateway.fallback import Stream, begun
 from gateway.fan_out import all_of, merged
@@ -39,16 +40,22 @@ from gateway.openai_types import (
     ChatWriter,
     CompletionRequest,
     CompletionWriter,
+    DetokenizeRequest,
     Head,
+    TokenizeRequest,
     Whole,
     Writer,
     canonical,
     parse,
+    parse_members,
     sse_error,
+    system_fingerprint,
     with_event_id,
 )
 from gateway.request_log import RequestLog
 from gateway.sessions import TokenLogprobs
+from gateway.tokenization import LONG_TEXT_CHARS
+from gateway.tool_requests import encode_conversation, offered_tools
 from gateway.topology import Member, Topology
 from gateway.validation import (
     MAX_BODY_BYTES,
@@ -56,6 +63,8 @@ from gateway.validation import (
     check_affinity_key,
     check_idempotency_key,
     check_permission,
+    check_text,
+    check_token_ids,
 )
 from services.runtime import status
 from services.runtime.errors import (
@@ -70,6 +79,8 @@ from services.runtime.errors import (
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What probes ask, which have no key."""
 API_PREFIX = "/v1/"
+API_PATHS = frozenset({"/tokenize", "/detokenize"})
+"""What any key may ask beside what begins with the prefix; they are where other servers have them."""
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8 * 1024
 LINGER_S = 2.0
@@ -119,6 +130,9 @@ class HttpApi:
         fast: dict[str, App] = {
             "/v1/completions": _Endpoint(self._completions, self._metrics, self._requests.log),
             "/v1/chat/completions": _Endpoint(self._chat_completions, self._metrics, self._requests.log),
+            "/v1/embeddings": _Endpoint(self._refuse_embeddings, self._metrics, self._requests.log),
+            "/tokenize": _Endpoint(self._tokenize, self._metrics, self._requests.log),
+            "/detokenize": _Endpoint(self._detokenize, self._metrics, self._requests.log),
         }
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
         routes += [
@@ -132,7 +146,7 @@ class HttpApi:
         starlette.router.redirect_slashes = False
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
-            # Starlette's layers cost a tenth of a request, so the two routes that carry the load go around them.
+            # Starlette's layers cost a tenth of a request, so the routes that carry the load go around them.
             endpoint = fast.get(scope["path"]) if scope["method"] == "POST" else None
             if endpoint is None and (refusal := self._refusal(scope)) is not None:
                 await refusal(scope, receive, send)
@@ -164,7 +178,7 @@ class HttpApi:
             return None
         try:
             key = self._door.authenticate(_values(scope["headers"], b"authorization"))
-            if not path.startswith(API_PREFIX):
+            if not path.startswith(API_PREFIX) and path not in API_PATHS:
                 self._door.check_admin(key)
         except (Unauthenticated, PermissionDenied) as error:
             self._metrics.note_refusal(_note_error(error))
@@ -177,6 +191,60 @@ class HttpApi:
 
     async def _chat_completions(self, exchange: "_Exchange") -> None:
         await self._generate(exchange, ChatRequest, ChatWriter)
+
+    async def _refuse_embeddings(self, exchange: "_Exchange") -> None:
+        self._door.authenticate(exchange.all_headers(b"authorization"))
+        await exchange.read_body()
+        raise InvalidRequest("this server generates text only; it has no embeddings", code="unsupported_endpoint")
+
+    async def _tokenize(self, exchange: "_Exchange") -> None:
+        """Token ids of a text, or of a conversation as it would be generated from."""
+        key = self._door.authenticate(exchange.all_headers(b"authorization"))
+        request, _ = parse_members(await exchange.read_body(), TokenizeRequest)
+        model = await self._let_in_free(exchange, key, request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("exactly one of prompt and messages is needed", field="prompt", code="invalid_value")
+        if request.messages is not None:
+            if request.add_special_tokens:
+                # Templates write the special tokens themselves; a second set would be another prompt than is used.
+                raise InvalidRequest(
+                    "add_special_tokens goes with prompt, not with messages",
+                    field="add_special_tokens",
+                    code="unsupported_parameter",
+                )
+            tools = offered_tools(request.tools, None)
+            token_ids = await encode_conversation(model.tokenizer, request.messages, tools, max_chars=MAX_BODY_BYTES)
+        else:
+            assert request.prompt is not None
+            check_text(request.prompt, field_name="prompt")
+            adds_special = request.add_special_tokens is not False
+            token_ids = await model.tokenizer.encode(request.prompt, add_special_tokens=adds_special)
+        max_tokens = self._requests.limits(model).context_length_tokens
+        document = {"count": len(token_ids), "max_model_len": max_tokens, "tokens": token_ids}
+        await exchange.answer(200, msgspec.json.encode(document))
+
+    async def _detokenize(self, exchange: "_Exchange") -> None:
+        """The text of token ids, special ones shown."""
+        key = self._door.authenticate(exchange.all_headers(b"authorization"))
+        request, _ = parse_members(await exchange.read_body(), DetokenizeRequest)
+        model = await self._let_in_free(exchange, key, request.model)
+        token_ids = request.tokens
+        if token_ids is None:
+            raise InvalidRequest("tokens is missing", field="tokens", code="missing_required_parameter")
+        check_token_ids(token_ids, model.limits, field_name="tokens")
+        decode = functools.partial(model.tokenizer.decode, token_ids, skip_special_tokens=False)
+        text = decode() if len(token_ids) <= LONG_TEXT_CHARS else await asyncio.to_thread(decode)
+        await exchange.answer(200, msgspec.json.encode({"prompt": text}))
+
+    async def _let_in_free(self, exchange: "_Exchange", key: ApiKey, name: str | None) -> ServedModel:
+        """The model of a request that generates nothing; it counts as one all the same."""
+        catalog = self._requests.catalog
+        self._door.check_model(key, catalog.name_of(name), asked=name)
+        ticket = self._door.ticket(key.tenant)
+        if ticket is not None:
+            await ticket.charge_request()
+        exchange.add_limits(ticket)
+        return catalog.resolve(name)
 
     async def _generate(self, exchange: "_Exchange", body_type: type[Body], writer_type: type[Writer]) -> None:
         """From the body of a request to the end of its answer."""
@@ -202,11 +270,13 @@ class HttpApi:
             return
         with await self._requests.accept(call) as accepted:
             exchange.add_header(b"x-request-id", accepted.request_id)
-            exchange.add_limits(call)
+            exchange.add_limits(call.ticket)
             with exchange.cancelled_on_disconnect():
                 async with begun(self._requests, accepted, accepted.generations) as streams:
                     _add_model_headers(exchange, accepted.model, accepted.fallback)
-                    writer = self._writer(writer_type, request, accepted.request_id, int(time.time()), accepted.model)
+                    writer = self._writer(
+                        writer_type, request, accepted.request_id, int(time.time()), accepted.generations
+                    )
                     if request.stream:
                         await self._stream(exchange, self._events(accepted, streams, writer))
                     else:
@@ -224,23 +294,25 @@ class HttpApi:
             self._door.check_model(key, reader.model)
             _add_model_headers(exchange, reader.model, reader.fallback)
             if ask.call is not None:
-                exchange.add_limits(ask.call)
-            writer = self._writer(writer_type, request, reader.request_id, reader.created_unix_s, reader.model)
+                exchange.add_limits(ask.call.ticket)
+            writer = self._writer(writer_type, request, reader.request_id, reader.created_unix_s, reader.generations)
             if request.stream:
-                await self._stream(exchange, _named_events(reader, writer))
+                await self._stream(exchange, _named_events(reader, writer, self._requests.new_text))
             else:
                 await exchange.answer(200, writer.whole(await _wholes(reader)))
 
     def _writer(
-        self, writer_type: type[Writer], request: Body, request_id: str, created_unix_s: int, model: str
+        self,
+        writer_type: type[Writer],
+        request: Body,
+        request_id: str,
+        created_unix_s: int,
+        generations: Sequence[Generation],
     ) -> Writer:
-        head = Head(
-            request_id=request_id,
-            model=model,
-            created_unix_s=created_unix_s,
-            has_token_ids=bool(request.return_token_ids),
-        )
-        return writer_type(self._requests.catalog[model].tokenizer, head=head, stream_options=request.stream_options)
+        model = self._requests.catalog[generations[0].model]
+        head = Head(request_id, created_unix_s, model.name, system_fingerprint(model))
+        prompts = [generation.prompt_token_ids for generation in generations]
+        return writer_type(model.tokenizer, request, head=head, prompts=prompts)
 
     async def _whole(self, generation: Generation, stream: Stream) -> Whole:
         """One answer, complete."""
@@ -372,7 +444,9 @@ def _ask(exchange: "_Exchange", call: Call, body: bytes, request: Body, writer_t
     return ask_for(call, digest, last_event_id=last_event_id)
 
 
-async def _named_events(reader: Reader, writer: Writer) -> AsyncGenerator[bytes, None]:
+async def _named_events(
+    reader: Reader, writer: Writer, new_text: Callable[[Generation], AnswerText]
+) -> AsyncGenerator[bytes, None]:
     """The events of all answers from the reader's position on, each with its id."""
     tally = _UsageTally(reader.generations)
     begun: set[int] = set()
@@ -380,7 +454,11 @@ async def _named_events(reader: Reader, writer: Writer) -> AsyncGenerator[bytes,
         async for part in parts:
             if part.choice not in begun:
                 begun.add(part.choice)
-                writer.skip(part.choice, reader.answers[part.choice].token_ids[: part.delta.first_index])
+                token_ids = reader.answers[part.choice].token_ids[: part.delta.first_index]
+                # A last part comes alone where the client has all of the text, or where none was held back.
+                has_all = part.delta.finish_reason is not None
+                text = _text_of(new_text(reader.generations[part.choice]), token_ids, has_all=has_all)
+                writer.skip(part.choice, token_ids, text)
                 tally.skip(part.choice, part.delta.first_index)
             opening = writer.opening(part.choice) if part.is_first else b""
             event = writer.chunk(part.choice, part.delta, tally.take(part.choice, part.delta))
@@ -389,6 +467,13 @@ async def _named_events(reader: Reader, writer: Writer) -> AsyncGenerator[bytes,
             yield b"".join(with_event_id(each, event_id) for each, event_id in ids if each)
     if writer.has_usage:
         yield writer.usage_chunk(reader.usages())
+
+
+def _text_of(text: AnswerText, token_ids: Sequence[int], *, has_all: bool) -> str:
+    """What a reader has shown of these tokens; `has_all`: also what was held back until the end."""
+    taken = [text.push((token_id,)) for token_id in token_ids]
+    is_stopped = any(each.is_stopped for each in taken)
+    return "".join(each.text for each in taken) + ("" if is_stopped or not has_all else text.finish())
 
 
 async def _wholes(reader: Reader) -> list[Whole]:
@@ -468,10 +553,10 @@ class _Exchange:
         """All values of a header."""
         return _values(self._headers, name)
 
-    def add_limits(self, call: Call) -> None:
+    def add_limits(self, ticket: TenantTicket | None) -> None:
         """Tells what is left of the tenant's limits."""
-        if call.ticket is not None:
-            for name, value in call.ticket.headers:
+        if ticket is not None:
+            for name, value in ticket.headers:
                 self.add_header(name.encode(), value)
 
     def add_header(self, name: bytes, value: str) -> None:

@@ -3,6 +3,7 @@
 Knows the spelling of the HTTP API and nothing of serving it.
 """
 
+import hashlib
 import itertools
 import json
 import math
@@ -14,9 +15,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.calls import Call, Delta, Usage
+from gateway.catalog import ServedModel
 from gateway.response_format import json_schema_of
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
+from gateway.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning, ToolFormat
+from gateway.tool_requests import names_of, offered_tools
 from gateway.validation import (
     MAX_LOGPROBS,
     MAX_TOKENS_EVER,
@@ -79,10 +83,17 @@ class CompletionRequest(_CommonFields, kw_only=True):
     prompt: Any = None
     logprobs: int | None = None
     best_of: int | None = None
+    echo: bool | None = None
 
     def call(self) -> Call:
         """The call it asks for. Raises InvalidRequest."""
         n = 1 if self.n is None else self.n
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo with logprobs is not supported: this server has no log-probabilities of prompts",
+                field="echo",
+                code="unsupported_parameter",
+            )
         if self.best_of is not None and self.best_of != n:
             raise InvalidRequest(
                 "best_of is only supported with the value of n", field="best_of", code="unsupported_parameter"
@@ -112,6 +123,9 @@ class ChatRequest(_CommonFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
     def call(self) -> Call:
         """The call it asks for. Raises InvalidRequest."""
@@ -122,11 +136,21 @@ class ChatRequest(_CommonFields, kw_only=True):
             raise InvalidRequest(
                 "max_tokens and max_completion_tokens mean the same and differ", field="max_completion_tokens"
             )
+        tools = offered_tools(self.tools, self.tool_choice)
+        sampling = _sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs())
+        if tools and sampling.json_schema:
+            # The marks around a call are no JSON.
+            raise InvalidRequest(
+                "response_format cannot be combined with tools: an answer that must be JSON can call none",
+                field="response_format",
+                code="unsupported_parameter",
+            )
         return Call(
             operation="chat",
             model=self.model,
             messages=self.messages,
-            sampling=_sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs()),
+            tools=tools,
+            sampling=sampling,
             num_choices=1 if self.n is None else self.n,
             priority=0 if self.priority is None else self.priority,
             service_class=self.service_class or "",
@@ -146,11 +170,29 @@ class ChatRequest(_CommonFields, kw_only=True):
         return self.top_logprobs
 
 
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /tokenize: either `prompt` or `messages`, which become the tokens of a chat's prompt."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Any] | None = None
+
+
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
+Members = TypeVar("Members", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 
-def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
-    """The request, and the names of members that are ignored. Raises InvalidRequest that names the member."""
+def parse_members(body: bytes, body_type: type[Members]) -> tuple[Members, list[str]]:
+    """The body by its type alone, and the names of members that are ignored. Raises InvalidRequest as `parse` does."""
     members = _decode_strictly(body)
     try:
         request = msgspec.convert(members, body_type)
@@ -159,7 +201,12 @@ def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
     except UnicodeEncodeError as error:
         raise InvalidRequest("a text of the body has half a surrogate pair", code="invalid_encoding") from error
     unread = {name: value for name, value in members.items() if name not in body_type.__struct_fields__}
-    ignored = check_not_refused(unread)
+    return request, check_not_refused(unread)
+
+
+def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
+    """The request, and the names of members that are ignored. Raises InvalidRequest that names the member."""
+    request, ignored = parse_members(body, body_type)
     if request.user:
         check_affinity_key(request.user, field_name="user")
     if request.cache_salt is not None:
@@ -187,28 +234,47 @@ class Whole(msgspec.Struct):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What all parts of an answer begin with. `has_token_ids`: the client wants them beside the text."""
+    """What all parts of an answer begin with."""
 
     request_id: str
-    model: str
     created_unix_s: int
-    has_token_ids: bool = False
+    model: str
+    system_fingerprint: str
+
+
+def system_fingerprint(model: ServedModel) -> str:
+    """Changes when the model behind a name does: all that a gateway knows of it, which every gateway knows alike."""
+    limits = model.limits
+    facts = [model.name, model.tokenizer_fingerprint, limits.vocab_size, limits.context_length_tokens]
+    return "fp_" + hashlib.sha256(_encode([*facts, model.eos_token_ids])).hexdigest()[:12]
 
 
 class Writer(ABC):
-    """Writes one call's answers in the words of one API. What all chunks of a stream share is encoded once."""
+    """Writes one call's answers in the words of one API. What all chunks of a stream share is encoded once.
+
+    `prompts` holds the token ids of each answer's prompt.
+    """
 
     object_name = ""
     chunk_object_name = ""
     id_prefix = ""
 
-    def __init__(self, tokenizer: ModelTokenizer, *, head: Head, stream_options: StreamOptions | None) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, request: _CommonFields, *, head: Head, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        stream_options = request.stream_options
         self.id = f"{self.id_prefix}-{head.request_id}"
         self.has_usage = bool(stream_options and stream_options.include_usage)
         self.is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
         self._tokenizer = tokenizer
-        self._has_token_ids = head.has_token_ids
-        self._head = {"id": self.id, "created": head.created_unix_s, "model": head.model}
+        self._prompts = prompts
+        self._has_token_ids = bool(request.return_token_ids)
+        self._head = {
+            "id": self.id,
+            "created": head.created_unix_s,
+            "model": head.model,
+            "system_fingerprint": head.system_fingerprint,
+        }
         start = _encode({**self._head, "object": self.chunk_object_name})
         self._prefix = b"data: " + start[:-1] + b',"choices":['
         # With include_usage every chunk but the last has a null there, as OpenAI's clients were told.
@@ -221,8 +287,8 @@ class Writer(ABC):
         document = {**self._head, "object": self.object_name, "choices": choices, "usage": usage_sum(usages)}
         return _encode(document)
 
-    def skip(self, index: int, token_ids: Sequence[int]) -> None:  # noqa: B027 - most have nothing to count
-        """The client has these tokens of a choice already, with all that belongs to them."""
+    def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:  # noqa: B027 - not all have to count
+        """The client has these tokens of a choice already, this text of them, and all that belongs to them."""
 
     def opening(self, index: int) -> bytes:
         """What a stream sends before the first token of a choice."""
@@ -260,39 +326,129 @@ class Writer(ABC):
 
 
 class ChatWriter(Writer):
-    """Writes /v1/chat/completions."""
+    """Writes /v1/chat/completions, with the calls and the reasoning that are found in the answers' text."""
 
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
+
+    def __init__(
+        self, tokenizer: ModelTokenizer, request: ChatRequest, *, head: Head, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        super().__init__(tokenizer, request, head=head, prompts=prompts)
+        tools = offered_tools(request.tools, request.tool_choice)
+        self._request_id = head.request_id
+        self._tool_format = tokenizer.tool_format if tools else None
+        self._tool_names = names_of(tools or ())
+        self._is_parallel = request.parallel_tool_calls is not False
+        self._parsers: dict[int, AnswerParser] = {}
+        self._is_parsed = self._tool_format is not None or tokenizer.has_reasoning
+
+    def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:
+        """What is found next depends on all of the text before it."""
+        if self._is_parsed:
+            self._parser(index).push(text)
 
     def opening(self, index: int) -> bytes:
         """The event that names the role."""
         delta = b'{"role":"assistant","content":""}'
         return self._event(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta), None)
 
+    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
+        """As every writer's. What the parser has held back until the end comes with the reason of the end."""
+        if not self._is_parsed:
+            return super().chunk(index, delta, usage)
+        parser = self._parser(index)
+        members = self._members(index, parser.push(delta.text))
+        parts = []
+        if members or delta.logprobs or (self._has_token_ids and delta.token_ids):
+            parts.append(self._event(self._delta_choice(index, delta, _encode(members)), usage))
+        if delta.finish_reason is not None:
+            shown = _encode(self._members(index, parser.finish()))
+            reason = _finish_reason(delta.finish_reason, parser)
+            parts.append(self._event(self._last_choice(index, reason, shown), usage))
+        return b"".join(parts)
+
     def _whole_choice(self, answer: Whole) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        finish_reason = answer.finish_reason
+        if self._is_parsed:
+            parser = self._new_parser(answer.index)
+            pieces = [*parser.push(answer.text), *parser.finish()]
+            message |= self._message(answer.index, pieces)
+            finish_reason = _finish_reason(finish_reason, parser)
         choice = {
             "index": answer.index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(answer.token_ids, answer.logprobs),
-            "finish_reason": answer.finish_reason,
+            "finish_reason": finish_reason,
         }
         if self._has_token_ids:
             choice["token_ids"] = answer.token_ids
         return choice
 
     def _text_choice(self, index: int, delta: Delta) -> bytes:
+        return self._delta_choice(index, delta, b'{"content":%b}' % _encode(delta.text))
+
+    def _delta_choice(self, index: int, delta: Delta, shown: bytes) -> bytes:
         logprobs = b"null" if delta.logprobs is None else _encode(self._logprobs(delta.token_ids, delta.logprobs))
-        return b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b}' % (
+        return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (
             index,
-            _encode(delta.text),
+            shown,
             logprobs,
             self._token_ids_member(delta.token_ids),
         )
 
-    def _last_choice(self, index: int, finish_reason: str) -> bytes:
-        return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b"}' % (index, finish_reason.encode())
+    def _last_choice(self, index: int, finish_reason: str, shown: bytes = b"{}") -> bytes:
+        return b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":"%b"}' % (index, shown, finish_reason.encode())
+
+    def _parser(self, index: int) -> AnswerParser:
+        if index not in self._parsers:
+            self._parsers[index] = self._new_parser(index)
+        return self._parsers[index]
+
+    def _new_parser(self, index: int) -> AnswerParser:
+        return AnswerParser(
+            tool_format=self._tool_format,
+            names=self._tool_names,
+            has_reasoning=self._tokenizer.has_reasoning,
+            is_reasoning=self._tokenizer.opens_reasoning(self._prompts[index]),
+        )
+
+    def _message(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """All pieces of an answer as members of its message."""
+        members = self._members(index, pieces)
+        for call in members.get("tool_calls", ()):
+            del call["index"]
+        return {"content": None if "tool_calls" in members else "", **members}
+
+    def _members(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The pieces as members of a delta: of each call what is new."""
+        members: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            if isinstance(piece, Content):
+                members["content"] = members.get("content", "") + piece.text
+            elif isinstance(piece, Reasoning):
+                members["reasoning_content"] = members.get("reasoning_content", "") + piece.text
+            elif piece.index and not self._is_parallel:
+                # Whoever asked for one call at a time gets the first; the model was not told of the wish.
+                continue
+            elif isinstance(piece, CallStart):
+                function = {"name": piece.name, "arguments": ""}
+                call_id = self._call_id(index, piece.index)
+                calls[piece.index] = {"index": piece.index, "id": call_id, "type": "function", "function": function}
+            else:
+                call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += piece.text
+        if calls:
+            members["tool_calls"] = list(calls.values())
+        return members
+
+    def _call_id(self, index: int, number: int) -> str:
+        """The same whoever writes the answer, and whenever. Mistral's templates ask for nine letters and digits."""
+        digits = hashlib.sha256(f"{self._request_id}/{index}/{number}".encode()).hexdigest()
+        return digits[:9] if self._tool_format is ToolFormat.MISTRAL else f"call_{digits[:24]}"
 
     def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         if entries is None:
@@ -313,24 +469,44 @@ class ChatWriter(Writer):
 
 
 class CompletionWriter(Writer):
-    """Writes /v1/completions; `text_offset` of log-probabilities counts characters of the answer."""
+    """Writes /v1/completions; `text_offset` of log-probabilities counts characters of the answer.
+
+    With `echo` a prompt's text comes before its answers: as the client wrote it, or what its token ids stand for.
+    """
 
     object_name = "text_completion"
     chunk_object_name = "text_completion"
     id_prefix = "cmpl"
 
-    def __init__(self, tokenizer: ModelTokenizer, *, head: Head, stream_options: StreamOptions | None) -> None:
-        super().__init__(tokenizer, head=head, stream_options=stream_options)
+    def __init__(
+        self, tokenizer: ModelTokenizer, request: CompletionRequest, *, head: Head, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        super().__init__(tokenizer, request, head=head, prompts=prompts)
         self._num_chars: dict[int, int] = {}
+        self._echoed = _prompts(request.prompt) if request.echo else []
+        self._num_choices = request.n or 1
 
-    def skip(self, index: int, token_ids: Sequence[int]) -> None:
+    def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:
         """Offsets go on after these tokens."""
         self._num_chars[index] = sum(len(self._tokenizer.token_text(token_id)) for token_id in token_ids)
+
+    def opening(self, index: int) -> bytes:
+        """The event with the prompt, where it is echoed."""
+        text = _encode(self._echo(index))
+        if text == b'""':
+            return b""
+        return self._event(b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text), None)
+
+    def _echo(self, index: int) -> str:
+        if not self._echoed:
+            return ""
+        prompt = self._echoed[index // self._num_choices]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _whole_choice(self, answer: Whole) -> dict[str, Any]:
         choice = {
             "index": answer.index,
-            "text": answer.text,
+            "text": self._echo(answer.index) + answer.text,
             "logprobs": self._logprobs(answer.index, answer.token_ids, answer.logprobs),
             "finish_reason": answer.finish_reason,
         }
@@ -367,6 +543,11 @@ class CompletionWriter(Writer):
             ],
             "text_offset": offsets,
         }
+
+
+def _finish_reason(reason: str, parser: AnswerParser) -> str:
+    """An answer that calls ends for its calls, unless it was cut."""
+    return "tool_calls" if reason == "stop" and parser.num_complete_calls else reason
 
 
 def usage_sum(usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:

@@ -20,13 +20,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from gateway.model_files import ModelFiles
+from gateway.tool_calls import MARKERS, ToolFormat, has_reasoning, tool_format_of
 from services.runtime.errors import InvalidRequest, ModelError
 
 LONG_TEXT_CHARS = 4096
 """Longer texts are encoded on a thread, so that other requests' tokens go on meanwhile."""
 
 ChatMessage = Mapping[str, Any]
-"""One message with its content as one string."""
+"""One message with its content as one string; an assistant's may have `tool_calls`, with arguments as objects."""
+
+REASONING_TAIL_TOKENS = 8
+"""More than any tokenizer needs for `<think>` and a line break."""
 
 
 class Detokenizer(Protocol):
@@ -51,7 +55,12 @@ class ModelTokenizer:
         self._files = files
         self._tokenizer = _load(files.tokenizer_json)
         self._decoder_kind = _decoder_kind(files.tokenizer_json)
-        self._template = None if files.chat_template is None else _compile_template(files.chat_template)
+        source = files.chat_template
+        self._template = None if source is None else _compile_template(source)
+        self.tool_format = None if source is None or not _reads_tools(source) else tool_format_of(source)
+        """How the model writes calls; None: its template has no tools, or teaches a format that is not known here."""
+        self.has_reasoning = source is not None and has_reasoning(source)
+        self._shown = _shown_markers(self._tokenizer, self.tool_format)
         self._special_text = _special_text_pattern(self._tokenizer)
         self._token_bytes: dict[int, bytes] = {}
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -68,39 +77,50 @@ class ModelTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return await asyncio.to_thread(_encode_long, self._tokenizer, text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's next message.
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's next message; `tools` are those it may call.
 
-        Special tokens of the template count as such; the same texts inside messages are encoded as ordinary text.
-        Raises InvalidRequest where the template refuses the messages.
+        Special tokens of the template count as such; the same texts inside messages and tools are encoded as ordinary
+        text. Raises InvalidRequest where the template refuses the messages.
         """
-        if any(self._holds_special_text(message) for message in messages):
-            return await asyncio.to_thread(self._encode_guarded_chat, messages)
-        text = self._render(messages)
+        if self._holds_special_text(messages) or self._holds_special_text(tools):
+            return await asyncio.to_thread(self._encode_guarded_chat, messages, tools)
+        text = self._render(messages, tools)
         return await self.encode(text, add_special_tokens=False)
+
+    def opens_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether this prompt ends where the model's reasoning begins, as some templates let it."""
+        if not self.has_reasoning:
+            return False
+        tail = self.decode(prompt_token_ids[-REASONING_TAIL_TOKENS:], skip_special_tokens=False)
+        return tail.rstrip().endswith("<think>")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all ids at once; bytes that are not UTF-8 are replaced by U+FFFD."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self) -> Detokenizer:
-        """A new incremental decoder for one answer, special tokens skipped."""
+        """A new incremental decoder for one answer, special tokens skipped but for those that begin calls."""
         if self._decoder_kind == "ByteLevel":
             return _ByteLevelDetokenizer(self)
-        return _WindowDetokenizer(self._tokenizer)
+        return _WindowDetokenizer(self._tokenizer, self._shown)
 
     def token_text(self, token_id: int) -> str:
         """One token's text, special tokens shown, as log-probabilities present it."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes, none for special tokens, where the vocabulary is byte-level."""
+        """One token's bytes, where the vocabulary is byte-level; none for special tokens that answers do not show."""
         known = self._token_bytes.get(token_id)
         if known is None:
             known = self._token_bytes[token_id] = self._make_token_bytes(token_id)
         return known
 
     def _make_token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._shown:
+            return self._shown[token_id].encode()
         if not self._tokenizer.decode([token_id], skip_special_tokens=True):
             return b""
         token = self._tokenizer.id_to_token(token_id) or ""
@@ -109,11 +129,17 @@ class ModelTokenizer:
         except KeyError:
             return token.encode()
 
-    def _holds_special_text(self, message: ChatMessage) -> bool:
-        search = self._special_text.search
-        return any(isinstance(value, str) and search(value) is not None for value in message.values())
+    def _holds_special_text(self, value: Any) -> bool:
+        """In any text of it, however deep; how deep that can be was checked before."""
+        if isinstance(value, str):
+            return self._special_text.search(value) is not None
+        if isinstance(value, Mapping):
+            return any(map(self._holds_special_text, value)) or any(map(self._holds_special_text, value.values()))
+        return isinstance(value, Sequence) and any(map(self._holds_special_text, value))
 
-    def _encode_guarded_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def _encode_guarded_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
         """Renders with marks in place of special texts, then encodes each stretch by its own rule."""
         nonce = secrets.token_hex(8)
         special_texts: list[str] = []
@@ -122,11 +148,15 @@ class ModelTokenizer:
             special_texts.append(match[0])
             return f"\ue000{nonce}:{len(special_texts) - 1}\ue001"
 
-        guarded = [
-            {key: self._special_text.sub(mark, v) if isinstance(v, str) else v for key, v in message.items()}
-            for message in messages
-        ]
-        stretches = re.split(f"\ue000{nonce}:([0-9]+)\ue001", self._render(guarded))
+        def guarded(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._special_text.sub(mark, value)
+            if isinstance(value, Mapping):
+                return {guarded(key): guarded(inner) for key, inner in value.items()}
+            return [guarded(inner) for inner in value] if isinstance(value, Sequence) else value
+
+        text = self._render(guarded(messages), guarded(tools))
+        stretches = re.split(f"\ue000{nonce}:([0-9]+)\ue001", text)
         token_ids: list[int] = []
         for position, stretch in enumerate(stretches):
             is_mark = position % 2 == 1
@@ -142,12 +172,12 @@ class ModelTokenizer:
         tokenizer.encode_special_tokens = True
         return tokenizer
 
-    def _render(self, messages: Sequence[ChatMessage]) -> str:
+    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None) -> str:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", field="messages")
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=True, tools=None, **self._files.special_tokens
+                messages=messages, add_generation_prompt=True, tools=tools, **self._files.special_tokens
             )
         except TemplateError as error:
             raise InvalidRequest(
@@ -178,20 +208,32 @@ class _WindowDetokenizer:
     Byte tokens wait for the end of their run, because the decoder judges a run as a whole.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Mapping[int, str]) -> None:
         self._tokenizer = tokenizer
+        self._shown = shown
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
+        if self._shown.keys().isdisjoint(token_ids):
+            return self._push_text(token_ids)
+        pieces = []
+        for token_id in token_ids:
+            if token_id in self._shown:
+                pieces += [self.finish(), self._shown[token_id]]
+            else:
+                pieces.append(self._push_text((token_id,)))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        return self._take_pending() if self._pending else ""
+
+    def _push_text(self, token_ids: Sequence[int]) -> str:
         self._pending += token_ids
         if not self._pending or self._is_byte(self._pending[-1]):
             return ""
         return self._take_pending()
-
-    def finish(self) -> str:
-        return self._take_pending() if self._pending else ""
 
     def _take_pending(self) -> str:
         whole = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=True)
@@ -263,16 +305,33 @@ class _GenerationTag(Extension):
 
 
 def _compile_template(source: str) -> _Template:
+    try:
+        return cast(_Template, _template_environment().from_string(source))
+    except TemplateError as error:
+        raise ModelError(f"the model's chat template is not valid Jinja: {error.message}") from error
+
+
+def _reads_tools(source: str) -> bool:
+    """Whether a template, which is valid, looks at the tools."""
+    return any(name.name == "tools" for name in _template_environment().parse(source).find_all(nodes.Name))
+
+
+def _shown_markers(tokenizer: Tokenizer, tool_format: ToolFormat | None) -> dict[int, str]:
+    """Special tokens that answers show all the same: without them nobody could tell a call from an answer in JSON."""
+    if tool_format is None:
+        return {}
+    ids = {text: tokenizer.token_to_id(text) for text in MARKERS}
+    return {token_id: text for text, token_id in ids.items() if token_id is not None}
+
+
+def _template_environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag], autoescape=False
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    try:
-        return cast(_Template, environment.from_string(source))
-    except TemplateError as error:
-        raise ModelError(f"the model's chat template is not valid Jinja: {error.message}") from error
+    return environment
 
 
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:

@@ -159,7 +159,7 @@ ONLY_COMPLETIONS = {
     "best_of-less-than-n": {"prompt": "a", "n": 3, "best_of": 2},
     "logprobs-21": {"prompt": "a", "logprobs": 21},
     "logprobs-bool": {"prompt": "a", "logprobs": True},
-    "echo": {"prompt": "a", "echo": True},
+    "echo": {"prompt": "a", "echo": True, "logprobs": 0},
     "suffix": {"prompt": "a", "suffix": "b"},
     "prompt_embeds": {"prompt": "a", "prompt_embeds": "AAAA"},
     "min-above-max": {"prompt": "a", "min_tokens": 5, "max_tokens": 4},
@@ -337,7 +337,7 @@ ROUTES = {
     "root": ("GET", "/", 404),
     "slash-too-many": ("POST", "/v1/completions/", 404),
     "traversal": ("GET", "/v1/../../etc/passwd", 404),
-    "embeddings": ("POST", "/v1/embeddings", 404),
+    "get-tokenize": ("GET", "/tokenize", 405),
 }
 
 

@@ -203,6 +203,26 @@ async def test_probes_are_open_and_operators_pages_are_not(guarded):
     assert (await system.http.get("/nothing/there", headers=shows("admin"))).status_code == 404
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/embeddings"])
+async def test_what_generates_nothing_needs_a_key_for_the_model_and_counts_as_a_request(guarded, path):
+    system = await guarded("[tenant.acme]\nrequests_per_minute = 1\n")
+    body = {"model": "tiny", "prompt": "a"} if path == "/tokenize" else {"model": "tiny", "tokens": [5]}
+    for headers in ({}, {"authorization": "Bearer tandem-unknown"}):
+        assert error_of(await system.http.post(path, json=body, headers=headers), 401)["code"] == "invalid_api_key"
+    if path == "/v1/embeddings":
+        error_of(await system.http.post(path, json=body, headers=shows("plain")), 400)
+        return
+    error_of(await system.http.get(path, headers=shows("plain")), 405)
+    refused = error_of(await system.http.post(path, json=body, headers=shows("elsewhere")), 403)
+    assert refused["code"] == "model_not_allowed"
+    response = await system.http.post(path, json=body, headers=shows("plain"))
+    assert (response.status_code, response.headers["x-ratelimit-remaining-requests"]) == (200, "0")
+    assert (
+        "requests_per_minute"
+        in error_of(await system.http.post(path, json=body, headers=shows("plain")), 429)["message"]
+    )
+
+
 async def test_a_port_for_operators(guarded):
     system = await guarded(admin_port=0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{system.gateway.admin_port}") as http:

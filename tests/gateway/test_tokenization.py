@@ -87,6 +87,31 @@ def test_other_decoders_join_to_the_full_decoding(build):
     check()
 
 
+@quick
+@given(st.lists(st.integers(0, 265), max_size=40), st.lists(st.integers(0, 4), max_size=40))
+def test_what_begins_calls_is_shown_between_what_other_decoders_give(token_ids, sizes):
+    """Mistral 7B's kind; however tokens are grouped, each stretch between two marks is decoded after the one before."""
+    tokenizer_json, marker = MARKED
+    model = from_json(tokenizer_json, "{{ tools }}[TOOL_CALLS]")
+    text = "".join(pieces_of(model, token_ids, sizes))
+    assert text == "".join(pieces_of(model, token_ids, [1] * len(token_ids)))
+    assert text.count("[TOOL_CALLS]") == token_ids.count(marker)
+    if marker not in token_ids:
+        assert text == model.decode(token_ids)
+    unmarked = from_json(tokenizer_json, "{{ messages }}[TOOL_CALLS]")
+    assert "[TOOL_CALLS]" not in "".join(pieces_of(unmarked, token_ids, sizes))
+    assert "[OTHER]" not in text
+
+
+def marked_tokenizer():
+    tokenizer = Tokenizer.from_str(byte_fallback_tokenizer()[0])
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "[OTHER]"])
+    return tokenizer.to_str(), tokenizer.token_to_id("[TOOL_CALLS]")
+
+
+MARKED = marked_tokenizer()
+
+
 def test_byte_tokens_are_never_shown_as_half_a_character():
     tokenizer_json, _ = byte_fallback_tokenizer()
     model = from_json(tokenizer_json)

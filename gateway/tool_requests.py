@@ -1,0 +1,228 @@
+"""Tools and earlier calls of a chat request, checked and as chat templates expect them.
+
+Knows OpenAI's spelling, which templates follow, and nothing of HTTP or of how models write calls.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Never
+
+from gateway.tokenization import ModelTokenizer
+from gateway.validation import MAX_NAME_CHARS, check_messages, check_text
+from services.runtime.errors import InvalidRequest
+
+MAX_TOOLS = 128
+MAX_CALLS = 128
+"""Of one message."""
+MAX_TOOL_DEPTH = 64
+"""Of a tool's schema and of a call's arguments: objects in objects."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME_RULE = f"1 to {MAX_NAME_CHARS} characters of [A-Za-z0-9_.-]"
+
+
+def offered_tools(tools: Sequence[Any] | None, choice: Any) -> list[dict[str, Any]] | None:
+    """The tools that the model is told of; None: there are none, or none may be called.
+
+    Raises InvalidRequest for what is no tool, and for a `tool_choice` that would have to force a call.
+    """
+    offered = _checked_tools(tools or [])
+    named = _choice_name(choice)
+    if choice in (None, "auto") and (offered or choice is None):
+        return offered or None
+    if choice == "none":
+        return None
+    if not offered:
+        raise InvalidRequest("tool_choice needs tools", field="tool_choice", code="invalid_value")
+    if named is not None and named not in names_of(offered):
+        raise InvalidRequest("tool_choice names a tool that is not in tools", field="tool_choice", code="invalid_value")
+    what = "required" if named is None else "a named function"
+    raise InvalidRequest(
+        f"tool_choice: {what} is not supported, because this server cannot force a model to call; use auto or none",
+        field="tool_choice",
+        code="unsupported_parameter",
+    )
+
+
+def names_of(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """The names of checked tools."""
+    return frozenset(tool["function"]["name"] for tool in tools)
+
+
+def check_conversation(
+    messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None = None, *, max_chars: int
+) -> list[dict[str, Any]]:
+    """`check_messages`, which judges all but calls and reasoning; these are in the result as templates take them.
+
+    An earlier call's arguments, which travel as JSON in a text, become the object that they stand for. `tools` count
+    towards `max_chars` too.
+    """
+    plain = [_without_calls(message) for message in messages]
+    checked = check_messages(plain, max_chars=max_chars)
+    num_chars = sum(len(message["content"]) for message in checked) + len(_text(tools or [], "tools"))
+    for number, message in enumerate(messages):
+        num_chars += _add_calls(checked[number], message, f"messages[{number}]")
+    if num_chars > max_chars:
+        raise InvalidRequest(
+            f"messages and tools have {num_chars} characters; "
+            f"more than {max_chars} cannot fit into the model's context",
+            field="messages",
+            code="context_length_exceeded",
+        )
+    return checked
+
+
+async def encode_conversation(
+    tokenizer: ModelTokenizer,
+    messages: Sequence[Any],
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    max_chars: int,
+) -> list[int]:
+    """Token ids of a conversation that is checked first. Raises InvalidRequest, also for a model that has no tools."""
+    checked = check_conversation(messages, tools, max_chars=max_chars)
+    has_calls = any("tool_calls" in message for message in checked)
+    if (tools or has_calls) and tokenizer.tool_format is None:
+        raise InvalidRequest(
+            "this model's chat template has no tools, or has them in a way that this server does not know",
+            field="tools" if tools else "messages",
+            code="unsupported_parameter",
+        )
+    return await tokenizer.encode_chat(checked, tools)
+
+
+def _checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools)} entries; the most is {MAX_TOOLS}", field="tools")
+    checked = [_checked_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    if len(names_of(checked)) != len(checked):
+        raise InvalidRequest("two of the tools have the same name", field="tools", code="invalid_value")
+    return checked
+
+
+def _checked_tool(tool: Any, name: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        _fail(name, '{"type": "function", "function": {…}}')
+    function = tool["function"]
+    _check_name(function.get("name"), f"{name}.function.name")
+    description = function.get("description")
+    if description is not None and not isinstance(description, str):
+        _fail(f"{name}.function.description", "a text")
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        _fail(f"{name}.function.parameters", "a JSON schema, which is an object")
+    _text(function, f"{name}.function")
+    # `strict` is a wish to the server, not something that a model should read.
+    told = {key: value for key, value in function.items() if key != "strict" and value is not None}
+    return {"type": "function", "function": told}
+
+
+def _choice_name(choice: Any) -> str | None:
+    """The function that must be called, if one is named. Raises InvalidRequest for what is no choice."""
+    if choice is None or choice in ("none", "auto", "required"):
+        return None
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
+        name = choice["function"].get("name")
+        _check_name(name, "tool_choice.function.name")
+        return str(name)
+    _fail("tool_choice", 'none, auto, required or {"type": "function", "function": {"name": …}}')
+
+
+def _without_calls(message: Any) -> Any:
+    if isinstance(message, dict) and message.get("role") == "assistant" and message.get("tool_calls"):
+        return {key: value for key, value in message.items() if key != "tool_calls"}
+    return message
+
+
+def _add_calls(checked: dict[str, Any], message: Mapping[str, Any], name: str) -> int:
+    """Adds what `check_messages` leaves out; the number of its characters."""
+    num_chars = 0
+    if checked["role"] == "tool" and message.get("tool_call_id") is not None:
+        checked["tool_call_id"] = _checked_id(message["tool_call_id"], f"{name}.tool_call_id")
+    if checked["role"] != "assistant":
+        return num_chars
+    reasoning = message.get("reasoning_content")
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            _fail(f"{name}.reasoning_content", "a text")
+        check_text(reasoning, field_name=f"{name}.reasoning_content")
+        checked["reasoning_content"] = reasoning
+        num_chars += len(reasoning)
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list) or len(calls) > MAX_CALLS:
+            _fail(f"{name}.tool_calls", f"a list of at most {MAX_CALLS} calls")
+        checked["tool_calls"] = [_checked_call(call, f"{name}.tool_calls[{n}]") for n, call in enumerate(calls)]
+        num_chars += sum(len(call["function"]["arguments"]) for call in calls)
+    return num_chars
+
+
+def _checked_call(call: Any, name: str) -> dict[str, Any]:
+    is_function = isinstance(call, dict) and call.get("type", "function") == "function"
+    if not is_function or not isinstance(call.get("function"), dict):
+        _fail(name, '{"id": …, "type": "function", "function": {"name": …, "arguments": …}}')
+    function = call["function"]
+    _check_name(function.get("name"), f"{name}.function.name")
+    checked: dict[str, Any] = {
+        "type": "function",
+        "function": {
+            "name": function["name"],
+            "arguments": _arguments(function.get("arguments"), f"{name}.function.arguments"),
+        },
+    }
+    if call.get("id") is not None:
+        checked["id"] = _checked_id(call["id"], f"{name}.id")
+    return checked
+
+
+def _arguments(text: Any, name: str) -> dict[str, Any]:
+    """The object that an earlier call's arguments stand for."""
+    if not isinstance(text, str):
+        _fail(name, "a text that holds a JSON object")
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        _fail(name, "a text that holds a JSON object")
+    _text(value, name)
+    return value
+
+
+def _refuse_constant(name: str) -> Never:
+    raise ValueError(name)
+
+
+def _checked_id(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_NAME_CHARS:
+        _fail(name, f"a text of 1 to {MAX_NAME_CHARS} characters")
+    check_text(value, field_name=name)
+    return value
+
+
+def _check_name(value: Any, name: str) -> None:
+    if not isinstance(value, str) or _NAME.fullmatch(value) is None:
+        _fail(name, _NAME_RULE)
+
+
+def _text(value: Any, name: str) -> str:
+    """JSON for it. Raises InvalidRequest where a template could not write it."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_TOOL_DEPTH:
+            _fail(name, f"nested at most {MAX_TOOL_DEPTH} deep")
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    text = json.dumps(value, ensure_ascii=False)
+    check_text(text, field_name=name)
+    return text
+
+
+def _fail(name: str, rule: str) -> Never:
+    raise InvalidRequest(f"{name} must be {rule}", field=name, code="invalid_value")

@@ -1,0 +1,167 @@
+"""What OpenAI's API has beside generating: tokens of texts, echo, fingerprints, and what is refused by name."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from gateway.catalog import ServedModel
+from gateway.openai_types import system_fingerprint
+from gateway.validation import ModelLimits
+
+ANSWER_TEXT = "hello world, naïve café"
+
+
+@pytest.fixture
+async def system(make_system, worker_type, pair_type, tokenizer):
+    system = await make_system()
+    pair = pair_type([*tokenizer.encode(ANSWER_TEXT, add_special_tokens=False).ids, 1])
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    return system
+
+
+def error_of(response):
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adds_special", [None, True, False])
+async def test_tokens_of_a_text(system, tokenizer, adds_special):
+    body = {"model": "tiny", "prompt": "hello <|end|> wörld", "add_special_tokens": adds_special}
+    response = await system.http.post("/tokenize", json=body)
+    expected = tokenizer.encode(body["prompt"], add_special_tokens=adds_special is not False).ids
+    assert response.status_code == 200
+    assert response.json() == {"count": len(expected), "max_model_len": 512, "tokens": expected}
+
+
+async def test_tokens_of_a_chat_are_those_that_are_generated_from(system):
+    messages = [{"role": "user", "content": "hello <|end|> wörld"}]
+    answered = (await system.http.post("/tokenize", json={"messages": messages})).json()
+    assert (await system.http.post("/v1/chat/completions", json={"messages": messages})).status_code == 200
+    assert answered["tokens"] == list(system.workers["decode-0"].attempts[0].spec.prompt_token_ids)
+    assert answered["count"] == len(answered["tokens"])
+
+
+@pytest.mark.parametrize("num_words", [1, 3000], ids=["short", "long"])
+async def test_text_of_tokens(system, num_words):
+    text = "<|user|>\nnaïve 🙂 hello<|end|>" * num_words
+    tokens = (await system.http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()["tokens"]
+    assert (await system.http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": text}
+
+
+BAD = {
+    "neither": ("/tokenize", {}, "prompt"),
+    "both": ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+    "several": ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
+    "surrogate": ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+    "messages-empty": ("/tokenize", {"messages": []}, "messages"),
+    "special-in-chat": (
+        "/tokenize",
+        {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True},
+        "add_special_tokens",
+    ),
+    "no-generation-prompt": ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+    "tokens-missing": ("/detokenize", {}, "tokens"),
+    "tokens-outside": ("/detokenize", {"tokens": [10**6]}, "tokens"),
+    "tokens-negative": ("/detokenize", {"tokens": [-1]}, "tokens"),
+    "tokens-bool": ("/detokenize", {"tokens": [True]}, "tokens"),
+    "tokens-text": ("/detokenize", {"tokens": "a"}, "tokens"),
+}
+
+
+@pytest.mark.parametrize("row", BAD, ids=BAD)
+async def test_bad_tokens_request(system, row):
+    path, body, field = BAD[row]
+    response = await system.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert error_of(response)["param"].partition("[")[0] == field
+
+
+async def test_tokens_of_a_model_that_is_not_there(system):
+    response = await system.http.post("/tokenize", json={"model": "nope", "prompt": "a"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+async def test_embeddings_are_refused_in_words(system):
+    error = error_of(await system.http.post("/v1/embeddings", json={"model": "tiny", "input": "a"}))
+    assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_endpoint")
+    assert "text only" in error["message"]
+
+
+async def test_suffix_is_refused_by_name(system):
+    error = error_of(await system.complete(suffix="end"))
+    assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")
+
+
+# --- echo ------------------------------------------------------------------------------------------------------------
+
+
+async def test_echoed_prompt_comes_before_each_of_its_answers(system):
+    response = await system.complete(prompt=["hello ", "<|end|>"], n=2, echo=True, max_tokens=100)
+    answer = Completion.model_validate(response.json())
+    assert [choice.text for choice in answer.choices] == [
+        prompt + ANSWER_TEXT for prompt in ("hello ", "hello ", "<|end|>", "<|end|>")
+    ]
+
+
+async def test_echo_of_token_ids_is_their_text(system, tokenizer):
+    ids = tokenizer.encode("<|user|>naïve", add_special_tokens=False).ids
+    response = await system.complete(prompt=ids, echo=True, max_tokens=100)
+    assert response.json()["choices"][0]["text"] == "<|user|>naïve" + ANSWER_TEXT
+
+
+async def test_streamed_echo_comes_first_and_once(system, read_sse):
+    body = {"prompt": "hello ", "echo": True, "max_tokens": 100, "stream": True}
+    response = await system.http.post("/v1/completions", json=body)
+    *chunks, done = read_sse(response.text)
+    assert done == "[DONE]"
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
+    assert texts[0] == "hello "
+    assert "".join(texts) == "hello " + ANSWER_TEXT
+
+
+async def test_echo_is_not_repeated_to_who_goes_on(system):
+    body = {"prompt": "hello ", "echo": True, "max_tokens": 100, "stream": True}
+
+    async def read(**headers):
+        response = await system.http.post("/v1/completions", json=body, headers={"idempotency-key": "k"} | headers)
+        return response.text.strip().split("\n\n")[:-1]
+
+    events = await read()
+    for count, event in enumerate(events, 1):
+        rest = await read(**{"last-event-id": event.partition("\nid: ")[2]})
+        assert '"text":"hello "' not in "".join(rest)
+        assert len(rest) <= len(events) - count
+
+
+# --- fingerprint -----------------------------------------------------------------------------------------------------
+
+
+async def test_fingerprint_is_the_same_everywhere(system, read_sse):
+    whole = ChatCompletion.model_validate((await system.chat()).json())
+    assert whole.system_fingerprint.startswith("fp_")
+    *chunks, _ = read_sse((await system.chat(stream=True, stream_options={"include_usage": True})).text)
+    shown = {ChatCompletionChunk.model_validate(chunk).system_fingerprint for chunk in chunks}
+    assert shown == {whole.system_fingerprint}
+    completion = Completion.model_validate((await system.complete()).json())
+    assert completion.system_fingerprint == whole.system_fingerprint
+
+
+def test_fingerprint_is_the_models():
+    tokenizer = None  # plays no part
+    model = ServedModel("a", ModelLimits(100, 512), (1,), tokenizer, "abc")
+    others = [
+        replace(model, name="b"),
+        replace(model, limits=ModelLimits(100, 1024)),
+        replace(model, eos_token_ids=(1, 2)),
+        replace(model, tokenizer_fingerprint="abd"),
+    ]
+    assert system_fingerprint(replace(model, fallbacks=("b",))) == system_fingerprint(model)
+    assert len({system_fingerprint(each) for each in [model, *others]}) == 5
