@@ -259,3 +259,11 @@ async def test_a_check_that_is_too_busy_is_an_overload(system, monkeypatch):
     response = await system.complete(max_tokens=5, response_format={"type": "json_object"})
     assert response.status_code in (429, 503)
     assert response.headers["retry-after"] == "2"
+
+
+def test_an_answer_that_must_be_json_calls_no_tools() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "response_format": {"type": "json_object"}}
+    request, _ = parse(json.dumps(body).encode(), ChatRequest)
+    with pytest.raises(InvalidRequest, match="cannot be combined with tools"):
+        request.call()
