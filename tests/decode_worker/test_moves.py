@@ -327,6 +327,7 @@ async def test_an_end_in_any_phase_of_a_move_leaves_nothing(make_bench: Make, ph
             await asyncio.sleep(0.03)
             assert bench.allocator.num_used_pages >= 2, "a copy may still read them"
         (transfer,) = bench.links.transfers.values()
+        await bench.until(lambda: transfer.abort_reason is not None)
         assert isinstance(transfer.abort_reason, TandemError)
         transfer.may_abort.set()
     await bench.until(lambda: not bench.worker._tasks)

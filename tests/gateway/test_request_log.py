@@ -127,7 +127,7 @@ async def test_a_failure_has_its_line(make_system, worker_type, pair, output, st
     await system.complete(max_tokens=100, stream=stream)
     line = await the_line(system, output)
     assert (line["outcome"], line["code"], line["attempts"]) == ("failed", "internal_error", 1)
-    assert line["generated_tokens"] == 1
+    assert line["generated_tokens"] in (0, 1), "the first token and the failure are on two connections"
 
 
 async def test_a_client_that_leaves_has_its_line(make_system, worker_type, pair, output):
