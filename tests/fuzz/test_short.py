@@ -1,6 +1,7 @@
 """A short run of the fuzzer, and that it sees trouble."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -35,12 +36,14 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 async def _outcome(answer: bytes | None, given: HttpInput) -> Outcome:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-        if answer is None:
-            await asyncio.Event().wait()
-        else:
-            writer.write(answer)
+        with contextlib.suppress(ConnectionError):
+            await reader.read(1)
+            if answer is None:
+                await reader.read(-1)  # until the client has gone
+            else:
+                writer.write(answer)
             writer.close()
+            await writer.wait_closed()
 
     outcome = Outcome()
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -48,6 +51,7 @@ async def _outcome(answer: bytes | None, given: HttpInput) -> Outcome:
         await Fuzzer(server.sockets[0].getsockname(), hang_s=0.5).http(given, outcome)
     finally:
         server.close()
+        await server.wait_closed()
     return outcome
 
 
