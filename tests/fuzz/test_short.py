@@ -35,6 +35,8 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def _outcome(answer: bytes | None, given: HttpInput) -> Outcome:
+    is_over = asyncio.Event()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             await reader.read(1)
@@ -44,12 +46,14 @@ async def _outcome(answer: bytes | None, given: HttpInput) -> Outcome:
                 writer.write(answer)
             writer.close()
             await writer.wait_closed()
+        is_over.set()
 
     outcome = Outcome()
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         await Fuzzer(server.sockets[0].getsockname(), hang_s=0.5).http(given, outcome)
     finally:
+        await is_over.wait()
         server.close()
         await server.wait_closed()
     return outcome
