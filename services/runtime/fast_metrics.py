@@ -5,6 +5,7 @@ count and its gap. Here one thread writes plain numbers and any thread may read 
 addition. What a scrape reads may be one update older in one number than in another, never a torn one.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
@@ -58,7 +59,7 @@ class FastRegistry:
         return "".join([family.text() for family in self._families.values()]).encode()
 
 
-class _Family(Generic[Child]):
+class _Family(ABC, Generic[Child]):
     """Children by the values of their labels; look one up once and keep it.
 
     Its text costs a few microseconds a child, since the names of its lines are made once: a page is made on the event
@@ -95,14 +96,14 @@ class _Family(Generic[Child]):
     def _title(self) -> str:
         return self.name
 
-    def _make(self) -> Child:
-        raise NotImplementedError
+    @abstractmethod
+    def _make(self) -> Child: ...
 
-    def _names(self, said: list[str]) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def _names(self, said: list[str]) -> list[str]: ...
 
-    def _lines(self, child: Child, names: list[str]) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def _lines(self, child: Child, names: list[str]) -> list[str]: ...
 
 
 class Counts(_Family[Count]):

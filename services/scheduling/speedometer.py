@@ -14,22 +14,22 @@ from services.scheduling.prediction import (
     PrefillSpeed,
 )
 
-MIN_CHUNKS = 5
-"""Chunks that must have been computed before their speed is told to others: who is called slow after one hiccup gets
-no prompts any more, and so never the chance to show that it is not."""
+MIN_STEPS = 5
+"""Steps with chunks that must have been done before their speed is told to others: who is called slow after one hiccup
+gets no prompts any more, and so never the chance to show that it is not."""
 
 
 class Speedometer:
     """Takes steps, in which chunks of prompts and sequences that decode may be mixed, and transfers."""
 
     def __init__(self) -> None:
-        self._num_chunks = 0
+        self._num_steps = 0
         self._prefill, self._decode, self._link = PrefillMeter(), DecodeMeter(), LinkMeter()
 
     @property
     def prefill(self) -> PrefillSpeed | None:
         """None: too little was measured yet."""
-        return self._prefill.speed if self._num_chunks >= MIN_CHUNKS else None
+        return self._prefill.speed if self._num_steps >= MIN_STEPS else None
 
     @property
     def decode(self) -> DecodeSpeed | None:
@@ -61,7 +61,8 @@ class Speedometer:
             time_s -= self._decode.speed.step_s(num_sequences, context_tokens)
         # Several chunks are taken for one with as many pairs of tokens, before which there may be fewer than none.
         num_before = round((num_pairs / num_tokens - num_tokens) / 2)
-        self._num_chunks += 1
+        # What is not positive says nothing, and is left out there.
+        self._num_steps += time_s > 0
         self._prefill.observe(num_tokens, num_before, time_s, now_s)
 
     def observe_transfer(self, num_bytes: int, time_s: float, now_s: float) -> None:

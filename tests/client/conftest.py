@@ -74,7 +74,7 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.Cluster
             raise AssertionError(f"nobody expected {method}")
         step = self.steps.popleft()
         try:
-            async with contextlib.aclosing(step(seen, context)) as messages:  # type: ignore[type-var]
+            async with contextlib.aclosing(step(seen, context)) as messages:
                 async for message in messages:
                     yield message
         except asyncio.CancelledError:
@@ -84,7 +84,7 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.Cluster
             seen.ended.set()
 
     async def _one(self, method: str, request: Any, context: Context) -> Any:
-        async with contextlib.aclosing(self._play(method, request, context)) as messages:  # type: ignore[type-var]
+        async with contextlib.aclosing(self._play(method, request, context)) as messages:
             async for message in messages:
                 return message
 
@@ -150,7 +150,7 @@ def message(index: int, *token_ids: int, text: str = "", end: int = 0, **fields:
         first_index=index,
         token_ids=token_ids,
         text=text or "".join(f"<{token_id}>" for token_id in token_ids),
-        finish_reason=end,  # type: ignore[arg-type]
+        finish_reason=end,
         **fields,
     )
 

@@ -228,7 +228,7 @@ async def test_the_other_calls(gateway: FakeGateway, connect: Connect, topology:
         lambda: Request("a", seed=2**63),
         lambda: Request("a", stop="ab"),
         lambda: Request("a", idempotency_key="ß"),
-        lambda: Request(None),  # type: ignore[arg-type]
+        lambda: Request(None),
     ],
     ids=["negative-id", "large-id", "surrogate", "max-tokens", "seed", "stop", "key", "none"],
 )

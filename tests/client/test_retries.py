@@ -247,4 +247,4 @@ def test_whatever_happens_no_token_is_asked_for_twice_and_it_ends(
 )
 def test_a_policy_that_makes_no_sense_is_refused(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must"):
-        RetryPolicy(**values)  # type: ignore[arg-type]
+        RetryPolicy(**values)

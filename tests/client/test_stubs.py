@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 from tandem_client.protos import cluster_pb2, inference_pb2, wire_pb2
 
@@ -41,8 +41,8 @@ def test_both_may_be_imported_in_one_process() -> None:
     ids=lambda message: message.DESCRIPTOR.full_name,
 )
 def test_the_shapes_fit(ours: type, theirs: type) -> None:
-    known = {field.number: field for field in theirs.DESCRIPTOR.fields}  # type: ignore[attr-defined]
-    for field in ours.DESCRIPTOR.fields:  # type: ignore[attr-defined]
+    known = {field.number: field for field in theirs.DESCRIPTOR.fields}
+    for field in ours.DESCRIPTOR.fields:
         assert (field.name, field.type, field.is_repeated) == (
             known[field.number].name,
             known[field.number].type,

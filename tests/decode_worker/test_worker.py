@@ -19,7 +19,7 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 from services.runtime.session import SessionLimits
-from services.scheduling.speedometer import MIN_CHUNKS
+from services.scheduling.speedometer import MIN_STEPS
 
 Make = Callable[..., Any]
 
@@ -537,7 +537,7 @@ async def test_gateways_hear_how_fast_it_is_and_how_much_it_looks_back_on(make_b
     await gateway.event("r", "finished")
     await bench.until_free()
     assert bench.worker.load().context_tokens == 0
-    for number in range(MIN_CHUNKS):
+    for number in range(MIN_STEPS):
         gateway.admit(f"s{number}", [2 + number] * 7, local=True)
         await gateway.event(f"s{number}", "finished")
     assert bench.worker.load().to_message(is_draining=False).HasField("prefill_speed")

@@ -12,7 +12,7 @@ from services.runtime import telemetry
 from services.runtime.attempts import AttemptKey
 from services.runtime.errors import InvariantViolated, NoFreePages, RequestCancelled, TransferFailed
 from services.runtime.session import SessionLimits
-from services.scheduling.speedometer import MIN_CHUNKS
+from services.scheduling.speedometer import MIN_STEPS
 
 Make = Callable[..., Any]
 
@@ -502,7 +502,7 @@ async def test_gateways_hear_how_fast_it_is(make_bench: Make) -> None:
     gateway.prefill("s", [2] * 30)
     await gateway.event("s", "handed_off")
     assert bench.worker.load().to_message(is_draining=False).link_speed == load.link_speed
-    for number in range(MIN_CHUNKS):
+    for number in range(MIN_STEPS):
         gateway.prefill(f"t{number}", [3 + number] * 7)
         await gateway.event(f"t{number}", "handed_off")
     assert bench.worker.load().to_message(is_draining=False).HasField("prefill_speed")

@@ -77,11 +77,11 @@ def test_every_complete_answer_keeps_to_its_schema(
 ) -> None:
     """At temperature 1, beside answers that may be anything."""
     schema, engine = SCHEMAS[name], Engine(parts)
-    asked = [engine.add(prompt, sampling(seed), grammar=begin(grammars, schema)) for seed in range(24)]
+    asked = [engine.add(prompt, sampling(seed), grammar=begin(grammars, schema)) for seed in range(60)]
     free = [engine.add(prompt, sampling(seed, max_tokens=40)) for seed in range(4)]
     reasons = run(engine, [*asked, *free])
     complete = [sequence for sequence in asked if reasons[sequence] == "stop"]
-    assert len(complete) >= 8, "too few to say anything"
+    assert len(complete) > 12, "too few to say anything"
     for sequence in complete:
         *tokens, end = answer_of(sequence)
         assert end in EOS

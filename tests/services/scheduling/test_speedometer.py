@@ -1,7 +1,7 @@
 import pytest
 
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
-from services.scheduling.speedometer import MIN_CHUNKS, Speedometer, numbers
+from services.scheduling.speedometer import MIN_STEPS, Speedometer, numbers
 
 PREFILL = PrefillSpeed(0.004, 0.0002, 1e-6)
 DECODE = DecodeSpeed(0.003, 0.0005, 1e-6)
@@ -25,11 +25,20 @@ def test_before_anything_was_measured_nothing_is_said() -> None:
 def test_one_slow_prompt_makes_nobody_slow() -> None:
     speedometer = Speedometer()
     speedometer.observe_step([(0, 60)], 20 * PREFILL.time_s(60), 0.0)
-    for number in range(MIN_CHUNKS - 1):
+    for number in range(MIN_STEPS - 1):
         assert speedometer.prefill is None
         speedometer.observe_step([(0, 60 + number)], PREFILL.time_s(60 + number), 0.01 * (1 + number))
     assert speedometer.prefill is not None
     assert speedometer.prefill.time_s(60) < 3 * PREFILL.time_s(60)
+
+
+def test_steps_that_say_nothing_of_prompts_are_not_counted() -> None:
+    speedometer = Speedometer()
+    speedometer.observe_step([(100, 1)], 1.0, 0.0)
+    for number in range(2 * MIN_STEPS):
+        # Faster than decoding alone was taken to be.
+        speedometer.observe_step([(100, 1), (0, 20)], 0.001, 0.1 * number)
+    assert speedometer.prefill is None
 
 
 def test_each_law_is_found_from_what_obeys_it() -> None:
