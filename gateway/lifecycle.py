@@ -331,7 +331,9 @@ class Requests:
         request.generation.deadline.check()
         if request.is_resumed:
             raise Overloaded("no worker came in time to go on with the answer", retry_after_s=NO_WORKER_RETRY_S)
-        raise Overloaded("no worker had room in time", retry_after_s=NO_WORKER_RETRY_S)
+        is_served = self._topology.num_ready("decode", request.generation.model) > 0
+        message = "no worker had room in time" if is_served else "no decode worker came back in time"
+        raise Overloaded(message, retry_after_s=NO_WORKER_RETRY_S)
 
     def _take_room(self, request: RunningRequest, route: Route | None) -> bool:
         """Keeps a place for the request where it would go now. False: there is none, or it is kept for others."""
@@ -469,14 +471,14 @@ class Requests:
     def _patience(self, request: RunningRequest) -> Deadline:
         """Until when the request may wait for workers."""
         generation, policies = request.generation, self._policies
-        if request.is_resumed:
+        if request.is_resumed or not self._topology.num_ready("decode", generation.model):
             return generation.deadline.sooner(Deadline.after(policies.failover_wait_s, clock=self._clock))
         if request.queue_entry.service_class == ServiceClass.BATCH:
             return generation.deadline  # It takes what others leave, whenever that is.
         return generation.deadline.sooner(Deadline(generation.arrived_s + policies.max_queue_wait_s, self._clock))
 
     def _check_any_worker(self, model: str) -> None:
-        if self._topology.num_ready("decode", model) == 0:
+        if self._topology.num_ready("decode", model) == 0 and not self._topology.is_away("decode", model):
             raise WorkerUnavailable("no decode worker is ready", retry_after_s=NO_WORKER_RETRY_S)
 
     def _note_placed(self, request: RunningRequest, attempt: Attempt, route: Route, started_ns: int) -> None:

@@ -214,6 +214,18 @@ class Topology:
         """Workers of the role in rotation, of one model or of all."""
         return sum(1 for _ in self._ready(role_name, model))
 
+    def is_away(self, role_name: Role, model: str) -> bool:
+        """Whether a worker of a model has lost its session and is still registered: it may be back in a moment.
+
+        One that is starting is not: nobody knows how long that takes.
+        """
+        members = self._roles[role_name].members.values()
+        return any(
+            member.state == "lost" and member.is_listed and not member.is_drain_asked and member.record.model == model
+            for member in members
+            if member.record.state == "ready"
+        )
+
     def is_alive(self, incarnation: str) -> bool:
         """Whether there is a session to this very process now."""
         return any(member.session.is_up for member in self._all() if member.record.incarnation == incarnation)

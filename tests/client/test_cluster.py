@@ -200,7 +200,6 @@ def test_the_chat_answers_each_line(world: World) -> None:
     assert out.strip()
 
 
-@pytest.mark.slow  # two gateways and two workers beside the other tests' clusters: workers starve on two cores
 def test_the_named_stream_survives_its_gateway(world: World) -> None:
     with Client(world.address, retries=PATIENT) as client:
         expected = client.generate(Request("class Stack:", max_tokens=LONG, seed=1)).text

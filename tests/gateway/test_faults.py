@@ -9,6 +9,7 @@ import grpc
 import httpx
 import pytest
 
+from gateway.sessions import DecodeSession
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.cluster.embedded import EmbeddedRedis
 from services.runtime.errors import (
@@ -572,6 +573,43 @@ async def test_worker_whose_stream_broke_is_reached_again(make_system, worker_ty
     assert system.gateway.topology.members()[0].state == "lost"
     await system.until(lambda: system.gateway.topology.num_ready("decode") == 1)
     assert (await system.complete()).status_code == 200
+
+
+async def test_new_requests_wait_for_a_worker_that_is_away_for_a_moment(make_system, worker_type, pair, monkeypatch):
+    """On a machine that has no time for it, the only worker may be silent for too long, and be back at once."""
+    system = await make_system()
+    worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+    may_return = asyncio.Event()
+    connect = DecodeSession.run
+
+    async def run(session):
+        await may_return.wait()
+        await connect(session)
+
+    monkeypatch.setattr(DecodeSession, "run", run)
+    worker.sessions.close()
+    await system.until(lambda: system.gateway.topology.num_ready("decode") == 0)
+    waiting = asyncio.create_task(system.complete())
+    await system.until(lambda: system.gateway.requests.num_queued == 1)
+    may_return.set()
+    assert (await waiting).status_code == 200
+
+
+async def test_a_worker_that_does_not_come_back_is_waited_for_so_long(make_system, worker_type, pair, monkeypatch):
+    system = await make_system(failover_wait_s=0.2)
+    worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+
+    async def run(session):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(DecodeSession, "run", run)
+    worker.sessions.close()
+    await system.until(lambda: system.gateway.topology.num_ready("decode") == 0)
+    refused = await system.complete()
+    assert refused.status_code == 503
+    assert refused.json()["error"]["message"] == "no decode worker came back in time"
+    assert refused.headers["retry-after"] == "2"
+    assert system.gateway.requests.num_queued == 0
 
 
 async def test_draining_worker_gets_no_new_request(make_system, worker_type, pair):
