@@ -112,6 +112,8 @@ def _worker(
     transports = (settings.transport,)
     counters = Counters()
     metrics.watch_faults(counters.snapshot)
+    if gpu is not None:
+        metrics.watch_gpu(gpu.use)
     worker = DecodeWorker(
         parts=parts,
         links=SendLinks(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from services.runtime.gpu_use import GpuUse, UseReader
+
 log = logging.getLogger(__name__)
 
 MAX_EVENTS_PER_READ = 64
@@ -90,6 +92,7 @@ class GpuReader:
             except nvml.NVMLError as error:
                 log.info("no Xid events of the GPU: %s", error)
                 self._free_events()
+        self._use = UseReader(nvml, handle, self._ask)
 
     def read(self) -> GpuFacts:
         """All that it says now. A fact that cannot be had is None, never an error."""
@@ -117,8 +120,13 @@ class GpuReader:
             is_lost=self._is_lost,
         )
 
+    def read_use(self) -> GpuUse:
+        """How much it does now, since the last time where that is a mean."""
+        return self._use.read()
+
     def close(self) -> None:
         """Gives back what the driver keeps for it."""
+        self._use.close()
         if self._events is not None:
             self._free_events()
         try:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from protos import worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.gpu_health import GpuFacts, GpuReader, open_gpu
+from services.runtime.gpu_use import GpuUse
 
 READ_EVERY_S = 1.0
 """As often as an idle worker reports. Chips take seconds to heat up; a reading takes the driver milliseconds."""
@@ -44,6 +45,7 @@ class GpuWatch:
         self._stop = threading.Event()
         self._facts: GpuFacts | None = None
         self._message: worker_pb2.GpuFacts | None = None
+        self._use: GpuUse | None = None
         self._asked_s: float | None = None
         """When the reading began that is under way. None: there is none."""
         # A daemon: the process must not wait for it.
@@ -55,15 +57,21 @@ class GpuWatch:
 
         Must not be changed.
         """
-        asked_s, message = self._asked_s, self._message
-        if asked_s is None or message is None or self._clock.monotonic() - asked_s < SILENT_S:
-            return message
-        return _LOST
+        message = self._message
+        return _LOST if message is not None and self._is_silent() else message
+
+    def use(self) -> GpuUse | None:
+        """How much it does, as of the last reading; None where that is nothing or long ago. From any thread."""
+        return None if self._is_silent() else self._use
 
     def release(self) -> None:
         """Ends the watch. A reading that hangs is left behind."""
         self._stop.set()
         self._thread.join(RELEASE_S)
+
+    def _is_silent(self) -> bool:
+        asked_s = self._asked_s
+        return asked_s is not None and self._clock.monotonic() - asked_s >= SILENT_S
 
     def _run(self) -> None:
         try:
@@ -82,7 +90,7 @@ class GpuWatch:
     def _read(self, reader: GpuReader) -> None:
         self._asked_s = self._clock.monotonic()
         try:
-            facts = reader.read()
+            facts, self._use = reader.read(), reader.read_use()
         finally:
             self._asked_s = None
         if facts != self._facts:

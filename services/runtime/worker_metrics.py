@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos import cluster_pb2, worker_pb2
 from services.runtime.errors import ConfigError
+from services.runtime.gpu_use import GpuUse
 from services.runtime.worker_config import WorkerConfig
 
 # A step is between some 100 microseconds (a tiny model) and seconds (a long chunk on few cores).
@@ -190,6 +191,10 @@ class WorkerMetrics:
         """Reads what was refused or dropped in handoffs, by reason, for each scrape; in the thread that serves it."""
         self.registry.register(_Faults(self._worker_id, counts))
 
+    def watch_gpu(self, use: Callable[[], GpuUse | None]) -> None:
+        """Reads how much the worker's GPU does for each scrape; in the thread that serves it."""
+        self.registry.register(_GpuUse(self._worker_id, use))
+
     def count_attempt(self, outcome: str) -> None:
         """Counts an attempt that ended; `outcome` is one of a few words."""
         self._attempts.labels(self._worker_id, outcome).inc()
@@ -245,6 +250,39 @@ class _Faults(Collector):
         """The name, for the registry."""
         words = "What was refused, dropped or broken in handoffs, at either end, by reason."
         return [CounterMetricFamily("tandem_transfer_faults", words, labels=("worker", "reason"))]
+
+
+class _GpuUse(Collector):
+    """What a GPU says of its use. What it does not say has no figure, not one of 0."""
+
+    def __init__(self, worker_id: str, use: Callable[[], GpuUse | None]) -> None:
+        self._worker_id = worker_id
+        self._use = use
+
+    def collect(self) -> Iterable[Metric]:
+        """What a scrape gets."""
+        power, limit, energy, clocks, busy = self.describe()
+        use = self._use() or GpuUse()
+        for family, value in ((power, use.power_w), (limit, use.power_limit_w), (energy, use.energy_j)):
+            if value is not None:
+                family.add_metric((self._worker_id,), value)
+        for family, values in ((clocks, use.clocks_hz), (busy, use.busy)):
+            for name, value in values.items():
+                family.add_metric((self._worker_id, name), value)
+        return [power, limit, energy, clocks, busy]
+
+    def describe(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
+        """The names, for the registry."""
+        whose = ("worker",)
+        return [
+            GaugeMetricFamily("tandem_gpu_power_watts", "Power that the GPU draws.", labels=whose),
+            GaugeMetricFamily("tandem_gpu_power_limit_watts", "Power that it may draw.", labels=whose),
+            CounterMetricFamily("tandem_gpu_energy_joules", "Energy since its driver was loaded.", labels=whose),
+            GaugeMetricFamily("tandem_gpu_clock_hertz", "Its clocks.", labels=(*whose, "clock")),
+            GaugeMetricFamily(
+                "tandem_gpu_busy_ratio", "Share of the time, or of what it could do, by part.", labels=(*whose, "part")
+            ),
+        ]
 
 
 def _field(load: Callable[[], Load], name: str) -> float:

@@ -47,6 +47,9 @@ class _Waiting:
         self.readings.is_reading.clear()
         return self.reader.read()
 
+    def read_use(self):
+        return self.reader.read_use()
+
     def close(self):
         self.reader.close()
         self.readings.is_over.release()
@@ -67,7 +70,7 @@ def watch(readings):
 
 
 def test_what_has_changed_is_another_message_and_nothing_else_is(watch, readings):
-    assert watch.message() is None
+    assert (watch.message(), watch.use()) == (None, None)
     readings.one()
     first = watch.message()
     assert (first.temperature_c, first.num_uncorrected, first.total_bytes) == (41.0, 0, 85_520_809_984)
@@ -97,8 +100,10 @@ def test_a_reading_that_hangs_is_a_gpu_that_does_not_answer_and_does_not_keep_th
     assert readings.is_reading.wait(LIMIT_S)
     clock.advance(SILENT_S - 0.1)
     assert watch.message() is good
+    assert watch.use().power_w == 412.0
     clock.advance(0.1)
     assert (watch.message().is_lost, watch.message() is watch.message()) == (True, True)
+    assert watch.use() is None
     stopwatch = Stopwatch()
     watch.release()
     assert stopwatch.elapsed_s() < 2
