@@ -155,6 +155,7 @@ class Gateway:
             targets=Targets(config.ttft_target_s or None, config.itl_target_s or None),
             decodes=decodes,
             clock=SYSTEM_CLOCK,
+            on_refusal=self.metrics.note_overload,
         )
         return Lane(name, waiting, guard)
 

@@ -329,6 +329,7 @@ class Requests:
                     return attempt
                 place.come_back()
         request.generation.deadline.check()
+        self._metrics.note_overload("wait")
         if request.is_resumed:
             raise Overloaded("no worker came in time to go on with the answer", retry_after_s=NO_WORKER_RETRY_S)
         is_served = self._topology.num_ready("decode", request.generation.model) > 0

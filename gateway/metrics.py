@@ -229,6 +229,13 @@ class Metrics:
         self._refusals = Counter(
             "tandem_refused_requests", "Calls answered with an error, by its code.", ("code",), registry=registry
         )
+        self._overloads = Counter(
+            "tandem_overload_refusals",
+            "Calls refused because the cluster is full, by what is short: deadline, ttft, itl, pages, queue; wait: "
+            "they waited for workers and none came in time.",
+            ("reason",),
+            registry=registry,
+        )
         # Without the tenant: whoever writes the file of keys may name thousands.
         self._tenant_refusals = Counter(
             "tandem_tenant_refusals",
@@ -344,6 +351,10 @@ class Metrics:
     def note_refusal(self, code: str) -> None:
         """A call was answered with an error of this code."""
         self._refusals.labels(code).inc()
+
+    def note_overload(self, reason: str) -> None:
+        """A call was refused because the cluster is full; `reason` is one of a few words."""
+        self._overloads.labels(reason).inc()
 
     def note_tenant_refusal(self, limit: str) -> None:
         """A call was refused because its tenant has reached this limit."""

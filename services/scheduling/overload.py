@@ -68,11 +68,13 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Do not let it in. `overloaded`: try again after `retry_after_s`. `deadline`: there is not enough time for it."""
+    """Do not let it in. `kind` says what is short: time until its `deadline`, or what may be there after
+    `retry_after_s`: the targets for the first token (`ttft`) and the next ones (`itl`), `pages`, room in the `queue`.
+    """
 
     reason: str
     retry_after_s: float
-    kind: Literal["overloaded", "deadline"]
+    kind: Literal["deadline", "ttft", "itl", "pages", "queue"]
 
 
 Verdict = Admit | Refuse
@@ -210,16 +212,16 @@ class OverloadPolicy:
             is_close = wait_s > max_wait_s / 2
             if wait_s > max_wait_s:
                 reason = f"the first token might take {_said(wait_s + load.prefill_s)}, the limit is {_said(limit_s)}"
-                return Refuse(reason, _retry_after_s(wait_s - max_wait_s, jitter), "overloaded")
+                return Refuse(reason, _retry_after_s(wait_s - max_wait_s, jitter), "ttft")
         if targets.itl_s is not None and one in settings.itl_share:
             limit_s = targets.itl_s * settings.itl_share[one]
             if load.step_s > limit_s:
                 reason = f"a token would take {_said(load.step_s)}, the limit is {_said(limit_s)}"
                 shrink_s = (1 - limit_s / load.step_s) * self._stay_s.value
-                return Refuse(reason, _retry_after_s(shrink_s, jitter), "overloaded")
+                return Refuse(reason, _retry_after_s(shrink_s, jitter), "itl")
         if self._note_pages(load) and one == ServiceClass.LOW:
             reason = f"{1 - load.free_page_share:.0%} of the pages are in use"
-            return Refuse(reason, _retry_after_s(self._stay_s.value / 2, jitter), "overloaded")
+            return Refuse(reason, _retry_after_s(self._stay_s.value / 2, jitter), "pages")
         return Admit(delay_s, is_close and delay_s > 0)
 
     def when_full(self, entry: QueueEntry, load: ClusterLoad, now_s: float, *, jitter: float = 0.0) -> Refuse:
@@ -227,7 +229,7 @@ class OverloadPolicy:
         delay_s = self._delay_s(entry, load, now_s)
         # Room for one is there after one start; for all that were refused with it, after a part of the queue.
         wait_s = delay_s / 4 if math.isfinite(delay_s) else delay_s
-        return Refuse(f"the queue is full: {load.num_waiting} wait", _retry_after_s(wait_s, jitter), "overloaded")
+        return Refuse(f"the queue is full: {load.num_waiting} wait", _retry_after_s(wait_s, jitter), "queue")
 
     def may_start(self, entry: QueueEntry, load: ClusterLoad) -> bool:
         """Whether its turn may come now: work of the lowest classes leaves room for those who cannot wait."""

@@ -18,6 +18,7 @@ from protos import worker_pb2
 from services.runtime.config import load as load_config
 from services.runtime.errors import InternalError, Overloaded, TransferFailed
 from services.runtime.gpu_health import GpuFacts
+from services.runtime.gpu_use import GpuUse
 from services.runtime.worker_config import WorkerConfig
 from services.runtime.worker_metrics import Load as WorkerLoad
 from services.runtime.worker_metrics import WorkerMetrics
@@ -288,6 +289,24 @@ def test_a_worker_that_left_is_in_no_figure():
     assert Figures(metrics.render(members).decode())["tandem_sent_attempts_total", {"worker": "d-0"}] == 1
 
 
+async def refuses(attempt):
+    attempt.refuse(Overloaded("no pages", retry_after_s=1.0))
+
+
+async def test_refusals_for_want_of_room_count_by_what_is_short(make_system, worker_type):
+    system = await make_system(max_queued_requests=0)
+    await system.add(worker_type("decode", "decode-0", refuses))
+    assert (await system.complete()).status_code == 503
+    assert (await figures_of(system))["tandem_overload_refusals_total", {"reason": "queue"}] == 1
+
+
+async def test_those_who_waited_in_vain_count_as_such(make_system, worker_type):
+    system = await make_system(max_queue_wait_s=0.1)
+    await system.add(worker_type("decode", "decode-0", refuses))
+    assert (await system.complete()).status_code == 503
+    assert (await figures_of(system))["tandem_overload_refusals_total", {"reason": "wait"}] == 1
+
+
 def all_moved():
     """A gateway's page on which each figure has a value."""
     metrics = Metrics()
@@ -303,6 +322,7 @@ def all_moved():
     metrics.note_failover("tiny")
     metrics.note_sent("decode", "d-0")
     metrics.note_refusal("server_overloaded")
+    metrics.note_overload("queue")
     metrics.note_tenant_refusal("concurrency")
     metrics.note_unlogged("slow")
     metrics.moves.labels("begun").inc()
@@ -316,6 +336,7 @@ def worker_page():
     """What a worker serves."""
     metrics = WorkerMetrics(worker_id="w")
     metrics.watch_faults(lambda: {"lost_frame": 2})
+    metrics.watch_gpu(lambda: GpuUse(412.0, 700.0, 5e6, {"sm": 1.98e9}, {"dram": 0.78}))
     metrics.count_attempt("finished")
     metrics.count_preemption("place")
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:

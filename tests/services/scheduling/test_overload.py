@@ -90,7 +90,7 @@ def test_refused_when_the_first_token_would_come_too_late():
     assert isinstance(policy.judge(entry(), replace(full, tokens_ahead=800), TARGETS, 20.0), Admit)
     verdict = policy.judge(entry(), replace(full, tokens_ahead=6000), TARGETS, 20.0)
     assert isinstance(verdict, Refuse)
-    assert verdict.kind == "overloaded"
+    assert verdict.kind == "ttft"
     assert verdict.reason.startswith("the first token might take 9.")
     assert verdict.retry_after_s == pytest.approx(1.5 * 6.0 + 0.4 - 0.9 * 2.0, rel=0.1)
 

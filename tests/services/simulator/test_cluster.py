@@ -94,7 +94,7 @@ def test_every_request_ends_exactly_once_and_every_page_comes_back(
     for job in run.jobs:
         assert bool(job.refusal) != (job.end_s is not None)
         if job.refusal:
-            assert job.refusal in (TOO_LONG, QUEUE_FULL, PUSHED_OUT, DEADLINE, "overloaded")
+            assert job.refusal in (TOO_LONG, QUEUE_FULL, PUSHED_OUT, DEADLINE, "ttft", "itl", "pages")
             assert job.first_token_s is None
             assert job.dispatched_s is None
         else:
@@ -288,7 +288,7 @@ def test_what_would_miss_its_targets_is_refused_and_the_rest_is_served_in_time()
     assert 0 < len(answered(guarded)) < len(requests)
     limits = Targets(2.0, 0.1)
     assert summary(guarded, limits)["slo"]["met_both"] > 3 * summary(unguarded, limits)["slo"]["met_both"]
-    assert summary(guarded, limits)["requests"]["refused"].keys() == {"overloaded"}
+    assert summary(guarded, limits)["requests"]["refused"].keys() == {"ttft"}
 
 
 def test_a_run_says_how_far_it_is() -> None:
