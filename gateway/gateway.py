@@ -14,7 +14,14 @@ from gateway.catalog import load_catalog
 from gateway.catalog_file import ModelEntry, read_models_file
 from gateway.config import GatewayConfig
 from gateway.front_door import FrontDoor
-from gateway.grpc_api import SERVICE_NAMES, ClusterService, InferenceService, register
+from gateway.grpc_api import (
+    CLUSTER_SERVICE,
+    INFERENCE_SERVICE,
+    SERVICE_NAMES,
+    ClusterService,
+    InferenceService,
+    register,
+)
 from gateway.http_api import HttpApi
 from gateway.http_server import HttpServer
 from gateway.journals import Journals
@@ -126,7 +133,7 @@ class Gateway:
             for entry in entries
         }
         self._strangers: set[str] = set()
-        self._watch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._is_leaving = False
 
     def is_ready(self) -> bool:
@@ -174,8 +181,11 @@ class Gateway:
         self._quarantine.start()
         self._prefixes.start()
         self.topology.start()
-        self._watch = asyncio.create_task(self._follow_workers(), name="workers")
-        await self._grpc.set_serving(True)
+        self._tasks = [
+            asyncio.create_task(self._follow_workers(), name="workers"),
+            asyncio.create_task(self._tell_readiness(), name="readiness"),
+        ]
+        await self._grpc.set_serving(True, "", CLUSTER_SERVICE)
         logger.info("listening", extra={"http_port": self.http_port, "grpc_port": self.grpc_port})
 
     async def stop(self) -> None:
@@ -196,9 +206,9 @@ class Gateway:
         await asyncio.gather(self._grpc.stop(1.0), self._http.stop(1.0))
         if self._admin is not None:
             await self._admin.stop(1.0)
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait((self._watch,))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._journals.close()
         await self.topology.close()
         await self._placements.close()
@@ -207,6 +217,17 @@ class Gateway:
         await self.door.close()
         await self._page_store.close()
         await self._store.close()
+
+    async def _tell_readiness(self) -> None:
+        """Keeps the health of the service that needs workers; the others', and the server's, is that it lives."""
+        was_ready = False
+        async with contextlib.aclosing(self.topology.changes()) as changes:
+            async for _ in changes:
+                if self._is_leaving:
+                    return
+                if self.is_ready() != was_ready:
+                    was_ready = not was_ready
+                    await self._grpc.set_serving(was_ready, INFERENCE_SERVICE)
 
     async def _follow_workers(self) -> None:
         watch = cast(AsyncGenerator[Membership, None], watch_workers(self._store))

@@ -41,7 +41,8 @@ from services.runtime.tls import OPERATOR
 from services.scheduling.health import GpuState
 from services.structured.grammar import ANY_OBJECT
 
-SERVICE_NAMES = ("tandem.v1.Inference", "tandem.v1.Cluster")
+INFERENCE_SERVICE, CLUSTER_SERVICE = "tandem.v1.Inference", "tandem.v1.Cluster"
+SERVICE_NAMES = (INFERENCE_SERVICE, CLUSTER_SERVICE)
 WATCH_INTERVAL_S = 0.5
 MAX_DEADLINE_S = 24 * 3600.0
 """The gateway's own maximum applies on top of it."""

@@ -8,6 +8,7 @@ import time
 import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.sessions import DecodeSession
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
@@ -978,3 +979,28 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+async def test_grpc_health_tells_life_from_readiness(make_system, worker_type, pair):
+    system = await make_system(min_prefill=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def status(service):
+            return (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+        async def until(expected):
+            watch = health.Watch(health_pb2.HealthCheckRequest(service="tandem.v1.Inference"), timeout=20)
+            async for message in watch:
+                if message.status == expected:
+                    watch.cancel()
+                    return
+
+        known = health_pb2.HealthCheckResponse
+        assert await status("") == await status("tandem.v1.Cluster") == known.SERVING
+        assert await status("tandem.v1.Inference") == known.NOT_SERVING
+        worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+        await until(known.SERVING)
+        await worker.die()
+        await until(known.NOT_SERVING)
+        assert await status("") == known.SERVING
