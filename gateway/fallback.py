@@ -39,6 +39,10 @@ class Runs(Protocol):
         """How long a call that may fall back waits for a worker of this model."""
         ...
 
+    def is_served(self, model: str) -> bool:
+        """Whether this model has workers now; a call that may fall back waits for no others."""
+        ...
+
     async def prepare_fallback(self, accepted: AcceptedCall) -> list[Generation] | None:
         """The call's answers for the next of its models that can take them; None: there is none."""
         ...
@@ -88,7 +92,8 @@ class _Refusal:
 
 async def _refusal(runs: Runs, accepted: AcceptedCall, starts: Sequence["_Start"], clock: Clock) -> _Refusal | None:
     """Waits until one answer has begun (None), or another model should be asked."""
-    after_s = runs.fallback_after_s(accepted.model)
+    is_served = runs.is_served(accepted.model)
+    after_s = runs.fallback_after_s(accepted.model) if is_served else 0.0
     totals = accepted.generations[0].totals
     firsts = [start.first for start in starts]
     while True:
@@ -105,7 +110,8 @@ async def _refusal(runs: Runs, accepted: AcceptedCall, starts: Sequence["_Start"
         if not totals.placed and clock.monotonic() >= totals.waiting_since_s + after_s:
             instead = await runs.prepare_fallback(accepted)
             if instead is not None and not _has_begun(firsts):
-                return _Refusal(Overloaded("no worker had room in time", retry_after_s=RETRY_AFTER_S), instead)
+                kind = Overloaded if is_served else WorkerUnavailable
+                return _Refusal(kind("no worker had room in time", retry_after_s=RETRY_AFTER_S), instead)
 
 
 def _has_begun(firsts: Sequence["asyncio.Task[Delta]"]) -> bool:

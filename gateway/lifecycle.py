@@ -129,6 +129,8 @@ class Requests:
     ) -> None:
         self.catalog = catalog
         self.num_running = 0
+        self._num_before_queue = 0
+        """Requests that wait until there is a worker at all."""
         self.log = RequestLog(metrics, clock=clock, slow_s=slow_request_s)
         self._topology = topology
         self._queues = queues
@@ -167,7 +169,7 @@ class Requests:
     @property
     def num_queued(self) -> int:
         """Requests that wait for a place."""
-        return sum(map(len, self._queues.values()))
+        return sum(map(len, self._queues.values())) + self._num_before_queue
 
     def limits(self, model: ServedModel) -> ModelLimits:
         """The model's limits, or less where no worker in rotation has pages for so much."""
@@ -207,6 +209,10 @@ class Requests:
     def fallback_after_s(self, model: str) -> float:
         """How long a call that may fall back waits for a worker of this model."""
         return self.catalog[model].fallback_after_s
+
+    def is_served(self, model: str) -> bool:
+        """Whether a decode worker of this model is ready."""
+        return self._topology.num_ready("decode", model) > 0
 
     def note_fallback(self, asked: str, answering: str, reason: str) -> None:
         """A call goes on with another model."""
@@ -250,7 +256,7 @@ class Requests:
                 yield request.last_delta()
                 return
             if not request.is_resumed:
-                self._check_any_worker(generation.model)
+                await self._until_served(generation)
             while not request.is_finished:
                 try:
                     attempt = await self._place(request)
@@ -332,9 +338,7 @@ class Requests:
         self._metrics.note_overload("wait")
         if request.is_resumed:
             raise Overloaded("no worker came in time to go on with the answer", retry_after_s=NO_WORKER_RETRY_S)
-        is_served = self._topology.num_ready("decode", request.generation.model) > 0
-        message = "no worker had room in time" if is_served else "no decode worker came back in time"
-        raise Overloaded(message, retry_after_s=NO_WORKER_RETRY_S)
+        raise Overloaded("no worker had room in time", retry_after_s=NO_WORKER_RETRY_S)
 
     def _take_room(self, request: RunningRequest, route: Route | None) -> bool:
         """Keeps a place for the request where it would go now. False: there is none, or it is kept for others."""
@@ -472,15 +476,34 @@ class Requests:
     def _patience(self, request: RunningRequest) -> Deadline:
         """Until when the request may wait for workers."""
         generation, policies = request.generation, self._policies
-        if request.is_resumed or not self._topology.num_ready("decode", generation.model):
+        if request.is_resumed:
             return generation.deadline.sooner(Deadline.after(policies.failover_wait_s, clock=self._clock))
         if request.queue_entry.service_class == ServiceClass.BATCH:
             return generation.deadline  # It takes what others leave, whenever that is.
         return generation.deadline.sooner(Deadline(generation.arrived_s + policies.max_queue_wait_s, self._clock))
 
-    def _check_any_worker(self, model: str) -> None:
-        if self._topology.num_ready("decode", model) == 0 and not self._topology.is_away("decode", model):
-            raise WorkerUnavailable("no decode worker is ready", retry_after_s=NO_WORKER_RETRY_S)
+    async def _until_served(self, generation: Generation) -> None:
+        """Waits while a model's workers are only away for a moment, which is as long as their leases last.
+
+        Raises WorkerUnavailable where there are none, DeadlineExceeded.
+        """
+        if self.is_served(generation.model):
+            return
+        self._num_before_queue += 1
+        try:
+            async with (
+                asyncio.timeout(generation.deadline.remaining_s()),
+                contextlib.aclosing(self._topology.changes()) as changes,
+            ):
+                async for _ in changes:
+                    if self.is_served(generation.model):
+                        return
+                    if not self._topology.is_away("decode", generation.model):
+                        raise WorkerUnavailable("no decode worker is ready", retry_after_s=NO_WORKER_RETRY_S)
+        except TimeoutError:
+            generation.deadline.check()
+        finally:
+            self._num_before_queue -= 1
 
     def _note_placed(self, request: RunningRequest, attempt: Attempt, route: Route, started_ns: int) -> None:
         """Books that workers took the request, and writes the spans of the way there."""

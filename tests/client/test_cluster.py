@@ -53,7 +53,14 @@ class World:
     def gateway(self) -> "Gateway":
         """One more gateway of the cluster, ready."""
         port = free_port()
-        command = [sys.executable, "-m", "gateway", f"--redis={self.redis_url}", f"--model={MODEL}"]
+        command = [
+            sys.executable,
+            "-m",
+            "gateway",
+            f"--redis={self.redis_url}",
+            f"--model={MODEL}",
+            "--model-name=tandem-demo",
+        ]
         command += [f"--grpc-port={port}", f"--http-port={free_port()}", "--ttft-target-s=0"]
         with (self.folder / f"gateway-{port}.log").open("w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)

@@ -56,6 +56,9 @@ class FakeModels:
             ):
                 self.is_stuck.set()
 
+    def is_served(self, model):
+        return True
+
     def fallback_after_s(self, model):
         return 0.001
 

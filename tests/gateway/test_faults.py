@@ -596,8 +596,8 @@ async def test_new_requests_wait_for_a_worker_that_is_away_for_a_moment(make_sys
     assert (await waiting).status_code == 200
 
 
-async def test_a_worker_that_does_not_come_back_is_waited_for_so_long(make_system, worker_type, pair, monkeypatch):
-    system = await make_system(failover_wait_s=0.2)
+async def test_a_worker_is_waited_for_as_long_as_its_lease_lasts(make_system, worker_type, pair, monkeypatch):
+    system = await make_system()
     worker = await system.add(worker_type("decode", "decode-0", pair.decode))
 
     async def run(session):
@@ -606,10 +606,23 @@ async def test_a_worker_that_does_not_come_back_is_waited_for_so_long(make_syste
     monkeypatch.setattr(DecodeSession, "run", run)
     worker.sessions.close()
     await system.until(lambda: system.gateway.topology.num_ready("decode") == 0)
-    refused = await system.complete()
+    waiting = asyncio.create_task(system.complete())
+    await system.until(lambda: system.gateway.requests.num_queued == 1)
+    await worker.stop()
+    refused = await waiting
     assert refused.status_code == 503
-    assert refused.json()["error"]["message"] == "no decode worker came back in time"
+    assert refused.json()["error"]["message"] == "no decode worker is ready"
     assert refused.headers["retry-after"] == "2"
+    assert system.gateway.requests.num_queued == 0
+
+
+async def test_nobody_waits_beyond_the_deadline_for_a_worker(make_system, worker_type, pair, monkeypatch):
+    system = await make_system(max_request_s=0.3)
+    worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+    monkeypatch.setattr(DecodeSession, "run", lambda session: asyncio.Event().wait())
+    worker.sessions.close()
+    await system.until(lambda: system.gateway.topology.num_ready("decode") == 0)
+    assert (await system.complete()).status_code == 504
     assert system.gateway.requests.num_queued == 0
 
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from gateway.api_keys import ApiKey, digest_of_key, toml_entry
 from gateway.calls import Call
+from gateway.sessions import DecodeSession
 from gateway.validation import AskedSampling
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.errors import Overloaded, WorkerUnavailable
@@ -771,3 +772,15 @@ async def test_what_no_model_had_room_for_costs_nothing(guarded_models, worker_t
         # On a busy machine the worker may have its turn too late, which costs nothing either.
         assert token_ids(await tried(429, 503)) == LARGE_ANSWER
     assert (await complete(system, headers=shows("all"))).status_code == 429
+
+
+async def test_a_model_whose_workers_are_away_is_stood_in_for_at_once(two_models, worker_type, monkeypatch):
+    system = await two_models(after_s=60.0)
+    large = await add_decode(system, worker_type, "large", Answering(LARGE_ANSWER).decode)
+    await add_decode(system, worker_type, "small", Answering(SMALL_ANSWER).decode)
+    monkeypatch.setattr(DecodeSession, "run", lambda session: asyncio.Event().wait())
+    large.sessions.close()
+    await system.until(lambda: system.gateway.topology.num_ready("decode", "large") == 0)
+    async with asyncio.timeout(10):
+        answer = await complete(system, allow_fallback=True)
+    assert said(answer) == ("small", "large -> small; reason=unavailable")

@@ -117,7 +117,7 @@ def test_from_ready_to_a_clean_end(up: Callable[..., Running], tmp_path: Path) -
     victim = workers["decode-0"]["pid"]
     os.kill(victim, signal.SIGKILL)
     wait_until(lambda: cluster.workers().get("decode-0", {}).get("pid") not in (None, victim))
-    wait_until(lambda: cluster.workers()["decode-0"]["state"] == "ready")
+    wait_until(lambda: cluster.workers().get("decode-0", {}).get("state") == "ready")
     assert cluster.complete() == expected
 
     pids = [worker["pid"] for worker in cluster.workers().values()]
