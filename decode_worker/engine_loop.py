@@ -15,7 +15,15 @@ from decode_worker.scheduler import BatchScheduler, Preemption, Progress, Work, 
 from services.engine.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
 from services.engine.prefix import KeyChain, PageKey
 from services.engine.sequence import FinishReason, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
+from services.engine.step import (
+    NonFiniteLogits,
+    PromptTokens,
+    SampledToken,
+    StepItem,
+    StepPlan,
+    StepResult,
+    with_whole_prompt,
+)
 from services.engine.swap import SwapSpace
 from services.runtime.clock import Clock
 from services.runtime.errors import InvariantViolated, RequestCancelled
@@ -352,8 +360,9 @@ class DecodeLoop:
         assert sequence.num_computed_tokens == work.start, "the schedule and the sequence agree"
         return StepItem(sequence, work.num_tokens)
 
-    def _apply(self, work: Work, outcome: SampledToken | NonFiniteLogits | None) -> Advance:
+    def _apply(self, work: Work, outcome: SampledToken | PromptTokens | NonFiniteLogits | None) -> Advance:
         sequence = self._sequences[work.key]
+        outcome = with_whole_prompt(sequence, work.start, outcome)
         sequence.num_computed_tokens += work.num_tokens
         token_index = sequence.num_generated_tokens
         if isinstance(outcome, NonFiniteLogits):
@@ -423,8 +432,9 @@ class DecodeLoop:
         """What is found or comes from the host's memory is computed; the rest of the tokens has pages to go to."""
         sequence, lease = self._sequences[key], self._lease(key)
         num_nameable_tokens = self._num_nameable_tokens(sequence.num_prompt_tokens, num_tokens - 1)
+        num_findable_tokens = 0 if sequence.reports_prompt else num_nameable_tokens
         keys = self._chains[key].extend(sequence.token_ids, num_nameable_tokens)
-        num_cached = self._take_cached(lease, keys[: num_nameable_tokens // self._page_size])
+        num_cached = self._take_cached(lease, keys[: num_findable_tokens // self._page_size])
         lease.grow_to(num_pages_for(num_tokens, self._page_size), state="used")
         sequence.page_table = lease.page_ids
         sequence.num_computed_tokens = num_cached * self._page_size

@@ -79,9 +79,10 @@ class Giver:
 class TokenLog:
     """The tokens of one answer, over all attempts. Index n is taken only after n-1; repeats are dropped."""
 
-    def __init__(self, max_tokens: int, token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, max_tokens: int, token_ids: Sequence[int] = (), *, num_prompt_logprobs: int = 0) -> None:
         self.token_ids: list[int] = list(token_ids)
         self._max_tokens = max_tokens
+        self._num_prompt_logprobs = num_prompt_logprobs
         # Who began the answer elsewhere has computed the prompt, and how much of it is not known here.
         self._num_cached_tokens: int | None = 0 if token_ids else None
 
@@ -116,6 +117,8 @@ class TokenLog:
         if num_known > 0:
             logprobs = None if tokens.logprobs is None else tokens.logprobs[num_known:]
             tokens = Tokens(self.next_index, tokens.token_ids[num_known:], logprobs)
+        elif self.next_index == 0 and len(tokens.prompt_logprobs or ()) != self._num_prompt_logprobs:
+            raise InternalError("a worker sent the first token without the prompt's log-probabilities")
         if self.next_index + len(tokens.token_ids) > self._max_tokens:
             raise InternalError("a worker sent more tokens than it was asked for")
         self.token_ids += tokens.token_ids
@@ -179,6 +182,7 @@ class Arrived:
     first_index: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
 
 
@@ -493,6 +497,8 @@ class Attempt:
         self._arrived.token_ids += new.token_ids
         if new.logprobs is not None:
             self._arrived.logprobs = (self._arrived.logprobs or []) + new.logprobs
+        if new.prompt_logprobs is not None:
+            self._arrived.prompt_logprobs = new.prompt_logprobs
 
     def _finish(self, event: Finished) -> None:
         if event.reason == "cancelled":

@@ -179,6 +179,8 @@ class Delta(msgspec.Struct):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """With the first token, where asked for: of the prompt's tokens from the second on."""
 
 
 class AcceptedCall:

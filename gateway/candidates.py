@@ -264,6 +264,8 @@ class Candidates:
         return prefill_queue_s(route.prefills[0] if route.is_remote else decode) <= limits.ahead_s
 
     def _cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:
+        if request.generation.sampling.prompt_logprobs is not None and not request.is_resumed:
+            return {}  # All of the prompt is computed.
         cached = dict(self._hints.cached_tokens(request)) if self._hints is not None else {}
         for view in self._topology.prefill_views(request.generation.model) if request.is_resumed else ():
             if request.has_kept_prompt(self._topology.prefill_session(view.worker_id).peer):

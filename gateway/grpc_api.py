@@ -346,7 +346,9 @@ def _json_schema(asked: inference_pb2.ResponseFormat) -> str:
     return ANY_OBJECT if kind == "json_object" else json_schema_in(asked.json_schema)
 
 
-_OPTIONAL_FIELDS: tuple[Any, ...] = ("max_tokens", "temperature", "top_p", "seed", "repetition_penalty", "logprobs")
+_OPTIONAL_FIELDS: tuple[Any, ...] = (
+    *("max_tokens", "temperature", "top_p", "seed", "repetition_penalty", "logprobs", "prompt_logprobs"),
+)
 
 
 @dataclass(slots=True)
@@ -407,6 +409,7 @@ def _response(request_id: str, delta: Delta) -> inference_pb2.GenerateResponse:
         token_ids=delta.token_ids,
         text=delta.text,
         logprobs=_logprobs(delta.logprobs) if delta.logprobs is not None else (),
+        prompt_logprobs=_logprobs(delta.prompt_logprobs) if delta.prompt_logprobs is not None else (),
     )
     if delta.finish_reason is not None:
         response.finish_reason = _REASONS[delta.finish_reason]

@@ -319,12 +319,14 @@ class HttpApi:
         token_ids: list[int] = []
         texts: list[str] = []
         logprobs: list[TokenLogprobs] | None = None
+        prompt_logprobs: list[TokenLogprobs] | None = None
         async with contextlib.aclosing(stream) as deltas:
             async for delta in deltas:
                 token_ids += delta.token_ids
                 texts.append(delta.text)
                 if delta.logprobs is not None:
                     logprobs = [*(logprobs or ()), *delta.logprobs]
+                prompt_logprobs = prompt_logprobs or delta.prompt_logprobs
         assert delta.finish_reason is not None
         assert delta.usage is not None
         return Whole(
@@ -332,6 +334,7 @@ class HttpApi:
             token_ids=token_ids,
             text="".join(texts),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=delta.finish_reason,
             usage=delta.usage,
             prompt_token_ids=generation.prompt_token_ids,

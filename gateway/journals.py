@@ -128,6 +128,14 @@ def ask_for(call: Call, digest: str, *, last_event_id: str | None = None) -> Ask
         check_name(call.request_id, field_name="request_id")
     if call.tenant:
         check_name(call.tenant, field_name="tenant")
+    is_named = bool(call.idempotency_key) or call.request_id is not None
+    if is_named and call.sampling.prompt_logprobs is not None:
+        # Megabytes that a journal would have to hold, of a request that is quickly repeated.
+        raise InvalidRequest(
+            "log-probabilities of prompts do not go with a request that has a name or an idempotency key",
+            field="prompt_logprobs",
+            code="unsupported_parameter",
+        )
     if call.idempotency_key:
         check_idempotency_key(call.idempotency_key)
         derived_id = DERIVED_ID_PREFIX + name_of("key", call.tenant, call.idempotency_key)

@@ -75,6 +75,7 @@ class _CommonFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     allow_fallback: bool | None = None
     response_format: Any = None
+    prompt_logprobs: int | None = None
 
 
 class CompletionRequest(_CommonFields, kw_only=True):
@@ -88,17 +89,14 @@ class CompletionRequest(_CommonFields, kw_only=True):
     def call(self) -> Call:
         """The call it asks for. Raises InvalidRequest."""
         n = 1 if self.n is None else self.n
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo with logprobs is not supported: this server has no log-probabilities of prompts",
-                field="echo",
-                code="unsupported_parameter",
-            )
         if self.best_of is not None and self.best_of != n:
             raise InvalidRequest(
                 "best_of is only supported with the value of n", field="best_of", code="unsupported_parameter"
             )
         sampling = _sampling(self, max_tokens=self.max_tokens, logprobs=self.logprobs)
+        if self.echo and self.logprobs is not None:
+            _check_whole(self, "echo with logprobs", field="echo")
+            sampling.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
         if self.max_tokens is None:
             sampling.max_tokens = min(max(DEFAULT_COMPLETION_TOKENS, sampling.min_tokens), MAX_TOKENS_EVER)
         return Call(
@@ -231,6 +229,7 @@ class Whole(msgspec.Struct):
     finish_reason: str
     usage: Usage
     prompt_token_ids: Sequence[int]
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -269,6 +268,7 @@ class Writer(ABC):
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._has_token_ids = bool(request.return_token_ids)
+        self._num_prompt_logprobs = request.prompt_logprobs
         self._head = {
             "id": self.id,
             "created": head.created_unix_s,
@@ -285,7 +285,25 @@ class Writer(ABC):
         choices = [self._whole_choice(answer) for answer in answers]
         usages = [(answer.usage, answer.prompt_token_ids) for answer in answers]
         document = {**self._head, "object": self.object_name, "choices": choices, "usage": usage_sum(usages)}
-        return _encode(document)
+        return _encode(document | self._document(answers))
+
+    def _document(self, answers: Sequence[Whole]) -> dict[str, Any]:
+        """More members of the body of an answer that is not streamed."""
+        return {}
+
+    def _prompt_logprobs(self, answer: Whole) -> list[dict[str, Any] | None] | None:
+        """As vLLM's users know them: of each token, by id, the likeliest ones and itself; null for the first."""
+        if self._num_prompt_logprobs is None:
+            return None
+        following = zip(answer.prompt_token_ids[1:], answer.prompt_logprobs or (), strict=True)
+        return [None, *(self._candidates(token_id, entry) for token_id, entry in following)]
+
+    def _candidates(self, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
+        logprobs = dict([*entry.top[: self._num_prompt_logprobs], (token_id, entry.logprob)])
+        return {
+            str(one): {"logprob": _finite(logprob), "decoded_token": self._tokenizer.token_text(one)}
+            for one, logprob in logprobs.items()
+        }
 
     def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:  # noqa: B027 - not all have to count
         """The client has these tokens of a choice already, this text of them, and all that belongs to them."""
@@ -368,6 +386,11 @@ class ChatWriter(Writer):
             reason = _finish_reason(delta.finish_reason, parser)
             parts.append(self._event(self._last_choice(index, reason, shown), usage))
         return b"".join(parts)
+
+    def _document(self, answers: Sequence[Whole]) -> dict[str, Any]:
+        """All answers have the same prompt."""
+        prompt_logprobs = self._prompt_logprobs(answers[0])
+        return {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
 
     def _whole_choice(self, answer: Whole) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -484,6 +507,7 @@ class CompletionWriter(Writer):
         super().__init__(tokenizer, request, head=head, prompts=prompts)
         self._num_chars: dict[int, int] = {}
         self._echoed = _prompts(request.prompt) if request.echo else []
+        self._num_logprobs = request.logprobs or 0
         self._num_choices = request.n or 1
 
     def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:
@@ -507,9 +531,12 @@ class CompletionWriter(Writer):
         choice = {
             "index": answer.index,
             "text": self._echo(answer.index) + answer.text,
-            "logprobs": self._logprobs(answer.index, answer.token_ids, answer.logprobs),
+            "logprobs": self._whole_logprobs(answer),
             "finish_reason": answer.finish_reason,
         }
+        prompt_logprobs = self._prompt_logprobs(answer)
+        if prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs
         if self._has_token_ids:
             choice["token_ids"] = answer.token_ids
         return choice
@@ -525,6 +552,27 @@ class CompletionWriter(Writer):
 
     def _last_choice(self, index: int, finish_reason: str) -> bytes:
         return b'{"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}' % (index, finish_reason.encode())
+
+    def _whole_logprobs(self, answer: Whole) -> dict[str, Any] | None:
+        """Of the prompt too where it is echoed, with nothing for its first token."""
+        if not self._echoed or answer.logprobs is None:
+            return self._logprobs(answer.index, answer.token_ids, answer.logprobs)
+        first, *rest = answer.prompt_token_ids
+        entries = [
+            TokenLogprobs(entry.logprob, entry.top[: self._num_logprobs]) for entry in answer.prompt_logprobs or ()
+        ]
+        first_text = self._tokenizer.token_text(first)
+        # The token that begins a text is not in what the client wrote.
+        is_shown = self._echo(answer.index).startswith(first_text)
+        self._num_chars[answer.index] = len(first_text) if is_shown else 0
+        shown = self._logprobs(answer.index, [*rest, *answer.token_ids], [*entries, *answer.logprobs])
+        assert shown is not None
+        return {
+            "tokens": [first_text, *shown["tokens"]],
+            "token_logprobs": [None, *shown["token_logprobs"]],
+            "top_logprobs": [None, *shown["top_logprobs"]],
+            "text_offset": [0, *shown["text_offset"]],
+        }
 
     def _logprobs(
         self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None
@@ -576,6 +624,8 @@ def sse_error(error_object: Mapping[str, Any]) -> bytes:
 def _sampling(request: _CommonFields, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
     stop = request.stop
+    if request.prompt_logprobs is not None:
+        _check_whole(request, "prompt_logprobs", field="prompt_logprobs")
     return AskedSampling(
         max_tokens=max_tokens,
         logprobs=logprobs,
@@ -584,6 +634,16 @@ def _sampling(request: _CommonFields, *, max_tokens: int | None, logprobs: int |
         json_schema=json_schema_of(request.response_format),
         **given,
     )
+
+
+def _check_whole(request: _CommonFields, what: str, *, field: str) -> None:
+    """Raises InvalidRequest for a stream: what is asked of the prompt comes with the whole answer only."""
+    if request.stream:
+        raise InvalidRequest(
+            f"{what} needs stream to be false: log-probabilities of prompts come with whole answers",
+            field=field,
+            code="unsupported_parameter",
+        )
 
 
 _SAMPLING_FIELDS = (
@@ -598,6 +658,7 @@ _SAMPLING_FIELDS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "prompt_logprobs",
 )
 
 

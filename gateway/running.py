@@ -52,7 +52,11 @@ class RunningRequest:
     ) -> None:
         self.generation = generation
         self.mailbox = Mailbox()
-        self.log = TokenLog(generation.sampling.max_tokens, generation.emitted_token_ids)
+        self.log = TokenLog(
+            generation.sampling.max_tokens,
+            generation.emitted_token_ids,
+            num_prompt_logprobs=_num_prompt_logprobs(generation),
+        )
         self.attempt: Attempt | None = None
         self.attempt_number = 0
         self.num_failures = 0
@@ -227,6 +231,7 @@ class RunningRequest:
             token_ids=arrived.token_ids[: taken.num_tokens],
             text=text,
             logprobs=logprobs[: taken.num_tokens] if logprobs is not None else None,
+            prompt_logprobs=arrived.prompt_logprobs,
             finish_reason=reason,
             usage=None if reason is None else self._usage(attempt),
         )
@@ -272,3 +277,8 @@ class RunningRequest:
             transfer_s=handed_off.exposed_s if handed_off is not None else 0.0,
             decode_s=self._last_token_s - self._first_token_s,
         )
+
+
+def _num_prompt_logprobs(generation: Generation) -> int:
+    """The first token of a prompt has no probability: nothing comes before it."""
+    return 0 if generation.sampling.prompt_logprobs is None else len(generation.prompt_token_ids) - 1

@@ -89,11 +89,15 @@ class PrefillStarted(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """New tokens; `first_index` is the place of the first one in the answer."""
+    """New tokens; `first_index` is the place of the first one in the answer.
+
+    With the first of all may come what is asked of the prompt's tokens from the second on.
+    """
 
     first_index: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class HandedOff(msgspec.Struct, frozen=True):
@@ -457,6 +461,7 @@ def _sampling_params(sampling: Sampling) -> inference_pb2.SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -467,7 +472,8 @@ def _read_refused(event: worker_pb2.Refused) -> Refused:
 
 def _read_tokens(event: worker_pb2.Tokens) -> Tokens:
     logprobs = _read_logprobs(event.logprobs) if event.logprobs else None
-    return Tokens(event.first_index, list(event.token_ids), logprobs)
+    prompt_logprobs = _read_logprobs(event.prompt_logprobs) if event.prompt_logprobs else None
+    return Tokens(event.first_index, list(event.token_ids), logprobs, prompt_logprobs)
 
 
 def _read_logprobs(entries: Iterable[inference_pb2.TokenLogprobs]) -> list[TokenLogprobs]:

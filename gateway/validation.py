@@ -33,6 +33,8 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 100_000
+"""Of all tokens of a prompt together: some megabytes, which travel with the first token."""
 MAX_PRIORITY = 100
 MAX_NAME_CHARS = 64
 MAX_KEY_CHARS = 255
@@ -77,7 +79,6 @@ REFUSED_UNLESS: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
@@ -119,6 +120,7 @@ class AskedSampling(msgspec.Struct, kw_only=True):
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = {}
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     json_schema: str = ""
     """What the answer must keep to, as `gateway.response_format` writes it; empty: any text will do."""
 
@@ -141,6 +143,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float
     logit_bias: Mapping[int, float]
     logprobs: int | None
+    prompt_logprobs: int | None = None
     json_schema: str = ""
 
 
@@ -162,6 +165,8 @@ def check_sampling(asked: AskedSampling | Sampling, limits: ModelLimits, *, pref
     _check_positive_number(asked.repetition_penalty, prefix + "repetition_penalty", MAX_REPETITION_PENALTY)
     if asked.logprobs is not None:
         check_integer(asked.logprobs, prefix + "logprobs", minimum=0, maximum=MAX_LOGPROBS)
+    if asked.prompt_logprobs is not None:
+        check_integer(asked.prompt_logprobs, prefix + "prompt_logprobs", minimum=0, maximum=MAX_LOGPROBS)
     if asked.stop:
         _check_stop_texts(asked.stop, prefix + "stop")
     if asked.stop_token_ids:
@@ -185,6 +190,10 @@ def complete_sampling(
     if room < 1 or max_tokens > room or asked.min_tokens > max_tokens:
         num_wanted = max(asked.max_tokens or 1, asked.min_tokens)
         raise _context_length_exceeded(num_prompt_tokens, num_wanted, limits, field_name)
+    if asked.prompt_logprobs is not None:
+        num_entries = num_prompt_tokens * (1 + asked.prompt_logprobs)
+        if num_entries > MAX_PROMPT_LOGPROBS:
+            raise _invalid("prompt_logprobs", num_entries, f"at most {MAX_PROMPT_LOGPROBS} probabilities of a prompt")
     return Sampling(
         max_tokens=max_tokens,
         min_tokens=asked.min_tokens,
@@ -201,6 +210,7 @@ def complete_sampling(
         repetition_penalty=asked.repetition_penalty,
         logit_bias=asked.logit_bias,
         logprobs=asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
         json_schema=asked.json_schema,
     )
 

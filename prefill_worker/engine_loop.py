@@ -11,7 +11,15 @@ from typing import Protocol
 from services.engine.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
 from services.engine.prefix import KeyChain
 from services.engine.sequence import FinishReason, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
+from services.engine.step import (
+    NonFiniteLogits,
+    PromptTokens,
+    SampledToken,
+    StepItem,
+    StepPlan,
+    StepResult,
+    with_whole_prompt,
+)
 from services.runtime.clock import Clock
 from services.scheduling.chunks import DEFAULT_CLASS, Chunk, ChunkScheduler
 from services.scheduling.prediction import DEFAULT_PREFILL
@@ -115,7 +123,8 @@ class PrefillLoop:
         key, num_tokens = sequence.sequence_id, sequence.num_prompt_tokens
         chain = KeyChain(salt, self._page_size)
         lease = PageLease(self._allocator)
-        cached = self._allocator.find(chain.extend(sequence.token_ids, num_tokens - 1))
+        keys = chain.extend(sequence.token_ids, num_tokens - 1)
+        cached = [] if sequence.reports_prompt else self._allocator.find(keys)
         is_taken = lease.take(cached)
         assert is_taken, "what is found is there, and nothing is promised here"
         lease.grow_to(num_pages_for(num_tokens, self._page_size), state="used")
@@ -187,8 +196,9 @@ class PrefillLoop:
     def _item(self, chunk: Chunk) -> StepItem:
         return StepItem(self._sequences[chunk.key], chunk.num_tokens)
 
-    def _apply(self, chunk: Chunk, outcome: SampledToken | NonFiniteLogits | None) -> ComputedChunk:
+    def _apply(self, chunk: Chunk, outcome: SampledToken | PromptTokens | NonFiniteLogits | None) -> ComputedChunk:
         sequence = self._sequences[chunk.key]
+        outcome = with_whole_prompt(sequence, chunk.start, outcome)
         assert sequence.num_computed_tokens == chunk.start, "the schedule and the sequence agree"
         sequence.num_computed_tokens += chunk.num_tokens
         end = sequence.num_computed_tokens

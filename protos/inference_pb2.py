@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\ttandem.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x15\n\rservice_class\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x32\n\x0fresponse_format\x18\n \x01(\x0b\x32\x19.tandem.v1.ResponseFormatB\x08\n\x06prompt\"e\n\x0eResponseFormat\x12\x32\n\x0bjson_object\x18\x01 \x01(\x0b\x32\x1b.tandem.v1.JsonObjectFormatH\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x66ormat\"\x12\n\x10JsonObjectFormat\"G\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"\x89\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x05 \x01(\x05\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\x04\x88\x01\x01\x12<\n\nlogit_bias\x18\x0e \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x05\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"\xe8\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12$\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.UsageH\x00\x88\x01\x01\x42\x08\n\x06_usage\"D\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.tandem.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x9a\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x12\n\ntransfer_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"`\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x15\x63ontext_length_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\x04 \x01(\x03\"N\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1e\n\x16without_special_tokens\x18\x03 \x01(\x08\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13with_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xba\x03\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x41\n\x06Resume\x12\x18.tandem.v1.ResumeRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12H\n\rGenerateUnary\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponse\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\ttandem.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x15\n\rservice_class\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x32\n\x0fresponse_format\x18\n \x01(\x0b\x32\x19.tandem.v1.ResponseFormatB\x08\n\x06prompt\"e\n\x0eResponseFormat\x12\x32\n\x0bjson_object\x18\x01 \x01(\x0b\x32\x1b.tandem.v1.JsonObjectFormatH\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x66ormat\"\x12\n\x10JsonObjectFormat\"G\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"\xbb\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x05 \x01(\x05\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\x04\x88\x01\x01\x12<\n\nlogit_bias\x18\x0e \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x06\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x9b\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12$\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.UsageH\x00\x88\x01\x01\x12\x31\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobsB\x08\n\x06_usage\"D\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.tandem.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x9a\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x12\n\ntransfer_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"`\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x15\x63ontext_length_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\x04 \x01(\x03\"N\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1e\n\x16without_special_tokens\x18\x03 \x01(\x08\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13with_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xba\x03\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x41\n\x06Resume\x12\x18.tandem.v1.ResumeRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12H\n\rGenerateUnary\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponse\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2004
-  _globals['_FINISHREASON']._serialized_end=2128
+  _globals['_FINISHREASON']._serialized_start=2105
+  _globals['_FINISHREASON']._serialized_end=2229
   _globals['_TOKENIDS']._serialized_start=37
   _globals['_TOKENIDS']._serialized_end=60
   _globals['_GENERATEREQUEST']._serialized_start=63
@@ -46,31 +46,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMEREQUEST']._serialized_start=482
   _globals['_RESUMEREQUEST']._serialized_end=553
   _globals['_SAMPLINGPARAMS']._serialized_start=556
-  _globals['_SAMPLINGPARAMS']._serialized_end=1077
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=943
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=991
-  _globals['_GENERATERESPONSE']._serialized_start=1080
-  _globals['_GENERATERESPONSE']._serialized_end=1312
-  _globals['_TOKENLOGPROBS']._serialized_start=1314
-  _globals['_TOKENLOGPROBS']._serialized_end=1382
-  _globals['_TOPLOGPROB']._serialized_start=1384
-  _globals['_TOPLOGPROB']._serialized_end=1431
-  _globals['_USAGE']._serialized_start=1434
-  _globals['_USAGE']._serialized_end=1588
-  _globals['_LISTMODELSREQUEST']._serialized_start=1590
-  _globals['_LISTMODELSREQUEST']._serialized_end=1609
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1611
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1665
-  _globals['_MODEL']._serialized_start=1667
-  _globals['_MODEL']._serialized_end=1763
-  _globals['_TOKENIZEREQUEST']._serialized_start=1765
-  _globals['_TOKENIZEREQUEST']._serialized_end=1843
-  _globals['_TOKENIZERESPONSE']._serialized_start=1845
-  _globals['_TOKENIZERESPONSE']._serialized_end=1882
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1884
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1966
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1968
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2002
-  _globals['_INFERENCE']._serialized_start=2131
-  _globals['_INFERENCE']._serialized_end=2573
+  _globals['_SAMPLINGPARAMS']._serialized_end=1127
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=973
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1021
+  _globals['_GENERATERESPONSE']._serialized_start=1130
+  _globals['_GENERATERESPONSE']._serialized_end=1413
+  _globals['_TOKENLOGPROBS']._serialized_start=1415
+  _globals['_TOKENLOGPROBS']._serialized_end=1483
+  _globals['_TOPLOGPROB']._serialized_start=1485
+  _globals['_TOPLOGPROB']._serialized_end=1532
+  _globals['_USAGE']._serialized_start=1535
+  _globals['_USAGE']._serialized_end=1689
+  _globals['_LISTMODELSREQUEST']._serialized_start=1691
+  _globals['_LISTMODELSREQUEST']._serialized_end=1710
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1712
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1766
+  _globals['_MODEL']._serialized_start=1768
+  _globals['_MODEL']._serialized_end=1864
+  _globals['_TOKENIZEREQUEST']._serialized_start=1866
+  _globals['_TOKENIZEREQUEST']._serialized_end=1944
+  _globals['_TOKENIZERESPONSE']._serialized_start=1946
+  _globals['_TOKENIZERESPONSE']._serialized_end=1983
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1985
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2067
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2069
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2103
+  _globals['_INFERENCE']._serialized_start=2232
+  _globals['_INFERENCE']._serialized_end=2674
 # @@protoc_insertion_point(module_scope)

@@ -21,7 +21,7 @@ from services.engine.model import Model, load_model
 from services.engine.pages import PageAllocator, PageLayout, PageLease, PagePool, num_pages_for
 from services.engine.runner import ModelRunner
 from services.engine.sequence import FinishReason, Grammar, Sampling, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
+from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult, with_whole_prompt
 from services.runtime.errors import ConfigError, InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -309,6 +309,7 @@ class Engine:
         outputs = []
         for item, outcome in zip(plan.items, result.outcomes, strict=True):
             sequence = item.sequence
+            outcome = with_whole_prompt(sequence, sequence.num_computed_tokens, outcome)
             sequence.num_computed_tokens += item.num_scheduled_tokens
             if outcome is None:
                 continue

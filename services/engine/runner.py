@@ -7,7 +7,8 @@ Legend: T packed tokens of a step, B sequences in it, S slots of a page, V vocab
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,9 +16,13 @@ import torch
 from services.engine.attention import AttentionBatch
 from services.engine.model import Model
 from services.engine.pages import PagePool, num_pages_for
-from services.engine.sampling import sample
-from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
+from services.engine.sampling import report, rows_are_finite, sample
+from services.engine.step import NonFiniteLogits, PromptTokens, SampledToken, StepItem, StepPlan, StepResult
 from services.runtime.errors import InvariantViolated
+
+PROMPT_ROWS = 64
+"""Of a prompt that is reported, so many tokens are computed at a time: [64, V] logits are 80 MB of float64 for the
+largest vocabularies, a whole chunk's would be gigabytes."""
 
 
 class ModelRunner:
@@ -44,25 +49,61 @@ class ModelRunner:
         Raises InvariantViolated as `run` does.
         """
         _check_plan(plan, self._pool.layout.page_size)
-        return PreparedStep(plan, self._pack(plan) if plan.items else None)
+        reported = [item for item in plan.items if item.sequence.reports_prompt]
+        if reported:
+            others = StepPlan([item for item in plan.items if not item.sequence.reports_prompt])
+            return PreparedStep(plan, self._pack(others.items) if others.items else None, tuple(reported))
+        return PreparedStep(plan, self._pack(plan.items) if plan.items else None)
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> StepResult:
         """Do the rest of `run`, most of it without the interpreter's lock."""
-        plan, packed = step.plan, step.packed
-        if packed is None:
+        if step.reported:
+            return self._compute_reported(step)
+        if step.packed is None:
             return StepResult([])
-        logits = self._model.forward(
+        return StepResult([*self._outcomes(step.plan.items, step.packed)])
+
+    def _compute_reported(self, step: PreparedStep) -> StepResult:
+        """What is reported goes by itself, after all else: such requests are few, and cost what they cost."""
+        others = [item for item in step.plan.items if not item.sequence.reports_prompt]
+        outcomes = iter(self._outcomes(others, step.packed) if step.packed is not None else ())
+        return StepResult(
+            [self._report(item) if item.sequence.reports_prompt else next(outcomes) for item in step.plan.items]
+        )
+
+    def _outcomes(self, items: list[StepItem], packed: _Packed) -> list[SampledToken | NonFiniteLogits | None]:
+        sampled = iter(sample(self._logits(packed), [item.sequence for item in items if item.is_sampled]))
+        return [next(sampled) if item.is_sampled else None for item in items]
+
+    def _report(self, item: StepItem) -> SampledToken | PromptTokens | NonFiniteLogits:
+        """Compute a part of a prompt piece by piece, and say of each of its tokens' successors how likely it was."""
+        sequence = copy.copy(item.sequence)  # of which only how far it has come is another
+        count = sequence.sampling.prompt_logprobs or 0
+        reports: list[SampledToken] = []
+        end = sequence.num_computed_tokens + item.num_scheduled_tokens
+        while True:
+            start = sequence.num_computed_tokens
+            piece = StepItem(sequence, min(PROMPT_ROWS, end - start), item.wants_token)
+            logits = self._logits(self._pack([piece], wants_all=True))
+            if not bool(rows_are_finite(logits).all()):
+                return NonFiniteLogits(f"the model's output for the prompt from position {start} on is not finite")
+            following = sequence.token_ids[start + 1 : start + 1 + piece.num_scheduled_tokens]
+            reports += report(logits[: len(following)], following, count)
+            if piece.is_sampled:
+                (outcome,) = sample(logits[-1:], [sequence])
+                return replace(outcome, prompt=tuple(reports)) if isinstance(outcome, SampledToken) else outcome
+            sequence.num_computed_tokens += piece.num_scheduled_tokens
+            if sequence.num_computed_tokens == end:
+                return PromptTokens(tuple(reports))
+
+    def _logits(self, packed: _Packed) -> torch.Tensor:
+        return self._model.forward(
             packed.token_ids, packed.positions, packed.batch, self._pool.data, packed.logits_indices
         )
-        sampled = iter(sample(logits, [item.sequence for item in plan.items if item.is_sampled]))
-        outcomes: list[SampledToken | NonFiniteLogits | None] = [
-            next(sampled) if item.is_sampled else None for item in plan.items
-        ]
-        return StepResult(outcomes)
 
-    def _pack(self, plan: StepPlan) -> _Packed:
-        items = plan.items
+    def _pack(self, items: list[StepItem], *, wants_all: bool = False) -> _Packed:
+        """Gather the inputs of one forward pass; its logits are those of all tokens, or of those that choose one."""
         page_size = self._pool.layout.page_size
         counts = np.array([item.num_scheduled_tokens for item in items])
         ends = np.array([item.sequence.num_computed_tokens for item in items]) + counts
@@ -84,6 +125,7 @@ class ModelRunner:
         slot_mapping *= page_size
         slot_mapping += positions % page_size
         is_sampled = np.array([item.is_sampled for item in items])
+        wanted = np.arange(num_tokens) if wants_all else query_start[1:][is_sampled].astype(np.int64) - 1
         return _Packed(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),
@@ -93,7 +135,7 @@ class ModelRunner:
                 page_tables=self._tensor(page_tables),
                 slot_mapping=self._tensor(slot_mapping),
             ),
-            logits_indices=self._tensor(query_start[1:][is_sampled].astype(np.int64) - 1),
+            logits_indices=self._tensor(wanted),
         )
 
     def _page_tables(self, items: list[StepItem], num_pages: int) -> np.ndarray:
@@ -124,15 +166,16 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step that is ready to be computed; `packed` is None where the plan is empty."""
+    """A step that is ready to be computed; `packed` has all of its items but those `reported`, if there are any."""
 
     plan: StepPlan
     packed: _Packed | None
+    reported: tuple[StepItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Arguments of one forward pass: int64 [T], int64 [T], the batch, and int64 [sequences that sample]."""
+    """Arguments of one forward pass: int64 [T], int64 [T], the batch, and int64 [rows whose logits are wanted]."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor

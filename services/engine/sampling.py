@@ -51,7 +51,7 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sample
         return []
     # First of all: where the logits are still being computed on a GPU, the grammars' work is hidden behind that.
     allowed = _allowed_tokens(sequences)
-    is_finite = _rows_are_finite(logits)
+    is_finite = rows_are_finite(logits)
     adjusted = _adjust(logits, sequences)
     token_ids = _argmax(adjusted)
     if adjusted is not logits:
@@ -78,6 +78,21 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sample
     ]
 
 
+def report(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> list[SampledToken]:
+    """Say how likely token i was by row i of `logits` [R, V] float32, and which the `count` likeliest were there."""
+    logprobs = logits.to(torch.float64).log_softmax(dim=-1).cpu()
+    return [_report(row, token_id, count) for row, token_id in zip(logprobs, token_ids, strict=True)]
+
+
+def rows_are_finite(logits: torch.Tensor) -> torch.Tensor:
+    """Return bool [B]: whether each row of `logits` [B, V] is free of NaN and infinity."""
+    # NaN carries through both. torch.aminmax gives the same and takes 10 times as long on a CPU.
+    if logits.device.type == "cpu":  # numpy lets go of the interpreter's lock less often, and waits for it less
+        values = logits.numpy()
+        return torch.from_numpy(np.isfinite(values.min(axis=-1)) & np.isfinite(values.max(axis=-1)))
+    return torch.isfinite(logits.amin(dim=-1)) & torch.isfinite(logits.amax(dim=-1))
+
+
 def gumbel_noise(seeds: SequenceOf[int], positions: SequenceOf[int], token_ids: torch.Tensor) -> torch.Tensor:
     """Return standard Gumbel noise [R, C] float64 for R (seed, position) pairs and `token_ids` [R or 1, C] int64.
 
@@ -95,14 +110,6 @@ def _failure(sequence: Sequence) -> NonFiniteLogits:
         f"no token can be chosen at position {sequence.num_tokens}: "
         "the model's output is not finite, or every token is ruled out"
     )
-
-
-def _rows_are_finite(logits: torch.Tensor) -> torch.Tensor:
-    # NaN carries through both. torch.aminmax gives the same and takes 10 times as long on a CPU.
-    if logits.device.type == "cpu":  # numpy lets go of the interpreter's lock less often, and waits for it less
-        values = logits.numpy()
-        return torch.from_numpy(np.isfinite(values.min(axis=-1)) & np.isfinite(values.max(axis=-1)))
-    return torch.isfinite(logits.amin(dim=-1)) & torch.isfinite(logits.amax(dim=-1))
 
 
 def _argmax(values: torch.Tensor) -> torch.Tensor:

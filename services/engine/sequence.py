@@ -9,9 +9,12 @@ import math
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from services.runtime.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from services.engine.step import SampledToken
 
 FinishReason = Literal["stop", "length"]
 
@@ -44,6 +47,8 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     """How many of the likeliest tokens to report beside the chosen one; None reports no probabilities at all."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first, which nothing comes before."""
 
     def __post_init__(self) -> None:
         for name, is_valid, rule in (
@@ -59,6 +64,7 @@ class Sampling:
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number of more than 0"),
             ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
+            ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0"),
         ):
             if not is_valid:
                 raise InvalidRequest(f"{name} must be {rule}, not {getattr(self, name)}", field=name)
@@ -114,6 +120,7 @@ class Sequence:
         "num_emitted_tokens",
         "num_prompt_tokens",
         "page_table",
+        "prompt_reports",
         "sampling",
         "sequence_id",
         "token_ids",
@@ -144,6 +151,8 @@ class Sequence:
         self.num_emitted_tokens = len(self.token_ids) - self.num_prompt_tokens
         self.num_computed_tokens = 0
         self.page_table: list[int] = page_table if page_table is not None else []
+        self.prompt_reports: list[SampledToken] = []
+        """What is known of the prompt's tokens from the second on, where they are reported."""
         self._generated_counts: dict[int, int] = {}
         self._num_counted_tokens = self.num_prompt_tokens
         self._prompt_token_set: frozenset[int] | None = None
@@ -172,6 +181,11 @@ class Sequence:
     def max_num_tokens(self) -> int:
         """The number of tokens at which it ends at the latest."""
         return self.num_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether the prompt's tokens are to be reported, so that all of them must be computed, cached or not."""
+        return self.sampling.prompt_logprobs is not None and self.num_generated_tokens == 0
 
     def append_token(self, token_id: int) -> None:
         """Add a chosen token. Its KV is computed by the next step."""

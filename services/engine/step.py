@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.engine.sequence import Sequence
 from services.runtime.errors import TandemError
@@ -46,18 +46,47 @@ class SampledToken:
     """A chosen token. Logprobs are natural logarithms under the model's own distribution.
 
     `logprob` and `top` (token id and logprob, likeliest first) are None and empty where `Sampling.logprobs` is None.
+    The first of an answer has the prompt's tokens but the first in `prompt`, where `Sampling.prompt_logprobs` asks so.
     """
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    prompt: tuple[SampledToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """What a step without a token for the sequence says of its prompt: of the tokens after those it computed."""
+
+    prompt: tuple[SampledToken, ...]
+
+
+Outcome = SampledToken | NonFiniteLogits | None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Outcome per item of the plan, in its order: a token, None where none was due, or why that sequence must fail.
 
-    A failure is the sequence's own: the others' results stand.
+    A failure is the sequence's own: the others' results stand. Of a prompt that is reported each outcome has the part
+    that the step computed; `with_whole_prompt` puts them together.
     """
 
-    outcomes: list[SampledToken | NonFiniteLogits | None]
+    outcomes: list[SampledToken | PromptTokens | NonFiniteLogits | None]
+
+
+def with_whole_prompt(
+    sequence: Sequence, start: int, outcome: SampledToken | PromptTokens | NonFiniteLogits | None
+) -> Outcome:
+    """Return the outcome of a step that began at token `start`, a first token with all of the prompt's reports.
+
+    Until then they are kept with the sequence; what is computed once more takes the place of what was there.
+    """
+    if not sequence.reports_prompt or not isinstance(outcome, SampledToken | PromptTokens):
+        assert not isinstance(outcome, PromptTokens)
+        return outcome
+    sequence.prompt_reports[start:] = outcome.prompt
+    if isinstance(outcome, PromptTokens):
+        return None
+    return replace(outcome, prompt=tuple(sequence.prompt_reports))

@@ -1,6 +1,6 @@
 """The attempts that a worker knows: read from messages, fenced by number, answered by messages. Knows no engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -101,6 +101,7 @@ def _sampling_values(message: worker_pb2.SequenceSpec) -> dict[str, Any]:
         "repetition_penalty": given.repetition_penalty if given.HasField("repetition_penalty") else 1.0,
         "logit_bias": dict(given.logit_bias),
         "logprobs": given.logprobs if given.HasField("logprobs") else None,
+        "prompt_logprobs": given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
     }
 
 
@@ -122,14 +123,26 @@ class Sampled(Protocol):
         """The likeliest tokens, descending."""
         ...
 
+    @property
+    def prompt(self) -> "Sequence[Sampled]":
+        """Of the first token, those of the prompt from the second on, when asked for."""
+        ...
+
 
 def tokens_message(index: int, token: Sampled) -> worker_pb2.Tokens:
     """The token at place `index` of an answer, as an event."""
     message = worker_pb2.Tokens(first_index=index, token_ids=(token.token_id,))
     if token.logprob is not None:
-        top = [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top]
-        message.logprobs.append(inference_pb2.TokenLogprobs(logprob=token.logprob, top=top))
+        message.logprobs.append(_logprobs_message(token))
+    if token.prompt:
+        message.prompt_logprobs.extend(map(_logprobs_message, token.prompt))
     return message
+
+
+def _logprobs_message(token: Sampled) -> inference_pb2.TokenLogprobs:
+    assert token.logprob is not None
+    top = [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top]
+    return inference_pb2.TokenLogprobs(logprob=token.logprob, top=top)
 
 
 class Moved(Protocol):

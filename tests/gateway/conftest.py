@@ -126,7 +126,12 @@ class Attempt:
         if self.spec.sampling.HasField("logprobs"):
             top = [inference_pb2.TopLogprob(token_id=7, logprob=-1.5)] * min(1, self.spec.sampling.logprobs)
             logprobs = [inference_pb2.TokenLogprobs(logprob=-0.5, top=top) for _ in token_ids]
-        self.emit(worker_pb2.Tokens(first_index=first_index, token_ids=token_ids, logprobs=logprobs))
+        message = worker_pb2.Tokens(first_index=first_index, token_ids=token_ids, logprobs=logprobs)
+        if first_index == 0 and self.spec.sampling.HasField("prompt_logprobs"):
+            top = [inference_pb2.TopLogprob(token_id=7, logprob=-1.5)] * min(1, self.spec.sampling.prompt_logprobs)
+            for position in range(1, len(self.spec.prompt_token_ids)):
+                message.prompt_logprobs.add(logprob=-float(position), top=top)
+        self.emit(message)
 
     def finish(self, reason: Any = LENGTH) -> None:
         self.emit(worker_pb2.Finished(reason=reason))

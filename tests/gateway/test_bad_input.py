@@ -159,7 +159,7 @@ ONLY_COMPLETIONS = {
     "best_of-less-than-n": {"prompt": "a", "n": 3, "best_of": 2},
     "logprobs-21": {"prompt": "a", "logprobs": 21},
     "logprobs-bool": {"prompt": "a", "logprobs": True},
-    "echo": {"prompt": "a", "echo": True, "logprobs": 0},
+    "echo": {"prompt": "a", "echo": True, "logprobs": 0, "stream": True},
     "suffix": {"prompt": "a", "suffix": "b"},
     "prompt_embeds": {"prompt": "a", "prompt_embeds": "AAAA"},
     "min-above-max": {"prompt": "a", "min_tokens": 5, "max_tokens": 4},

@@ -1,0 +1,118 @@
+"""How likely the tokens of prompts were: as `transformers` has it, in any chunks and beside anybody."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.engine.engine import Engine, EngineParts, load_engine
+from services.engine.runner import PROMPT_ROWS
+from services.engine.sequence import Sampling, Sequence
+from services.engine.step import NonFiniteLogits, PromptTokens, SampledToken, StepItem, StepPlan, with_whole_prompt
+
+VARIANT = "qwen3-qk-norm"
+LENGTHS = (1, 2, PROMPT_ROWS - 1, PROMPT_ROWS, PROMPT_ROWS + 1, 2 * PROMPT_ROWS, 200)
+
+
+@pytest.fixture(scope="module")
+def parts(checkpoint: Callable[..., Path]) -> EngineParts:
+    return load_engine(checkpoint(VARIANT), dtype="float32", device="cpu", page_size=16, num_pages=256)
+
+
+def first_tokens(engine: Engine, sequences: list[Sequence]) -> list[SampledToken]:
+    found: dict[Sequence, SampledToken] = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert isinstance(output.outcome, SampledToken)
+            found.setdefault(output.sequence, output.outcome)
+    return [found[sequence] for sequence in sequences]
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 50, 512])
+def test_they_are_the_models(
+    parts: EngineParts, reference: Callable[[str], Any], random_ids: Callable[..., list[int]], chunk_tokens: int
+) -> None:
+    prompts = [random_ids(length, seed=length) for length in LENGTHS]
+    engine = Engine(parts, chunk_tokens=chunk_tokens)
+    sampling = Sampling(max_tokens=3, temperature=0, logprobs=0, prompt_logprobs=3)
+    plain = Engine(parts, chunk_tokens=chunk_tokens)
+    answers = plain.generate(prompts, Sampling(max_tokens=3, temperature=0))
+    asked = [engine.add(prompt, sampling) for prompt in prompts]
+    others = [engine.add(prompt, Sampling(max_tokens=3, temperature=0)) for prompt in prompts]
+    for prompt, token in zip(prompts, first_tokens(engine, asked), strict=True):
+        assert [one.token_id for one in token.prompt] == prompt[1:]
+        if not token.prompt:
+            continue
+        with torch.no_grad():
+            expected = reference(VARIANT)(torch.tensor([prompt])).logits[0, :-1].double().log_softmax(-1)
+        chosen = expected[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
+        assert [one.logprob for one in token.prompt] == pytest.approx(chosen.tolist(), abs=1e-4)
+        tops = [[logprob for _, logprob in one.top] for one in token.prompt]
+        assert torch.tensor(tops) == pytest.approx(expected.topk(3).values.float(), abs=1e-4)
+    assert [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in asked] == answers
+    assert [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in others] == answers
+    assert parts.allocator.counts().free == parts.pool.num_pages
+
+
+def test_chunks_and_neighbours_make_no_difference(parts: EngineParts, random_ids: Callable[..., list[int]]) -> None:
+    if not parts.model.exact:
+        pytest.skip("the model does not claim exactness on this machine")
+    prompt, said = random_ids(150), []
+    for chunk_tokens, num_others in ((512, 0), (512, 5), (7, 2)):
+        engine = Engine(parts, chunk_tokens=chunk_tokens)
+        for seed in range(num_others):
+            engine.add(random_ids(20, seed=seed), Sampling(max_tokens=10, seed=seed))
+        sequence = engine.add(prompt, Sampling(max_tokens=1, temperature=0, prompt_logprobs=2))
+        said.append(first_tokens(engine, [sequence])[0].prompt)
+    assert said[0] == said[1] == said[2]
+
+
+def test_who_asks_nothing_is_told_nothing(parts: EngineParts, random_ids: Callable[..., list[int]]) -> None:
+    engine = Engine(parts)
+    quiet = engine.add(random_ids(5), Sampling(max_tokens=1, logprobs=1))
+    resumed = engine.add(random_ids(5), Sampling(max_tokens=3, prompt_logprobs=1), emitted_token_ids=[4])
+    assert [token.prompt for token in first_tokens(engine, [quiet, resumed])] == [(), ()]
+
+
+def test_what_is_computed_again_takes_the_place_of_what_was() -> None:
+    """A prompt that gave way in the middle begins anew, or where it was copied to."""
+
+    def said(*token_ids: int) -> tuple[SampledToken, ...]:
+        return tuple(SampledToken(token_id, -0.5) for token_id in token_ids)
+
+    sequence = Sequence("a", [1, 2, 3, 4, 5], sampling=Sampling(max_tokens=1, prompt_logprobs=0))
+    assert with_whole_prompt(sequence, 0, PromptTokens(said(2, 3))) is None
+    assert with_whole_prompt(sequence, 2, PromptTokens(said(4))) is None
+    assert with_whole_prompt(sequence, 0, PromptTokens(said(2, 3, 4))) is None
+    token = with_whole_prompt(sequence, 3, SampledToken(9, prompt=said(5)))
+    assert token == SampledToken(9, prompt=said(2, 3, 4, 5))
+
+
+def test_a_prompt_whose_output_is_not_finite_fails_alone(
+    parts: EngineParts, random_ids: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, num_calls = type(parts.model).forward, 0
+
+    def broken(model: Any, token_ids: torch.Tensor, *more: Any) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        logits = forward(model, token_ids, *more)
+        if len(token_ids) > 1:
+            logits[1] = float("nan")
+        return logits
+
+    monkeypatch.setattr(type(parts.model), "forward", broken)
+    bad, good = (
+        Sequence(name, random_ids(length), sampling=Sampling(max_tokens=2, temperature=0, prompt_logprobs=asked))
+        for name, length, asked in (("bad", 4, 1), ("good", 1, None))
+    )
+    for sequence in (bad, good):
+        sequence.page_table = parts.allocator.allocate(1, state="used")
+    outcomes = parts.runner.run(StepPlan([StepItem(bad, 4), StepItem(good, 1)])).outcomes
+    assert isinstance(outcomes[0], NonFiniteLogits)
+    assert isinstance(outcomes[1], SampledToken)
+    assert num_calls == 2
+    for sequence in (bad, good):
+        parts.allocator.release(sequence.page_table)
