@@ -77,9 +77,14 @@ def check_greedy(
                 "return_token_ids": True,
             },
         )
+        # The pages of this prompt are there by now, and must not keep its tokens from being looked at.
+        scored = cluster.post("/v1/completions", {"prompt": prompts[-1], "prompt_logprobs": 0, "max_tokens": 1})
         wait_until_idle(cluster)
     assert over_grpc == expected
     assert [choice["token_ids"] for choice in over_http["choices"]] == expected
+    (choice,) = scored["choices"]
+    said = [next(iter(entry.values()))["logprob"] for entry in choice["prompt_logprobs"][1:]]
+    assert said == pytest.approx(logprobs_by_transformers(reference, prompts[-1]), abs=1e-3)
 
 
 @pytest.mark.parametrize(("dtype", "chunk_tokens"), list(itertools.product(("float32", "bfloat16"), (64, 512))))
@@ -113,6 +118,12 @@ async def all_at_once(cluster: Cluster, prompts: list[list[int]], **sampling: An
     async with cluster.inference() as stub:
         answers = await asyncio.gather(*(collect(stub, request(prompt, **sampling)) for prompt in prompts))
     return [answer.token_ids for answer in answers]
+
+
+def logprobs_by_transformers(reference: Any, prompt: list[int]) -> list[float]:
+    with torch.no_grad():
+        logprobs = reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    return [float(logprobs[position, token_id]) for position, token_id in enumerate(prompt[1:])]
 
 
 def greedy_by_transformers(reference: Any, prompt: list[int]) -> list[int]:
