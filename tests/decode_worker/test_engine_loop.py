@@ -11,10 +11,11 @@ from decode_worker.scheduler import BatchScheduler
 from services.engine.pages import PageAllocator
 from services.engine.prefix import page_keys
 from services.engine.sequence import Sampling, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
+from services.engine.step import NonFiniteLogits, PromptTokens, SampledToken, StepPlan, StepResult
 from services.engine.swap import SwapSpace
 from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated, NoFreePages, RequestCancelled
+from tests.fake_reports import with_reports
 
 PAGE_SIZE = 4
 STOP = 999
@@ -46,7 +47,7 @@ class FakeRunner:
 
     def compute(self, plan: StepPlan) -> StepResult:
         self.batches.append(len(plan.items))
-        outcomes: list[SampledToken | NonFiniteLogits | None] = []
+        outcomes: list[SampledToken | PromptTokens | NonFiniteLogits | None] = []
         held = Counter(page for item in plan.items for page in item.sequence.page_table)
         for item in plan.items:
             sequence = item.sequence
@@ -72,7 +73,8 @@ class FakeRunner:
             if is_broken:
                 outcomes.append(NonFiniteLogits("NaN"))
             else:
-                outcomes.append(SampledToken(next_token(sequence.token_ids)) if item.is_sampled else None)
+                token = SampledToken(next_token(sequence.token_ids)) if item.is_sampled else None
+                outcomes.append(with_reports(item, token))
         return StepResult(outcomes)
 
     def write(self, page_table: list[int], token_ids: list[int], *, start: int, is_chunk: bool) -> None:
@@ -519,6 +521,26 @@ def test_a_replay_begins_after_what_is_here(is_exact: bool) -> None:
     bench.run()
     assert bench.tokens("b") == dict(list(enumerate(answer))[20:])
     assert bench.advances("b")[0].start == (28 if is_exact else 8)
+
+
+@pytest.mark.parametrize("num_pages", [64, 16], ids=["alone", "giving way"])
+def test_a_prompt_that_is_reported_is_computed_though_it_is_cached(num_pages: int) -> None:
+    bench, prompt = Bench(step_tokens=5, num_pages=num_pages), list(range(3, 22))
+    bench.local("a", prompt, max_tokens=1)
+    bench.run()
+    reported = Sequence("b", prompt, sampling=Sampling(max_tokens=3, prompt_logprobs=0))
+    bench.loop.start(reported, salt=SALT, service_class=2)
+    bench.loop.step()
+    if num_pages < 64:
+        # One of a better class, for which there is no room beside it.
+        bench.local("c", list(range(50, 98)), max_tokens=4, service_class=1)
+    bench.run()
+    first, *rest = [one.outcome for one in bench.advances("b") if isinstance(one.outcome, SampledToken)]
+    assert [told.token_id for told in first.prompt] == prompt[1:]
+    assert [token.prompt for token in rest] == [(), ()]
+    num_computed = sum(advance.num_tokens for advance in bench.advances("b"))
+    assert (num_computed > len(prompt) + 2) == (num_pages < 64)
+    bench.until_rest()
 
 
 def test_pages_that_were_not_sealed_are_not_found() -> None:

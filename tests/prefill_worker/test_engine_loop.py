@@ -6,9 +6,10 @@ from prefill_worker.engine_loop import CachedPrefix, ComputedChunk, PrefillLoop,
 from services.engine.pages import PageAllocator, PageChanges
 from services.engine.prefix import page_keys
 from services.engine.sequence import Sampling, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
+from services.engine.step import NonFiniteLogits, PromptTokens, SampledToken, StepPlan, StepResult
 from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated, NoFreePages
+from tests.fake_reports import with_reports
 
 PAGE_SIZE = 4
 SALT = b"shared by all"
@@ -23,14 +24,15 @@ class SumRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
-        outcomes: list[SampledToken | NonFiniteLogits | None] = []
+        outcomes: list[SampledToken | PromptTokens | NonFiniteLogits | None] = []
         for item in plan.items:
             end = item.sequence.num_computed_tokens + item.num_scheduled_tokens
             assert len(item.sequence.page_table) * PAGE_SIZE >= end
             if item.sequence.sequence_id in self.broken:
                 outcomes.append(NonFiniteLogits("NaN"))
             else:
-                outcomes.append(SampledToken(sum(item.sequence.token_ids)) if item.is_sampled else None)
+                token = SampledToken(sum(item.sequence.token_ids)) if item.is_sampled else None
+                outcomes.append(with_reports(item, token))
         return StepResult(outcomes)
 
 
@@ -229,6 +231,21 @@ def test_at_least_one_token_is_computed_because_the_first_answer_comes_out_of_it
         bench.loop.release(key)
     assert bench.prefixes["b"].num_tokens == num_cached
     assert sum(chunk.num_tokens for chunk in bench.chunks("b")) == num_tokens - num_cached
+
+
+def test_a_prompt_that_is_reported_is_computed_though_it_is_cached() -> None:
+    bench, prompt = Bench(), list(range(19))
+    bench.begin("a", prompt)
+    bench.run()
+    reported = Sequence("b", prompt, sampling=Sampling(max_tokens=1, prompt_logprobs=0))
+    assert bench.loop.begin(reported, salt=SALT).num_tokens == 0
+    bench.run()
+    chunks = bench.chunks("b")
+    assert len(chunks) > 2
+    assert all(chunk.outcome is None for chunk in chunks[:-1])
+    token = chunks[-1].outcome
+    assert isinstance(token, SampledToken)
+    assert [told.token_id for told in token.prompt] == prompt[1:]
 
 
 def test_another_salt_shares_nothing() -> None:
