@@ -11,6 +11,8 @@ which meets a `GrammarState` as its `Grammar`, nor requests.
 from __future__ import annotations
 
 import functools
+import json
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -155,9 +157,40 @@ class Grammars:
         try:
             text = self._tokenizer_json.read_text(encoding="utf-8")
             num_known = Tokenizer.from_str(text).get_vocab_size(with_added_tokens=True)
-            return LLTokenizer(text, n_vocab=max(num_known, self._vocab_size), eos_token=list(eos_token_ids))
+            return LLTokenizer(
+                _with_unwritable_specials(text),
+                n_vocab=max(num_known, self._vocab_size),
+                eos_token=list(eos_token_ids),
+            )
         except Exception as error:  # of any class: what reads the file is compiled code
             raise ModelError(f"{self._tokenizer_json} cannot be used for structured output") from error
+
+
+def _with_unwritable_specials(tokenizer_json: str) -> str:
+    """A tokenizer.json whose special tokens have names that no schema can contain.
+
+    Where only one text is possible (`const`, names of members) the library allows but the first token of that text, and
+    of a text that holds a special token's it takes that token. An end of sequence would end the answer inside a string.
+    """
+    document = json.loads(tokenizer_json)
+    nonce = secrets.token_hex(16)
+    names = {
+        token["content"]: f"<{nonce}:{token['id']}>"
+        for token in document.get("added_tokens") or ()
+        # These are what the library takes for special.
+        if token["special"] or (token["content"].startswith("<") and token["content"].endswith(">"))
+    }
+    for token in document.get("added_tokens") or ():
+        token["content"] = names.get(token["content"], token["content"])
+    model = document["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(text, text): token_id for text, token_id in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return json.dumps(document)
 
 
 def _compiled(tokenizer: LLTokenizer, schema: str) -> LLMatcher:

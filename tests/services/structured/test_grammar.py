@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from demo import DEMO_MODEL
 from services.runtime.errors import ModelError
@@ -164,6 +164,38 @@ def test_threads_share_grammars(grammars: Grammars, monkeypatch: pytest.MonkeyPa
         walks = list(threads.map(first_tokens, range(64)))
     assert all(walks[n] == walks[n % 8] for n in range(64))
     assert len({str(walk) for walk in walks}) == 8
+
+
+@pytest.mark.parametrize("text", ["<|end|>", "a <|eos|> b", "<tool_call>", "[TOOL_CALLS]x", "plain"])
+def test_texts_of_special_tokens_are_written_with_other_tokens(text: str, tmp_path: Path) -> None:
+    """An end of sequence would end the answer inside its string."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert_writes(text, Grammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE), tokenizer, EOS)
+
+
+@pytest.mark.parametrize("text", ["</s>", "a<unk>", "plain"])
+def test_texts_of_special_tokens_with_byte_fallback(text: str, tmp_path: Path) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *'"</skunpli>a']
+    vocabulary = {piece: token_id for token_id, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in pieces[:3]])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert_writes(text, Grammars(tmp_path / "tokenizer.json", vocab_size=len(vocabulary)), tokenizer, (2,))
+
+
+def assert_writes(text: str, grammars: Grammars, tokenizer: Tokenizer, eos: tuple[int, ...]) -> None:
+    state = grammars.begin(json.dumps({"const": text}), eos_token_ids=eos)
+    tokens: list[int] = []
+    while not state.is_complete:
+        allowed = token_set(state.allowed())
+        assert allowed
+        tokens.append(max(allowed))
+        state.advance(tokens[-1:])
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == json.dumps(text)
 
 
 @pytest.mark.parametrize("content", [None, "{}", "no json"])
