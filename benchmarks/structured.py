@@ -20,6 +20,7 @@ from services.engine.config import load_config
 from services.engine.sampling import sample
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import SampledToken
+from services.runtime.answer_form import AnswerForm
 from services.structured.grammar import Grammars, GrammarState
 
 BATCHES = (1, 8, 32)
@@ -78,7 +79,7 @@ class Bench:
         known_s = statistics.median(self._begin_s(self._schema) for _ in range(9))
         answer = self._answer(400)
         start_s = time.perf_counter()
-        self._grammars.begin(self._schema, eos_token_ids=self._eos_token_ids, token_ids=answer)
+        self._grammars.begin(AnswerForm(self._schema), eos_token_ids=self._eos_token_ids, token_ids=answer)
         replay_s = time.perf_counter() - start_s - known_s
         return {
             "first_ms": first_s * 1e3,
@@ -123,7 +124,7 @@ class Bench:
 
     def begin(self) -> GrammarState:
         """A new answer's grammar."""
-        return self._grammars.begin(self._schema, eos_token_ids=self._eos_token_ids)
+        return self._grammars.begin(AnswerForm(self._schema), eos_token_ids=self._eos_token_ids)
 
     def add_grammar_time(self, duration_s: float) -> None:
         """Counts what a grammar took."""
@@ -131,7 +132,7 @@ class Bench:
 
     def _begin_s(self, schema: str) -> float:
         start_s = time.perf_counter()
-        self._grammars.begin(schema, eos_token_ids=self._eos_token_ids)
+        self._grammars.begin(AnswerForm(schema), eos_token_ids=self._eos_token_ids)
         return time.perf_counter() - start_s
 
     def _answer(self, num_tokens: int) -> list[int]:

@@ -20,7 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from gateway.model_files import ModelFiles
-from gateway.tool_calls import MARKERS, ToolFormat, has_reasoning, tool_format_of
+from gateway.tool_calls import MARKERS, has_reasoning, tool_format_of
+from services.runtime.answer_form import ToolFormat
 from services.runtime.errors import InvalidRequest, ModelError
 
 LONG_TEXT_CHARS = 4096
@@ -321,7 +322,11 @@ def _shown_markers(tokenizer: Tokenizer, tool_format: ToolFormat | None) -> dict
     if tool_format is None:
         return {}
     ids = {text: tokenizer.token_to_id(text) for text in MARKERS}
-    return {token_id: text for text, token_id in ids.items() if token_id is not None}
+    return {
+        token_id: text
+        for text, token_id in ids.items()
+        if token_id is not None and not tokenizer.decode([token_id], skip_special_tokens=True)
+    }
 
 
 def _template_environment() -> ImmutableSandboxedEnvironment:

@@ -11,6 +11,7 @@ from demo import DEMO_MODEL
 from services.engine.engine import Engine, EngineParts, load_engine
 from services.engine.sequence import FinishReason, Sampling, Sequence
 from services.engine.step import NonFiniteLogits
+from services.runtime.answer_form import AnswerForm
 from services.structured.grammar import ANY_OBJECT, Grammars, GrammarState
 from tests.json_schema import assert_keeps_to
 from tests.schemas import CHAIN, PERSON, SCHEMAS
@@ -68,7 +69,7 @@ def answer_of(sequence: Sequence) -> list[int]:
 
 
 def begin(grammars: Grammars, schema: Any, token_ids: Any = ()) -> GrammarState:
-    return grammars.begin(json.dumps(schema), eos_token_ids=EOS, token_ids=token_ids)
+    return grammars.begin(AnswerForm(json.dumps(schema)), eos_token_ids=EOS, token_ids=token_ids)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
