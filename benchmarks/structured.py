@@ -1,8 +1,9 @@
-"""What a JSON schema costs per token: the grammar alone, and sampling with it against the same without.
+"""What a JSON schema costs per token: the grammar alone, sampling with it against the same without, and its share of
+whole steps of the model.
 
-`python -m benchmarks.structured [--json FILE]`. Rows of random logits stand for a model, so that nothing but sampling
-is measured; each row's grammar goes on with the token that was chosen for it, and begins again at its end. Both kinds
-are measured in turn, and medians are printed.
+`python -m benchmarks.structured [--json FILE]`. For sampling, rows of random logits stand for a model, so that nothing
+else is measured; each row's grammar goes on with the token that was chosen for it, and begins again at its end. Both
+kinds are measured in turn, and medians are printed.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import torch
 
 from demo import DEMO_MODEL
 from services.engine.config import load_config
+from services.engine.engine import Engine, EngineParts, load_engine
 from services.engine.sampling import sample
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import SampledToken
@@ -25,6 +27,7 @@ from services.structured.grammar import Grammars, GrammarState
 
 BATCHES = (1, 8, 32)
 NUM_STEPS = 40
+NUM_PAGES = 256
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -57,6 +60,13 @@ def main() -> None:
         print(
             f"batch {batch:2d}: sampling {row['free_us']:7.1f} us per token, with a schema {row['schema_us']:7.1f} us, "
             f"of which the grammar {row['grammar_us']:6.1f} us"
+        )
+    parts = load_engine(arguments.model, device="cpu", num_pages=NUM_PAGES, threads=1)
+    for batch in BATCHES:
+        row = figures[f"steps_{batch}"] = bench.measure_steps(parts, batch)
+        print(
+            f"batch {batch:2d}: a step of the model {row['step_us']:7.1f} us, its {batch} grammars "
+            f"{row['grammars_us']:6.1f} us of it, {row['grammars_us'] / row['step_us']:.1%}"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
@@ -99,6 +109,23 @@ class Bench:
         names = {"free_us": free, "schema_us": bound, "grammar_us": grammar}
         return {name: statistics.median(values[1:]) * 1e6 for name, values in names.items()}
 
+    def measure_steps(self, parts: EngineParts, batch: int) -> dict[str, float]:
+        """Microseconds of a decode step in which every sequence has a grammar, and of all its grammars; medians."""
+        engine = Engine(parts)
+        unending = AnswerForm(json.dumps({"type": "array", "items": SCHEMA, "minItems": NUM_STEPS}))
+        sampling = Sampling(max_tokens=NUM_STEPS + 1, stop_token_ids=frozenset(self._eos_token_ids))
+        for _ in range(batch):
+            engine.add([0], sampling, grammar=_Timed(self, unending))
+        engine.step()  # The prompts.
+        steps, grammars = [], []
+        while engine.has_work:
+            self._grammar_s = 0.0
+            start_s = time.perf_counter()
+            engine.step()
+            steps.append(time.perf_counter() - start_s)
+            grammars.append(self._grammar_s)
+        return {"step_us": statistics.median(steps) * 1e6, "grammars_us": statistics.median(grammars) * 1e6}
+
     def _sampling_s(self, batch: int, *, has_schema: bool, seed: int) -> tuple[float, float]:
         """Seconds per token of sampling with the grammars' part, and of that part."""
         sequences = [self._sequence(row, has_schema=has_schema) for row in range(batch)]
@@ -119,12 +146,12 @@ class Bench:
         return total_s / num_tokens, self._grammar_s / num_tokens
 
     def _sequence(self, row: int, *, has_schema: bool) -> Sequence:
-        grammar = _Timed(self) if has_schema else None
+        grammar = _Timed(self, AnswerForm(self._schema)) if has_schema else None
         return Sequence(row, [0], sampling=Sampling(max_tokens=1 << 20, seed=row), grammar=grammar)
 
-    def begin(self) -> GrammarState:
+    def begin(self, form: AnswerForm) -> GrammarState:
         """A new answer's grammar."""
-        return self._grammars.begin(AnswerForm(self._schema), eos_token_ids=self._eos_token_ids)
+        return self._grammars.begin(form, eos_token_ids=self._eos_token_ids)
 
     def add_grammar_time(self, duration_s: float) -> None:
         """Counts what a grammar took."""
@@ -151,9 +178,9 @@ class Bench:
 class _Timed:
     """A grammar that tells how long it took."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, form: AnswerForm) -> None:
         self._bench = bench
-        self._state = bench.begin()
+        self._state = bench.begin(form)
 
     @property
     def num_tokens(self) -> int:
