@@ -308,8 +308,14 @@ class Acceptance:
 
     async def _check_form(self, form: AnswerForm, call: Call, model: ServedModel) -> None:
         """Raises InvalidRequest unless answers of this model can be made to have the form."""
-        asked_by = "tool_choice" if call.must_call else "response_format"
-        check_with_form(call.sampling, form.num_bytes, prefix=call.field_prefix, field_name=asked_by)
+        asked_by = "tool_choice" if call.must_call else "tools" if form.may_be_text else "response_format"
+        check_with_form(
+            call.sampling,
+            form.num_bytes,
+            prefix=call.field_prefix,
+            field_name=asked_by,
+            may_be_text=form.may_be_text,
+        )
         if not model.eos_token_ids:
             raise InvalidRequest("the model has no token that ends an answer", field=asked_by)
         try:

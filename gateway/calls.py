@@ -52,7 +52,8 @@ class Call(msgspec.Struct, kw_only=True):
 
     Either `messages` or `prompts` is given; a prompt is a text or token ids. `tools` are those that the model is told
     of, as `gateway.tool_requests` gives them; `must_call` are the names of those of which at least one must be called,
-    empty: none must. `field_prefix` begins the names of sampling fields in errors. `deadline` None: the server's
+    empty: none must; `strict_tools` are the names of those whose arguments keep to their schemas in any case.
+    `field_prefix` begins the names of sampling fields in errors. `deadline` None: the server's
     maximum. `traceparent` is the client's, or empty.
     `idempotency_key` is the client's, or empty; it stands in for a seed that was not given. `service_class` is one of
     `validation.SERVICE_CLASSES`, or empty: not given. Calls with the same `affinity_key`, a session or a user, are best
@@ -69,6 +70,7 @@ class Call(msgspec.Struct, kw_only=True):
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     must_call: Set[str] = frozenset()
+    strict_tools: Set[str] = frozenset()
     parallel_tool_calls: bool = True
     sampling: AskedSampling = msgspec.field(default_factory=AskedSampling)
     num_choices: int = 1

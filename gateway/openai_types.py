@@ -20,7 +20,7 @@ from gateway.response_format import json_schema_of
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning
-from gateway.tool_requests import forced_names, names_of, offered_tools
+from gateway.tool_requests import forced_names, names_of, offered_tools, strict_names
 from gateway.validation import (
     MAX_LOGPROBS,
     MAX_TOKENS_EVER,
@@ -145,6 +145,7 @@ class ChatRequest(_CommonFields, kw_only=True):
             messages=self.messages,
             tools=tools,
             must_call=forced_names(tools, self.tool_choice),
+            strict_tools=strict_names(self.tools) if tools else frozenset(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             sampling=sampling,
             num_choices=1 if self.n is None else self.n,

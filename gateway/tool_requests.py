@@ -13,10 +13,10 @@ from gateway.tokenization import ModelTokenizer
 from gateway.validation import MAX_NAME_CHARS, check_messages, check_text
 from services.runtime.answer_form import CalledFunction
 from services.runtime.errors import InvalidRequest
+from services.structured.grammar import ANY_OBJECT
+from services.structured.lark import MAX_CALLS
 
 MAX_TOOLS = 128
-MAX_CALLS = 128
-"""Of one message."""
 MAX_TOOL_DEPTH = 64
 """Of a tool's schema and of a call's arguments: objects in objects."""
 
@@ -53,14 +53,22 @@ def forced_names(offered: Sequence[Mapping[str, Any]] | None, choice: Any) -> fr
     return chosen.names or names_of(offered)
 
 
-def called_functions(tools: Sequence[Mapping[str, Any]], names: Set[str]) -> tuple[CalledFunction, ...]:
-    """Those of the checked tools that have these names, with what their arguments must keep to.
+def strict_names(tools: Sequence[Any] | None) -> frozenset[str]:
+    """The names of those tools, which are checked, whose arguments must keep to their schemas in any call."""
+    return frozenset(tool["function"]["name"] for tool in tools or () if tool["function"].get("strict"))
+
+
+def called_functions(
+    tools: Sequence[Mapping[str, Any]], names: Set[str], *, strict: Set[str]
+) -> tuple[CalledFunction, ...]:
+    """Those of the checked tools that have these names, with what their arguments keep to: any object if not strict.
 
     Raises InvalidRequest for parameters that are no object: arguments always are.
     """
-    functions = (tool["function"] for tool in tools)
+    functions = (tool["function"] for tool in tools if tool["function"]["name"] in names)
     return tuple(
-        CalledFunction(function["name"], _parameters(function)) for function in functions if function["name"] in names
+        CalledFunction(function["name"], _parameters(function) if function["name"] in strict else ANY_OBJECT)
+        for function in functions
     )
 
 
@@ -142,6 +150,9 @@ def _checked_tool(tool: Any, name: str) -> dict[str, Any]:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         _fail(f"{name}.function.parameters", "a JSON schema, which is an object")
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        _fail(f"{name}.function.strict", "true or false")
     _text(function, f"{name}.function")
     # `strict` is a wish to the server, not something that a model should read.
     told = {key: value for key, value in function.items() if key != "strict" and value is not None}

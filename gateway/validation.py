@@ -172,7 +172,8 @@ def check_sampling(asked: AskedSampling | Sampling, limits: ModelLimits, *, pref
         _check_logit_bias(asked.logit_bias, limits, prefix + "logit_bias")
     if isinstance(asked, Sampling):
         if asked.form is not None:
-            check_with_form(asked, asked.form.num_bytes, prefix=prefix)
+            is_free = asked.form.may_be_text
+            check_with_form(asked, asked.form.num_bytes, prefix=prefix, may_be_text=is_free)
     elif asked.json_schema:
         check_with_form(asked, len(asked.json_schema.encode()), prefix=prefix)
 
@@ -216,18 +217,27 @@ def complete_sampling(
 
 
 def check_with_form(
-    asked: AskedSampling | Sampling, num_schema_bytes: int, *, prefix: str = "", field_name: str = "response_format"
+    asked: AskedSampling | Sampling,
+    num_schema_bytes: int,
+    *,
+    prefix: str = "",
+    field_name: str = "response_format",
+    may_be_text: bool = False,
 ) -> None:
-    """An answer that must have a form ends where the form does, and nowhere else. `field_name` asks for the form."""
+    """An answer that must have a form ends where the form does, and nowhere else. `field_name` asks for the form.
+
+    One that `may_be_text` may end at a stop text, as every text.
+    """
     if num_schema_bytes > MAX_SCHEMA_BYTES:
         raise InvalidRequest(
             f"the schemas of response_format and of tools must have at most {MAX_SCHEMA_BYTES} bytes together",
             field=field_name,
         )
     for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids"):
-        if getattr(asked, name):
+        if getattr(asked, name) and not (may_be_text and name == "stop"):
+            what = "strict tools" if may_be_text else f"this {field_name}"
             raise InvalidRequest(
-                f"{prefix}{name} cannot be used with this {field_name}: the answer ends where its JSON does",
+                f"{prefix}{name} cannot be used with {what}: the answer ends where its JSON does",
                 field=prefix + name,
                 code="unsupported_parameter",
             )

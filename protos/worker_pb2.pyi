@@ -370,10 +370,13 @@ class ToolCallForm(_message.Message):
     TOOL_FORMAT_FIELD_NUMBER: _builtins.int
     FUNCTIONS_FIELD_NUMBER: _builtins.int
     IS_PARALLEL_FIELD_NUMBER: _builtins.int
+    IS_OPTIONAL_FIELD_NUMBER: _builtins.int
     tool_format: _builtins.str
     """How it does: hermes, llama3 or mistral."""
     is_parallel: _builtins.bool
     """There may be several calls, where the format has lists of them. False: there is one."""
+    is_optional: _builtins.bool
+    """Text may come before them, or instead. False: there is at least one, and nothing else."""
     @_builtins.property
     def functions(self) -> _containers.RepeatedCompositeFieldContainer[Global___CalledFunction]:
         """Those that may be called, at least one."""
@@ -384,10 +387,11 @@ class ToolCallForm(_message.Message):
         tool_format: _builtins.str = ...,
         functions: _abc.Iterable[Global___CalledFunction] | None = ...,
         is_parallel: _builtins.bool = ...,
+        is_optional: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["functions", b"functions", "is_parallel", b"is_parallel", "tool_format", b"tool_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["functions", b"functions", "is_optional", b"is_optional", "is_parallel", b"is_parallel", "tool_format", b"tool_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -42,6 +42,8 @@ class ToolCalls:
     tool_format: ToolFormat
     functions: tuple[CalledFunction, ...]
     is_parallel: bool = True
+    is_optional: bool = False
+    """Text comes first, or instead. Only where the mark that begins calls is a token: no text can be taken for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,11 @@ class AnswerForm:
     json_schema: str = ""
     tool_calls: ToolCalls | None = None
     reasoning: Reasoning = Reasoning.NONE
+
+    @property
+    def may_be_text(self) -> bool:
+        """Whether anything but calls is free."""
+        return self.tool_calls is not None and self.tool_calls.is_optional
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +79,7 @@ def write_form(form: AnswerForm | None, message: worker_pb2.SequenceSpec) -> Non
     if form.tool_calls is not None:
         message.tool_calls.tool_format = form.tool_calls.tool_format
         message.tool_calls.is_parallel = form.tool_calls.is_parallel
+        message.tool_calls.is_optional = form.tool_calls.is_optional
         for function in form.tool_calls.functions:
             message.tool_calls.functions.add(name=function.name, parameters=function.parameters)
 
@@ -92,4 +100,4 @@ def _read_calls(message: worker_pb2.ToolCallForm) -> ToolCalls:
     functions = tuple(CalledFunction(function.name, function.parameters) for function in message.functions)
     if not functions:
         raise InvalidRequest("there is no function to call", field="tool_calls")
-    return ToolCalls(ToolFormat(message.tool_format), functions, message.is_parallel)
+    return ToolCalls(ToolFormat(message.tool_format), functions, message.is_parallel, message.is_optional)

@@ -18,6 +18,9 @@ _MARKS = {
     ToolFormat.LLAMA3: (),
     ToolFormat.MISTRAL: ("[TOOL_CALLS]",),
 }
+CALL_MARKS = {tool_format: marks[0] for tool_format, marks in _MARKS.items() if marks}
+"""What begins calls, where something does."""
+
 _BEGIN_THOUGHTS, _END_THOUGHTS = "<think>", "</think>"
 
 
@@ -32,7 +35,7 @@ def lark_of(form: AnswerForm, *, mark_token_ids: Mapping[str, int], options: Map
 
     Raises ValueError for a schema that is no JSON object, and RecursionError.
     """
-    rules = ["%llguidance {}", f"start: {_start(form)}"]
+    rules = ["%llguidance {}", f"start: {_start(form)}", r"TEXT: /(.|\n)*/"]
     if form.json_schema:
         rules.append(f"value: {_json(form.json_schema, options)}")
     if form.tool_calls is not None:
@@ -43,7 +46,8 @@ def lark_of(form: AnswerForm, *, mark_token_ids: Mapping[str, int], options: Map
 
 
 def _start(form: AnswerForm) -> str:
-    value = " | ".join((["calls"] if form.tool_calls else []) + (["value"] if form.json_schema else []))
+    calls = [] if form.tool_calls is None else ["TEXT calls?" if form.tool_calls.is_optional else "calls"]
+    value = " | ".join(calls + (["value"] if form.json_schema else []))
     if form.reasoning is Reasoning.NONE:
         return value
     return f"thoughts ({value})" if form.reasoning is Reasoning.IS_OPEN else f"thoughts? ({value})"
@@ -77,7 +81,7 @@ def _thought_rules(reasoning: Reasoning, mark_token_ids: Mapping[str, int]) -> l
     begin = "" if reasoning is Reasoning.IS_OPEN else _mark(_BEGIN_THOUGHTS, mark_token_ids)
     rules = [f"thoughts: {begin} until_end GAP", r"GAP: /\n{0,2}/"]
     if _END_THOUGHTS in mark_token_ids:
-        return [*rules, f"until_end: THOUGHTS {_mark(_END_THOUGHTS, mark_token_ids)}", r"THOUGHTS: /(.|\n)*/"]
+        return [*rules, f"until_end: TEXT {_mark(_END_THOUGHTS, mark_token_ids)}"]
     return [*rules, rf'until_end[suffix="{_END_THOUGHTS}"]: /(.|\n)*/']
 
 

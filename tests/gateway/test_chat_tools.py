@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 
 import openai
 import pytest
@@ -21,6 +22,7 @@ from services.runtime import status
 from services.runtime.answer_form import AnswerForm, CalledFunction, ToolCalls, ToolFormat, read_form
 from services.runtime.answer_form import Reasoning as ThoughtsForm
 from services.runtime.errors import InvalidRequest
+from services.structured.grammar import ANY_OBJECT
 
 CONTEXT_TOKENS = 1024
 TURNS = (
@@ -494,6 +496,11 @@ REFUSED = {
         "tools[0].function.description",
         "invalid_value",
     ),
+    "tool-strict": (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]},
+        "tools[0].function.strict",
+        "invalid_value",
+    ),
     "tool-surrogate": (
         {"tools": [{"type": "function", "function": {"name": "f", "description": "\ud800"}}]},
         "tools[0].function",
@@ -617,6 +624,9 @@ YES = '{"const":"yes"}'
 SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": json.loads(YES)}}}
 HERMES = ToolFormat.HERMES
 
+STRICT = ToolCalls(ToolFormat.MISTRAL, (WEATHER_FORM, CalledFunction("clock", ANY_OBJECT)), is_optional=True)
+"""The weather's arguments keep to its schema, should it be called; the clock's are any object."""
+
 FORMS = {
     "auto": ("hermes", {}, None),
     "allowed-auto": ("hermes", allowing("auto", "clock"), None),
@@ -633,6 +643,13 @@ FORMS = {
     "mistral": ("mistral", NAMED, AnswerForm("", ToolCalls(ToolFormat.MISTRAL, (CLOCK_FORM,)))),
     "thinks": ("thinks", NAMED, AnswerForm("", ToolCalls(HERMES, (CLOCK_FORM,)), ThoughtsForm.MAY_COME)),
     "thinks-at-once": ("thinks-at-once", NAMED, AnswerForm("", ToolCalls(HERMES, (CLOCK_FORM,)), ThoughtsForm.IS_OPEN)),
+    "strict": ("mistral", {}, AnswerForm("", STRICT)),
+    "strict-named": ("mistral", NAMED, AnswerForm("", ToolCalls(ToolFormat.MISTRAL, (CLOCK_FORM,)))),
+    "strict-none": ("mistral", {"tool_choice": "none"}, None),
+    "strict-one-call": ("mistral", {"parallel_tool_calls": False}, AnswerForm("", replace(STRICT, is_parallel=False))),
+    "not-strict": ("mistral", {"tools": [CLOCK]}, None),
+    "strict-without-a-token": ("hermes", {}, None),
+    "strict-llama3": ("llama3", {}, None),
     "schema": ("hermes", {"tools": None, **SCHEMA}, AnswerForm(YES)),
     "schema-thinks": ("thinks", {"tools": None, **SCHEMA}, AnswerForm(YES, None, ThoughtsForm.MAY_COME)),
     "schema-auto": ("hermes", SCHEMA, AnswerForm(YES, ToolCalls(HERMES, (WEATHER_FORM, CLOCK_FORM)))),
@@ -734,6 +751,20 @@ async def test_what_contradicts_calls_that_must_be_made(serve, field, value):
     assert (refused.status_code, error["param"], error["code"]) == (400, field, "unsupported_parameter")
     assert "tool_choice" in error["message"]
     assert (await system.http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("ignore_eos", True), ("min_tokens", 1), ("stop_token_ids", [5])], ids=str
+)
+async def test_what_contradicts_strict_tools(serve, field, value):
+    system = await serve("mistral", "ok")
+    body = {"messages": ASKED, field: value}
+    refused = await system.http.post("/v1/chat/completions", json={**body, "tools": TOOLS})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (400, field, "unsupported_parameter")
+    assert "strict tools" in error["message"]
+    for harmless in ({**body, "tools": [CLOCK]}, {"messages": ASKED, "tools": TOOLS, "stop": "x"}):
+        assert (await system.http.post("/v1/chat/completions", json=harmless)).status_code == 200
 
 
 async def test_several_answers_with_log_probabilities_and_forced_calls(serve):

@@ -27,9 +27,9 @@ from tests.schemas import PERSON
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 EOS = (1, 2)
-MAX_TOKENS = 600
-NUM_ANSWERS = 6
-PEOPLE: dict[str, Any] = {"type": "array", "items": PERSON, "minItems": 6, "maxItems": 7}
+MAX_TOKENS = 350
+NUM_ANSWERS = 4
+PEOPLE: dict[str, Any] = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 4}
 PEOPLE_TEXT = json.dumps(PEOPLE, separators=(",", ":"))
 
 
@@ -46,7 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(DEMO_MODEL, folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
-    config["chat_template"] += "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{# <tool_call> #}"
+    told = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{# <tool_call> #}"
+    config["chat_template"] = told + config["chat_template"]
     path.write_text(json.dumps(config))
     return folder
 
@@ -100,7 +101,7 @@ async def test_the_same_as_one_process_also_when_a_worker_is_killed(
         assert [answer.token_ids for answer in undisturbed] == expected
         for answer in undisturbed:
             check(answer)
-        assert sum(answer.finish_reason == inference_pb2.FINISH_REASON_STOP for answer in undisturbed) > 3
+        assert sum(answer.finish_reason == inference_pb2.FINISH_REASON_STOP for answer in undisturbed) > 2
         streams = [stream(stub, message) for message in messages]
         received: list[list[int]] = [[] for _ in messages]
         for n, responses in enumerate(streams):  # every answer is under way

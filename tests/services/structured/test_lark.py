@@ -40,6 +40,14 @@ FORMS = [
 ] + [AnswerForm(json.dumps(VALUE), None, reasoning) for reasoning in Reasoning]
 
 
+OPTIONAL = [
+    AnswerForm("", ToolCalls(tool_format, FUNCTIONS, is_parallel, is_optional=True), reasoning)
+    for tool_format, is_parallel, reasoning in product(
+        (ToolFormat.HERMES, ToolFormat.MISTRAL), (True, False), (Reasoning.NONE, Reasoning.MAY_COME)
+    )
+]
+
+
 class Model(NamedTuple):
     """A tokenizer and its grammars."""
 
@@ -50,8 +58,17 @@ class Model(NamedTuple):
 @pytest.fixture(scope="module", params=["texts", "tokens"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """The marks around calls and thoughts are texts like any other, or tokens of their own."""
+    return make_model(tmp_path_factory, has_mark_tokens=request.param == "tokens")
+
+
+@pytest.fixture(scope="module")
+def model_with_marks(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_model(tmp_path_factory, has_mark_tokens=True)
+
+
+def make_model(tmp_path_factory: pytest.TempPathFactory, *, has_mark_tokens: bool) -> Model:
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-    if request.param == "tokens":
+    if has_mark_tokens:
         tokenizer.add_special_tokens([AddedToken(MARKS[0], special=True)])
         tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS[1:]])
     path: Path = tmp_path_factory.mktemp("model") / "tokenizer.json"
@@ -133,6 +150,35 @@ def test_whatever_is_allowed_is_read_as_the_form(model: Model, form: AnswerForm,
     text, is_complete = walk(model, form, choose)
     if is_complete:
         check(form, text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(OPTIONAL), st.integers(0, 2**32))
+def test_calls_after_any_text_are_as_strict(model_with_marks: Model, form: AnswerForm, seed: int) -> None:
+    source, model = random.Random(seed), model_with_marks
+    marks = {model.tokenizer.token_to_id(mark) for mark in MARKS}
+
+    def choose(allowed: list[int]) -> int:
+        wanted = sorted(marks & set(allowed))
+        return source.choice(wanted) if wanted and source.random() < 0.3 else source.choice(allowed)
+
+    text, is_complete = walk(model, form, choose)
+    if is_complete:
+        calls, content, _ = read(form, text)
+        assert (bool(calls)) == any(mark in text for mark in MARKS[:2])
+        for name, arguments in calls:
+            assert_keeps_to(json.loads(arguments), SCHEMA_OF[name])
+        assert not any(mark in content for mark in MARKS[:3])
+
+
+@pytest.mark.parametrize("tool_format", [ToolFormat.HERMES, ToolFormat.MISTRAL])
+def test_text_calls_or_both(model_with_marks: Model, tool_format: ToolFormat) -> None:
+    form = AnswerForm("", ToolCalls(tool_format, FUNCTIONS, is_optional=True))
+    call = WRITTEN[tool_format][0]
+    for text in ("", "Let me see: {[ <tool", '{"name": "trip"}', call, f"Let me see.\n{call}", SEVERAL[tool_format]):
+        assert is_allowed(model_with_marks, form, text)
+    for text in (call[:-1], f"Well. {call} So.", call.replace("trip", "other"), call.replace("Köln", "Bonn")):
+        assert not is_allowed(model_with_marks, form, text)
 
 
 WRITTEN = {
