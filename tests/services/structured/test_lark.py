@@ -156,7 +156,7 @@ def test_whatever_is_allowed_is_read_as_the_form(model: Model, form: AnswerForm,
 @given(st.sampled_from(OPTIONAL), st.integers(0, 2**32))
 def test_calls_after_any_text_are_as_strict(model_with_marks: Model, form: AnswerForm, seed: int) -> None:
     source, model = random.Random(seed), model_with_marks
-    marks = {model.tokenizer.token_to_id(mark) for mark in MARKS}
+    marks = {model.tokenizer.get_vocab()[mark] for mark in MARKS}
 
     def choose(allowed: list[int]) -> int:
         wanted = sorted(marks & set(allowed))
