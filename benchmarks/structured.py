@@ -49,10 +49,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    config = load_config(arguments.model)
-    bench = Bench(arguments.model, vocab_size=config.vocab_size, eos_token_ids=tuple(sorted(config.eos_token_ids)))
-    figures: dict[str, Any] = {"vocab_size": config.vocab_size, **bench.measure_making()}
-    print(f"vocabulary of {config.vocab_size}")
+    bench = Bench(arguments.model)
+    figures: dict[str, Any] = {"vocab_size": bench.vocab_size, **bench.measure_making()}
+    print(f"vocabulary of {bench.vocab_size}")
     print(f"tokenizer and first schema {figures['first_ms']:.1f} ms, another schema {figures['another_ms']:.2f} ms,")
     print(f"one that is known {figures['known_ms']:.3f} ms, replay {figures['replay_us']:.1f} us per token")
     for batch in BATCHES:
@@ -61,24 +60,33 @@ def main() -> None:
             f"batch {batch:2d}: sampling {row['free_us']:7.1f} us per token, with a schema {row['schema_us']:7.1f} us, "
             f"of which the grammar {row['grammar_us']:6.1f} us"
         )
-    parts = load_engine(arguments.model, device="cpu", num_pages=NUM_PAGES, threads=1)
+    figures |= measure_steps(bench)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def measure_steps(bench: "Bench") -> dict[str, dict[str, float]]:
+    """Measure and print the grammars' share of steps of the model, for each size of a batch."""
+    parts = load_engine(bench.model, device="cpu", num_pages=NUM_PAGES, threads=1)
+    figures = {}
     for batch in BATCHES:
         row = figures[f"steps_{batch}"] = bench.measure_steps(parts, batch)
         print(
-            f"batch {batch:2d}: a step of the model {row['step_us']:7.1f} us, its {batch} grammars "
-            f"{row['grammars_us']:6.1f} us of it, {row['grammars_us'] / row['step_us']:.1%}"
+            f"batch {batch:2d}: a step of the model {row['step_us']:7.1f} us, of which its grammars "
+            f"{row['grammars_us'] / batch:5.1f} us per token, {row['grammars_us'] / row['step_us']:.1%}"
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return figures
 
 
 class Bench:
     """One tokenizer and its grammars."""
 
-    def __init__(self, model: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._grammars = Grammars(model / "tokenizer.json", vocab_size=vocab_size)
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+    def __init__(self, model: Path) -> None:
+        config = load_config(model)
+        self.model = model
+        self.vocab_size = config.vocab_size
+        self._grammars = Grammars(model / "tokenizer.json", vocab_size=config.vocab_size)
+        self._eos_token_ids = tuple(sorted(config.eos_token_ids))
         self._schema = json.dumps(SCHEMA)
         self._grammar_s = 0.0
 
@@ -133,7 +141,7 @@ class Bench:
         total_s = 0.0
         self._grammar_s = 0.0
         for _ in range(NUM_STEPS):
-            logits = torch.randn((batch, self._vocab_size), generator=generator) * 3
+            logits = torch.randn((batch, self.vocab_size), generator=generator) * 3
             start_s = time.perf_counter()
             tokens = sample(logits, sequences)
             total_s += time.perf_counter() - start_s
@@ -167,7 +175,7 @@ class Bench:
         sequence = self._sequence(1, has_schema=True)
         generator = torch.Generator().manual_seed(1)
         for _ in range(num_tokens):
-            (token,) = sample(torch.randn((1, self._vocab_size), generator=generator), [sequence])
+            (token,) = sample(torch.randn((1, self.vocab_size), generator=generator), [sequence])
             assert isinstance(token, SampledToken)
             if token.token_id in self._eos_token_ids:
                 break

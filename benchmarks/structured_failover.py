@@ -1,9 +1,10 @@
 """Answers under JSON schemas at temperature 1 while decode workers are killed: is each of them a value of its schema?
 
-`python -m benchmarks.structured_failover [--answers 1000] [--kills 8] [--json FILE]` starts a cluster with two decode
+`python -m benchmarks.structured_failover [--answers 1000] [--kills 10] [--json FILE]` starts a cluster with two decode
 workers, asks with many streams at once, and kills -9 a decode worker each time a share of the answers is there; its
 supervisor starts it anew. Every answer that ends with `stop` is checked against its schema by code that does not know
-the grammar library; one that `max_tokens` cut off must be the beginning of a value. Exits with 1 if one is not.
+the grammar library; one that `max_tokens` cut off must be the beginning of a value. Then what grammars cost per token
+is measured. Exits with 1 if an answer is not valid.
 """
 
 import argparse
@@ -14,14 +15,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster import Cluster, request, running_cluster, stream
+from benchmarks.structured import Bench, measure_steps
 from demo import DEMO_MODEL
 from protos import inference_pb2, inference_pb2_grpc
+from services.engine.config import load_config
 from services.runtime.answer_form import AnswerForm
 from services.structured.grammar import Grammars
 from tests.json_schema import keeps_to
@@ -106,7 +109,7 @@ def main() -> None:
     """Ask, check, print, and write the figures as JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=1000, help="how many answers to ask for")
-    parser.add_argument("--kills", type=int, default=8, help="how many times a decode worker is killed")
+    parser.add_argument("--kills", type=int, default=10, help="how many times a decode worker is killed")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     report = run(arguments.answers, arguments.kills)
@@ -116,6 +119,7 @@ def main() -> None:
         f"{figures['ended_by_themselves']} ended by themselves; {figures['hit_by_a_failover']} were hit by a failover "
         f"in the middle ({figures['kills']} kills); {figures['tokens']} tokens in {figures['wall_s']:.0f} s"
     )
+    figures |= measure_steps(Bench(DEMO_MODEL))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     for request_id in report.invalid:
@@ -135,8 +139,9 @@ def run(num_answers: int, num_kills: int) -> Report:
         attempts = _attempts_by_id(log_dir)
     for answer in answers:
         answer.num_attempts = attempts.get(answer.request_id, 0)
-    grammars = Grammars(DEMO_MODEL / "tokenizer.json", vocab_size=_vocab_size())
-    invalid = [answer.request_id for answer in answers if not _is_valid(answer, grammars)]
+    config = load_config(DEMO_MODEL)
+    grammars = Grammars(DEMO_MODEL / "tokenizer.json", vocab_size=config.vocab_size)
+    invalid = [answer.request_id for answer in answers if not _is_valid(answer, grammars, config.eos_token_ids)]
     return Report(answers, num_kills, wall_s, invalid)
 
 
@@ -194,7 +199,7 @@ class _Run:
                 await asyncio.sleep(POLL_S)
 
 
-def _is_valid(answer: Answer, grammars: Grammars) -> bool:
+def _is_valid(answer: Answer, grammars: Grammars, eos_token_ids: Collection[int]) -> bool:
     if answer.finish_reason == inference_pb2.FINISH_REASON_STOP:
         try:
             return keeps_to(json.loads(answer.text), answer.schema)
@@ -203,7 +208,7 @@ def _is_valid(answer: Answer, grammars: Grammars) -> bool:
     if answer.finish_reason != inference_pb2.FINISH_REASON_LENGTH:
         return False
     form = AnswerForm(json.dumps(answer.schema))
-    return any(grammars.begin(form, eos_token_ids=_eos_token_ids(), token_ids=answer.token_ids).allowed())
+    return any(grammars.begin(form, eos_token_ids=sorted(eos_token_ids), token_ids=answer.token_ids).allowed())
 
 
 def _attempts_by_id(log_dir: Path) -> dict[str, int]:
@@ -211,20 +216,6 @@ def _attempts_by_id(log_dir: Path) -> dict[str, int]:
     lines = (line for path in log_dir.glob("gateway*") for line in path.read_text().splitlines())
     requests = (json.loads(line) for line in lines if '"request"' in line and line.startswith("{"))
     return {fields["request_id"]: fields["attempts"] for fields in requests if "attempts" in fields}
-
-
-def _config() -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((DEMO_MODEL / "config.json").read_text())
-    return config
-
-
-def _vocab_size() -> int:
-    return int(_config()["vocab_size"])
-
-
-def _eos_token_ids() -> Sequence[int]:
-    ids = _config()["eos_token_id"]
-    return [ids] if isinstance(ids, int) else list(ids)
 
 
 if __name__ == "__main__":
