@@ -9,6 +9,7 @@ is measured. Exits with 1 if an answer is not valid.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -164,7 +165,8 @@ class _Run:
                 await asyncio.gather(*(self._ask(stub, answer, seed) for seed, answer in enumerate(self._answers)))
             finally:
                 killing.cancel()  # Where workers start slowly, all answers may be there before the last kill.
-                await asyncio.gather(killing, return_exceptions=True)
+            with contextlib.suppress(asyncio.CancelledError):
+                await killing
         return self._answers
 
     async def _ask(self, stub: "inference_pb2_grpc.InferenceAsyncStub", answer: Answer, seed: int) -> None:
