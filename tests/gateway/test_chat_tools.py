@@ -4,8 +4,10 @@ import asyncio
 import json
 import shutil
 from dataclasses import replace
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
@@ -700,6 +702,17 @@ async def test_json_beside_tools_is_content_and_calls_are_calls(serve, stream):
     assert made["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("kind", ["thinks", "thinks-at-once"])
+async def test_thoughts_before_json_are_not_content(serve, kind):
+    thoughts = ("<think>\n" if kind == "thinks" else "") + "Yes or no?\n</think>\n\n"
+    system = await serve(kind, thoughts + '"yes"')
+    body = {"messages": ASKED, "response_format": {"type": "json_object"}}
+    whole = taken_apart((await system.http.post("/v1/chat/completions", json=body)).json())
+    assert whole == {"content": '"yes"', "reasoning": "Yes or no?", "calls": {}, "finish_reason": "stop"}
+    chunks = events_of(await system.http.post("/v1/chat/completions", json={**body, "stream": True}))
+    assert put_together([data for data, _ in chunks]) == whole
+
+
 UNUSABLE_TOOLS = {
     "keyword": ({"uniqueItems": True}, "parameters of f cannot be used: Unimplemented keys"),
     "type": ({"type": "string"}, "parameters are an object, which those of f are not"),
@@ -785,6 +798,31 @@ async def test_several_answers_with_log_probabilities_and_forced_calls(serve):
         entries = [entry for choice in shown for entry in (choice["logprobs"] or {"content": []})["content"]]
         assert "".join(entry["token"] for entry in entries) == text + "<|end|>"
         assert shown[-1]["finish_reason"] == "tool_calls"
+
+
+class Trip(pydantic.BaseModel):
+    """Goes somewhere."""
+
+    to: str
+    days: Literal[1, 2, 3]
+    by: Literal["train", "foot"] | None
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+async def test_the_official_client_parses_strict_calls(serve, choice):
+    system = await serve(
+        "mistral", '[TOOL_CALLS] [{"name": "Trip", "arguments": {"to": "Bern", "days": 2, "by": null}}]'
+    )
+    async with openai.AsyncOpenAI(base_url=f"{system.base_url}/v1", api_key="none") as client:
+        completion = await client.chat.completions.parse(
+            model="tiny", messages=ASKED, tools=[openai.pydantic_function_tool(Trip)], tool_choice=choice
+        )
+    (call,) = completion.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == Trip(to="Bern", days=2, by=None)
+    (attempt,) = system.workers["decode-0"].attempts
+    (function,) = read_form(attempt.spec).tool_calls.functions
+    assert json.loads(function.parameters)["required"] == ["to", "days", "by"]
+    assert attempt.spec.tool_calls.is_optional == (choice == "auto")
 
 
 async def test_a_forced_call_that_is_cut_off(serve, folder_of):
