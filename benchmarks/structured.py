@@ -1,8 +1,9 @@
-"""What a JSON schema costs per token: the grammar alone, and sampling with it against the same without.
+"""What a JSON schema costs per token: the grammar alone, sampling with it against the same without, and its share of
+whole steps of the model.
 
-`python -m benchmarks.structured [--json FILE]`. Rows of random logits stand for a model, so that nothing but sampling
-is measured; each row's grammar goes on with the token that was chosen for it, and begins again at its end. Both kinds
-are measured in turn, and medians are printed.
+`python -m benchmarks.structured [--json FILE]`. For sampling, rows of random logits stand for a model, so that nothing
+else is measured; each row's grammar goes on with the token that was chosen for it, and begins again at its end. Both
+kinds are measured in turn, and medians are printed.
 """
 
 import argparse
@@ -17,13 +18,16 @@ import torch
 
 from demo import DEMO_MODEL
 from services.engine.config import load_config
+from services.engine.engine import Engine, EngineParts, load_engine
 from services.engine.sampling import sample
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import SampledToken
+from services.runtime.answer_form import AnswerForm
 from services.structured.grammar import Grammars, GrammarState
 
 BATCHES = (1, 8, 32)
 NUM_STEPS = 40
+NUM_PAGES = 256
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -45,10 +49,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    config = load_config(arguments.model)
-    bench = Bench(arguments.model, vocab_size=config.vocab_size, eos_token_ids=tuple(sorted(config.eos_token_ids)))
-    figures: dict[str, Any] = {"vocab_size": config.vocab_size, **bench.measure_making()}
-    print(f"vocabulary of {config.vocab_size}")
+    bench = Bench(arguments.model)
+    figures: dict[str, Any] = {"vocab_size": bench.vocab_size, **bench.measure_making()}
+    print(f"vocabulary of {bench.vocab_size}")
     print(f"tokenizer and first schema {figures['first_ms']:.1f} ms, another schema {figures['another_ms']:.2f} ms,")
     print(f"one that is known {figures['known_ms']:.3f} ms, replay {figures['replay_us']:.1f} us per token")
     for batch in BATCHES:
@@ -57,17 +60,33 @@ def main() -> None:
             f"batch {batch:2d}: sampling {row['free_us']:7.1f} us per token, with a schema {row['schema_us']:7.1f} us, "
             f"of which the grammar {row['grammar_us']:6.1f} us"
         )
+    figures |= measure_steps(bench)
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def measure_steps(bench: "Bench") -> dict[str, dict[str, float]]:
+    """Measure and print the grammars' share of steps of the model, for each size of a batch."""
+    parts = load_engine(bench.model, device="cpu", num_pages=NUM_PAGES, threads=1)
+    figures = {}
+    for batch in BATCHES:
+        row = figures[f"steps_{batch}"] = bench.measure_steps(parts, batch)
+        print(
+            f"batch {batch:2d}: a step of the model {row['step_us']:7.1f} us, of which its grammars "
+            f"{row['grammars_us'] / batch:5.1f} us per token, {row['grammars_us'] / row['step_us']:.1%}"
+        )
+    return figures
 
 
 class Bench:
     """One tokenizer and its grammars."""
 
-    def __init__(self, model: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._grammars = Grammars(model / "tokenizer.json", vocab_size=vocab_size)
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+    def __init__(self, model: Path) -> None:
+        config = load_config(model)
+        self.model = model
+        self.vocab_size = config.vocab_size
+        self._grammars = Grammars(model / "tokenizer.json", vocab_size=config.vocab_size)
+        self._eos_token_ids = tuple(sorted(config.eos_token_ids))
         self._schema = json.dumps(SCHEMA)
         self._grammar_s = 0.0
 
@@ -78,7 +97,7 @@ class Bench:
         known_s = statistics.median(self._begin_s(self._schema) for _ in range(9))
         answer = self._answer(400)
         start_s = time.perf_counter()
-        self._grammars.begin(self._schema, eos_token_ids=self._eos_token_ids, token_ids=answer)
+        self._grammars.begin(AnswerForm(self._schema), eos_token_ids=self._eos_token_ids, token_ids=answer)
         replay_s = time.perf_counter() - start_s - known_s
         return {
             "first_ms": first_s * 1e3,
@@ -98,6 +117,23 @@ class Bench:
         names = {"free_us": free, "schema_us": bound, "grammar_us": grammar}
         return {name: statistics.median(values[1:]) * 1e6 for name, values in names.items()}
 
+    def measure_steps(self, parts: EngineParts, batch: int) -> dict[str, float]:
+        """Microseconds of a decode step in which every sequence has a grammar, and of all its grammars; medians."""
+        engine = Engine(parts)
+        unending = AnswerForm(json.dumps({"type": "array", "items": SCHEMA, "minItems": NUM_STEPS}))
+        sampling = Sampling(max_tokens=NUM_STEPS + 1, stop_token_ids=frozenset(self._eos_token_ids))
+        for _ in range(batch):
+            engine.add([0], sampling, grammar=_Timed(self, unending))
+        engine.step()  # The prompts.
+        steps, grammars = [], []
+        while engine.has_work:
+            self._grammar_s = 0.0
+            start_s = time.perf_counter()
+            engine.step()
+            steps.append(time.perf_counter() - start_s)
+            grammars.append(self._grammar_s)
+        return {"step_us": statistics.median(steps) * 1e6, "grammars_us": statistics.median(grammars) * 1e6}
+
     def _sampling_s(self, batch: int, *, has_schema: bool, seed: int) -> tuple[float, float]:
         """Seconds per token of sampling with the grammars' part, and of that part."""
         sequences = [self._sequence(row, has_schema=has_schema) for row in range(batch)]
@@ -105,7 +141,7 @@ class Bench:
         total_s = 0.0
         self._grammar_s = 0.0
         for _ in range(NUM_STEPS):
-            logits = torch.randn((batch, self._vocab_size), generator=generator) * 3
+            logits = torch.randn((batch, self.vocab_size), generator=generator) * 3
             start_s = time.perf_counter()
             tokens = sample(logits, sequences)
             total_s += time.perf_counter() - start_s
@@ -118,12 +154,12 @@ class Bench:
         return total_s / num_tokens, self._grammar_s / num_tokens
 
     def _sequence(self, row: int, *, has_schema: bool) -> Sequence:
-        grammar = _Timed(self) if has_schema else None
+        grammar = _Timed(self, AnswerForm(self._schema)) if has_schema else None
         return Sequence(row, [0], sampling=Sampling(max_tokens=1 << 20, seed=row), grammar=grammar)
 
-    def begin(self) -> GrammarState:
+    def begin(self, form: AnswerForm) -> GrammarState:
         """A new answer's grammar."""
-        return self._grammars.begin(self._schema, eos_token_ids=self._eos_token_ids)
+        return self._grammars.begin(form, eos_token_ids=self._eos_token_ids)
 
     def add_grammar_time(self, duration_s: float) -> None:
         """Counts what a grammar took."""
@@ -131,7 +167,7 @@ class Bench:
 
     def _begin_s(self, schema: str) -> float:
         start_s = time.perf_counter()
-        self._grammars.begin(schema, eos_token_ids=self._eos_token_ids)
+        self._grammars.begin(AnswerForm(schema), eos_token_ids=self._eos_token_ids)
         return time.perf_counter() - start_s
 
     def _answer(self, num_tokens: int) -> list[int]:
@@ -139,7 +175,7 @@ class Bench:
         sequence = self._sequence(1, has_schema=True)
         generator = torch.Generator().manual_seed(1)
         for _ in range(num_tokens):
-            (token,) = sample(torch.randn((1, self._vocab_size), generator=generator), [sequence])
+            (token,) = sample(torch.randn((1, self.vocab_size), generator=generator), [sequence])
             assert isinstance(token, SampledToken)
             if token.token_id in self._eos_token_ids:
                 break
@@ -150,9 +186,9 @@ class Bench:
 class _Timed:
     """A grammar that tells how long it took."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, form: AnswerForm) -> None:
         self._bench = bench
-        self._state = bench.begin()
+        self._state = bench.begin(form)
 
     @property
     def num_tokens(self) -> int:

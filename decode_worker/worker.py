@@ -42,6 +42,7 @@ from services.engine.step import NonFiniteLogits, SampledToken
 from services.engine.swap import SwapSpace
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
+from services.runtime.answer_form import AnswerForm
 from services.runtime.attempts import (
     AttemptKey,
     AttemptSpec,
@@ -159,9 +160,9 @@ class _Attempt:
 class DecodeWorker:
     """Takes pages in, generates tokens, and hands sequences over to other decode workers. Made on the event loop.
 
-    It is the ReceiveTarget of the LinkReceiver that `attach` gives it. `grammars` are for requests with a JSON schema,
-    which are refused without. `on_pages_changed(added, evicted)` is called on the event loop with the keys of pages
-    that have come to be found here, and of those that no longer are.
+    It is the ReceiveTarget of the LinkReceiver that `attach` gives it. `grammars` are for answers that must have a
+    form, which are refused without. `on_pages_changed(added, evicted)` is called on the event loop with the keys of
+    pages that have come to be found here, and of those that no longer are.
     """
 
     def __init__(
@@ -322,8 +323,8 @@ class DecodeWorker:
             raise
         self._is_idle.clear()
         attempt.deadline = self._event_loop.call_later(spec.deadline.remaining_s(), self._expire, attempt)
-        if spec.json_schema:
-            attempt.grammar = self._begin_task(self._begin_grammar(spec))
+        if spec.form is not None:
+            attempt.grammar = self._begin_task(self._begin_grammar(spec, spec.form))
             attempt.grammar.add_done_callback(lambda task: self._on_grammar_made(attempt, task))
         self._emit(attempt, worker_pb2.Admitted())
         if message.local_prefill:
@@ -338,7 +339,7 @@ class DecodeWorker:
         check_token_ids(config, spec.sampling.logit_bias, field="logit_bias")
         if len(spec.emitted_token_ids) >= spec.sampling.max_tokens:
             raise InvalidRequest("the emitted tokens leave nothing to generate", field="emitted_token_ids")
-        if spec.json_schema and self._grammars is None:
+        if spec.form is not None and self._grammars is None:
             raise InvalidRequest("this worker has no grammars", field="json_schema")
 
     def _find(self, session: Session, attempt_id: worker_pb2.AttemptId) -> _Attempt | None:
@@ -518,12 +519,10 @@ class DecodeWorker:
 
     # --- the life of an attempt ---
 
-    async def _begin_grammar(self, spec: AttemptSpec[Sampling]) -> GrammarState:
+    async def _begin_grammar(self, spec: AttemptSpec[Sampling], form: AnswerForm) -> GrammarState:
         """Replays the emitted tokens too: with the same ones, the answer goes on as it would have."""
         assert self._grammars is not None, "such a request was refused"
-        return await self._grammars.begin(
-            spec.json_schema, eos_token_ids=spec.eos_token_ids, token_ids=spec.emitted_token_ids
-        )
+        return await self._grammars.begin(form, eos_token_ids=spec.eos_token_ids, token_ids=spec.emitted_token_ids)
 
     def _start(self, attempt: _Attempt, *, num_computed_tokens: int, emitted_token_ids: list[int]) -> None:
         """Has the attempt computed; as soon as it has its grammar, which is usually long before its pages are here."""

@@ -14,6 +14,7 @@ from opentelemetry.trace import Span
 
 from gateway.calls import AcceptedCall, Call, Generation, StoredCall, StoredChoice, TenantTicket, Totals
 from gateway.catalog import ModelCatalog, ServedModel
+from gateway.response_format import answer_form
 from gateway.tool_requests import encode_conversation
 from gateway.validation import (
     DEFAULT_SERVICE_CLASS,
@@ -27,12 +28,14 @@ from gateway.validation import (
     check_service_class,
     check_text,
     check_token_ids,
+    check_with_form,
     complete_sampling,
 )
 from services.runtime import telemetry
+from services.runtime.answer_form import AnswerForm
 from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import AlreadyExists, InvalidRequest, TandemError
-from services.structured.compiler import SchemaChecks
+from services.structured.compiler import FormChecks
 from services.structured.grammar import UnusableSchema
 
 ID_BYTES = 12
@@ -65,7 +68,7 @@ class Acceptance:
         self._max_request_s = max_request_s
         self._id_suffix = id_suffix
         self._clock = clock
-        self._schemas = SchemaChecks()
+        self._forms = FormChecks()
         self._draw_seed = _seed_source(seed)
         self._draw_id = _id_source().__next__
         self._num_calls = 0
@@ -294,26 +297,49 @@ class Acceptance:
     async def _choices(self, call: Call, model: ServedModel, first_seed: int) -> list[StoredChoice]:
         """Prompt and sampling of every answer, checked for this model as far as they depend on one another."""
         limits = self.limits(model)
-        if call.sampling.json_schema:
-            await self._check_schema(call.sampling.json_schema, model)
         prompts = await self._token_ids_of(call, model, limits)
-        samplings = self._complete_samplings(call, prompts, limits, first_seed)
+        form = answer_form(call, model.tokenizer, prompts[0])
+        if form is not None:
+            await self._check_form(form, call, model)
+        samplings = self._complete_samplings(call, prompts, limits, first_seed, form)
         return [
             StoredChoice(prompts[choice // call.num_choices], sampling) for choice, sampling in enumerate(samplings)
         ]
 
-    async def _check_schema(self, json_schema: str, model: ServedModel) -> None:
-        """Raises InvalidRequest unless answers of this model can be made to keep to the schema."""
+    async def _check_form(self, form: AnswerForm, call: Call, model: ServedModel) -> None:
+        """Raises InvalidRequest unless answers of this model can be made to have the form."""
+        asked_by = "tool_choice" if call.must_call else "tools" if form.may_be_text else "response_format"
+        check_with_form(
+            call.sampling,
+            form.num_bytes,
+            prefix=call.field_prefix,
+            field_name=asked_by,
+            may_be_text=form.may_be_text,
+        )
         if not model.eos_token_ids:
-            raise InvalidRequest("the model has no token that ends an answer", field="response_format")
+            raise InvalidRequest("the model has no token that ends an answer", field=asked_by)
         try:
-            await self._schemas.check(json_schema)
+            await self._forms.check(form)
         except UnusableSchema as error:
+            what, field_name, reason = await self._find_unusable(form, error)
             raise InvalidRequest(
-                f"the schema in response_format cannot be used: {error.message}",
-                field="response_format",
-                code="invalid_value",
+                f"{what} cannot be used: {reason.message}", field=field_name, code="invalid_value"
             ) from error
+
+    async def _find_unusable(self, form: AnswerForm, error: UnusableSchema) -> tuple[str, str, UnusableSchema]:
+        """Which schema of a form it is that cannot be used, the member that holds it, and why."""
+        what, field_name = "the schema in response_format", "response_format"
+        if form.tool_calls is None:
+            return what, field_name, error
+        schemas = [(what, field_name, form.json_schema)] if form.json_schema else []
+        for function in form.tool_calls.functions:
+            schemas.append((f"the schema of the parameters of {function.name}", "tools", function.parameters))
+        for what, field_name, schema in schemas:
+            try:
+                await self._forms.check(AnswerForm(schema))
+            except UnusableSchema as reason:
+                return what, field_name, reason
+        return "the schemas of tools, taken together,", "tools", error
 
     async def _token_ids_of(self, call: Call, model: ServedModel, limits: ModelLimits) -> list[Sequence[int]]:
         """Token ids of each prompt, checked."""
@@ -335,7 +361,12 @@ class Acceptance:
         return _key_seed(call.tenant, call.idempotency_key) if call.idempotency_key else self._draw_seed()
 
     def _complete_samplings(
-        self, call: Call, prompts: Sequence[Sequence[int]], limits: ModelLimits, first_seed: int
+        self,
+        call: Call,
+        prompts: Sequence[Sequence[int]],
+        limits: ModelLimits,
+        first_seed: int,
+        form: AnswerForm | None,
     ) -> list[Sampling]:
         """Sampling of every answer: for each prompt, its choices with seeds derived from the call's."""
         return [
@@ -344,6 +375,7 @@ class Acceptance:
                 limits,
                 num_prompt_tokens=len(token_ids),
                 seed=_choice_seed(first_seed, choice),
+                form=form,
                 field_name=call.prompt_field,
             )
             for token_ids in prompts

@@ -51,8 +51,10 @@ class Call(msgspec.Struct, kw_only=True):
     """One call of a client, as its API understood it; nothing is checked yet.
 
     Either `messages` or `prompts` is given; a prompt is a text or token ids. `tools` are those that the model is told
-    of, as `gateway.tool_requests` gives them. `field_prefix` begins the names of
-    sampling fields in errors. `deadline` None: the server's maximum. `traceparent` is the client's, or empty.
+    of, as `gateway.tool_requests` gives them; `must_call` are the names of those of which at least one must be called,
+    empty: none must; `strict_tools` are the names of those whose arguments keep to their schemas in any case.
+    `field_prefix` begins the names of sampling fields in errors. `deadline` None: the server's
+    maximum. `traceparent` is the client's, or empty.
     `idempotency_key` is the client's, or empty; it stands in for a seed that was not given. `service_class` is one of
     `validation.SERVICE_CLASSES`, or empty: not given. Calls with the same `affinity_key`, a session or a user, are best
     served by the same workers. Cached pages are shared by requests of one tenant, or of all tenants with its
@@ -67,6 +69,9 @@ class Call(msgspec.Struct, kw_only=True):
     prompts: Sequence[str | Sequence[int]] = ()
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    must_call: Set[str] = frozenset()
+    strict_tools: Set[str] = frozenset()
+    parallel_tool_calls: bool = True
     sampling: AskedSampling = msgspec.field(default_factory=AskedSampling)
     num_choices: int = 1
     priority: int = 0

@@ -19,8 +19,8 @@ from gateway.catalog import ServedModel
 from gateway.response_format import json_schema_of
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
-from gateway.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning, ToolFormat
-from gateway.tool_requests import names_of, offered_tools
+from gateway.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning
+from gateway.tool_requests import forced_names, names_of, offered_tools, strict_names
 from gateway.validation import (
     MAX_LOGPROBS,
     MAX_TOKENS_EVER,
@@ -31,6 +31,7 @@ from gateway.validation import (
     check_not_refused,
     prompt_form_error,
 )
+from services.runtime.answer_form import ToolFormat
 from services.runtime.errors import InvalidRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -136,18 +137,14 @@ class ChatRequest(_CommonFields, kw_only=True):
             )
         tools = offered_tools(self.tools, self.tool_choice)
         sampling = _sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs())
-        if tools and sampling.json_schema:
-            # The marks around a call are no JSON.
-            raise InvalidRequest(
-                "response_format cannot be combined with tools: an answer that must be JSON can call none",
-                field="response_format",
-                code="unsupported_parameter",
-            )
         return Call(
             operation="chat",
             model=self.model,
             messages=self.messages,
             tools=tools,
+            must_call=forced_names(tools, self.tool_choice),
+            strict_tools=strict_names(self.tools) if tools else frozenset(),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
             sampling=sampling,
             num_choices=1 if self.n is None else self.n,
             priority=0 if self.priority is None else self.priority,

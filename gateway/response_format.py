@@ -1,16 +1,20 @@
-"""`response_format` of both APIs: from what a client wrote to the JSON schema that its answer must keep to.
+"""`response_format` and forced calls: from what a client wrote to the form that its answer must have.
 
-The schema is one text from here to the workers, with white space removed and the order of members kept, which is the
-order of the answer's; JSON mode is the schema of any object, and an empty text is no schema. Whether it can be compiled
-is asked when the call is accepted (`services.structured.compiler`).
+A schema is one text from here to the workers, with white space removed and the order of members kept, which is the
+order of the answer's; JSON mode is the schema of any object, and an empty text is no schema. Whether a form can be
+compiled is asked when the call is accepted (`services.structured.compiler`).
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.calls import Call
+from gateway.tokenization import ModelTokenizer
+from gateway.tool_requests import called_functions, names_of
 from gateway.validation import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
+from services.runtime.answer_form import AnswerForm, Reasoning, ToolCalls
 from services.runtime.errors import InvalidRequest
 from services.structured.grammar import ANY_OBJECT
 
@@ -32,6 +36,32 @@ def json_schema_of(response_format: Any) -> str:
     if kind == "text":
         return ""
     return ANY_OBJECT if kind == "json_object" else _named_schema(response_format.get("json_schema"))
+
+
+def answer_form(call: Call, tokenizer: ModelTokenizer, prompt_token_ids: Sequence[int]) -> AnswerForm | None:
+    """The form of the call's answers, as this model writes calls and thoughts; None: they may be any text.
+
+    Calls that must be made leave no room for anything else. A schema beside tools leaves the choice to the model, as it
+    has it without a schema. Strict tools are kept to where a token begins calls, which tells them from text. Raises
+    InvalidRequest for tools whose arguments cannot be made to have a form.
+    """
+    schema = "" if call.must_call else call.sampling.json_schema
+    calls = None
+    if call.tools and tokenizer.tool_format is not None:
+        is_optional = not schema and not call.must_call
+        names = call.must_call or names_of(call.tools)
+        if not is_optional or (call.strict_tools and tokenizer.has_call_token):
+            functions = called_functions(call.tools, names, strict=call.strict_tools if is_optional else names)
+            calls = ToolCalls(tokenizer.tool_format, functions, call.parallel_tool_calls, is_optional)
+    if not schema and calls is None:
+        return None
+    # The other API shows an answer as it is.
+    thinks = call.messages is not None and tokenizer.has_reasoning
+    return AnswerForm(schema, calls, _reasoning(tokenizer, prompt_token_ids) if thinks else Reasoning.NONE)
+
+
+def _reasoning(tokenizer: ModelTokenizer, prompt_token_ids: Sequence[int]) -> Reasoning:
+    return Reasoning.IS_OPEN if tokenizer.opens_reasoning(prompt_token_ids) else Reasoning.MAY_COME
 
 
 def json_schema_in(text: str) -> str:

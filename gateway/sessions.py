@@ -20,6 +20,7 @@ from gateway.bookings import Books
 from gateway.validation import Sampling
 from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, status
+from services.runtime.answer_form import write_form
 from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded, TandemError, WorkerLost, WorkerUnavailable
 from services.runtime.gpu_health import GpuFacts
@@ -439,8 +440,8 @@ def _sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
             traceparent=order.traceparent,
             cache_salt=order.cache_salt,
             service_class=order.service_class,
-            json_schema=order.sampling.json_schema,
         )
+        write_form(order.sampling.form, order.message)
     order.message.deadline_ms = max(1, order.deadline.remaining_ms())
     return order.message
 

@@ -20,8 +20,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from gateway.model_files import ModelFiles
-from gateway.tool_calls import MARKERS, ToolFormat, has_reasoning, tool_format_of
+from gateway.tool_calls import MARKERS, has_reasoning, tool_format_of
+from services.runtime.answer_form import ToolFormat
 from services.runtime.errors import InvalidRequest, ModelError
+from services.structured.lark import CALL_MARKS
 
 LONG_TEXT_CHARS = 4096
 """Longer texts are encoded on a thread, so that other requests' tokens go on meanwhile."""
@@ -59,6 +61,8 @@ class ModelTokenizer:
         self._template = None if source is None else _compile_template(source)
         self.tool_format = None if source is None or not _reads_tools(source) else tool_format_of(source)
         """How the model writes calls; None: its template has no tools, or teaches a format that is not known here."""
+        self.has_call_token = self._tokenizer.token_to_id(_call_mark(self.tool_format)) is not None
+        """Whether one token begins calls."""
         self.has_reasoning = source is not None and has_reasoning(source)
         self._shown = _shown_markers(self._tokenizer, self.tool_format)
         self._special_text = _special_text_pattern(self._tokenizer)
@@ -321,7 +325,15 @@ def _shown_markers(tokenizer: Tokenizer, tool_format: ToolFormat | None) -> dict
     if tool_format is None:
         return {}
     ids = {text: tokenizer.token_to_id(text) for text in MARKERS}
-    return {token_id: text for text, token_id in ids.items() if token_id is not None}
+    return {
+        token_id: text
+        for text, token_id in ids.items()
+        if token_id is not None and not tokenizer.decode([token_id], skip_special_tokens=True)
+    }
+
+
+def _call_mark(tool_format: ToolFormat | None) -> str:
+    return "" if tool_format is None else CALL_MARKS.get(tool_format, "")
 
 
 def _template_environment() -> ImmutableSandboxedEnvironment:

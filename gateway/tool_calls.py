@@ -21,10 +21,12 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from services.runtime.answer_form import ToolFormat
+
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS = "[TOOL_CALLS]"
-MARKERS = (PYTHON_TAG, TOOL_CALLS)
-"""What begins calls and is a special token of its models, whose text would not be shown otherwise."""
+MARKERS = (PYTHON_TAG, TOOL_CALLS, "<tool_call>", "</tool_call>")
+"""What is around calls and may be a special token of its models, whose text would not be shown otherwise."""
 
 MAX_NAME_CHARS = 64
 MAX_DEPTH = 128
@@ -67,14 +69,6 @@ class Arguments:
 
 
 Piece = Content | Reasoning | CallStart | Arguments
-
-
-class ToolFormat(Enum):
-    """How a model writes calls."""
-
-    HERMES = "hermes"
-    LLAMA3 = "llama3"
-    MISTRAL = "mistral"
 
 
 def tool_format_of(template: str) -> ToolFormat | None:

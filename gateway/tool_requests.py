@@ -5,18 +5,23 @@ Knows OpenAI's spelling, which templates follow, and nothing of HTTP or of how m
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Never
 
 from gateway.tokenization import ModelTokenizer
 from gateway.validation import MAX_NAME_CHARS, check_messages, check_text
+from services.runtime.answer_form import CalledFunction
 from services.runtime.errors import InvalidRequest
+from services.structured.grammar import ANY_OBJECT
+from services.structured.lark import MAX_CALLS
 
 MAX_TOOLS = 128
-MAX_CALLS = 128
-"""Of one message."""
 MAX_TOOL_DEPTH = 64
 """Of a tool's schema and of a call's arguments: objects in objects."""
+
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Of a function without a schema: it takes none."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NAME_RULE = f"1 to {MAX_NAME_CHARS} characters of [A-Za-z0-9_.-]"
@@ -25,24 +30,57 @@ _NAME_RULE = f"1 to {MAX_NAME_CHARS} characters of [A-Za-z0-9_.-]"
 def offered_tools(tools: Sequence[Any] | None, choice: Any) -> list[dict[str, Any]] | None:
     """The tools that the model is told of; None: there are none, or none may be called.
 
-    Raises InvalidRequest for what is no tool, and for a `tool_choice` that would have to force a call.
+    Raises InvalidRequest for what is no tool or no `tool_choice`.
     """
     offered = _checked_tools(tools or [])
-    named = _choice_name(choice)
-    if choice in (None, "auto") and (offered or choice is None):
-        return offered or None
-    if choice == "none":
+    chosen = _read_choice(choice)
+    if chosen.mode == "none":
         return None
-    if not offered:
+    if not offered and choice is not None:
         raise InvalidRequest("tool_choice needs tools", field="tool_choice", code="invalid_value")
-    if named is not None and named not in names_of(offered):
+    if not chosen.names <= names_of(offered):
         raise InvalidRequest("tool_choice names a tool that is not in tools", field="tool_choice", code="invalid_value")
-    what = "required" if named is None else "a named function"
-    raise InvalidRequest(
-        f"tool_choice: {what} is not supported, because this server cannot force a model to call; use auto or none",
-        field="tool_choice",
-        code="unsupported_parameter",
+    if chosen.is_all_others_hidden:
+        offered = [tool for tool in offered if tool["function"]["name"] in chosen.names]
+    return offered or None
+
+
+def forced_names(offered: Sequence[Mapping[str, Any]] | None, choice: Any) -> frozenset[str]:
+    """The names of those offered tools of which at least one must be called; empty: none must."""
+    chosen = _read_choice(choice)
+    if not offered or chosen.mode != "required":
+        return frozenset()
+    return chosen.names or names_of(offered)
+
+
+def strict_names(tools: Sequence[Any] | None) -> frozenset[str]:
+    """The names of those tools, which are checked, whose arguments must keep to their schemas in any call."""
+    return frozenset(tool["function"]["name"] for tool in tools or () if tool["function"].get("strict"))
+
+
+def called_functions(
+    tools: Sequence[Mapping[str, Any]], names: Set[str], *, strict: Set[str]
+) -> tuple[CalledFunction, ...]:
+    """Those of the checked tools that have these names, with what their arguments keep to: any object if not strict.
+
+    Raises InvalidRequest for parameters that are no object: arguments always are.
+    """
+    functions = (tool["function"] for tool in tools if tool["function"]["name"] in names)
+    return tuple(
+        CalledFunction(function["name"], _parameters(function) if function["name"] in strict else ANY_OBJECT)
+        for function in functions
     )
+
+
+def _parameters(function: Mapping[str, Any]) -> str:
+    parameters = function.get("parameters", _NO_PARAMETERS)
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        _fail("tools", f"functions whose parameters are an object, which those of {function['name']} are not")
+    try:
+        return json.dumps({**parameters, "type": "object"}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError as error:
+        raise InvalidRequest("a number in tools is not finite", field="tools", code="invalid_value") from error
 
 
 def names_of(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
@@ -112,21 +150,60 @@ def _checked_tool(tool: Any, name: str) -> dict[str, Any]:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         _fail(f"{name}.function.parameters", "a JSON schema, which is an object")
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        _fail(f"{name}.function.strict", "true or false")
     _text(function, f"{name}.function")
     # `strict` is a wish to the server, not something that a model should read.
     told = {key: value for key, value in function.items() if key != "strict" and value is not None}
     return {"type": "function", "function": told}
 
 
-def _choice_name(choice: Any) -> str | None:
-    """The function that must be called, if one is named. Raises InvalidRequest for what is no choice."""
-    if choice is None or choice in ("none", "auto", "required"):
-        return None
-    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
-        name = choice["function"].get("name")
-        _check_name(name, "tool_choice.function.name")
-        return str(name)
-    _fail("tool_choice", 'none, auto, required or {"type": "function", "function": {"name": …}}')
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """`mode` is none, auto or required; `names` are the only tools that may be called, empty: all."""
+
+    mode: str
+    names: frozenset[str] = frozenset()
+    is_all_others_hidden: bool = False
+    """The model is told of those tools only."""
+
+
+def _read_choice(choice: Any) -> _Choice:
+    if choice is None:
+        return _Choice("auto")
+    if choice in ("none", "auto", "required"):
+        return _Choice(choice)
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return _Choice("required", frozenset({_named(choice, "tool_choice")}))
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _allowed_tools(choice.get("allowed_tools"))
+    _fail(
+        "tool_choice",
+        'none, auto, required, {"type": "function", "function": {"name": …}} '
+        'or {"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}',
+    )
+
+
+def _allowed_tools(allowed: Any) -> _Choice:
+    name = "tool_choice.allowed_tools"
+    if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
+        _fail(name, '{"mode": "auto" or "required", "tools": […]}')
+    tools = allowed.get("tools")
+    if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+        _fail(f"{name}.tools", f"a list of 1 to {MAX_TOOLS} tools")
+    names = frozenset(_named(tool, f"{name}.tools[{number}]") for number, tool in enumerate(tools))
+    return _Choice(allowed["mode"], names, is_all_others_hidden=True)
+
+
+def _named(choice: Any, name: str) -> str:
+    """The name in {"type": "function", "function": {"name": …}}."""
+    is_function = isinstance(choice, dict) and choice.get("type") == "function"
+    if not is_function or not isinstance(choice.get("function"), dict):
+        _fail(name, '{"type": "function", "function": {"name": …}}')
+    called = choice["function"].get("name")
+    _check_name(called, f"{name}.function.name")
+    return str(called)
 
 
 def _without_calls(message: Any) -> Any:

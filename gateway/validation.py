@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import InvalidRequest
 from services.scheduling.queue import ServiceClass
 
@@ -144,7 +145,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: Mapping[int, float]
     logprobs: int | None
     prompt_logprobs: int | None = None
-    json_schema: str = ""
+    form: AnswerForm | None = None
 
 
 def check_sampling(asked: AskedSampling | Sampling, limits: ModelLimits, *, prefix: str = "") -> None:
@@ -174,16 +175,26 @@ def check_sampling(asked: AskedSampling | Sampling, limits: ModelLimits, *, pref
         check_token_ids(asked.stop_token_ids, limits, field_name=prefix + "stop_token_ids")
     if asked.logit_bias:
         _check_logit_bias(asked.logit_bias, limits, prefix + "logit_bias")
-    if asked.json_schema:
-        _check_with_schema(asked, prefix)
+    if isinstance(asked, Sampling):
+        if asked.form is not None:
+            is_free = asked.form.may_be_text
+            check_with_form(asked, asked.form.num_bytes, prefix=prefix, may_be_text=is_free)
+    elif asked.json_schema:
+        check_with_form(asked, len(asked.json_schema.encode()), prefix=prefix)
 
 
 def complete_sampling(
-    asked: AskedSampling, limits: ModelLimits, *, num_prompt_tokens: int, seed: int, field_name: str = "prompt"
+    asked: AskedSampling,
+    limits: ModelLimits,
+    *,
+    num_prompt_tokens: int,
+    seed: int,
+    form: AnswerForm | None = None,
+    field_name: str = "prompt",
 ) -> Sampling:
     """The final sampling of one answer. Raises InvalidRequest with code context_length_exceeded where it cannot fit.
 
-    `field_name` is what the error calls the prompt.
+    `form` is what becomes of `asked.json_schema`. `field_name` is what the error calls the prompt.
     """
     room = limits.context_length_tokens - num_prompt_tokens
     max_tokens = room if asked.max_tokens is None else asked.max_tokens
@@ -211,8 +222,35 @@ def complete_sampling(
         logit_bias=asked.logit_bias,
         logprobs=asked.logprobs,
         prompt_logprobs=asked.prompt_logprobs,
-        json_schema=asked.json_schema,
+        form=form,
     )
+
+
+def check_with_form(
+    asked: AskedSampling | Sampling,
+    num_schema_bytes: int,
+    *,
+    prefix: str = "",
+    field_name: str = "response_format",
+    may_be_text: bool = False,
+) -> None:
+    """An answer that must have a form ends where the form does, and nowhere else. `field_name` asks for the form.
+
+    One that `may_be_text` may end at a stop text, as every text.
+    """
+    if num_schema_bytes > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(
+            f"the schemas of response_format and of tools must have at most {MAX_SCHEMA_BYTES} bytes together",
+            field=field_name,
+        )
+    for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids"):
+        if getattr(asked, name) and not (may_be_text and name == "stop"):
+            what = "strict tools" if may_be_text else f"this {field_name}"
+            raise InvalidRequest(
+                f"{prefix}{name} cannot be used with {what}: the answer ends where its JSON does",
+                field=prefix + name,
+                code="unsupported_parameter",
+            )
 
 
 def prompt_form_error() -> InvalidRequest:
@@ -394,21 +432,6 @@ def _check_logit_bias(biases: Mapping[Any, Any], limits: ModelLimits, field_name
             raise _invalid(f"a key of {field_name}", token_id, f"a token id in [0, {limits.vocab_size})", field_name)
         if not _is_number(bias) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
             raise _invalid(f"{field_name}[{token_id}]", bias, "a number in [-100, 100]", field_name)
-
-
-def _check_with_schema(asked: AskedSampling | Sampling, prefix: str) -> None:
-    """An answer with a schema ends where the schema does, and nowhere else."""
-    if len(asked.json_schema.encode()) > MAX_SCHEMA_BYTES:
-        raise InvalidRequest(
-            f"the schema in response_format must have at most {MAX_SCHEMA_BYTES} bytes", field="response_format"
-        )
-    for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids"):
-        if getattr(asked, name):
-            raise InvalidRequest(
-                f"{prefix}{name} cannot be used with a JSON response_format: the answer ends where its JSON does",
-                field=prefix + name,
-                code="unsupported_parameter",
-            )
 
 
 def _check_count(values: Sequence[Any] | Mapping[Any, Any], field_name: str, most: int) -> None:

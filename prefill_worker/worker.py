@@ -40,6 +40,7 @@ from services.engine.sequence import Grammar, Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
+from services.runtime.answer_form import AnswerForm
 from services.runtime.attempts import (
     AttemptKey,
     AttemptSpec,
@@ -99,7 +100,7 @@ class _Kept:
     first_token_id: int
     outcome: SampledToken | None
     """The first token as it was sampled. None: the attempt had been told which it is."""
-    json_schema: str = ""
+    form: AnswerForm | None = None
     is_let_go: asyncio.Event = field(default_factory=asyncio.Event)
     """The attempt has ended and nothing reads the pages."""
     expiry: asyncio.TimerHandle | None = None
@@ -108,7 +109,7 @@ class _Kept:
         """Whether computing the prompt of `spec` would give these pages and this token."""
         if spec.prompt_token_ids != self.prompt_token_ids or spec.cache_salt != self.cache_salt:
             return False
-        if spec.sampling != self.sampling or spec.json_schema != self.json_schema:
+        if spec.sampling != self.sampling or spec.form != self.form:
             return False
         if spec.emitted_token_ids:
             return spec.emitted_token_ids[0] == self.first_token_id
@@ -152,7 +153,7 @@ class _Attempt:
 class PrefillWorker:
     """Computes prompts and hands their pages over. Made on the event loop.
 
-    `grammars` are for requests with a JSON schema, which are refused without. `on_pages_changed(added, evicted)` is
+    `grammars` are for answers that must have a form, which are refused without. `on_pages_changed(added, evicted)` is
     called on the event loop with the keys of pages that have come to be found here, and of those that no longer are.
     """
 
@@ -294,7 +295,7 @@ class PrefillWorker:
         check_token_ids(config, spec.prompt_token_ids)
         check_token_ids(config, spec.emitted_token_ids, field="emitted_token_ids")
         check_token_ids(config, spec.sampling.logit_bias, field="logit_bias")
-        if spec.json_schema and self._grammars is None:
+        if spec.form is not None and self._grammars is None:
             raise InvalidRequest("this worker has no grammars", field="json_schema")
 
     async def _on_cancel(self, session: Session, message: worker_pb2.Cancel) -> None:
@@ -393,7 +394,7 @@ class PrefillWorker:
             spec.sampling,
             first_token_id,
             outcome,
-            json_schema=spec.json_schema,
+            form=spec.form,
         )
         self._kept[spec.key.request_id] = attempt.kept
 
@@ -457,10 +458,10 @@ class PrefillWorker:
 
     async def _grammar(self, spec: AttemptSpec[Sampling]) -> Grammar | None:
         """What the first token must keep to. An attempt that has emitted tokens samples nothing here."""
-        if not spec.json_schema or spec.emitted_token_ids:
+        if spec.form is None or spec.emitted_token_ids:
             return None
         assert self._grammars is not None, "such a request was refused"
-        return await self._grammars.begin(spec.json_schema, eos_token_ids=spec.eos_token_ids)
+        return await self._grammars.begin(spec.form, eos_token_ids=spec.eos_token_ids)
 
     def _emit_started(self, attempt: _Attempt, num_cached_tokens: int) -> None:
         queue_s = self._clock.monotonic() - attempt.arrived_s

@@ -293,6 +293,8 @@ class SequenceSpec(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SERVICE_CLASS_FIELD_NUMBER: _builtins.int
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """Milliseconds that were left until the request's deadline when this message was sent; at least 1."""
     traceparent: _builtins.str
@@ -304,6 +306,10 @@ class SequenceSpec(_message.Message):
     json_schema: _builtins.str
     """JSON schema that the answer must keep to, as normalised JSON text; whoever samples allows nothing else. The gateway
     has checked that it can be compiled. Empty: any text. At least one of `eos_token_ids` is set with it.
+    """
+    reasoning: _builtins.str
+    """Whether thoughts come before what `json_schema` and `tool_calls` ask for, between <think> and </think>: `may_come`, or
+    `is_open` where the prompt ends with <think>. Empty: none.
     """
     @_builtins.property
     def id(self) -> Global___AttemptId:
@@ -325,6 +331,10 @@ class SequenceSpec(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The model's end-of-sequence tokens (none where ignore_eos is set)."""
 
+    @_builtins.property
+    def tool_calls(self) -> Global___ToolCallForm:
+        """Calls that the answer must consist of; with `json_schema`, it is either. Absent: none is asked for."""
+
     def __init__(
         self,
         *,
@@ -338,16 +348,80 @@ class SequenceSpec(_message.Message):
         cache_salt: _builtins.str = ...,
         service_class: _builtins.int | None = ...,
         json_schema: _builtins.str = ...,
+        tool_calls: Global___ToolCallForm | None = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "id", b"id", "sampling", b"sampling", "service_class", b"service_class"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "id", b"id", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "id", b"id", "json_schema", b"json_schema", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "service_class", b"service_class", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "id", b"id", "json_schema", b"json_schema", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__service_class: _TypeAlias = _typing.Literal["service_class"]  # noqa: Y015
     _WhichOneofArgType__service_class: _TypeAlias = _typing.Literal["_service_class", b"_service_class"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__service_class) -> _WhichOneofReturnType__service_class | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class ToolCallForm(_message.Message):
+    """Calls of functions, as a model writes them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOL_FORMAT_FIELD_NUMBER: _builtins.int
+    FUNCTIONS_FIELD_NUMBER: _builtins.int
+    IS_PARALLEL_FIELD_NUMBER: _builtins.int
+    IS_OPTIONAL_FIELD_NUMBER: _builtins.int
+    tool_format: _builtins.str
+    """How it does: hermes, llama3 or mistral."""
+    is_parallel: _builtins.bool
+    """There may be several calls, where the format has lists of them. False: there is one."""
+    is_optional: _builtins.bool
+    """Text may come before them, or instead. False: there is at least one, and nothing else."""
+    @_builtins.property
+    def functions(self) -> _containers.RepeatedCompositeFieldContainer[Global___CalledFunction]:
+        """Those that may be called, at least one."""
+
+    def __init__(
+        self,
+        *,
+        tool_format: _builtins.str = ...,
+        functions: _abc.Iterable[Global___CalledFunction] | None = ...,
+        is_parallel: _builtins.bool = ...,
+        is_optional: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["functions", b"functions", "is_optional", b"is_optional", "is_parallel", b"is_parallel", "tool_format", b"tool_format"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallForm: _TypeAlias = ToolCallForm  # noqa: Y015
+
+@_typing.final
+class CalledFunction(_message.Message):
+    """A function that may be called."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Of characters that JSON does not escape."""
+    parameters: _builtins.str
+    """JSON schema that its arguments must keep to, as normalised JSON text."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CalledFunction: _TypeAlias = CalledFunction  # noqa: Y015
 
 @_typing.final
 class Admit(_message.Message):

@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Sequence
 
+from services.runtime.answer_form import AnswerForm
+
 EOS = 7
 NUM_TOKENS = 4
 
@@ -37,8 +39,8 @@ class FakeGrammars:
         """Schema, ends of sequence and emitted tokens of each call."""
         self.threads: set[int] = set()
 
-    def begin(self, schema: str, *, eos_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> Countdown:
-        self.begun.append((schema, list(eos_token_ids), list(token_ids)))
+    def begin(self, form: AnswerForm, *, eos_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> Countdown:
+        self.begun.append((form.json_schema, list(eos_token_ids), list(token_ids)))
         self.threads.add(threading.get_ident())
         assert self.gate.wait(20)
         if self.error is not None:

@@ -1,6 +1,8 @@
 """Between plain data and protobuf: nothing else in the package reads or fills a message of the API."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from tandem_client.errors import InvalidRequest
 from tandem_client.protos import cluster_pb2, inference_pb2
@@ -54,6 +56,8 @@ def generate_request(request: Request) -> inference_pb2.GenerateRequest:
             service_class=request.service_class,
             cache_salt=request.cache_salt,
         )
+        if request.json_schema is not None:
+            message.response_format.json_schema = _schema_text(request.json_schema)
         if isinstance(request.prompt, str):
             message.text = request.prompt
         else:
@@ -82,6 +86,10 @@ def detokenize_request(
         )
     except _UNFIT as error:
         raise InvalidRequest(f"the token ids cannot be sent: {error}", field="token_ids") from error
+
+
+def _schema_text(schema: Mapping[str, Any] | str) -> str:
+    return schema if isinstance(schema, str) else json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
 
 
 def _texts(texts: Iterable[str]) -> list[str]:

@@ -4,8 +4,10 @@ The rules for each value are the server's (protos/inference.proto, protos/cluste
 """
 
 import enum
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class FinishReason(enum.StrEnum):
@@ -77,6 +79,9 @@ class Request:
     """Added to the logits of these token ids."""
     logprobs: int | None = None
     """Log-probabilities of this many likeliest tokens besides the chosen one, in [0, 20]; none at all if None."""
+    json_schema: Mapping[str, Any] | str | None = None
+    """The answer is JSON that keeps to this schema, a mapping or JSON text; {"type": "object"} is any object. Any text
+    if None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,10 @@ class Answer:
     """The one that really answered, by its own name."""
     fallback: str
     """In whose place it answered and why; empty if it was the one asked for."""
+
+    def json(self) -> Any:
+        """The value of the text. Raises ValueError where it is no JSON, as when `max_tokens` cut it off."""
+        return json.loads(self.text)
 
 
 @dataclass(frozen=True, slots=True)

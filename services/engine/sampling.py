@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from services.engine.sequence import Sequence
-from services.engine.step import NonFiniteLogits, SampledToken
+from services.engine.step import NonFiniteLogits, NothingAllowed, SampledToken
 
 # SplitMix64 (Steele, Lea, Flood 2014): its increment and the multipliers of its mixing function.
 _INCREMENT = 0x9E3779B97F4A7C15
@@ -73,7 +73,7 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sample
     chosen: list[int] = token_ids.tolist()
     reports = _logprob_reports(logits, sequences, chosen)
     return [
-        reports.get(row, SampledToken(token_id)) if can_choose[row] else _failure(sequences[row])
+        reports.get(row, SampledToken(token_id)) if can_choose[row] else _failure(sequences[row], allowed.get(row))
         for row, token_id in enumerate(chosen)
     ]
 
@@ -105,7 +105,9 @@ def gumbel_noise(seeds: SequenceOf[int], positions: SequenceOf[int], token_ids: 
     return uniform.log_().neg_().log_().neg_()
 
 
-def _failure(sequence: Sequence) -> NonFiniteLogits:
+def _failure(sequence: Sequence, allowed: bytes | None) -> NonFiniteLogits:
+    if allowed is not None and not any(allowed):
+        return NothingAllowed("the schema is too complex for this answer to go on", field="response_format")
     return NonFiniteLogits(
         f"no token can be chosen at position {sequence.num_tokens}: "
         "the model's output is not finite, or every token is ruled out"

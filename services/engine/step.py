@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from services.engine.sequence import Sequence
-from services.runtime.errors import TandemError
+from services.runtime.errors import InvalidRequest, TandemError
 
 
 class NonFiniteLogits(TandemError):
     """The model gave NaN or infinity for a sequence, or nothing was left to choose from: no token can be trusted."""
+
+
+class NothingAllowed(NonFiniteLogits, InvalidRequest):
+    """A sequence's grammar allows no token, as one that is too complex to go on with: no fault of who computes it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from protos import inference_pb2, worker_pb2
+from services.runtime.answer_form import AnswerForm, read_form
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import AlreadyExists, InvalidRequest
 
@@ -36,8 +37,8 @@ class AttemptSpec(Generic[S]):
     cache_salt: str = ""
     service_class: int = DEFAULT_SERVICE_CLASS
     """0 is served first, 4 last."""
-    json_schema: str = ""
-    """What the answer must keep to; empty: any text."""
+    form: AnswerForm | None = None
+    """What the answer must keep to; None: any text will do."""
     eos_token_ids: tuple[int, ...] = ()
     """The model's ends of sequence, as far as they end this answer."""
 
@@ -59,8 +60,9 @@ def read_spec(
     if not message.prompt_token_ids:
         raise InvalidRequest("the prompt is empty", field="prompt_token_ids")
     eos_token_ids = () if message.sampling.ignore_eos else tuple(message.eos_token_ids)
-    if message.json_schema and not eos_token_ids:
-        raise InvalidRequest("an answer with a JSON schema needs a token that ends it", field="eos_token_ids")
+    form = read_form(message)
+    if form is not None and not eos_token_ids:
+        raise InvalidRequest("an answer that must have a form needs a token that ends it", field="eos_token_ids")
     return AttemptSpec(
         key=read_key(message.id),
         prompt_token_ids=list(message.prompt_token_ids),
@@ -70,7 +72,7 @@ def read_spec(
         traceparent=message.traceparent,
         cache_salt=message.cache_salt,
         service_class=_service_class(message),
-        json_schema=message.json_schema,
+        form=form,
         eos_token_ids=eos_token_ids,
     )
 

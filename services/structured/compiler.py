@@ -1,4 +1,4 @@
-"""Has schemas compiled on threads of their own, so that no event loop and no engine waits for one.
+"""Has forms of answers compiled on threads of their own, so that no event loop and no engine waits for it.
 
 Knows neither requests nor workers.
 """
@@ -9,54 +9,55 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import Overloaded
-from services.structured.grammar import Grammars, GrammarState, UnusableSchema, check_schema
+from services.structured.grammar import Grammars, GrammarState, UnusableSchema, check_form
 
 NUM_THREADS = 2
 CHECK_TIMEOUT_S = 2.0
 """Usual schemas take a millisecond; the grammar library's own limits end the compilation of any other about here."""
 MAX_WAITING_CHECKS = 256
-MAX_KNOWN_SCHEMAS = 256
+MAX_KNOWN_FORMS = 256
 
 T = TypeVar("T")
 
 
-class SchemaChecks:
-    """Whether schemas can be served, by compiling them; for one event loop.
+class FormChecks:
+    """Whether forms can be served, by compiling them; for one event loop.
 
     Those that were found good are remembered, so that an application that always sends the same one pays once.
     """
 
-    def __init__(self, *, check: Callable[[str], None] = check_schema, timeout_s: float = CHECK_TIMEOUT_S) -> None:
+    def __init__(self, *, check: Callable[[AnswerForm], None] = check_form, timeout_s: float = CHECK_TIMEOUT_S) -> None:
         self._check = check
         self._timeout_s = timeout_s
         self._threads = _Threads("schema-check")
-        self._good: OrderedDict[str, None] = OrderedDict()
+        self._good: OrderedDict[AnswerForm, None] = OrderedDict()
         self._num_waiting = 0
 
-    async def check(self, schema: str) -> None:
+    async def check(self, form: AnswerForm) -> None:
         """Return if it can be served.
 
         Raises:
             UnusableSchema: it cannot, or not within the time limit.
             Overloaded: too many others are being checked.
         """
-        if schema in self._good:
-            self._good.move_to_end(schema)
+        if form in self._good:
+            self._good.move_to_end(form)
             return
         if self._num_waiting >= MAX_WAITING_CHECKS:
             raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s)
         self._num_waiting += 1
         try:
-            await self._run(schema)
+            await self._run(form)
         finally:
             self._num_waiting -= 1
-        self._good[schema] = None
-        if len(self._good) > MAX_KNOWN_SCHEMAS:
+        self._good[form] = None
+        if len(self._good) > MAX_KNOWN_FORMS:
             self._good.popitem(last=False)
 
-    async def _run(self, schema: str) -> None:
-        checking = self._threads.submit(lambda: self._check(schema))
+    async def _run(self, form: AnswerForm) -> None:
+        checking = self._threads.submit(lambda: self._check(form))
         try:
             async with asyncio.timeout(self._timeout_s):
                 # A thread cannot be interrupted: one that has begun goes on to its own limits, and nobody waits.
@@ -74,10 +75,12 @@ class GrammarCompiler:
         self._grammars = grammars
         self._threads = _Threads("grammar")
 
-    async def begin(self, schema: str, *, eos_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> GrammarState:
+    async def begin(
+        self, form: AnswerForm, *, eos_token_ids: Sequence[int], token_ids: Sequence[int] = ()
+    ) -> GrammarState:
         """As `Grammars.begin`, without blocking; whoever waits has a deadline."""
         beginning = self._threads.submit(
-            lambda: self._grammars.begin(schema, eos_token_ids=eos_token_ids, token_ids=token_ids)
+            lambda: self._grammars.begin(form, eos_token_ids=eos_token_ids, token_ids=token_ids)
         )
         return await asyncio.wrap_future(beginning)
 

@@ -1,4 +1,4 @@
-"""JSON schemas as grammars of token ids: what is a schema that can be served, and which tokens may come next.
+"""Forms of answers as grammars of token ids: which forms can be served, and which tokens may come next.
 
 The work is done by llguidance (https://github.com/guidance-ai/llguidance, MIT): derivatives of regular expressions for
 the lexer, an Earley parser above it, and a walk over the tree of all tokens for what is allowed next. It is imported by
@@ -11,15 +11,19 @@ which meets a `GrammarState` as its `Grammar`, nor requests.
 from __future__ import annotations
 
 import functools
+import json
+import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from tokenizers import Tokenizer
 
+from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import InvalidRequest, ModelError
+from services.structured.lark import lark_of, marks_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -35,6 +39,10 @@ MAX_CACHED_TOKENIZERS = 2
 INITIAL_LEXER_FUEL = 200_000
 """A fifth of the library's own. It bounds what a regular expression costs at the first token, which is the dearest:
 a hostile one (`(a{1000}){1000}`) takes 0.15 s instead of 1.5 s. A schema of 50 KB with 300 enumerations needs less."""
+
+STEP_LEXER_FUEL = 50_000
+"""A quarter of the library's own. It bounds what such an expression costs at a later token, on the engine's thread:
+50 ms instead of half a second, and the answer fails. Usual expressions need less, with 100,000 tokens too."""
 
 _OPTIONS: JsonCompileOptions = {
     # Between two parts a blank, or a new line with an indentation. Without a bound a model that likes white space
@@ -54,15 +62,15 @@ class UnusableSchema(InvalidRequest):
     """The schema is none, or has something that cannot be served; the message says what."""
 
 
-def check_schema(schema: str) -> None:
-    """Compile a JSON schema for nothing but its errors, by bytes instead of a model's tokens.
+def check_form(form: AnswerForm) -> None:
+    """Compile a form for nothing but its errors, by bytes instead of a model's tokens.
 
     Takes from 0.1 ms to a second.
 
     Raises:
         UnusableSchema: the message names what is wrong or not supported.
     """
-    _compiled(_byte_tokenizer(), schema)
+    _compiled(_byte_tokenizer(), form, {})
 
 
 class GrammarState:
@@ -97,7 +105,7 @@ class GrammarState:
 
 
 class Grammars:
-    """Compiled schemas for one tokenizer; any thread may call it.
+    """Compiled forms for one tokenizer; any thread may call it.
 
     `tokenizer_json` is the path of the model's tokenizer.json, read when it is first needed. `vocab_size` is the
     model's: its tokens that the tokenizer does not know are never allowed.
@@ -107,37 +115,41 @@ class Grammars:
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
+        self._added_token_ids: Mapping[str, int] = {}
+        """Of texts that are one token each, once a tokenizer was loaded."""
         self._tokenizers: OrderedDict[tuple[int, ...], LLTokenizer] = OrderedDict()
-        self._matchers: OrderedDict[tuple[str, tuple[int, ...]], LLMatcher] = OrderedDict()
+        self._matchers: OrderedDict[tuple[AnswerForm, tuple[int, ...]], LLMatcher] = OrderedDict()
 
-    def begin(self, schema: str, *, eos_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> GrammarState:
+    def begin(self, form: AnswerForm, *, eos_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> GrammarState:
         """Return the state of an answer that has `token_ids` already. `eos_token_ids` end it, once it is complete.
 
         Raises:
-            UnusableSchema: the schema cannot be served.
+            UnusableSchema: the form cannot be served.
             ModelError: the model's tokenizer cannot be used for this.
         """
-        state = GrammarState(self._matcher(schema, tuple(sorted(set(eos_token_ids)))))
+        state = GrammarState(self._matcher(form, tuple(sorted(set(eos_token_ids)))))
         state.advance(token_ids)
         return state
 
-    def _matcher(self, schema: str, eos_token_ids: tuple[int, ...]) -> LLMatcher:
+    def _matcher(self, form: AnswerForm, eos_token_ids: tuple[int, ...]) -> LLMatcher:
         """Return a matcher of its own for a caller, at the start of the grammar."""
-        key = (schema, eos_token_ids)
+        key = (form, eos_token_ids)
         with self._lock:
             known = self._matchers.get(key)
             if known is not None:
                 self._matchers.move_to_end(key)
                 return known.deep_copy()
-        compiled = self._compile(schema, eos_token_ids)
+        compiled = self._compile(form, eos_token_ids)
         with self._lock:
             self._matchers[key] = compiled
             if len(self._matchers) > MAX_CACHED_GRAMMARS:
                 self._matchers.popitem(last=False)
             return compiled.deep_copy()
 
-    def _compile(self, schema: str, eos_token_ids: tuple[int, ...]) -> LLMatcher:
-        return _compiled(self._tokenizer(eos_token_ids), schema)
+    def _compile(self, form: AnswerForm, eos_token_ids: tuple[int, ...]) -> LLMatcher:
+        tokenizer = self._tokenizer(eos_token_ids)
+        token_ids = {text: self._added_token_ids[text] for text in marks_of(form) if text in self._added_token_ids}
+        return _compiled(tokenizer, form, token_ids)
 
     def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
         """Made once, which takes a second for a large vocabulary; whoever comes meanwhile waits for it."""
@@ -154,19 +166,58 @@ class Grammars:
 
         try:
             text = self._tokenizer_json.read_text(encoding="utf-8")
-            num_known = Tokenizer.from_str(text).get_vocab_size(with_added_tokens=True)
-            return LLTokenizer(text, n_vocab=max(num_known, self._vocab_size), eos_token=list(eos_token_ids))
+            known = Tokenizer.from_str(text)
+            num_known = known.get_vocab_size(with_added_tokens=True)
+            self._added_token_ids = {
+                token.content: token_id for token_id, token in known.get_added_tokens_decoder().items()
+            }
+            return LLTokenizer(
+                _with_unwritable_specials(text),
+                n_vocab=max(num_known, self._vocab_size),
+                eos_token=list(eos_token_ids),
+            )
         except Exception as error:  # of any class: what reads the file is compiled code
             raise ModelError(f"{self._tokenizer_json} cannot be used for structured output") from error
 
 
-def _compiled(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
+def _with_unwritable_specials(tokenizer_json: str) -> str:
+    """A tokenizer.json whose special tokens have names that no schema can contain.
+
+    Where only one text is possible (`const`, names of members) the library allows but the first token of that text, and
+    of a text that holds a special token's it takes that token. An end of sequence would end the answer inside a string.
+    """
+    document = json.loads(tokenizer_json)
+    nonce = secrets.token_hex(16)
+    names = {
+        token["content"]: f"<{nonce}:{token['id']}>"
+        for token in document.get("added_tokens") or ()
+        # These are what the library takes for special.
+        if token["special"] or (token["content"].startswith("<") and token["content"].endswith(">"))
+    }
+    for token in document.get("added_tokens") or ():
+        token["content"] = names.get(token["content"], token["content"])
+    model = document["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(text, text): token_id for text, token_id in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return json.dumps(document)
+
+
+def _compiled(tokenizer: LLTokenizer, form: AnswerForm, mark_token_ids: Mapping[str, int]) -> LLMatcher:
     """Return a matcher at the start of its grammar, with the dearest part of its first step done."""
     from llguidance import LLMatcher
 
     try:
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
-    except ValueError as error:
+        if form == AnswerForm(form.json_schema):
+            grammar = LLMatcher.grammar_from_json_schema(form.json_schema, overrides=_OPTIONS)
+        else:
+            lark = lark_of(form, mark_token_ids=mark_token_ids, options=_OPTIONS)
+            grammar = LLMatcher.grammar_from_lark(lark)
+    except (ValueError, RecursionError) as error:
         raise UnusableSchema("it is not a JSON object, or it is nested too deeply") from error
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
     if matcher.is_error():
@@ -181,7 +232,7 @@ def _compiled(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
 def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
-    return LLParserLimits(initial_lexer_fuel=INITIAL_LEXER_FUEL, verbose_errors=False)
+    return LLParserLimits(initial_lexer_fuel=INITIAL_LEXER_FUEL, step_lexer_fuel=STEP_LEXER_FUEL, verbose_errors=False)
 
 
 def _reason(message: str) -> str:

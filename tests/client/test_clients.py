@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -114,12 +115,35 @@ def test_every_field_of_a_request_is_in_the_request_class() -> None:
     sent = {field.name for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields}
     sent |= {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields}
     here = set(Request.__dataclass_fields__)
-    assert here - sent == {"prompt", "idempotency_key", "allow_fallback"}
-    assert {"prompt", "sampling"} | here >= sent - {"text", "token_ids"} - _NOT_YET
+    assert here - sent == {"prompt", "idempotency_key", "allow_fallback", "json_schema"}
+    assert {"prompt", "sampling", "response_format"} | here >= sent - {"text", "token_ids"}
 
 
-_NOT_YET: set[str] = {"response_format"}
-"""Fields of the protos that the client cannot send yet."""
+@pytest.mark.parametrize(
+    "schema", [{"const": "é"}, '{"const": "é"}', MappingProxyType({"const": "é"})], ids=["mapping", "text", "proxy"]
+)
+async def test_a_schema_is_sent_as_text_and_the_answer_is_read(
+    gateway: FakeGateway, connect: Connect, schema: Any
+) -> None:
+    gateway.steps.append(says(message(0, 7, text='"é"', end=STOP)))
+    answer = await connect(gateway.address).generate(Request("hello", json_schema=schema))
+    assert gateway.calls[0].request.response_format == inference_pb2.ResponseFormat(json_schema='{"const": "é"}')
+    assert answer.json() == "é"
+
+
+async def test_an_answer_that_was_cut_off_is_no_value(gateway: FakeGateway, connect: Connect) -> None:
+    gateway.steps.append(says(message(0, 7, text='{"a', end=LENGTH)))
+    answer = await connect(gateway.address).generate(Request("hello", json_schema={}))
+    assert gateway.calls[0].request.response_format.json_schema == "{}"
+    with pytest.raises(ValueError, match="Unterminated"):
+        answer.json()
+
+
+@pytest.mark.parametrize("schema", [{"const": float("nan")}, {"const": object()}, 5], ids=["nan", "object", "number"])
+async def test_a_schema_that_is_none_is_not_sent(gateway: FakeGateway, connect: Connect, schema: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        await connect(gateway.address).generate(Request("hello", json_schema=schema))
+    assert not gateway.calls
 
 
 async def test_what_is_not_given_is_not_sent(gateway: FakeGateway, connect: Connect) -> None:

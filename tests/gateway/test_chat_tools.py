@@ -3,21 +3,28 @@
 import asyncio
 import json
 import shutil
+from dataclasses import replace
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from gateway.journal import decode_call, encode_call
 from gateway.model_files import read_model_files
 from gateway.openai_types import ChatRequest, parse
 from gateway.tokenization import ModelTokenizer
-from gateway.tool_calls import AnswerParser, Arguments, Content, Reasoning, ToolFormat
+from gateway.tool_calls import AnswerParser, Arguments, Content, Reasoning
 from gateway.tool_requests import encode_conversation
 from protos import inference_pb2, worker_pb2
 from services.runtime import status
+from services.runtime.answer_form import AnswerForm, CalledFunction, ToolCalls, ToolFormat, read_form
+from services.runtime.answer_form import Reasoning as ThoughtsForm
 from services.runtime.errors import InvalidRequest
+from services.structured.grammar import ANY_OBJECT
 
 CONTEXT_TOKENS = 1024
 TURNS = (
@@ -381,6 +388,12 @@ async def test_reasoning_without_tools(serve):
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
+
+def allowing(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+
+
 CONVERSATION = [
     *ASKED,
     {
@@ -444,12 +457,6 @@ def calling(function, **more):
 
 
 REFUSED = {
-    "choice-required": ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-    "choice-named": (
-        {"tool_choice": {"type": "function", "function": {"name": "clock"}}},
-        "tool_choice",
-        "unsupported_parameter",
-    ),
     "choice-unknown-name": (
         {"tool_choice": {"type": "function", "function": {"name": "rm"}}},
         "tool_choice",
@@ -458,6 +465,21 @@ REFUSED = {
     "choice-without-tools": ({"tools": [], "tool_choice": "auto"}, "tool_choice", "invalid_value"),
     "choice-word": ({"tool_choice": "maybe"}, "tool_choice", "invalid_value"),
     "choice-number": ({"tool_choice": 1}, "tool_choice", "invalid_value"),
+    "choice-required-without-tools": ({"tools": None, "tool_choice": "required"}, "tool_choice", "invalid_value"),
+    "choice-unnamed": (
+        {"tool_choice": {"type": "function", "function": {}}},
+        "tool_choice.function.name",
+        "invalid_value",
+    ),
+    "choice-bare-function": ({"tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
+    "allowed-mode": (allowing("never", "clock"), "tool_choice.allowed_tools", "invalid_value"),
+    "allowed-none": (allowing("auto"), "tool_choice.allowed_tools.tools", "invalid_value"),
+    "allowed-unknown": (allowing("auto", "clock", "rm"), "tool_choice", "invalid_value"),
+    "allowed-text": (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["clock"]}}},
+        "tool_choice.allowed_tools.tools[0]",
+        "invalid_value",
+    ),
     "tools-object": ({"tools": {}}, "tools", "invalid_type"),
     "tool-text": ({"tools": ["f"]}, "tools[0]", "invalid_value"),
     "tool-type": ({"tools": [{**CLOCK, "type": "custom"}]}, "tools[0]", "invalid_value"),
@@ -474,6 +496,11 @@ REFUSED = {
     "tool-description": (
         {"tools": [{"type": "function", "function": {"name": "f", "description": 1}}]},
         "tools[0].function.description",
+        "invalid_value",
+    ),
+    "tool-strict": (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]},
+        "tools[0].function.strict",
         "invalid_value",
     ),
     "tool-surrogate": (
@@ -560,10 +587,9 @@ async def test_refused(hermes, row):
 async def test_refusal_is_an_answer(serve):
     system = await serve("hermes", "ok")
     response = await system.http.post(
-        "/v1/chat/completions", json={"messages": ASKED, "tools": TOOLS, "tool_choice": "required"}
+        "/v1/chat/completions", json={"messages": ASKED, "tools": TOOLS, "tool_choice": "sometimes"}
     )
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
-    assert "cannot force" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["unknown", None], ids=["unknown-format", "no-tools"])
@@ -589,3 +615,220 @@ def test_answers_show_the_special_token_that_begins_calls(folder_of, kind):
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     shown = "".join(detokenizer.push((token_id,)) for token_id in token_ids) + detokenizer.finish()
     assert shown == text.replace("<|end|>", "").replace("<|more|>", "")
+
+
+# --- calls that must be made -----------------------------------------------------------------------------------------
+
+WEATHER_FORM = CalledFunction("weather", json.dumps(WEATHER["function"]["parameters"], separators=(",", ":")))
+CLOCK_FORM = CalledFunction("clock", '{"type":"object","properties":{},"additionalProperties":false}')
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "clock"}}}
+YES = '{"const":"yes"}'
+SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": json.loads(YES)}}}
+HERMES = ToolFormat.HERMES
+
+STRICT = ToolCalls(ToolFormat.MISTRAL, (WEATHER_FORM, CalledFunction("clock", ANY_OBJECT)), is_optional=True)
+"""The weather's arguments keep to its schema, should it be called; the clock's are any object."""
+
+FORMS = {
+    "auto": ("hermes", {}, None),
+    "allowed-auto": ("hermes", allowing("auto", "clock"), None),
+    "none": ("hermes", {"tool_choice": "none"}, None),
+    "required": ("hermes", {"tool_choice": "required"}, AnswerForm("", ToolCalls(HERMES, (WEATHER_FORM, CLOCK_FORM)))),
+    "named": ("hermes", NAMED, AnswerForm("", ToolCalls(HERMES, (CLOCK_FORM,)))),
+    "allowed-required": ("hermes", allowing("required", "clock"), AnswerForm("", ToolCalls(HERMES, (CLOCK_FORM,)))),
+    "one-call": (
+        "hermes",
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        AnswerForm("", ToolCalls(HERMES, (WEATHER_FORM, CLOCK_FORM), is_parallel=False)),
+    ),
+    "llama3": ("llama3", NAMED, AnswerForm("", ToolCalls(ToolFormat.LLAMA3, (CLOCK_FORM,)))),
+    "mistral": ("mistral", NAMED, AnswerForm("", ToolCalls(ToolFormat.MISTRAL, (CLOCK_FORM,)))),
+    "thinks": ("thinks", NAMED, AnswerForm("", ToolCalls(HERMES, (CLOCK_FORM,)), ThoughtsForm.MAY_COME)),
+    "thinks-at-once": ("thinks-at-once", NAMED, AnswerForm("", ToolCalls(HERMES, (CLOCK_FORM,)), ThoughtsForm.IS_OPEN)),
+    "strict": ("mistral", {}, AnswerForm("", STRICT)),
+    "strict-named": ("mistral", NAMED, AnswerForm("", ToolCalls(ToolFormat.MISTRAL, (CLOCK_FORM,)))),
+    "strict-none": ("mistral", {"tool_choice": "none"}, None),
+    "strict-one-call": ("mistral", {"parallel_tool_calls": False}, AnswerForm("", replace(STRICT, is_parallel=False))),
+    "not-strict": ("mistral", {"tools": [CLOCK]}, None),
+    "strict-without-a-token": ("hermes", {}, None),
+    "strict-llama3": ("llama3", {}, None),
+    "schema": ("hermes", {"tools": None, **SCHEMA}, AnswerForm(YES)),
+    "schema-thinks": ("thinks", {"tools": None, **SCHEMA}, AnswerForm(YES, None, ThoughtsForm.MAY_COME)),
+    "schema-auto": ("hermes", SCHEMA, AnswerForm(YES, ToolCalls(HERMES, (WEATHER_FORM, CLOCK_FORM)))),
+    "schema-required": ("hermes", {**SCHEMA, **NAMED}, AnswerForm("", ToolCalls(HERMES, (CLOCK_FORM,)))),
+    "schema-none": ("hermes", {**SCHEMA, "tool_choice": "none"}, AnswerForm(YES)),
+}
+
+
+@pytest.mark.parametrize("row", FORMS, ids=FORMS)
+async def test_workers_are_told_what_an_answer_may_be(serve, row):
+    kind, body, form = FORMS[row]
+    system = await serve(kind, "ok")
+    await ask(system, **body)
+    (attempt,) = system.workers["decode-0"].attempts
+    assert read_form(attempt.spec) == form
+    # What is kept of the call, for another attempt or another gateway, says the same.
+    request, _ = parse(json.dumps({"messages": ASKED, "tools": TOOLS, **body}).encode(), ChatRequest)
+    with await system.gateway.requests.accept(request.call()) as accepted:
+        stored, _ = decode_call(encode_call(accepted.to_stored(), created_unix_s=1), request_id="r")
+        assert stored.choices[0].sampling.form == form
+
+
+async def test_the_model_is_told_of_allowed_tools_only(serve):
+    system = await serve("hermes", "ok")
+    for body in ({"tools": [CLOCK]}, allowing("auto", "clock"), allowing("required", "clock"), NAMED, {}):
+        await ask(system, **body)
+    alone, allowed, required, named, both = (a.spec.prompt_token_ids for a in system.workers["decode-0"].attempts)
+    assert alone == allowed == required != both == named
+
+
+async def test_only_allowed_tools_are_calls(serve):
+    system = await serve("hermes")
+    made = taken_apart((await ask(system, **allowing("auto", "clock"))).json())
+    assert [call[1:] for call in made["calls"].values()] == [["clock", "{}"]]
+    assert "weather" in made["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_json_beside_tools_is_content_and_calls_are_calls(serve, stream):
+    system = await serve("hermes", '{"yes": [1]}')
+    response = await ask(system, stream=stream, response_format={"type": "json_object"})
+    made = put_together([data for data, _ in events_of(response)]) if stream else taken_apart(response.json())
+    assert made == {"content": '{"yes": [1]}', "reasoning": "", "calls": {}, "finish_reason": "stop"}
+    calling = await serve("hermes")
+    response = await ask(calling, stream=stream, response_format={"type": "json_object"})
+    made = put_together([data for data, _ in events_of(response)]) if stream else taken_apart(response.json())
+    assert [call[1:] for call in made["calls"].values()] == [["weather", ARGUMENTS], ["clock", "{}"]]
+    assert made["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("kind", ["thinks", "thinks-at-once"])
+async def test_thoughts_before_json_are_not_content(serve, kind):
+    thoughts = ("<think>\n" if kind == "thinks" else "") + "Yes or no?\n</think>\n\n"
+    system = await serve(kind, thoughts + '"yes"')
+    body = {"messages": ASKED, "response_format": {"type": "json_object"}}
+    whole = taken_apart((await system.http.post("/v1/chat/completions", json=body)).json())
+    assert whole == {"content": '"yes"', "reasoning": "Yes or no?", "calls": {}, "finish_reason": "stop"}
+    chunks = events_of(await system.http.post("/v1/chat/completions", json={**body, "stream": True}))
+    assert put_together([data for data, _ in chunks]) == whole
+
+
+UNUSABLE_TOOLS = {
+    "keyword": ({"uniqueItems": True}, "parameters of f cannot be used: Unimplemented keys"),
+    "type": ({"type": "string"}, "parameters are an object, which those of f are not"),
+    "types": ({"type": ["string", "null"]}, "parameters are an object"),
+    "infinite": ({"properties": {"a": {"const": float("inf")}}}, "not finite"),
+}
+
+
+@pytest.mark.parametrize("row", UNUSABLE_TOOLS, ids=UNUSABLE_TOOLS)
+async def test_tools_that_cannot_be_forced_are_named(serve, row):
+    parameters, words = UNUSABLE_TOOLS[row]
+    system = await serve("hermes", "ok")
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = json.dumps({"messages": ASKED, "tools": [CLOCK, tool], "tool_choice": "required", "max_tokens": 3})
+    # JSON has no infinity; a number that is as large is one in Python.
+    body = body.replace("Infinity", "1e999")
+    response = await system.http.post("/v1/chat/completions", content=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert words in error["message"]
+    assert error["param"] in ("tools", "tool_choice", "messages")
+    assert not system.workers["decode-0"].attempts
+
+
+async def test_schema_at_fault_is_named_where_there_are_tools_too(serve):
+    system = await serve("hermes", "ok")
+    schema = {"type": "array", "uniqueItems": True}
+    response = await system.http.post(
+        "/v1/chat/completions",
+        json={
+            "messages": ASKED,
+            "tools": TOOLS,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        },
+    )
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "response_format")
+    assert "uniqueItems" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("ignore_eos", True), ("min_tokens", 1), ("stop", "x"), ("stop_token_ids", [5])], ids=str
+)
+async def test_what_contradicts_calls_that_must_be_made(serve, field, value):
+    system = await serve("hermes", "ok")
+    body = {"messages": ASKED, "tools": TOOLS, field: value}
+    refused = await system.http.post("/v1/chat/completions", json={**body, "tool_choice": "required"})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (400, field, "unsupported_parameter")
+    assert "tool_choice" in error["message"]
+    assert (await system.http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("ignore_eos", True), ("min_tokens", 1), ("stop_token_ids", [5])], ids=str
+)
+async def test_what_contradicts_strict_tools(serve, field, value):
+    system = await serve("mistral", "ok")
+    body = {"messages": ASKED, field: value}
+    refused = await system.http.post("/v1/chat/completions", json={**body, "tools": TOOLS})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (400, field, "unsupported_parameter")
+    assert "strict tools" in error["message"]
+    for harmless in ({**body, "tools": [CLOCK]}, {"messages": ASKED, "tools": TOOLS, "stop": "x"}):
+        assert (await system.http.post("/v1/chat/completions", json=harmless)).status_code == 200
+
+
+async def test_several_answers_with_log_probabilities_and_forced_calls(serve):
+    text = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    system = await serve("hermes", text)
+    body = {"tool_choice": "required", "n": 3, "logprobs": True, "top_logprobs": 1}
+    choices = (await ask(system, **body)).json()["choices"]
+    for choice in choices:
+        assert [call["function"] for call in choice["message"]["tool_calls"]] == [{"name": "clock", "arguments": "{}"}]
+        assert choice["message"]["content"] is None
+        assert choice["finish_reason"] == "tool_calls"
+        # Of every token, those of the marks and of the end too, as for other answers.
+        assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == text + "<|end|>"
+    assert len({call["id"] for choice in choices for call in choice["message"]["tool_calls"]}) == 3
+    chunks = [data for data, _ in events_of(await ask(system, stream=True, **body))]
+    for index in range(3):
+        shown = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        entries = [entry for choice in shown for entry in (choice["logprobs"] or {"content": []})["content"]]
+        assert "".join(entry["token"] for entry in entries) == text + "<|end|>"
+        assert shown[-1]["finish_reason"] == "tool_calls"
+
+
+class Trip(pydantic.BaseModel):
+    """Goes somewhere."""
+
+    to: str
+    days: Literal[1, 2, 3]
+    by: Literal["train", "foot"] | None
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+async def test_the_official_client_parses_strict_calls(serve, choice):
+    system = await serve(
+        "mistral", '[TOOL_CALLS] [{"name": "Trip", "arguments": {"to": "Bern", "days": 2, "by": null}}]'
+    )
+    async with openai.AsyncOpenAI(base_url=f"{system.base_url}/v1", api_key="none") as client:
+        completion = await client.chat.completions.parse(
+            model="tiny", messages=ASKED, tools=[openai.pydantic_function_tool(Trip)], tool_choice=choice
+        )
+    (call,) = completion.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == Trip(to="Bern", days=2, by=None)
+    (attempt,) = system.workers["decode-0"].attempts
+    (function,) = read_form(attempt.spec).tool_calls.functions
+    assert json.loads(function.parameters)["required"] == ["to", "days", "by"]
+    assert attempt.spec.tool_calls.is_optional == (choice == "auto")
+
+
+async def test_a_forced_call_that_is_cut_off(serve, folder_of):
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "K'
+    system = await serve("hermes", text, ends=False)
+    response = await ask(system, tool_choice="required", max_tokens=len(folder_of("hermes")[1].encode(text).ids) - 1)
+    made = taken_apart(response.json())
+    assert [call[1:] for call in made["calls"].values()] == [["weather", '{"city": "K']]
+    assert made["finish_reason"] == "length"

@@ -12,8 +12,9 @@ from gateway.openai_types import ChatRequest, CompletionRequest, parse
 from gateway.response_format import json_schema_in, json_schema_of
 from gateway.validation import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, AskedSampling
 from protos import inference_pb2, inference_pb2_grpc
+from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import InvalidRequest, Overloaded
-from services.structured.compiler import SchemaChecks
+from services.structured.compiler import FormChecks
 from services.structured.grammar import ANY_OBJECT
 from tests.schemas import PERSON, UNUSABLE
 
@@ -173,11 +174,11 @@ async def test_every_attempt_and_every_gateway_is_told(system):
     again, _ = decode_call(encode_call(stored, created_unix_s=1), request_id="named")
     assert again.choices[0].sampling == stored.choices[0].sampling
     with system.gateway.requests.adopt(msgspec.structs.replace(again, remaining_s=9.0)) as adopted:
-        assert adopted.generations[0].sampling.json_schema == PERSON_TEXT
+        assert adopted.generations[0].sampling.form == AnswerForm(PERSON_TEXT)
     document = msgspec.to_builtins(stored)
-    del document["choices"][0]["sampling"]["json_schema"]
+    del document["choices"][0]["sampling"]["form"]
     older = msgspec.convert(document, StoredCall)
-    assert older.choices[0].sampling.json_schema == ""
+    assert older.choices[0].sampling.form is None
 
 
 async def test_a_stored_schema_is_not_believed(system):
@@ -189,7 +190,7 @@ async def test_a_stored_schema_is_not_believed(system):
     )
     with await system.gateway.requests.accept(call) as accepted:
         stored = accepted.to_stored()
-    for changes in ({"json_schema": "x" * (MAX_SCHEMA_BYTES + 1)}, {"min_tokens": 3}):
+    for changes in ({"form": AnswerForm("x" * (MAX_SCHEMA_BYTES + 1))}, {"min_tokens": 3}):
         choice = stored.choices[0]
         choice = msgspec.structs.replace(choice, sampling=msgspec.structs.replace(choice.sampling, **changes))
         with pytest.raises(InvalidRequest):
@@ -255,15 +256,7 @@ async def test_a_check_that_is_too_busy_is_an_overload(system, monkeypatch):
     async def busy(self, schema):
         raise Overloaded("too many schemas are being checked", retry_after_s=2.0)
 
-    monkeypatch.setattr(SchemaChecks, "check", busy)
+    monkeypatch.setattr(FormChecks, "check", busy)
     response = await system.complete(max_tokens=5, response_format={"type": "json_object"})
     assert response.status_code in (429, 503)
     assert response.headers["retry-after"] == "2"
-
-
-def test_an_answer_that_must_be_json_calls_no_tools() -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "response_format": {"type": "json_object"}}
-    request, _ = parse(json.dumps(body).encode(), ChatRequest)
-    with pytest.raises(InvalidRequest, match="cannot be combined with tools"):
-        request.call()

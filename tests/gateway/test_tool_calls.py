@@ -14,12 +14,12 @@ from gateway.tool_calls import (
     CallStart,
     Content,
     Reasoning,
-    ToolFormat,
     _ObjectChecker,
     has_reasoning,
     joined,
     tool_format_of,
 )
+from services.runtime.answer_form import ToolFormat
 from tests.stopwatch import Stopwatch
 
 NAMES = frozenset({"weather", "f", "größe"})

@@ -11,7 +11,9 @@ import torch
 from services.engine import sampling as sampling_module
 from services.engine.sampling import gumbel_noise, sample
 from services.engine.sequence import Sampling, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken
+from services.engine.step import NonFiniteLogits, NothingAllowed, SampledToken
+from services.runtime import status
+from services.runtime.errors import InvalidRequest
 
 MASK64 = (1 << 64) - 1
 
@@ -603,7 +605,12 @@ class TestGrammar:
         # The only allowed token must not come yet.
         early = bound([9], self.VOCAB, min_tokens=5, stop_token_ids=frozenset({9}))
         results = sample(logits, [sequence(), barred, early, bound([5], self.VOCAB)])
-        assert [type(result) for result in results] == [SampledToken, NonFiniteLogits, NonFiniteLogits, SampledToken]
+        assert [type(result) for result in results] == [SampledToken, NothingAllowed, NonFiniteLogits, SampledToken]
+        # What a client's schema has done is not held against a worker.
+        assert isinstance(results[1], InvalidRequest)
+        assert isinstance(results[2], NonFiniteLogits)
+        assert status.http_status(results[1]) == 400
+        assert status.http_status(results[2]) == 500
 
     def test_a_broken_row_stays_broken(self) -> None:
         logits = random_logits(2, self.VOCAB)

@@ -8,9 +8,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from demo import DEMO_MODEL
+from gateway.tool_calls import AnswerParser, Arguments, CallStart
 from services.engine.engine import Engine, EngineParts, load_engine
 from services.engine.sequence import FinishReason, Sampling, Sequence
 from services.engine.step import NonFiniteLogits
+from services.runtime.answer_form import AnswerForm, CalledFunction, ToolCalls, ToolFormat
 from services.structured.grammar import ANY_OBJECT, Grammars, GrammarState
 from tests.json_schema import assert_keeps_to
 from tests.schemas import CHAIN, PERSON, SCHEMAS
@@ -68,7 +70,7 @@ def answer_of(sequence: Sequence) -> list[int]:
 
 
 def begin(grammars: Grammars, schema: Any, token_ids: Any = ()) -> GrammarState:
-    return grammars.begin(json.dumps(schema), eos_token_ids=EOS, token_ids=token_ids)
+    return grammars.begin(AnswerForm(json.dumps(schema)), eos_token_ids=EOS, token_ids=token_ids)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -143,6 +145,65 @@ def test_cut_anywhere_it_goes_on_as_it_would_have(
     run(engine, resumed)
     for sequence in resumed:
         assert answer_of(sequence) == answer
+
+
+TRIP: dict[str, Any] = {
+    "type": "object",
+    "properties": {"to": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["to", "days"],
+    "additionalProperties": False,
+}
+TRIPS = (CalledFunction("trip", json.dumps(TRIP)), CalledFunction("round_trip", json.dumps(TRIP)))
+
+
+def calls_in(text: str, tool_format: ToolFormat) -> list[Any]:
+    """The arguments of all complete calls of an answer that consists of nothing else, as a gateway finds them."""
+    parser = AnswerParser(tool_format=tool_format, names={"trip", "round_trip"})
+    calls: list[str] = []
+    for piece in parser.push(text):
+        if isinstance(piece, CallStart):
+            calls.append("")
+        else:
+            assert isinstance(piece, Arguments), "there is nothing beside the calls"
+            calls[-1] += piece.text
+    return [json.loads(arguments) for arguments in calls[: parser.num_complete_calls]]
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+@pytest.mark.parametrize("tool_format", ToolFormat)
+def test_calls_are_made_and_go_on_where_they_were(
+    tool_format: ToolFormat,
+    is_parallel: bool,
+    parts: EngineParts,
+    grammars: Grammars,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+) -> None:
+    """By a model that has never seen a call, at temperature 1; and again from the middle of each answer."""
+    form, engine = AnswerForm("", ToolCalls(tool_format, TRIPS, is_parallel)), Engine(parts)
+    changes = {"max_tokens": 300, "logprobs": 1}
+    asked = [
+        engine.add(prompt, sampling(seed, **changes), grammar=grammars.begin(form, eos_token_ids=EOS))
+        for seed in range(12)
+    ]
+    reasons = run(engine, asked)
+    calls_of = {sequence: calls_in(tokenizer.decode(answer_of(sequence)), tool_format) for sequence in asked}
+    for arguments in (call for calls in calls_of.values() for call in calls):
+        assert_keeps_to(arguments, TRIP)
+    # A model that knows no calls goes on with more of them for as long as it may.
+    is_one = not is_parallel or tool_format is ToolFormat.LLAMA3
+    num_calls = [len(calls) for sequence, calls in calls_of.items() if not is_one or reasons[sequence] == "stop"]
+    assert len(num_calls) > 4
+    assert set(num_calls) == {1} if is_one else max(num_calls) > 1
+    if not parts.model.exact:
+        return
+    resumed = []
+    for seed, whole in enumerate(asked):
+        emitted = answer_of(whole)[: len(answer_of(whole)) // 2]
+        grammar = grammars.begin(form, eos_token_ids=EOS, token_ids=emitted)
+        resumed.append(engine.add(prompt, sampling(seed, **changes), emitted_token_ids=emitted, grammar=grammar))
+    run(engine, resumed)
+    assert [answer_of(sequence) for sequence in resumed] == [answer_of(sequence) for sequence in asked]
 
 
 def test_max_tokens_cuts_it_off(parts: EngineParts, grammars: Grammars, prompt: list[int]) -> None:

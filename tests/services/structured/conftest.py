@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from demo import DEMO_MODEL
+from services.runtime.answer_form import AnswerForm
 from services.structured.grammar import Grammars, GrammarState
 
 VOCAB_SIZE = 2048
@@ -31,6 +32,6 @@ def begin(grammars: Grammars) -> Callable[..., GrammarState]:
     """`begin(schema, token_ids=…)`: an answer's state in the grammar of a schema."""
 
     def state(schema: Any, token_ids: Any = ()) -> GrammarState:
-        return grammars.begin(json.dumps(schema), eos_token_ids=EOS, token_ids=token_ids)
+        return grammars.begin(AnswerForm(json.dumps(schema)), eos_token_ids=EOS, token_ids=token_ids)
 
     return state

@@ -3,27 +3,28 @@ import threading
 
 import pytest
 
+from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import Overloaded
 from services.structured import compiler
-from services.structured.compiler import GrammarCompiler, SchemaChecks
+from services.structured.compiler import FormChecks, GrammarCompiler
 from services.structured.grammar import Grammars, UnusableSchema
 
 WAIT_S = 30.0
 
 
 class Gate:
-    """Stands for `check_schema`: counts, and does not end while it is closed."""
+    """Stands for `check_form`: counts, and does not end while it is closed."""
 
     def __init__(self) -> None:
         self.is_open = threading.Event()
         self.begun: list[str] = []
         self.threads: set[int] = set()
 
-    def __call__(self, schema: str) -> None:
-        self.begun.append(schema)
+    def __call__(self, form: AnswerForm) -> None:
+        self.begun.append(form.json_schema)
         self.threads.add(threading.get_ident())
         assert self.is_open.wait(WAIT_S)
-        if schema == "wrong":
+        if form.json_schema == "wrong":
             raise UnusableSchema("it is wrong")
 
 
@@ -34,28 +35,28 @@ def gate() -> Gate:
 
 async def test_good_schemas_are_compiled_once_and_beside_the_event_loop(gate: Gate) -> None:
     gate.is_open.set()
-    checks = SchemaChecks(check=gate, timeout_s=WAIT_S)
+    checks = FormChecks(check=gate, timeout_s=WAIT_S)
     for _ in range(3):
-        await checks.check("good")
+        await checks.check(AnswerForm("good"))
         with pytest.raises(UnusableSchema, match="it is wrong"):
-            await checks.check("wrong")
+            await checks.check(AnswerForm("wrong"))
     assert gate.begun == ["good", "wrong", "wrong", "wrong"]
     assert threading.get_ident() not in gate.threads
 
 
 async def test_only_so_many_are_remembered(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "MAX_KNOWN_SCHEMAS", 2)
+    monkeypatch.setattr(compiler, "MAX_KNOWN_FORMS", 2)
     gate.is_open.set()
-    checks = SchemaChecks(check=gate, timeout_s=WAIT_S)
+    checks = FormChecks(check=gate, timeout_s=WAIT_S)
     for schema in ("a", "b", "a", "c", "a", "b"):
-        await checks.check(schema)
+        await checks.check(AnswerForm(schema))
     assert gate.begun == ["a", "b", "c", "b"]
 
 
 async def test_one_that_takes_too_long_is_refused_and_so_are_those_behind_it(gate: Gate) -> None:
-    checks = SchemaChecks(check=gate, timeout_s=0.5)
+    checks = FormChecks(check=gate, timeout_s=0.5)
     try:
-        asked = [checks.check(f"slow {n}") for n in range(compiler.NUM_THREADS + 1)]
+        asked = [checks.check(AnswerForm(f"slow {n}")) for n in range(compiler.NUM_THREADS + 1)]
         results = await asyncio.gather(*asked, return_exceptions=True)
         # What had begun goes on, to nobody's use; what had not never does.
         assert len(gate.begun) <= compiler.NUM_THREADS
@@ -65,39 +66,39 @@ async def test_one_that_takes_too_long_is_refused_and_so_are_those_behind_it(gat
             assert kind is Overloaded or "0.5 s" in str(result)
     finally:
         gate.is_open.set()
-    await SchemaChecks(check=gate, timeout_s=WAIT_S).check("other")
+    await FormChecks(check=gate, timeout_s=WAIT_S).check(AnswerForm("other"))
     assert any(type(result) is Overloaded for result in results)
 
 
 async def test_there_is_a_limit_to_how_many_wait(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_WAITING_CHECKS", 3)
-    checks = SchemaChecks(check=gate, timeout_s=WAIT_S)
-    waiting = [asyncio.create_task(checks.check(str(n))) for n in range(3)]
+    checks = FormChecks(check=gate, timeout_s=WAIT_S)
+    waiting = [asyncio.create_task(checks.check(AnswerForm(str(n)))) for n in range(3)]
     try:
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):
-            await checks.check("one more")
+            await checks.check(AnswerForm("one more"))
     finally:
         gate.is_open.set()
     await asyncio.gather(*waiting)
-    await checks.check("one more")
+    await checks.check(AnswerForm("one more"))
 
 
 async def test_a_caller_that_leaves_makes_room(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_WAITING_CHECKS", 1)
-    checks = SchemaChecks(check=gate, timeout_s=WAIT_S)
-    leaving = asyncio.create_task(checks.check("left"))
+    checks = FormChecks(check=gate, timeout_s=WAIT_S)
+    leaving = asyncio.create_task(checks.check(AnswerForm("left")))
     await asyncio.sleep(0)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
     gate.is_open.set()
-    await checks.check("next")
+    await checks.check(AnswerForm("next"))
 
 
 async def test_grammars_are_made_beside_the_event_loop(grammars: Grammars) -> None:
     made = GrammarCompiler(grammars)
-    state = await made.begin('{"type":"null"}', eos_token_ids=(1,))
+    state = await made.begin(AnswerForm('{"type":"null"}'), eos_token_ids=(1,))
     assert state.num_tokens == 0
     with pytest.raises(UnusableSchema, match="uniqueItems"):
-        await made.begin('{"type":"array","uniqueItems":true}', eos_token_ids=(1,))
+        await made.begin(AnswerForm('{"type":"array","uniqueItems":true}'), eos_token_ids=(1,))

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from demo import DEMO_MODEL
+from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import ModelError
 from services.structured import grammar as grammar_module
-from services.structured.grammar import ANY_OBJECT, Grammars, GrammarState, UnusableSchema, check_schema
+from services.structured.grammar import ANY_OBJECT, Grammars, GrammarState, UnusableSchema, check_form
 from tests.json_schema import assert_keeps_to
 from tests.schemas import PERSON, SCHEMAS, UNUSABLE
 
@@ -32,22 +33,22 @@ def token_set(bits: bytes) -> set[int]:
 
 @pytest.mark.parametrize("schema", [*SCHEMAS.values(), json.loads(ANY_OBJECT), {}], ids=[*SCHEMAS, "object", "any"])
 def test_usable_schema(schema: Any) -> None:
-    check_schema(json.dumps(schema))
+    check_form(AnswerForm(json.dumps(schema)))
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
 def test_unusable_schema_names_what_is_wrong(case: str, grammars: Grammars) -> None:
     schema, named = UNUSABLE[case]
-    for compile_it in (check_schema, lambda text: grammars.begin(text, eos_token_ids=EOS)):
+    for compile_it in (check_form, lambda form: grammars.begin(form, eos_token_ids=EOS)):
         with pytest.raises(UnusableSchema, match=named) as caught:
-            compile_it(json.dumps(schema))
+            compile_it(AnswerForm(json.dumps(schema)))
         assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "5", '{"a":', '{"a":' * 200 + "1" + "}" * 200])
 def test_text_that_is_no_schema(text: str) -> None:
     with pytest.raises(UnusableSchema):
-        check_schema(text)
+        check_form(AnswerForm(text))
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,11 +57,11 @@ def test_whatever_is_allowed_ends_as_a_value_of_the_schema(name: str, seed: int)
     """A walk that takes any allowed token; beside it, at each step, a state that was given all tokens at once."""
     grammars, tokenizer = WALK
     schema, source = json.dumps(SCHEMAS[name]), random.Random(seed)
-    state = grammars.begin(schema, eos_token_ids=EOS)
+    state = grammars.begin(AnswerForm(schema), eos_token_ids=EOS)
     tokens: list[int] = []
     while True:
         bits = state.allowed()
-        replayed = grammars.begin(schema, eos_token_ids=EOS, token_ids=tokens)
+        replayed = grammars.begin(AnswerForm(schema), eos_token_ids=EOS, token_ids=tokens)
         assert replayed.allowed() == bits
         assert replayed.num_tokens == state.num_tokens == len(tokens)
         allowed = token_set(bits)
@@ -135,16 +136,16 @@ def test_answers_do_not_share_their_state(begin: Begin, demo_tokenizer: Tokenize
 def test_the_ends_of_sequence_are_those_that_were_given(grammars: Grammars, demo_tokenizer: Tokenizer) -> None:
     tokens = demo_tokenizer.encode("null", add_special_tokens=False).ids
     for eos in ((1,), (2,), (2, 1)):
-        state = grammars.begin('{"type":"null"}', eos_token_ids=eos, token_ids=tokens)
+        state = grammars.begin(AnswerForm('{"type":"null"}'), eos_token_ids=eos, token_ids=tokens)
         assert token_set(state.allowed()) == set(eos)
 
 
 def test_tokens_that_only_the_model_has_are_never_allowed() -> None:
     wide = Grammars(DEMO_MODEL / "tokenizer.json", vocab_size=VOCAB_SIZE + 100)
-    state = wide.begin("{}", eos_token_ids=EOS)
+    state = wide.begin(AnswerForm("{}"), eos_token_ids=EOS)
     assert max(token_set(state.allowed())) < VOCAB_SIZE
     narrow = Grammars(DEMO_MODEL / "tokenizer.json", vocab_size=10)
-    assert token_set(narrow.begin("{}", eos_token_ids=EOS).allowed()) == token_set(state.allowed())
+    assert token_set(narrow.begin(AnswerForm("{}"), eos_token_ids=EOS).allowed()) == token_set(state.allowed())
 
 
 def test_threads_share_grammars(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +154,7 @@ def test_threads_share_grammars(grammars: Grammars, monkeypatch: pytest.MonkeyPa
     schemas = [json.dumps({"const": f"value {n}"}) for n in range(8)]
 
     def first_tokens(n: int) -> list[set[int]]:
-        state = grammars.begin(schemas[n % 8], eos_token_ids=EOS)
+        state = grammars.begin(AnswerForm(schemas[n % 8]), eos_token_ids=EOS)
         seen = []
         while not state.is_complete:
             seen.append(token_set(state.allowed()))
@@ -166,31 +167,74 @@ def test_threads_share_grammars(grammars: Grammars, monkeypatch: pytest.MonkeyPa
     assert len({str(walk) for walk in walks}) == 8
 
 
+@pytest.mark.parametrize("text", ["<|end|>", "a <|eos|> b", "<tool_call>", "[TOOL_CALLS]x", "plain"])
+def test_texts_of_special_tokens_are_written_with_other_tokens(text: str, tmp_path: Path) -> None:
+    """An end of sequence would end the answer inside its string."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert_writes(text, Grammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE), tokenizer, EOS)
+
+
+@pytest.mark.parametrize("text", ["</s>", "a<unk>", "plain"])
+def test_texts_of_special_tokens_with_byte_fallback(text: str, tmp_path: Path) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *'"</skunpli>a']
+    vocabulary = {piece: token_id for token_id, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in pieces[:3]])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert_writes(text, Grammars(tmp_path / "tokenizer.json", vocab_size=len(vocabulary)), tokenizer, (2,))
+
+
+def assert_writes(text: str, grammars: Grammars, tokenizer: Tokenizer, eos: tuple[int, ...]) -> None:
+    state = grammars.begin(AnswerForm(json.dumps({"const": text})), eos_token_ids=eos)
+    tokens: list[int] = []
+    while not state.is_complete:
+        allowed = token_set(state.allowed())
+        assert allowed
+        tokens.append(max(allowed))
+        state.advance(tokens[-1:])
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == json.dumps(text)
+
+
 @pytest.mark.parametrize("content", [None, "{}", "no json"])
 def test_a_tokenizer_that_cannot_be_used(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        Grammars(tmp_path / "tokenizer.json", vocab_size=10).begin("{}", eos_token_ids=EOS)
+        Grammars(tmp_path / "tokenizer.json", vocab_size=10).begin(AnswerForm("{}"), eos_token_ids=EOS)
 
 
 def test_ends_of_sequence_that_do_not_exist(grammars: Grammars) -> None:
     for eos in ((), (VOCAB_SIZE,)):
         with pytest.raises(ModelError):
-            grammars.begin("{}", eos_token_ids=eos)
+            grammars.begin(AnswerForm("{}"), eos_token_ids=eos)
 
 
 def test_a_hostile_expression_is_bounded_before_the_first_step(grammars: Grammars) -> None:
     """Its first step is done where it is compiled; the library's own limits would let it take 250 MB and seconds."""
-    state = grammars.begin('{"type":"string","pattern":"^(a{1000}){1000}$"}', eos_token_ids=EOS)
+    state = grammars.begin(AnswerForm('{"type":"string","pattern":"^(a{1000}){1000}$"}'), eos_token_ids=EOS)
     assert token_set(state.allowed())
+
+
+def test_a_hostile_expression_is_bounded_at_later_steps(begin: Begin, demo_tokenizer: Tokenizer) -> None:
+    """The library's own limits let this step take a fifth of a second; here it allows nothing, so the answer fails."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(a{300}){300}$"}}}
+    state = begin(schema)
+    for char in '{"a":"a':
+        assert token_set(state.allowed())
+        state.advance(demo_tokenizer.encode(char, add_special_tokens=False).ids)
+    assert not token_set(state.allowed())
+    assert not state.is_complete
 
 
 def test_the_library_is_not_loaded_before_it_is_needed() -> None:
     code = (
         "import sys, gateway.gateway, decode_worker.worker, prefill_worker.worker, gateway.response_format\n"
         "assert 'llguidance' not in sys.modules\n"
-        "from services.structured.grammar import check_schema; check_schema('{}')\n"
+        "from services.structured.grammar import AnswerForm, check_form; check_form(AnswerForm('{}'))\n"
         "assert 'llguidance' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
