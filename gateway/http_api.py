@@ -29,12 +29,11 @@ from gateway.fallback import Stream, begun
 from gateway.fan_out import all_of, merged
 from gateway.front_door import FrontDoor
 from gateway.http_server import connection_of
-from gateway.journal import digest_of
+from gateway.journal import digest_of, event_id
 from gateway.journals import Ask, Journals, Reader, ask_for
 from gateway.lifecycle import Requests
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.openai_types import (
-    SSE_DONE,
     Body,
     ChatRequest,
     ChatWriter,
@@ -48,9 +47,7 @@ from gateway.openai_types import (
     canonical,
     parse,
     parse_members,
-    sse_error,
     system_fingerprint,
-    with_event_id,
 )
 from gateway.request_log import RequestLog
 from gateway.sessions import TokenLogprobs
@@ -278,7 +275,7 @@ class HttpApi:
                         writer_type, request, accepted.request_id, int(time.time()), accepted.generations
                     )
                     if request.stream:
-                        await self._stream(exchange, self._events(accepted, streams, writer))
+                        await self._stream(exchange, self._events(accepted, streams, writer), writer)
                     else:
                         pairs = zip(accepted.generations, streams, strict=True)
                         answers = await all_of([self._whole(generation, stream) for generation, stream in pairs])
@@ -297,7 +294,10 @@ class HttpApi:
                 exchange.add_limits(ask.call.ticket)
             writer = self._writer(writer_type, request, reader.request_id, reader.created_unix_s, reader.generations)
             if request.stream:
-                await self._stream(exchange, _named_events(reader, writer, self._requests.new_text))
+                last_event_id = exchange.optional_header(b"last-event-id")
+                if last_event_id is not None:
+                    writer.go_on_after(last_event_id)
+                await self._stream(exchange, _named_events(reader, writer, self._requests.new_text), writer)
             else:
                 await exchange.answer(200, writer.whole(await _wholes(reader)))
 
@@ -350,7 +350,7 @@ class HttpApi:
                 yield opening + writer.chunk(choice, delta, tally.take(choice, delta))
         yield writer.usage_chunk(tally.all()) if writer.has_usage else b""
 
-    async def _stream(self, exchange: "_Exchange", events: AsyncGenerator[bytes, None]) -> None:
+    async def _stream(self, exchange: "_Exchange", events: AsyncGenerator[bytes, None], writer: Writer) -> None:
         """Sends all events and the end. An error before the first event is raised, a later one is an event."""
         try:
             async with contextlib.aclosing(events):
@@ -361,10 +361,10 @@ class HttpApi:
             if not exchange.has_started:
                 raise
             self._metrics.note_refusal(_note_error(error))
-            await exchange.send_event(sse_error(status.openai_error(error)))
+            await exchange.send_event(writer.error(status.openai_error(error)))
             await exchange.end_events()
             return
-        await exchange.send_event(SSE_DONE)
+        await exchange.send_event(writer.end)
         await exchange.end_events()
 
     async def _list_models(self, request: Request) -> Response:
@@ -441,7 +441,8 @@ def _ask(exchange: "_Exchange", call: Call, body: bytes, request: Body, writer_t
     if last_event_id is not None and not request.stream:
         raise InvalidRequest("Last-Event-ID needs stream to be true", field="Last-Event-ID", code="invalid_event_id")
     digest = digest_of(writer_type.object_name, canonical(body))
-    return ask_for(call, digest, last_event_id=last_event_id)
+    position = None if last_event_id is None else writer_type.journal_event_id(last_event_id)
+    return ask_for(call, digest, last_event_id=position)
 
 
 async def _named_events(
@@ -450,6 +451,7 @@ async def _named_events(
     """The events of all answers from the reader's position on, each with its id."""
     tally = _UsageTally(reader.generations)
     begun: set[int] = set()
+    before = event_id(reader.request_id, reader.positions)
     async with contextlib.aclosing(reader.parts()) as parts:
         async for part in parts:
             if part.choice not in begun:
@@ -460,11 +462,15 @@ async def _named_events(
                 text = _text_of(new_text(reader.generations[part.choice]), token_ids, has_all=has_all)
                 writer.skip(part.choice, token_ids, text)
                 tally.skip(part.choice, part.delta.first_index)
+            # The connection may be cut between any two events, so each has an id.
             opening = writer.opening(part.choice) if part.is_first else b""
+            if opening:
+                opening = writer.with_ids(opening, before=before, after=part.opening_id)
             event = writer.chunk(part.choice, part.delta, tally.take(part.choice, part.delta))
-            # The connection may be cut between the two, so each has an id.
-            ids = ((opening, part.opening_id), (event, part.event_id))
-            yield b"".join(with_event_id(each, event_id) for each, event_id in ids if each)
+            if event:
+                event = writer.with_ids(event, before=part.opening_id or before, after=part.event_id)
+            before = part.event_id
+            yield opening + event
     if writer.has_usage:
         yield writer.usage_chunk(reader.usages())
 

@@ -46,17 +46,15 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class _CommonFields(msgspec.Struct, kw_only=True):
-    """What both APIs have. None means absent, as OpenAI's clients send null for it."""
+class RequestBody(msgspec.Struct, kw_only=True):
+    """What all requests for answers have. None means absent, as OpenAI's clients send null for it."""
 
     model: str | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Any] | None = None
@@ -66,18 +64,30 @@ class _CommonFields(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Any = None
     priority: int | None = None
     service_class: str | None = None
     tenant: str | None = None
-    return_token_ids: bool | None = None
     user: str | None = None
     cache_salt: str | None = None
     allow_fallback: bool | None = None
+
+    def call(self) -> Call:
+        """The call it asks for. Raises InvalidRequest."""
+        raise NotImplementedError
+
+
+class _ChoicesRequest(RequestBody, kw_only=True):
+    """What the APIs share whose answers are a list of choices."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
     response_format: Any = None
 
 
-class CompletionRequest(_CommonFields, kw_only=True):
+class CompletionRequest(_ChoicesRequest, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: Any = None
@@ -116,7 +126,7 @@ class CompletionRequest(_CommonFields, kw_only=True):
         )
 
 
-class ChatRequest(_CommonFields, kw_only=True):
+class ChatRequest(_ChoicesRequest, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     messages: list[Any] | None = None
@@ -187,8 +197,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[Any] | None = None
 
 
-Body = TypeVar("Body", CompletionRequest, ChatRequest)
-Members = TypeVar("Members", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+Body = TypeVar("Body", bound=RequestBody)
+Members = TypeVar("Members", bound=msgspec.Struct)
 
 
 def parse_members(body: bytes, body_type: type[Members]) -> tuple[Members, list[str]]:
@@ -250,17 +260,63 @@ def system_fingerprint(model: ServedModel) -> str:
 
 
 class Writer(ABC):
-    """Writes one call's answers in the words of one API. What all chunks of a stream share is encoded once.
-
-    `prompts` holds the token ids of each answer's prompt.
-    """
+    """Writes one call's answers in the words of one API. `prompts` holds the token ids of each answer's prompt."""
 
     object_name = ""
+    end = SSE_DONE
+    """What ends a stream that was not broken off."""
+    has_usage = False
+    """Whether `usage_chunk` comes before the end."""
+
+    @abstractmethod
+    def __init__(
+        self, tokenizer: ModelTokenizer, request: Any, *, head: Head, prompts: Sequence[Sequence[int]]
+    ) -> None: ...
+
+    @staticmethod
+    def journal_event_id(event_id: str) -> str:
+        """The id that `gateway.journal` knows, of one that `with_ids` wrote. Raises InvalidRequest."""
+        return event_id
+
+    def go_on_after(self, event_id: str) -> None:  # noqa: B027 - for most the journal's part of the id says it all
+        """The client has the stream up to the event with this id."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Whole]) -> bytes:
+        """The body of an answer that is not streamed."""
+
+    def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:  # noqa: B027 - not all have to count
+        """The client has these tokens of a choice already, this text of them, and all that belongs to them."""
+
+    def opening(self, index: int) -> bytes:
+        """What a stream sends before the first token of a choice."""
+        return b""
+
+    @abstractmethod
+    def chunk(self, index: int, delta: Delta, usage: Usage) -> bytes:
+        """The event for a delta; empty if the client would learn nothing from it. `usage` is that so far."""
+
+    def with_ids(self, event: bytes, *, before: str, after: str) -> bytes:
+        """What `opening` or `chunk` has just written, with ids: the client was at `before`, and is then at `after`."""
+        return with_event_id(event, after)
+
+    def usage_chunk(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> bytes:
+        """The last event before the end, where the client asked for usage."""
+        return b""
+
+    def error(self, error_object: Mapping[str, Any]) -> bytes:
+        """What ends a stream which has begun and cannot go on."""
+        return b"data: " + _encode(error_object) + b"\n\n"
+
+
+class ChoicesWriter(Writer):
+    """Writes answers as a list of choices. What all chunks of a stream share is encoded once."""
+
     chunk_object_name = ""
     id_prefix = ""
 
     def __init__(
-        self, tokenizer: ModelTokenizer, request: _CommonFields, *, head: Head, prompts: Sequence[Sequence[int]]
+        self, tokenizer: ModelTokenizer, request: _ChoicesRequest, *, head: Head, prompts: Sequence[Sequence[int]]
     ) -> None:
         stream_options = request.stream_options
         self.id = f"{self.id_prefix}-{head.request_id}"
@@ -287,14 +343,7 @@ class Writer(ABC):
         document = {**self._head, "object": self.object_name, "choices": choices, "usage": usage_sum(usages)}
         return _encode(document)
 
-    def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:  # noqa: B027 - not all have to count
-        """The client has these tokens of a choice already, this text of them, and all that belongs to them."""
-
-    def opening(self, index: int) -> bytes:
-        """What a stream sends before the first token of a choice."""
-        return b""
-
-    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
+    def chunk(self, index: int, delta: Delta, usage: Usage) -> bytes:
         """The event for a delta; empty if the client would learn nothing from it. `usage` where it is continuous."""
         parts = []
         if delta.text or delta.logprobs or (self._has_token_ids and delta.token_ids):
@@ -325,7 +374,43 @@ class Writer(ABC):
     def _last_choice(self, index: int, finish_reason: str) -> bytes: ...
 
 
-class ChatWriter(Writer):
+class AnswerParts:
+    """What to look for in a call's chat answers: calls of these tools, and reasoning where the model's template has it.
+
+    `prompts` holds the token ids of each answer's prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        request_id: str,
+        prompts: Sequence[Sequence[int]],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tool_format = tokenizer.tool_format if tools else None
+        self._tool_names = names_of(tools or ())
+        self._request_id = request_id
+        self._prompts = prompts
+        self.are_looked_for = self._tool_format is not None or tokenizer.has_reasoning
+
+    def parser(self, index: int) -> AnswerParser:
+        """A new parser for the text of one answer."""
+        return AnswerParser(
+            tool_format=self._tool_format,
+            names=self._tool_names,
+            has_reasoning=self._tokenizer.has_reasoning,
+            is_reasoning=self._tokenizer.opens_reasoning(self._prompts[index]),
+        )
+
+    def call_id(self, index: int, number: int) -> str:
+        """The same whoever writes the answer, and whenever. Mistral's templates ask for nine letters and digits."""
+        digits = hashlib.sha256(f"{self._request_id}/{index}/{number}".encode()).hexdigest()
+        return digits[:9] if self._tool_format is ToolFormat.MISTRAL else f"call_{digits[:24]}"
+
+
+class ChatWriter(ChoicesWriter):
     """Writes /v1/chat/completions, with the calls and the reasoning that are found in the answers' text."""
 
     object_name = "chat.completion"
@@ -337,16 +422,13 @@ class ChatWriter(Writer):
     ) -> None:
         super().__init__(tokenizer, request, head=head, prompts=prompts)
         tools = offered_tools(request.tools, request.tool_choice)
-        self._request_id = head.request_id
-        self._tool_format = tokenizer.tool_format if tools else None
-        self._tool_names = names_of(tools or ())
+        self._parts = AnswerParts(tokenizer, tools, request_id=head.request_id, prompts=prompts)
         self._is_parallel = request.parallel_tool_calls is not False
         self._parsers: dict[int, AnswerParser] = {}
-        self._is_parsed = self._tool_format is not None or tokenizer.has_reasoning
 
     def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:
         """What is found next depends on all of the text before it."""
-        if self._is_parsed:
+        if self._parts.are_looked_for:
             self._parser(index).push(text)
 
     def opening(self, index: int) -> bytes:
@@ -354,9 +436,9 @@ class ChatWriter(Writer):
         delta = b'{"role":"assistant","content":""}'
         return self._event(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta), None)
 
-    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
-        """As every writer's. What the parser has held back until the end comes with the reason of the end."""
-        if not self._is_parsed:
+    def chunk(self, index: int, delta: Delta, usage: Usage) -> bytes:
+        """What the parser has held back until the end comes with the reason of the end."""
+        if not self._parts.are_looked_for:
             return super().chunk(index, delta, usage)
         parser = self._parser(index)
         members = self._members(index, parser.push(delta.text))
@@ -372,8 +454,8 @@ class ChatWriter(Writer):
     def _whole_choice(self, answer: Whole) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         finish_reason = answer.finish_reason
-        if self._is_parsed:
-            parser = self._new_parser(answer.index)
+        if self._parts.are_looked_for:
+            parser = self._parts.parser(answer.index)
             pieces = [*parser.push(answer.text), *parser.finish()]
             message |= self._message(answer.index, pieces)
             finish_reason = _finish_reason(finish_reason, parser)
@@ -404,16 +486,8 @@ class ChatWriter(Writer):
 
     def _parser(self, index: int) -> AnswerParser:
         if index not in self._parsers:
-            self._parsers[index] = self._new_parser(index)
+            self._parsers[index] = self._parts.parser(index)
         return self._parsers[index]
-
-    def _new_parser(self, index: int) -> AnswerParser:
-        return AnswerParser(
-            tool_format=self._tool_format,
-            names=self._tool_names,
-            has_reasoning=self._tokenizer.has_reasoning,
-            is_reasoning=self._tokenizer.opens_reasoning(self._prompts[index]),
-        )
 
     def _message(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         """All pieces of an answer as members of its message."""
@@ -436,7 +510,7 @@ class ChatWriter(Writer):
                 continue
             elif isinstance(piece, CallStart):
                 function = {"name": piece.name, "arguments": ""}
-                call_id = self._call_id(index, piece.index)
+                call_id = self._parts.call_id(index, piece.index)
                 calls[piece.index] = {"index": piece.index, "id": call_id, "type": "function", "function": function}
             else:
                 call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
@@ -444,11 +518,6 @@ class ChatWriter(Writer):
         if calls:
             members["tool_calls"] = list(calls.values())
         return members
-
-    def _call_id(self, index: int, number: int) -> str:
-        """The same whoever writes the answer, and whenever. Mistral's templates ask for nine letters and digits."""
-        digits = hashlib.sha256(f"{self._request_id}/{index}/{number}".encode()).hexdigest()
-        return digits[:9] if self._tool_format is ToolFormat.MISTRAL else f"call_{digits[:24]}"
 
     def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         if entries is None:
@@ -468,7 +537,7 @@ class ChatWriter(Writer):
         return {"token": text, "logprob": _finite(logprob), "bytes": list(shown_bytes)}
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(ChoicesWriter):
     """Writes /v1/completions; `text_offset` of log-probabilities counts characters of the answer.
 
     With `echo` a prompt's text comes before its answers: as the client wrote it, or what its token ids stand for.
@@ -568,12 +637,7 @@ def with_event_id(event: bytes, event_id: str) -> bytes:
     return b"%bid: %b\n\n" % (event.removesuffix(b"\n"), event_id.encode())
 
 
-def sse_error(error_object: Mapping[str, Any]) -> bytes:
-    """The event that ends a stream which has begun and cannot go on."""
-    return b"data: " + _encode(error_object) + b"\n\n"
-
-
-def _sampling(request: _CommonFields, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
+def _sampling(request: _ChoicesRequest, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
     stop = request.stop
     return AskedSampling(
