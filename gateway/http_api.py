@@ -50,6 +50,8 @@ from gateway.openai_types import (
     system_fingerprint,
 )
 from gateway.request_log import RequestLog
+from gateway.responses_types import ResponsesRequest, use_own_words
+from gateway.responses_writer import ResponsesWriter
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import LONG_TEXT_CHARS
 from gateway.tool_requests import encode_conversation, offered_tools
@@ -57,6 +59,7 @@ from gateway.topology import Member, Topology
 from gateway.validation import (
     MAX_BODY_BYTES,
     MAX_BODY_READ_S,
+    MAX_NAME_CHARS,
     check_affinity_key,
     check_idempotency_key,
     check_permission,
@@ -66,6 +69,7 @@ from gateway.validation import (
 from services.runtime import status
 from services.runtime.errors import (
     InvalidRequest,
+    NotFound,
     PermissionDenied,
     RateLimited,
     RequestCancelled,
@@ -127,6 +131,7 @@ class HttpApi:
         fast: dict[str, App] = {
             "/v1/completions": _Endpoint(self._completions, self._metrics, self._requests.log),
             "/v1/chat/completions": _Endpoint(self._chat_completions, self._metrics, self._requests.log),
+            "/v1/responses": _Endpoint(self._responses, self._metrics, self._requests.log),
             "/v1/embeddings": _Endpoint(self._refuse_embeddings, self._metrics, self._requests.log),
             "/tokenize": _Endpoint(self._tokenize, self._metrics, self._requests.log),
             "/detokenize": _Endpoint(self._detokenize, self._metrics, self._requests.log),
@@ -135,6 +140,7 @@ class HttpApi:
         routes += [
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
+            Route("/v1/responses/{name:path}", self._show_no_response, methods=["GET", "POST", "DELETE"]),
             *self._probes(),
             *self._admin_pages(),
         ]
@@ -188,6 +194,13 @@ class HttpApi:
 
     async def _chat_completions(self, exchange: "_Exchange") -> None:
         await self._generate(exchange, ChatRequest, ChatWriter)
+
+    async def _responses(self, exchange: "_Exchange") -> None:
+        try:
+            await self._generate(exchange, ResponsesRequest, ResponsesWriter)
+        except InvalidRequest as error:
+            use_own_words(error)
+            raise
 
     async def _refuse_embeddings(self, exchange: "_Exchange") -> None:
         self._door.authenticate(exchange.all_headers(b"authorization"))
@@ -388,6 +401,10 @@ class HttpApi:
             "root": model.name,
             "max_model_len": self._requests.limits(model).context_length_tokens,
         }
+
+    async def _show_no_response(self, request: Request) -> Response:
+        name = request.path_params["name"][:MAX_NAME_CHARS]
+        raise NotFound(f"there is no response {name}: this server stores none", code="response_not_found")
 
     async def _show_health(self, request: Request) -> Response:
         return _json({"status": "alive"})
