@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gateway.answer_parts import AnswerParts, ReasoningTokens
 from gateway.calls import Call, Delta, Usage
 from gateway.catalog import ServedModel
 from gateway.response_format import json_schema_of
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
-from gateway.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning, ToolFormat
-from gateway.tool_requests import names_of, offered_tools
+from gateway.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning
+from gateway.tool_requests import offered_tools
 from gateway.validation import (
     MAX_LOGPROBS,
     MAX_TOKENS_EVER,
@@ -36,6 +37,9 @@ from services.runtime.errors import InvalidRequest
 DEFAULT_COMPLETION_TOKENS = 16
 """What the completions API generates when max_tokens is absent, as OpenAI's does."""
 
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
+"""What may be asked for; what is served is always `default`."""
+
 SSE_DONE = b"data: [DONE]\n\n"
 
 
@@ -44,6 +48,7 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class RequestBody(msgspec.Struct, kw_only=True):
@@ -69,6 +74,8 @@ class RequestBody(msgspec.Struct, kw_only=True):
     service_class: str | None = None
     tenant: str | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
     cache_salt: str | None = None
     allow_fallback: bool | None = None
 
@@ -120,7 +127,7 @@ class CompletionRequest(_ChoicesRequest, kw_only=True):
             priority=0 if self.priority is None else self.priority,
             service_class=self.service_class or "",
             tenant=self.tenant or "",
-            affinity_key=self.user or "",
+            affinity_key=self.prompt_cache_key or self.user or "",
             cache_salt=self.cache_salt or "",
             allow_fallback=self.allow_fallback,
         )
@@ -165,7 +172,7 @@ class ChatRequest(_ChoicesRequest, kw_only=True):
             priority=0 if self.priority is None else self.priority,
             service_class=self.service_class or "",
             tenant=self.tenant or "",
-            affinity_key=self.user or "",
+            affinity_key=self.prompt_cache_key or self.user or "",
             cache_salt=self.cache_salt or "",
             allow_fallback=self.allow_fallback,
             prompt_field="messages",
@@ -219,10 +226,22 @@ def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
     request, ignored = parse_members(body, body_type)
     if request.user:
         check_affinity_key(request.user, field_name="user")
+    if request.prompt_cache_key:
+        check_affinity_key(request.prompt_cache_key, field_name="prompt_cache_key")
+    if request.service_tier is not None and request.service_tier not in SERVICE_TIERS:
+        raise InvalidRequest(
+            f"service_tier must be one of {', '.join(SERVICE_TIERS)}", field="service_tier", code="invalid_value"
+        )
     if request.cache_salt is not None:
         check_cache_salt(request.cache_salt)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        raise InvalidRequest(
+            "stream_options.include_obfuscation is not supported: nothing is added to events",
+            field="stream_options.include_obfuscation",
+            code="unsupported_parameter",
+        )
     return request, ignored
 
 
@@ -331,6 +350,8 @@ class ChoicesWriter(Writer):
             "model": head.model,
             "system_fingerprint": head.system_fingerprint,
         }
+        if request.service_tier is not None:
+            self._head["service_tier"] = "default"
         start = _encode({**self._head, "object": self.chunk_object_name})
         self._prefix = b"data: " + start[:-1] + b',"choices":['
         # With include_usage every chunk but the last has a null there, as OpenAI's clients were told.
@@ -340,7 +361,7 @@ class ChoicesWriter(Writer):
         """The body of an answer that is not streamed."""
         choices = [self._whole_choice(answer) for answer in answers]
         usages = [(answer.usage, answer.prompt_token_ids) for answer in answers]
-        document = {**self._head, "object": self.object_name, "choices": choices, "usage": usage_sum(usages)}
+        document = {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(usages)}
         return _encode(document)
 
     def chunk(self, index: int, delta: Delta, usage: Usage) -> bytes:
@@ -354,7 +375,10 @@ class ChoicesWriter(Writer):
 
     def usage_chunk(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> bytes:
         """The last event before the end, where the client asked for usage."""
-        return self._prefix + b'],"usage":' + _encode(usage_sum(usages)) + b"}\n\n"
+        return self._prefix + b'],"usage":' + _encode(self._usage(usages)) + b"}\n\n"
+
+    def _usage(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:
+        return usage_sum(usages)
 
     def _event(self, choice: bytes, usage: Usage | None) -> bytes:
         if self.is_usage_continuous and usage is not None:
@@ -374,42 +398,6 @@ class ChoicesWriter(Writer):
     def _last_choice(self, index: int, finish_reason: str) -> bytes: ...
 
 
-class AnswerParts:
-    """What to look for in a call's chat answers: calls of these tools, and reasoning where the model's template has it.
-
-    `prompts` holds the token ids of each answer's prompt.
-    """
-
-    def __init__(
-        self,
-        tokenizer: ModelTokenizer,
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        request_id: str,
-        prompts: Sequence[Sequence[int]],
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._tool_format = tokenizer.tool_format if tools else None
-        self._tool_names = names_of(tools or ())
-        self._request_id = request_id
-        self._prompts = prompts
-        self.are_looked_for = self._tool_format is not None or tokenizer.has_reasoning
-
-    def parser(self, index: int) -> AnswerParser:
-        """A new parser for the text of one answer."""
-        return AnswerParser(
-            tool_format=self._tool_format,
-            names=self._tool_names,
-            has_reasoning=self._tokenizer.has_reasoning,
-            is_reasoning=self._tokenizer.opens_reasoning(self._prompts[index]),
-        )
-
-    def call_id(self, index: int, number: int) -> str:
-        """The same whoever writes the answer, and whenever. Mistral's templates ask for nine letters and digits."""
-        digits = hashlib.sha256(f"{self._request_id}/{index}/{number}".encode()).hexdigest()
-        return digits[:9] if self._tool_format is ToolFormat.MISTRAL else f"call_{digits[:24]}"
-
-
 class ChatWriter(ChoicesWriter):
     """Writes /v1/chat/completions, with the calls and the reasoning that are found in the answers' text."""
 
@@ -425,10 +413,12 @@ class ChatWriter(ChoicesWriter):
         self._parts = AnswerParts(tokenizer, tools, request_id=head.request_id, prompts=prompts)
         self._is_parallel = request.parallel_tool_calls is not False
         self._parsers: dict[int, AnswerParser] = {}
+        self._reasoning: dict[int, ReasoningTokens] = {}
 
     def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:
         """What is found next depends on all of the text before it."""
         if self._parts.are_looked_for:
+            self._count_reasoning(index, token_ids)
             self._parser(index).push(text)
 
     def opening(self, index: int) -> bytes:
@@ -440,6 +430,7 @@ class ChatWriter(ChoicesWriter):
         """What the parser has held back until the end comes with the reason of the end."""
         if not self._parts.are_looked_for:
             return super().chunk(index, delta, usage)
+        self._count_reasoning(index, delta.token_ids)
         parser = self._parser(index)
         members = self._members(index, parser.push(delta.text))
         parts = []
@@ -455,6 +446,7 @@ class ChatWriter(ChoicesWriter):
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         finish_reason = answer.finish_reason
         if self._parts.are_looked_for:
+            self._count_reasoning(answer.index, answer.token_ids)
             parser = self._parts.parser(answer.index)
             pieces = [*parser.push(answer.text), *parser.finish()]
             message |= self._message(answer.index, pieces)
@@ -488,6 +480,19 @@ class ChatWriter(ChoicesWriter):
         if index not in self._parsers:
             self._parsers[index] = self._parts.parser(index)
         return self._parsers[index]
+
+    def _count_reasoning(self, index: int, token_ids: Sequence[int]) -> None:
+        if self._tokenizer.has_reasoning:
+            if index not in self._reasoning:
+                self._reasoning[index] = ReasoningTokens(self._tokenizer, self._parts.parser(index))
+            self._reasoning[index].push(token_ids)
+
+    def _usage(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:
+        shown = super()._usage(usages)
+        if self._tokenizer.has_reasoning:
+            num_tokens = sum(counter.num_tokens for counter in self._reasoning.values())
+            shown["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return shown
 
     def _message(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         """All pieces of an answer as members of its message."""

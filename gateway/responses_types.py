@@ -25,7 +25,6 @@ _INCLUDABLE = ("reasoning.encrypted_content",)
 _ROLES = ("user", "assistant", "system", "developer")
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 _TEXT_PARTS = ("input_text", "output_text")
-_SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
 
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "background": ((False,), "this server answers while the client waits"),
@@ -101,8 +100,6 @@ class ResponsesRequest(RequestBody, kw_only=True):
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     background: Any = None
     context_management: Any = None
@@ -134,7 +131,6 @@ class ResponsesRequest(RequestBody, kw_only=True):
             response_format=self._response_format(),
         )
         call = chat.call()
-        call.affinity_key = self.prompt_cache_key or call.affinity_key
         call.prompt_field = "input"
         return call
 
@@ -170,16 +166,10 @@ class ResponsesRequest(RequestBody, kw_only=True):
                     raise _unsupported(f"reasoning.{name}", "reasoning comes as it is, without summaries")
         if self.text is not None and self.text.verbosity is not None:
             raise _unsupported("text.verbosity", "say it in the instructions")
-        if self.stream_options is not None and self.stream_options.include_obfuscation:
-            raise _unsupported("stream_options.include_obfuscation", "nothing is added to events")
 
     def _check_options(self) -> None:
-        if self.prompt_cache_key:
-            check_affinity_key(self.prompt_cache_key, field_name="prompt_cache_key")
         if self.safety_identifier:
             check_affinity_key(self.safety_identifier, field_name="safety_identifier")
-        if self.service_tier is not None and self.service_tier not in _SERVICE_TIERS:
-            _fail("service_tier", f"one of {', '.join(_SERVICE_TIERS)}")
         for name in self.include or ():
             if name not in _INCLUDABLE:
                 raise InvalidRequest(

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from gateway.answer_parts import AnswerParts, ReasoningTokens
 from gateway.calls import Delta, Usage
 from gateway.journal import event_id_error
-from gateway.openai_types import AnswerParts, Head, Whole, Writer
+from gateway.openai_types import Head, Whole, Writer
 from gateway.responses_types import ResponsesRequest
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import Arguments, CallStart, Piece, Reasoning
@@ -87,7 +88,7 @@ class ResponsesWriter(Writer):
         self._call_id = parts.call_id
         self._parser = parts.parser(0)
         self._is_parallel = request.parallel_tool_calls is not False
-        self._reasoning = ReasoningTokens(tokenizer, parts) if tokenizer.has_reasoning else None
+        self._reasoning = ReasoningTokens(tokenizer, parts.parser(0)) if tokenizer.has_reasoning else None
         self._items: list[Item] = []
         self._open: Item | None = None
         self._place = 1
@@ -250,32 +251,6 @@ class ResponsesWriter(Writer):
         events, self._events = self._events, []
         self._marks = [mark for mark, _ in events]
         return b"".join(event for _, event in events)
-
-
-class ReasoningTokens:
-    """Counts the tokens up to where the answer proper begins, as they come; none of an answer without reasoning."""
-
-    def __init__(self, tokenizer: ModelTokenizer, parts: AnswerParts) -> None:
-        self._detokenizer = tokenizer.detokenizer()
-        self._parser = parts.parser(0)
-        self._num_read = 0
-        self._has_reasoning = False
-        self._is_over = False
-
-    @property
-    def num_tokens(self) -> int:
-        """How many so far."""
-        return self._num_read if self._has_reasoning else 0
-
-    def push(self, token_ids: Sequence[int]) -> None:
-        """Takes the next tokens of the answer."""
-        for token_id in () if self._is_over else token_ids:
-            pieces = self._parser.push(self._detokenizer.push((token_id,)))
-            self._has_reasoning = self._has_reasoning or any(isinstance(piece, Reasoning) for piece in pieces)
-            self._is_over = any(not isinstance(piece, Reasoning) for piece in pieces)
-            if self._is_over:
-                break
-            self._num_read += 1
 
 
 def _head(request: ResponsesRequest, head: Head) -> dict[str, Any]:

@@ -75,6 +75,7 @@ REFUSED_UNLESS: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),

@@ -8,10 +8,10 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
+from gateway.answer_parts import AnswerParts, ReasoningTokens
 from gateway.model_files import read_model_files
-from gateway.openai_types import AnswerParts, parse
+from gateway.openai_types import parse
 from gateway.responses_types import ResponsesRequest, use_own_words
-from gateway.responses_writer import ReasoningTokens
 from gateway.tokenization import ModelTokenizer
 from protos import inference_pb2, worker_pb2
 from services.runtime import status
@@ -205,7 +205,8 @@ def test_tokens_of_reasoning_are_counted_however_they_come(folder_of):
     model = ModelTokenizer(read_model_files(folder))
 
     def count(text, size):
-        counter = ReasoningTokens(model, AnswerParts(model, None, request_id="a", prompts=[[5]]))
+        parser = AnswerParts(model, None, request_id="a", prompts=[[5]]).parser(0)
+        counter = ReasoningTokens(model, parser)
         token_ids = tokenizer.encode(text, add_special_tokens=False).ids
         for first in range(0, len(token_ids), size):
             counter.push(token_ids[first : first + size])
