@@ -135,6 +135,14 @@ def test_cache_key_binds_requests_together_and_a_user_where_there_is_none():
     assert affinity_of({}) == ""
 
 
+@pytest.mark.parametrize("field", ["user", "prompt_cache_key"])
+async def test_half_a_character_binds_nothing_together(system, field):
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], field: "\ud800"})
+    headers = {"content-type": "application/json", "x-request-id": "named"}
+    error = error_of(await system.http.post("/v1/chat/completions", content=body, headers=headers))
+    assert (error["param"], error["code"]) == (field, "invalid_encoding")
+
+
 async def test_what_is_not_done_is_named(system):
     """Nothing is stored, and nothing is done with a name for OpenAI's own checks."""
     response = await system.chat(store=True, metadata={"a": "b"}, safety_identifier="x")
