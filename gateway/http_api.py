@@ -50,7 +50,7 @@ from gateway.openai_types import (
     system_fingerprint,
 )
 from gateway.request_log import RequestLog
-from gateway.responses_types import ResponsesRequest, use_own_words
+from gateway.responses_types import ResponsesRequest, own_words
 from gateway.responses_writer import ResponsesWriter
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import LONG_TEXT_CHARS
@@ -132,6 +132,7 @@ class HttpApi:
             "/v1/completions": _Endpoint(self._completions, self._metrics, self._requests.log),
             "/v1/chat/completions": _Endpoint(self._chat_completions, self._metrics, self._requests.log),
             "/v1/responses": _Endpoint(self._responses, self._metrics, self._requests.log),
+            "/v1/responses/input_tokens": _Endpoint(self._count_input, self._metrics, self._requests.log),
             "/v1/embeddings": _Endpoint(self._refuse_embeddings, self._metrics, self._requests.log),
             "/tokenize": _Endpoint(self._tokenize, self._metrics, self._requests.log),
             "/detokenize": _Endpoint(self._detokenize, self._metrics, self._requests.log),
@@ -196,11 +197,19 @@ class HttpApi:
         await self._generate(exchange, ChatRequest, ChatWriter)
 
     async def _responses(self, exchange: "_Exchange") -> None:
-        try:
+        with own_words():
             await self._generate(exchange, ResponsesRequest, ResponsesWriter)
-        except InvalidRequest as error:
-            use_own_words(error)
-            raise
+
+    async def _count_input(self, exchange: "_Exchange") -> None:
+        """How many tokens the input of a response would have."""
+        key = self._door.authenticate(exchange.all_headers(b"authorization"))
+        with own_words():
+            call = parse(await exchange.read_body(), ResponsesRequest)[0].call()
+            model = await self._let_in_free(exchange, key, call.model)
+            messages = call.messages or ()
+            token_ids = await encode_conversation(model.tokenizer, messages, call.tools, max_chars=MAX_BODY_BYTES)
+        document = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+        await exchange.answer(200, msgspec.json.encode(document))
 
     async def _refuse_embeddings(self, exchange: "_Exchange") -> None:
         self._door.authenticate(exchange.all_headers(b"authorization"))

@@ -4,8 +4,9 @@ Knows the spelling of POST /v1/responses and nothing of serving it. Nothing is s
 stored is refused.
 """
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Never
 
 import msgspec
@@ -138,6 +139,20 @@ class ResponsesRequest(RequestBody, kw_only=True):
         """The tools as the chat API spells them. Raises InvalidRequest for those that are no functions."""
         return None if self.tools is None else [_chat_tool(tool, f"tools[{n}]") for n, tool in enumerate(self.tools)]
 
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools as the response gives them back."""
+        return [{"type": "function", **tool["function"]} for tool in self.chat_tools() or ()]
+
+    def shown_tool_choice(self) -> Any:
+        """`tool_choice` as the response gives it back."""
+        choice = self.chat_tool_choice()
+        return {"type": "function", **choice["function"]} if isinstance(choice, dict) else choice or "auto"
+
+    def shown_format(self) -> dict[str, Any]:
+        """`text.format` as the response gives it back."""
+        wanted = self._response_format() or {}
+        return {"type": wanted.get("type", "text"), **wanted.get("json_schema", {})}
+
     def chat_tool_choice(self) -> Any:
         """`tool_choice` as the chat API spells it. Raises InvalidRequest for a tool that is no function."""
         choice = self.tool_choice
@@ -194,18 +209,26 @@ class ResponsesRequest(RequestBody, kw_only=True):
                 conversation.add(item, f"input[{number}]")
         return conversation.messages
 
-    def _response_format(self) -> Any:
+    def _response_format(self) -> dict[str, Any] | None:
         wanted = None if self.text is None else self.text.format
         if wanted is None or wanted.get("type") != "json_schema":
-            return wanted
-        return {"type": "json_schema", "json_schema": {key: value for key, value in wanted.items() if key != "type"}}
+            return None if wanted is None else {"type": wanted.get("type")}
+        schema = {key: wanted[key] for key in ("name", "schema", "strict", "description") if key in wanted}
+        if not isinstance(schema.get("description"), str | None):
+            _fail("text.format.description", "a text")
+        return {"type": "json_schema", "json_schema": schema}
 
 
-def use_own_words(error: InvalidRequest) -> None:
-    """Gives members the names that they have in this API, where the error has those of the chat API."""
-    if not isinstance(error, _MovedMember):
-        error.message = _own_words(error.message)
-        error.field = error.field and _own_words(error.field)
+@contextlib.contextmanager
+def own_words() -> Iterator[None]:
+    """Gives members the names that they have in this API, in errors of the block that have those of the chat API."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if not isinstance(error, _MovedMember):
+            error.message = _own_words(error.message)
+            error.field = error.field and _own_words(error.field)
+        raise
 
 
 class _Conversation:
@@ -330,6 +353,8 @@ def _chat_tool(tool: Any, name: str) -> dict[str, Any]:
     if tool["type"] != "function":
         raise _unsupported(f"{name}.type", "this server runs no tools; it has functions, which the client runs")
     function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
+    if not isinstance(function.get("strict"), bool | None):
+        _fail(f"{name}.strict", "true or false")
     return {"type": "function", "function": function}
 
 

@@ -255,7 +255,6 @@ class ResponsesWriter(Writer):
 
 def _head(request: ResponsesRequest, head: Head) -> dict[str, Any]:
     """What a response says of its request; members without a meaning here are given back."""
-    text = {"format": {"type": "text"}} if request.text is None or not request.text.format else request.text
     reasoning = request.reasoning
     return {
         "id": f"resp_{head.request_id}",
@@ -280,9 +279,9 @@ def _head(request: ResponsesRequest, head: Head) -> dict[str, Any]:
         "store": False,
         "system_fingerprint": head.system_fingerprint,
         "temperature": 1.0 if request.temperature is None else request.temperature,
-        "text": text,
-        "tool_choice": request.tool_choice or "auto",
-        "tools": request.tools or [],
+        "text": {"format": request.shown_format()},
+        "tool_choice": request.shown_tool_choice(),
+        "tools": request.shown_tools(),
         "top_logprobs": 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",

@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from gateway.answer_parts import AnswerParts, ReasoningTokens
 from gateway.model_files import read_model_files
 from gateway.openai_types import parse
-from gateway.responses_types import ResponsesRequest, use_own_words
+from gateway.responses_types import ResponsesRequest, own_words
 from gateway.tokenization import ModelTokenizer
 from protos import inference_pb2, worker_pb2
 from services.runtime import status
@@ -366,6 +366,16 @@ async def test_official_client_is_told_that_nothing_is_stored(client):
     assert refused.value.param == "previous_response_id"
 
 
+async def test_official_client_counts_the_tokens_of_an_input(client, system):
+    counted = await client.responses.input_tokens.count(model="tiny", input=ASKED, instructions="Be kind.")
+    response = await client.responses.create(model="tiny", input=ASKED, instructions="Be kind.")
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", response.usage.input_tokens)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.input_tokens.count(model="tiny", input=[{"type": "item_reference", "id": "a"}])
+    assert refused.value.param == "input[0].type"
+    assert len(system.workers["decode-0"].attempts) == 1
+
+
 # --- input -----------------------------------------------------------------------------------------------------------
 
 
@@ -510,6 +520,26 @@ async def test_what_asks_for_nothing_passes(system):
     assert expected.items() <= body.items()
 
 
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+async def test_what_nobody_reads_is_not_given_back(serve):
+    """However deep it is."""
+    system = await serve("hermes", "ok")
+    response = await ask_whole(
+        system,
+        tools=[{**TOOLS[1], "more": nested(500)}],
+        tool_choice="auto",
+        text={"format": {"type": "text", "more": nested(500)}, "more": nested(500)},
+        more=nested(500),
+    )
+    assert (response["tools"], response["text"]) == ([TOOLS[1]], {"format": {"type": "text"}})
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 UNSUPPORTED = "unsupported_parameter"
@@ -549,6 +579,12 @@ REFUSED = {
     "tool-parameters": (
         {"tools": [{"type": "function", "name": "f", "parameters": []}]},
         "tools[0].parameters",
+        "invalid_value",
+    ),
+    "tool-strict": ({"tools": [{**TOOLS[1], "strict": "yes"}]}, "tools[0].strict", "invalid_value"),
+    "format-description": (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {}, "description": []}}},
+        "text.format.description",
         "invalid_value",
     ),
     "choice-hosted": ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice", "invalid_value"),
@@ -629,9 +665,8 @@ REFUSED = {
 @pytest.mark.parametrize("row", REFUSED, ids=REFUSED)
 def test_refused(row):
     body, field, code = REFUSED[row]
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as refused, own_words():
         call_for(**body)
-    use_own_words(refused.value)
     error = status.openai_error(refused.value)["error"]
     assert error["param"] == field, error
     assert code is None or error["code"] == code, error
