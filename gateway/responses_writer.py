@@ -7,6 +7,7 @@ continues with the very character that its client does not have.
 
 import hashlib
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -113,16 +114,14 @@ class ResponsesWriter(Writer):
     def whole(self, answers: Sequence[Whole]) -> bytes:
         """The body of an answer that is not streamed."""
         (answer,) = answers
+        self._has_place = sys.maxsize  # nobody reads events
         self._read(answer.token_ids, answer.text)
         self._finish(answer.finish_reason)
         return _encode(self._ended(answer.finish_reason, answer.usage))
 
     def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:
-        """What is found next depends on all of the text before it."""
-        number = self._number
+        """What is found next depends on all of the text before it; no event of it lies beyond the client's place."""
         self._read(token_ids, text)
-        self._written()
-        self._number = number
 
     def opening(self, index: int) -> bytes:
         """The events that say that there will be a response."""

@@ -244,7 +244,9 @@ async def test_call_that_was_cut_is_incomplete(serve):
 async def test_answer_without_text_is_an_empty_message(make_system, worker_type, pair_type):
     system = await make_system()
     await system.add(worker_type("decode", "decode-0", pair_type([1]).decode))
-    for response in (await ask_whole(system), put_together([event for event, _ in await ask_streamed(system)])):
+    named = {"x-request-id": "mine"}
+    streams = [[event for event, _ in await ask_streamed(system, headers)] for headers in (None, named)]
+    for response in (await ask_whole(system), *map(put_together, streams)):
         (item,) = response["output"]
         assert (response["status"], item["content"][0]["text"]) == ("completed", "")
 
