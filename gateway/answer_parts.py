@@ -63,8 +63,9 @@ class ReasoningTokens:
         """How many so far."""
         return self._num_read if self._has_reasoning else 0
 
-    def push(self, token_ids: Sequence[int]) -> None:
-        """Takes the next tokens of the answer."""
+    def push(self, token_ids: Sequence[int]) -> int:
+        """Takes the next tokens of the answer; gives the number of those that come before the answer proper."""
+        num_before = self._num_read
         for token_id in () if self._is_over else token_ids:
             pieces = self._parser.push(self._detokenizer.push((token_id,)))
             self._has_reasoning = self._has_reasoning or any(isinstance(piece, Reasoning) for piece in pieces)
@@ -72,3 +73,4 @@ class ReasoningTokens:
             if self._is_over:
                 break
             self._num_read += 1
+        return self._num_read - num_before

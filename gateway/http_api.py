@@ -482,11 +482,13 @@ async def _named_events(
         async for part in parts:
             if part.choice not in begun:
                 begun.add(part.choice)
-                token_ids = reader.answers[part.choice].token_ids[: part.delta.first_index]
+                answer = reader.answers[part.choice]
+                token_ids = answer.token_ids[: part.delta.first_index]
+                logprobs = answer.logprobs and answer.logprobs[: part.delta.first_index]
                 # A last part comes alone where the client has all of the text, or where none was held back.
                 has_all = part.delta.finish_reason is not None
                 text = _text_of(new_text(reader.generations[part.choice]), token_ids, has_all=has_all)
-                writer.skip(part.choice, token_ids, text)
+                writer.skip(part.choice, token_ids, text, logprobs)
                 tally.skip(part.choice, part.delta.first_index)
             # The connection may be cut between any two events, so each has an id.
             opening = writer.opening(part.choice) if part.is_first else b""

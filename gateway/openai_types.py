@@ -304,7 +304,8 @@ class Writer(ABC):
     def whole(self, answers: Sequence[Whole]) -> bytes:
         """The body of an answer that is not streamed."""
 
-    def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:  # noqa: B027 - not all have to count
+    @abstractmethod
+    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
         """The client has these tokens of a choice already, this text of them, and all that belongs to them."""
 
     def opening(self, index: int) -> bytes:
@@ -415,7 +416,7 @@ class ChatWriter(ChoicesWriter):
         self._parsers: dict[int, AnswerParser] = {}
         self._reasoning: dict[int, ReasoningTokens] = {}
 
-    def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:
+    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
         """What is found next depends on all of the text before it."""
         if self._parts.are_looked_for:
             self._count_reasoning(index, token_ids)
@@ -527,19 +528,7 @@ class ChatWriter(ChoicesWriter):
     def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         if entries is None:
             return None
-        content = [
-            {
-                **self._token(token_id, entry.logprob),
-                "top_logprobs": [self._token(*top) for top in entry.top],
-            }
-            for token_id, entry in zip(token_ids, entries, strict=True)
-        ]
-        return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.token_text(token_id)
-        shown_bytes = self._tokenizer.token_bytes(token_id) or text.encode()
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(shown_bytes)}
+        return {"content": shown_logprobs(self._tokenizer, token_ids, entries), "refusal": None}
 
 
 class CompletionWriter(ChoicesWriter):
@@ -560,7 +549,7 @@ class CompletionWriter(ChoicesWriter):
         self._echoed = _prompts(request.prompt) if request.echo else []
         self._num_choices = request.n or 1
 
-    def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:
+    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
         """Offsets go on after these tokens."""
         self._num_chars[index] = sum(len(self._tokenizer.token_text(token_id)) for token_id in token_ids)
 
@@ -617,6 +606,22 @@ class CompletionWriter(ChoicesWriter):
             ],
             "text_offset": offsets,
         }
+
+
+def shown_logprobs(
+    tokenizer: ModelTokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
+) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities, as the chat and the Responses API show them."""
+
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.token_text(token_id)
+        shown_bytes = tokenizer.token_bytes(token_id) or text.encode()
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(shown_bytes)}
+
+    return [
+        {**shown(token_id, entry.logprob), "top_logprobs": [shown(*top) for top in entry.top]}
+        for token_id, entry in zip(token_ids, entries, strict=True)
+    ]
 
 
 def _finish_reason(reason: str, parser: AnswerParser) -> str:

@@ -21,7 +21,8 @@ MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 
-_INCLUDABLE = ("reasoning.encrypted_content",)
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
 """What may be asked for beside the answer; of reasoning the text itself comes, so there is nothing to encrypt."""
 _ROLES = ("user", "assistant", "system", "developer")
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
@@ -34,7 +35,6 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "moderation": ((), "this server has no moderation"),
     "previous_response_id": ((), "this server stores no responses; send the conversation so far as input"),
     "prompt": ((), "this server stores no prompts; use instructions and input"),
-    "top_logprobs": ((0,), "this endpoint has no log-probabilities; /v1/chat/completions has"),
     "truncation": (("disabled",), "an input that is too long is refused, and not cut"),
 }
 """Members that ask for what is not served: values that ask for nothing, and why."""
@@ -99,6 +99,7 @@ class ResponsesRequest(RequestBody, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
+    top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     safety_identifier: str | None = None
@@ -108,7 +109,6 @@ class ResponsesRequest(RequestBody, kw_only=True):
     moderation: Any = None
     previous_response_id: Any = None
     prompt: Any = None
-    top_logprobs: Any = None
     truncation: Any = None
     max_completion_tokens: Any = None
     max_tokens: Any = None
@@ -130,10 +130,22 @@ class ResponsesRequest(RequestBody, kw_only=True):
             tool_choice=self.chat_tool_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._response_format(),
+            logprobs=self.has_logprobs,
+            top_logprobs=self.top_logprobs if self.has_logprobs else None,
         )
         call = chat.call()
+        if call.tools and self.has_logprobs:
+            raise _unsupported(
+                "top_logprobs" if self.top_logprobs else "include",
+                "the log-probabilities of an answer that may call tools are not divided among its items",
+            )
         call.prompt_field = "input"
         return call
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the log-probabilities of what is said are asked for."""
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
     def chat_tools(self) -> list[dict[str, Any]] | None:
         """The tools as the chat API spells them. Raises InvalidRequest for those that are no functions."""
@@ -199,9 +211,11 @@ class ResponsesRequest(RequestBody, kw_only=True):
             raise InvalidRequest("input is missing", field="input", code="missing_required_parameter")
         conversation = _Conversation()
         if self.instructions is not None:
-            conversation.say("system", self.instructions, "instructions")
+            check_text(self.instructions, field_name="instructions")
+            conversation.say("system", self.instructions)
         if isinstance(self.input, str):
-            conversation.say("user", self.input, "input")
+            check_text(self.input, field_name="input")
+            conversation.say("user", self.input)
         else:
             if not self.input:
                 raise InvalidRequest("input is empty; at least one item is needed", field="input")
@@ -240,10 +254,8 @@ class _Conversation:
         """The assistant's message to which the next item may belong."""
         self._call_ids: set[str] = set()
 
-    def say(self, role: str, content: str | list[dict[str, Any]], name: str) -> None:
-        """Adds a message that is no assistant's."""
-        for text in (content,) if isinstance(content, str) else (part["text"] for part in content):
-            check_text(text, field_name=name)
+    def say(self, role: str, content: str | list[dict[str, Any]]) -> None:
+        """Adds a message that is no assistant's, and whose texts were checked."""
         self.messages.append({"role": role, "content": content})
         self._turn = None
 
@@ -251,7 +263,9 @@ class _Conversation:
         """Adds one item. Raises InvalidRequest that names it."""
         if not isinstance(item, dict):
             _fail(name, "an object")
-        kind = item.get("type", "message" if "role" in item else None)
+        kind = item.get("type")
+        if kind is None and "role" in item:
+            kind = "message"
         if kind not in _ITEM_TYPES:
             raise InvalidRequest(
                 f"{name}.type must be one of {', '.join(_ITEM_TYPES)}: this server has no other tools than functions, "
@@ -274,7 +288,7 @@ class _Conversation:
             _fail(f"{name}.role", f"one of {', '.join(_ROLES)}")
         content = _content(item.get("content"), f"{name}.content")
         if role != "assistant":
-            self.say(role, content, f"{name}.content")
+            self.say(role, content)
             return
         turn = self._turn_without("content", "tool_calls")
         turn["content"] = content
@@ -308,7 +322,7 @@ class _Conversation:
         call_id = item.get("call_id")
         if not isinstance(call_id, str) or call_id not in self._call_ids:
             _fail(f"{name}.call_id", "the call_id of a function_call that comes before it")
-        self.say("tool", _content(item.get("output"), f"{name}.output"), f"{name}.output")
+        self.say("tool", _content(item.get("output"), f"{name}.output"))
         self.messages[-1]["tool_call_id"] = call_id
 
     def _turn_without(self, *members: str) -> dict[str, Any]:

@@ -16,8 +16,9 @@ import msgspec
 from gateway.answer_parts import AnswerParts, ReasoningTokens
 from gateway.calls import Delta, Usage
 from gateway.journal import event_id_error
-from gateway.openai_types import Head, Whole, Writer
+from gateway.openai_types import Head, Whole, Writer, shown_logprobs
 from gateway.responses_types import ResponsesRequest
+from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import Arguments, CallStart, Piece, Reasoning
 from gateway.tool_requests import offered_tools
@@ -29,10 +30,10 @@ MESSAGE = "message"
 REASONING = "reasoning"
 FUNCTION_CALL = "function_call"
 _ID_PREFIXES = {MESSAGE: "msg", REASONING: "rs", FUNCTION_CALL: "fc"}
-_TEXT_EVENTS = {
-    MESSAGE: "response.output_text",
-    REASONING: "response.reasoning_text",
-    FUNCTION_CALL: "response.function_call_arguments",
+_DELTA_EVENTS = {
+    MESSAGE: "response.output_text.delta",
+    REASONING: "response.reasoning_text.delta",
+    FUNCTION_CALL: "response.function_call_arguments.delta",
 }
 
 
@@ -46,6 +47,8 @@ class Item(msgspec.Struct, kw_only=True):
     call_id: str = ""
     status: str = "in_progress"
     texts: list[str] = msgspec.field(default_factory=list)
+    logprobs: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    """Of the tokens of what is said, where they are asked for."""
 
     @property
     def text(self) -> str:
@@ -56,7 +59,7 @@ class Item(msgspec.Struct, kw_only=True):
         """The content part that holds its text, which a call has not."""
         if self.kind == REASONING:
             return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
     def document(self) -> dict[str, Any]:
         """The item as it is now."""
@@ -90,6 +93,9 @@ class ResponsesWriter(Writer):
         self._parser = parts.parser(0)
         self._is_parallel = request.parallel_tool_calls is not False
         self._reasoning = ReasoningTokens(tokenizer, parts.parser(0)) if tokenizer.has_reasoning else None
+        self._tokenizer = tokenizer
+        self._unshown: list[dict[str, Any]] = []
+        """Log-probabilities of tokens whose text is held back."""
         self._items: list[Item] = []
         self._open: Item | None = None
         self._place = 1
@@ -115,13 +121,13 @@ class ResponsesWriter(Writer):
         """The body of an answer that is not streamed."""
         (answer,) = answers
         self._has_place = sys.maxsize  # nobody reads events
-        self._read(answer.token_ids, answer.text)
+        self._read(answer.token_ids, answer.text, answer.logprobs)
         self._finish(answer.finish_reason)
         return _encode(self._ended(answer.finish_reason, answer.usage))
 
-    def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:
+    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
         """What is found next depends on all of the text before it; no event of it lies beyond the client's place."""
-        self._read(token_ids, text)
+        self._read(token_ids, text, logprobs)
 
     def opening(self, index: int) -> bytes:
         """The events that say that there will be a response."""
@@ -132,7 +138,7 @@ class ResponsesWriter(Writer):
 
     def chunk(self, index: int, delta: Delta, usage: Usage) -> bytes:
         """All events that follow from a delta."""
-        self._read(delta.token_ids, delta.text)
+        self._read(delta.token_ids, delta.text, delta.logprobs)
         if delta.finish_reason is not None:
             self._finish(delta.finish_reason)
             response = self._ended(delta.finish_reason, usage)
@@ -160,9 +166,11 @@ class ResponsesWriter(Writer):
         self._event("response.failed", response=failed)
         return self._written()
 
-    def _read(self, token_ids: Sequence[int], text: str) -> None:
-        if self._reasoning is not None:
-            self._reasoning.push(token_ids)
+    def _read(self, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
+        num_reasoning = 0 if self._reasoning is None else self._reasoning.push(token_ids)
+        if logprobs is not None:
+            spoken = token_ids[num_reasoning:], logprobs[num_reasoning:]
+            self._unshown += shown_logprobs(self._tokenizer, *spoken)
         self._take(self._parser.push(text))
 
     def _take(self, pieces: Iterable[Piece]) -> None:
@@ -179,9 +187,12 @@ class ResponsesWriter(Writer):
         kind = FUNCTION_CALL if isinstance(piece, Arguments) else REASONING if isinstance(piece, Reasoning) else MESSAGE
         item = self._open if self._open is not None and self._open.kind == kind else self._begin(kind)
         item.texts.append(piece.text)
+        at = self._at(item)
+        if kind == MESSAGE:
+            at["logprobs"] = self._show_logprobs(item)
         num_lacking = self._place + len(piece.text) - self._has_place
         shown = piece.text[-num_lacking:] if 0 < num_lacking < len(piece.text) else piece.text
-        self._event(f"{_TEXT_EVENTS[kind]}.delta", length=len(piece.text), **self._in_text(item), delta=shown)
+        self._event(_DELTA_EVENTS[kind], length=len(piece.text), **at, delta=shown)
 
     def _begin(self, kind: str, *, name: str = "", call_id: str = "") -> Item:
         self._close(is_cut=False)
@@ -203,9 +214,13 @@ class ResponsesWriter(Writer):
         text, at = item.text, self._at(item)
         if item.kind == FUNCTION_CALL:
             is_cut = not _is_json(text)
-            self._event(f"{_TEXT_EVENTS[item.kind]}.done", **at, name=item.name, arguments=text)
+            self._event("response.function_call_arguments.done", **at, name=item.name, arguments=text)
         else:
-            self._event(f"{_TEXT_EVENTS[item.kind]}.done", **self._in_text(item), text=text)
+            if item.kind == MESSAGE:
+                self._show_logprobs(item)
+                self._event("response.output_text.done", **at, logprobs=item.logprobs, text=text)
+            else:
+                self._event("response.reasoning_text.done", **at, text=text)
             self._event("response.content_part.done", **at, part=item.part())
         item.status = "incomplete" if is_cut else "completed"
         self._event("response.output_item.done", output_index=item.index, item=item.document())
@@ -232,9 +247,11 @@ class ResponsesWriter(Writer):
         at = {"item_id": item.id, "output_index": item.index}
         return at if item.kind == FUNCTION_CALL else {**at, "content_index": 0}
 
-    def _in_text(self, item: Item) -> dict[str, Any]:
-        """The same for an event about text; what is said could have log-probabilities."""
-        return {**self._at(item), "logprobs": []} if item.kind == MESSAGE else self._at(item)
+    def _show_logprobs(self, item: Item) -> list[dict[str, Any]]:
+        """Those that came since the last time, which belong to this message."""
+        shown, self._unshown = self._unshown, []
+        item.logprobs += shown
+        return shown
 
     def _event(self, kind: str, *, length: int = 1, **members: Any) -> None:
         self._place += length
@@ -281,7 +298,7 @@ def _head(request: ResponsesRequest, head: Head) -> dict[str, Any]:
         "text": {"format": request.shown_format()},
         "tool_choice": request.shown_tool_choice(),
         "tools": request.shown_tools(),
-        "top_logprobs": 0,
+        "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
         "usage": None,

@@ -23,6 +23,7 @@ __all__ = ["folder_of", "serve"]  # fixtures
 EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 ASKED = "How is it?"
 TOOLS = [{"type": "function", **WEATHER["function"]}, {"type": "function", "name": "clock"}]
+LOGPROBS = "message.output_text.logprobs"
 ENDS = {"response.completed", "response.incomplete"}
 
 
@@ -220,6 +221,35 @@ def test_tokens_of_reasoning_are_counted_however_they_come(folder_of):
             "<think>Hm.</think>\nYes <think>again</think>", 1
         )
         assert 0 < count("<think>Hm.</think>\nYes", size)[0] < count("<think>Hm.</think>\nYes", size)[1]
+
+
+@pytest.mark.parametrize("kind", ["hermes", "thinks"])
+@pytest.mark.parametrize("asked", [{"include": [LOGPROBS]}, {"top_logprobs": 1}], ids=["include", "top"])
+async def test_log_probabilities_are_of_what_is_said(serve, kind, asked):
+    system = await serve(kind, "<think>\nHm.\n</think>\n\nYes, naïve." if kind == "thinks" else "Yes, naïve 🙂.")
+    messages = [{"role": "user", "content": ASKED}]
+    more = {"messages": messages, "logprobs": True, "top_logprobs": asked.get("top_logprobs")}
+    chat = (await system.http.post("/v1/chat/completions", json=more)).json()
+    expected = chat["choices"][0]["logprobs"]["content"]
+    whole = await ask_whole(system, **asked)
+    entries = whole["output"][-1]["content"][0]["logprobs"]
+    num_reasoning = whole["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert bool(num_reasoning) == (kind == "thinks")
+    assert entries == expected[num_reasoning:]
+    assert whole["top_logprobs"] == asked.get("top_logprobs", 0) == len(entries[0]["top_logprobs"])
+    headers = {"idempotency-key": "k"}
+    events = await ask_streamed(system, headers, **asked)
+    assert without_names(put_together([event for event, _ in events])) == without_names(whole)
+    deltas = [event for event, _ in events if event["type"] == "response.output_text.delta"]
+    shown = [entry for delta in deltas for entry in delta["logprobs"]]
+    assert shown == entries[: len(shown)]
+    assert len(entries) - len(shown) <= 1  # the end of the sequence has no text
+    for count, (_, event_id) in enumerate(events, 1):
+        rest = await ask_streamed(system, headers | {"last-event-id": event_id}, **asked)
+        assert (
+            put_together([event for event, _ in [*events[:count], *rest]])["output"]
+            == events[-1][0]["response"]["output"]
+        )
 
 
 async def test_answer_that_was_cut_is_incomplete(system):
@@ -553,7 +583,9 @@ REFUSED = {
     "moderation": ({"moderation": {"model": "m"}}, "moderation", UNSUPPORTED),
     "previous": ({"previous_response_id": "resp_1"}, "previous_response_id", UNSUPPORTED),
     "prompt": ({"prompt": {"id": "p"}}, "prompt", UNSUPPORTED),
-    "top_logprobs": ({"top_logprobs": 2}, "top_logprobs", UNSUPPORTED),
+    "top_logprobs": ({"top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    "top_logprobs-tools": ({"top_logprobs": 2, "tools": TOOLS}, "top_logprobs", UNSUPPORTED),
+    "logprobs-tools": ({"include": [LOGPROBS], "tools": TOOLS}, "include", UNSUPPORTED),
     "truncation": ({"truncation": "auto"}, "truncation", UNSUPPORTED),
     "effort": ({"reasoning": {"effort": "high"}}, "reasoning.effort", UNSUPPORTED),
     "summary": ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", UNSUPPORTED),
@@ -564,7 +596,7 @@ REFUSED = {
         UNSUPPORTED,
     ),
     "stream_options": ({"stream_options": {"include_obfuscation": False}}, "stream_options", None),
-    "include": ({"include": ["message.output_text.logprobs"]}, "include", UNSUPPORTED),
+    "include": ({"include": ["file_search_call.results"]}, "include", UNSUPPORTED),
     "service_tier": ({"service_tier": "best"}, "service_tier", "invalid_value"),
     "max_tokens": ({"max_tokens": 5}, "max_tokens", UNSUPPORTED),
     "messages": ({"messages": [USER]}, "messages", UNSUPPORTED),
