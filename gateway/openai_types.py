@@ -148,7 +148,10 @@ class ChatRequest(_ChoicesRequest, kw_only=True):
         """The call it asks for. Raises InvalidRequest."""
         if self.messages is None:
             raise InvalidRequest("messages is missing", field="messages", code="missing_required_parameter")
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        max_tokens = self.max_tokens
+        if self.max_completion_tokens is not None:
+            max_tokens = self.max_completion_tokens
+            check_integer(max_tokens, "max_completion_tokens", minimum=1, maximum=MAX_TOKENS_EVER)
         if self.max_tokens is not None and max_tokens != self.max_tokens:
             raise InvalidRequest(
                 "max_tokens and max_completion_tokens mean the same and differ", field="max_completion_tokens"

@@ -114,6 +114,13 @@ async def test_what_is_not_served_is_refused_by_name(system, asked, field):
         assert error_of(response)["param"] == field
 
 
+async def test_length_of_an_answer_is_named_as_it_was_given(system):
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert error_of(await system.chat(**{name: 0}))["param"] == name
+    assert (await system.chat(max_tokens=3, max_completion_tokens=3)).json()["usage"]["completion_tokens"] == 3
+    assert error_of(await system.chat(max_tokens=3, max_completion_tokens=4))["param"] == "max_completion_tokens"
+
+
 # --- hints -----------------------------------------------------------------------------------------------------------
 
 
