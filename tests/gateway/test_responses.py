@@ -785,6 +785,19 @@ async def test_stream_that_was_divided_otherwise_goes_on_in_the_middle_of_a_delt
     assert place > len(events)
 
 
+async def test_another_gateway_goes_on_where_the_first_was(serve, make_system, folder_of):
+    first = await serve("thinks")
+    headers = {"idempotency-key": "k"}
+    events = await ask_streamed(first, headers, tools=TOOLS)
+    await first.flush_journals()
+    second = await make_system(model=folder_of("thinks")[0])
+    for count in (1, 2, 9, len(events) // 2, len(events) - 3, len(events) - 1):
+        rest = await ask_streamed(second, headers | {"last-event-id": events[count - 1][1]}, tools=TOOLS)
+        response = put_together([event for event, _ in [*events[:count], *rest]])
+        assert response == events[-1][0]["response"]
+    assert len(first.workers["decode-0"].attempts) == 1
+
+
 @pytest.mark.parametrize(
     "event_id", ["mine/3", "mine/3;", "mine/3;1", "mine/3;1.x", "mine/3;01.1", "mine/zzz;1.1", "other/3;1.1", ";1.1"]
 )
