@@ -29,12 +29,11 @@ from gateway.fallback import Stream, begun
 from gateway.fan_out import all_of, merged
 from gateway.front_door import FrontDoor
 from gateway.http_server import connection_of
-from gateway.journal import digest_of
+from gateway.journal import digest_of, event_id
 from gateway.journals import Ask, Journals, Reader, ask_for
 from gateway.lifecycle import Requests
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.openai_types import (
-    SSE_DONE,
     Body,
     ChatRequest,
     ChatWriter,
@@ -48,11 +47,11 @@ from gateway.openai_types import (
     canonical,
     parse,
     parse_members,
-    sse_error,
     system_fingerprint,
-    with_event_id,
 )
 from gateway.request_log import RequestLog
+from gateway.responses_types import ResponsesRequest, own_words
+from gateway.responses_writer import ResponsesWriter
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import LONG_TEXT_CHARS
 from gateway.tool_requests import encode_conversation, offered_tools
@@ -60,6 +59,7 @@ from gateway.topology import Member, Topology
 from gateway.validation import (
     MAX_BODY_BYTES,
     MAX_BODY_READ_S,
+    MAX_NAME_CHARS,
     check_affinity_key,
     check_idempotency_key,
     check_permission,
@@ -69,6 +69,7 @@ from gateway.validation import (
 from services.runtime import status
 from services.runtime.errors import (
     InvalidRequest,
+    NotFound,
     PermissionDenied,
     RateLimited,
     RequestCancelled,
@@ -130,6 +131,8 @@ class HttpApi:
         fast: dict[str, App] = {
             "/v1/completions": _Endpoint(self._completions, self._metrics, self._requests.log),
             "/v1/chat/completions": _Endpoint(self._chat_completions, self._metrics, self._requests.log),
+            "/v1/responses": _Endpoint(self._responses, self._metrics, self._requests.log),
+            "/v1/responses/input_tokens": _Endpoint(self._count_input, self._metrics, self._requests.log),
             "/v1/embeddings": _Endpoint(self._refuse_embeddings, self._metrics, self._requests.log),
             "/tokenize": _Endpoint(self._tokenize, self._metrics, self._requests.log),
             "/detokenize": _Endpoint(self._detokenize, self._metrics, self._requests.log),
@@ -138,6 +141,7 @@ class HttpApi:
         routes += [
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
+            Route("/v1/responses/{name:path}", self._show_no_response, methods=["GET", "POST", "DELETE"]),
             *self._probes(),
             *self._admin_pages(),
         ]
@@ -191,6 +195,21 @@ class HttpApi:
 
     async def _chat_completions(self, exchange: "_Exchange") -> None:
         await self._generate(exchange, ChatRequest, ChatWriter)
+
+    async def _responses(self, exchange: "_Exchange") -> None:
+        with own_words():
+            await self._generate(exchange, ResponsesRequest, ResponsesWriter)
+
+    async def _count_input(self, exchange: "_Exchange") -> None:
+        """How many tokens the input of a response would have."""
+        key = self._door.authenticate(exchange.all_headers(b"authorization"))
+        with own_words():
+            call = parse(await exchange.read_body(), ResponsesRequest)[0].call()
+            model = await self._let_in_free(exchange, key, call.model)
+            messages = call.messages or ()
+            token_ids = await encode_conversation(model.tokenizer, messages, call.tools, max_chars=MAX_BODY_BYTES)
+        document = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+        await exchange.answer(200, msgspec.json.encode(document))
 
     async def _refuse_embeddings(self, exchange: "_Exchange") -> None:
         self._door.authenticate(exchange.all_headers(b"authorization"))
@@ -278,7 +297,7 @@ class HttpApi:
                         writer_type, request, accepted.request_id, int(time.time()), accepted.generations
                     )
                     if request.stream:
-                        await self._stream(exchange, self._events(accepted, streams, writer))
+                        await self._stream(exchange, self._events(accepted, streams, writer), writer)
                     else:
                         pairs = zip(accepted.generations, streams, strict=True)
                         answers = await all_of([self._whole(generation, stream) for generation, stream in pairs])
@@ -297,7 +316,10 @@ class HttpApi:
                 exchange.add_limits(ask.call.ticket)
             writer = self._writer(writer_type, request, reader.request_id, reader.created_unix_s, reader.generations)
             if request.stream:
-                await self._stream(exchange, _named_events(reader, writer, self._requests.new_text))
+                last_event_id = exchange.optional_header(b"last-event-id")
+                if last_event_id is not None:
+                    writer.go_on_after(last_event_id)
+                await self._stream(exchange, _named_events(reader, writer, self._requests.new_text), writer)
             else:
                 await exchange.answer(200, writer.whole(await _wholes(reader)))
 
@@ -353,7 +375,7 @@ class HttpApi:
                 yield opening + writer.chunk(choice, delta, tally.take(choice, delta))
         yield writer.usage_chunk(tally.all()) if writer.has_usage else b""
 
-    async def _stream(self, exchange: "_Exchange", events: AsyncGenerator[bytes, None]) -> None:
+    async def _stream(self, exchange: "_Exchange", events: AsyncGenerator[bytes, None], writer: Writer) -> None:
         """Sends all events and the end. An error before the first event is raised, a later one is an event."""
         try:
             async with contextlib.aclosing(events):
@@ -364,10 +386,10 @@ class HttpApi:
             if not exchange.has_started:
                 raise
             self._metrics.note_refusal(_note_error(error))
-            await exchange.send_event(sse_error(status.openai_error(error)))
+            await exchange.send_event(writer.error(status.openai_error(error)))
             await exchange.end_events()
             return
-        await exchange.send_event(SSE_DONE)
+        await exchange.send_event(writer.end)
         await exchange.end_events()
 
     async def _list_models(self, request: Request) -> Response:
@@ -391,6 +413,10 @@ class HttpApi:
             "root": model.name,
             "max_model_len": self._requests.limits(model).context_length_tokens,
         }
+
+    async def _show_no_response(self, request: Request) -> Response:
+        name = request.path_params["name"][:MAX_NAME_CHARS]
+        raise NotFound(f"there is no response {name}: this server stores none", code="response_not_found")
 
     async def _show_health(self, request: Request) -> Response:
         return _json({"status": "alive"})
@@ -444,7 +470,8 @@ def _ask(exchange: "_Exchange", call: Call, body: bytes, request: Body, writer_t
     if last_event_id is not None and not request.stream:
         raise InvalidRequest("Last-Event-ID needs stream to be true", field="Last-Event-ID", code="invalid_event_id")
     digest = digest_of(writer_type.object_name, canonical(body))
-    return ask_for(call, digest, last_event_id=last_event_id)
+    position = None if last_event_id is None else writer_type.journal_event_id(last_event_id)
+    return ask_for(call, digest, last_event_id=position)
 
 
 async def _named_events(
@@ -453,21 +480,28 @@ async def _named_events(
     """The events of all answers from the reader's position on, each with its id."""
     tally = _UsageTally(reader.generations)
     begun: set[int] = set()
+    before = event_id(reader.request_id, reader.positions)
     async with contextlib.aclosing(reader.parts()) as parts:
         async for part in parts:
             if part.choice not in begun:
                 begun.add(part.choice)
-                token_ids = reader.answers[part.choice].token_ids[: part.delta.first_index]
+                answer = reader.answers[part.choice]
+                token_ids = answer.token_ids[: part.delta.first_index]
+                logprobs = answer.logprobs and answer.logprobs[: part.delta.first_index]
                 # A last part comes alone where the client has all of the text, or where none was held back.
                 has_all = part.delta.finish_reason is not None
                 text = _text_of(new_text(reader.generations[part.choice]), token_ids, has_all=has_all)
-                writer.skip(part.choice, token_ids, text)
+                writer.skip(part.choice, token_ids, text, logprobs)
                 tally.skip(part.choice, part.delta.first_index)
+            # The connection may be cut between any two events, so each has an id.
             opening = writer.opening(part.choice) if part.is_first else b""
+            if opening:
+                opening = writer.with_ids(opening, before=before, after=part.opening_id)
             event = writer.chunk(part.choice, part.delta, tally.take(part.choice, part.delta))
-            # The connection may be cut between the two, so each has an id.
-            ids = ((opening, part.opening_id), (event, part.event_id))
-            yield b"".join(with_event_id(each, event_id) for each, event_id in ids if each)
+            if event:
+                event = writer.with_ids(event, before=part.opening_id or before, after=part.event_id)
+            before = part.event_id
+            yield opening + event
     if writer.has_usage:
         yield writer.usage_chunk(reader.usages())
 

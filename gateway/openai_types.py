@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gateway.answer_parts import AnswerParts, ReasoningTokens
 from gateway.calls import Call, Delta, Usage
 from gateway.catalog import ServedModel
 from gateway.response_format import json_schema_of
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning
-from gateway.tool_requests import forced_names, names_of, offered_tools, strict_names
+from gateway.tool_requests import forced_names, offered_tools, strict_names
 from gateway.validation import (
     MAX_LOGPROBS,
     MAX_TOKENS_EVER,
@@ -31,11 +32,13 @@ from gateway.validation import (
     check_not_refused,
     prompt_form_error,
 )
-from services.runtime.answer_form import ToolFormat
 from services.runtime.errors import InvalidRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What the completions API generates when max_tokens is absent, as OpenAI's does."""
+
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
+"""What may be asked for; what is served is always `default`."""
 
 SSE_DONE = b"data: [DONE]\n\n"
 
@@ -45,19 +48,18 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class _CommonFields(msgspec.Struct, kw_only=True):
-    """What both APIs have. None means absent, as OpenAI's clients send null for it."""
+class RequestBody(msgspec.Struct, kw_only=True):
+    """What all requests for answers have. None means absent, as OpenAI's clients send null for it."""
 
     model: str | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Any] | None = None
@@ -67,19 +69,33 @@ class _CommonFields(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Any = None
     priority: int | None = None
     service_class: str | None = None
     tenant: str | None = None
-    return_token_ids: bool | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
     cache_salt: str | None = None
     allow_fallback: bool | None = None
+
+    def call(self) -> Call:
+        """The call it asks for. Raises InvalidRequest."""
+        raise NotImplementedError
+
+
+class _ChoicesRequest(RequestBody, kw_only=True):
+    """What the APIs share whose answers are a list of choices."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
     response_format: Any = None
     prompt_logprobs: int | None = None
 
 
-class CompletionRequest(_CommonFields, kw_only=True):
+class CompletionRequest(_ChoicesRequest, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: Any = None
@@ -109,13 +125,13 @@ class CompletionRequest(_CommonFields, kw_only=True):
             priority=0 if self.priority is None else self.priority,
             service_class=self.service_class or "",
             tenant=self.tenant or "",
-            affinity_key=self.user or "",
+            affinity_key=self.prompt_cache_key or self.user or "",
             cache_salt=self.cache_salt or "",
             allow_fallback=self.allow_fallback,
         )
 
 
-class ChatRequest(_CommonFields, kw_only=True):
+class ChatRequest(_ChoicesRequest, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     messages: list[Any] | None = None
@@ -130,7 +146,10 @@ class ChatRequest(_CommonFields, kw_only=True):
         """The call it asks for. Raises InvalidRequest."""
         if self.messages is None:
             raise InvalidRequest("messages is missing", field="messages", code="missing_required_parameter")
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        max_tokens = self.max_tokens
+        if self.max_completion_tokens is not None:
+            max_tokens = self.max_completion_tokens
+            check_integer(max_tokens, "max_completion_tokens", minimum=1, maximum=MAX_TOKENS_EVER)
         if self.max_tokens is not None and max_tokens != self.max_tokens:
             raise InvalidRequest(
                 "max_tokens and max_completion_tokens mean the same and differ", field="max_completion_tokens"
@@ -150,7 +169,7 @@ class ChatRequest(_CommonFields, kw_only=True):
             priority=0 if self.priority is None else self.priority,
             service_class=self.service_class or "",
             tenant=self.tenant or "",
-            affinity_key=self.user or "",
+            affinity_key=self.prompt_cache_key or self.user or "",
             cache_salt=self.cache_salt or "",
             allow_fallback=self.allow_fallback,
             prompt_field="messages",
@@ -182,8 +201,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[Any] | None = None
 
 
-Body = TypeVar("Body", CompletionRequest, ChatRequest)
-Members = TypeVar("Members", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+Body = TypeVar("Body", bound=RequestBody)
+Members = TypeVar("Members", bound=msgspec.Struct)
 
 
 def parse_members(body: bytes, body_type: type[Members]) -> tuple[Members, list[str]]:
@@ -204,10 +223,22 @@ def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
     request, ignored = parse_members(body, body_type)
     if request.user:
         check_affinity_key(request.user, field_name="user")
+    if request.prompt_cache_key:
+        check_affinity_key(request.prompt_cache_key, field_name="prompt_cache_key")
+    if request.service_tier is not None and request.service_tier not in SERVICE_TIERS:
+        raise InvalidRequest(
+            f"service_tier must be one of {', '.join(SERVICE_TIERS)}", field="service_tier", code="invalid_value"
+        )
     if request.cache_salt is not None:
         check_cache_salt(request.cache_salt)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        raise InvalidRequest(
+            "stream_options.include_obfuscation is not supported: nothing is added to events",
+            field="stream_options.include_obfuscation",
+            code="unsupported_parameter",
+        )
     return request, ignored
 
 
@@ -246,17 +277,64 @@ def system_fingerprint(model: ServedModel) -> str:
 
 
 class Writer(ABC):
-    """Writes one call's answers in the words of one API. What all chunks of a stream share is encoded once.
-
-    `prompts` holds the token ids of each answer's prompt.
-    """
+    """Writes one call's answers in the words of one API. `prompts` holds the token ids of each answer's prompt."""
 
     object_name = ""
+    end = SSE_DONE
+    """What ends a stream that was not broken off."""
+    has_usage = False
+    """Whether `usage_chunk` comes before the end."""
+
+    @abstractmethod
+    def __init__(
+        self, tokenizer: ModelTokenizer, request: Any, *, head: Head, prompts: Sequence[Sequence[int]]
+    ) -> None: ...
+
+    @staticmethod
+    def journal_event_id(event_id: str) -> str:
+        """The id that `gateway.journal` knows, of one that `with_ids` wrote. Raises InvalidRequest."""
+        return event_id
+
+    def go_on_after(self, event_id: str) -> None:  # noqa: B027 - for most the journal's part of the id says it all
+        """The client has the stream up to the event with this id."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Whole]) -> bytes:
+        """The body of an answer that is not streamed."""
+
+    @abstractmethod
+    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
+        """The client has these tokens of a choice already, this text of them, and all that belongs to them."""
+
+    def opening(self, index: int) -> bytes:
+        """What a stream sends before the first token of a choice."""
+        return b""
+
+    @abstractmethod
+    def chunk(self, index: int, delta: Delta, usage: Usage) -> bytes:
+        """The event for a delta; empty if the client would learn nothing from it. `usage` is that so far."""
+
+    def with_ids(self, event: bytes, *, before: str, after: str) -> bytes:
+        """What `opening` or `chunk` has just written, with ids: the client was at `before`, and is then at `after`."""
+        return with_event_id(event, after)
+
+    def usage_chunk(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> bytes:
+        """The last event before the end, where the client asked for usage."""
+        return b""
+
+    def error(self, error_object: Mapping[str, Any]) -> bytes:
+        """What ends a stream which has begun and cannot go on."""
+        return b"data: " + _encode(error_object) + b"\n\n"
+
+
+class ChoicesWriter(Writer):
+    """Writes answers as a list of choices. What all chunks of a stream share is encoded once."""
+
     chunk_object_name = ""
     id_prefix = ""
 
     def __init__(
-        self, tokenizer: ModelTokenizer, request: _CommonFields, *, head: Head, prompts: Sequence[Sequence[int]]
+        self, tokenizer: ModelTokenizer, request: _ChoicesRequest, *, head: Head, prompts: Sequence[Sequence[int]]
     ) -> None:
         stream_options = request.stream_options
         self.id = f"{self.id_prefix}-{head.request_id}"
@@ -272,6 +350,8 @@ class Writer(ABC):
             "model": head.model,
             "system_fingerprint": head.system_fingerprint,
         }
+        if request.service_tier is not None:
+            self._head["service_tier"] = "default"
         start = _encode({**self._head, "object": self.chunk_object_name})
         self._prefix = b"data: " + start[:-1] + b',"choices":['
         # With include_usage every chunk but the last has a null there, as OpenAI's clients were told.
@@ -281,7 +361,7 @@ class Writer(ABC):
         """The body of an answer that is not streamed."""
         choices = [self._whole_choice(answer) for answer in answers]
         usages = [(answer.usage, answer.prompt_token_ids) for answer in answers]
-        document = {**self._head, "object": self.object_name, "choices": choices, "usage": usage_sum(usages)}
+        document = {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(usages)}
         return _encode(document | self._document(answers))
 
     def _document(self, answers: Sequence[Whole]) -> dict[str, Any]:
@@ -302,14 +382,7 @@ class Writer(ABC):
             for one, logprob in logprobs.items()
         }
 
-    def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:  # noqa: B027 - not all have to count
-        """The client has these tokens of a choice already, this text of them, and all that belongs to them."""
-
-    def opening(self, index: int) -> bytes:
-        """What a stream sends before the first token of a choice."""
-        return b""
-
-    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
+    def chunk(self, index: int, delta: Delta, usage: Usage) -> bytes:
         """The event for a delta; empty if the client would learn nothing from it. `usage` where it is continuous."""
         parts = []
         if delta.text or delta.logprobs or (self._has_token_ids and delta.token_ids):
@@ -320,7 +393,10 @@ class Writer(ABC):
 
     def usage_chunk(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> bytes:
         """The last event before the end, where the client asked for usage."""
-        return self._prefix + b'],"usage":' + _encode(usage_sum(usages)) + b"}\n\n"
+        return self._prefix + b'],"usage":' + _encode(self._usage(usages)) + b"}\n\n"
+
+    def _usage(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:
+        return usage_sum(usages)
 
     def _event(self, choice: bytes, usage: Usage | None) -> bytes:
         if self.is_usage_continuous and usage is not None:
@@ -340,7 +416,7 @@ class Writer(ABC):
     def _last_choice(self, index: int, finish_reason: str) -> bytes: ...
 
 
-class ChatWriter(Writer):
+class ChatWriter(ChoicesWriter):
     """Writes /v1/chat/completions, with the calls and the reasoning that are found in the answers' text."""
 
     object_name = "chat.completion"
@@ -352,16 +428,15 @@ class ChatWriter(Writer):
     ) -> None:
         super().__init__(tokenizer, request, head=head, prompts=prompts)
         tools = offered_tools(request.tools, request.tool_choice)
-        self._request_id = head.request_id
-        self._tool_format = tokenizer.tool_format if tools else None
-        self._tool_names = names_of(tools or ())
+        self._parts = AnswerParts(tokenizer, tools, request_id=head.request_id, prompts=prompts)
         self._is_parallel = request.parallel_tool_calls is not False
         self._parsers: dict[int, AnswerParser] = {}
-        self._is_parsed = self._tool_format is not None or tokenizer.has_reasoning
+        self._reasoning: dict[int, ReasoningTokens] = {}
 
-    def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:
+    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
         """What is found next depends on all of the text before it."""
-        if self._is_parsed:
+        if self._parts.are_looked_for:
+            self._count_reasoning(index, token_ids)
             self._parser(index).push(text)
 
     def opening(self, index: int) -> bytes:
@@ -369,10 +444,11 @@ class ChatWriter(Writer):
         delta = b'{"role":"assistant","content":""}'
         return self._event(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta), None)
 
-    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
-        """As every writer's. What the parser has held back until the end comes with the reason of the end."""
-        if not self._is_parsed:
+    def chunk(self, index: int, delta: Delta, usage: Usage) -> bytes:
+        """What the parser has held back until the end comes with the reason of the end."""
+        if not self._parts.are_looked_for:
             return super().chunk(index, delta, usage)
+        self._count_reasoning(index, delta.token_ids)
         parser = self._parser(index)
         members = self._members(index, parser.push(delta.text))
         parts = []
@@ -392,8 +468,9 @@ class ChatWriter(Writer):
     def _whole_choice(self, answer: Whole) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         finish_reason = answer.finish_reason
-        if self._is_parsed:
-            parser = self._new_parser(answer.index)
+        if self._parts.are_looked_for:
+            self._count_reasoning(answer.index, answer.token_ids)
+            parser = self._parts.parser(answer.index)
             pieces = [*parser.push(answer.text), *parser.finish()]
             message |= self._message(answer.index, pieces)
             finish_reason = _finish_reason(finish_reason, parser)
@@ -424,16 +501,21 @@ class ChatWriter(Writer):
 
     def _parser(self, index: int) -> AnswerParser:
         if index not in self._parsers:
-            self._parsers[index] = self._new_parser(index)
+            self._parsers[index] = self._parts.parser(index)
         return self._parsers[index]
 
-    def _new_parser(self, index: int) -> AnswerParser:
-        return AnswerParser(
-            tool_format=self._tool_format,
-            names=self._tool_names,
-            has_reasoning=self._tokenizer.has_reasoning,
-            is_reasoning=self._tokenizer.opens_reasoning(self._prompts[index]),
-        )
+    def _count_reasoning(self, index: int, token_ids: Sequence[int]) -> None:
+        if self._tokenizer.has_reasoning:
+            if index not in self._reasoning:
+                self._reasoning[index] = ReasoningTokens(self._tokenizer, self._parts.parser(index))
+            self._reasoning[index].push(token_ids)
+
+    def _usage(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:
+        shown = super()._usage(usages)
+        if self._tokenizer.has_reasoning:
+            num_tokens = sum(counter.num_tokens for counter in self._reasoning.values())
+            shown["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return shown
 
     def _message(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         """All pieces of an answer as members of its message."""
@@ -456,7 +538,7 @@ class ChatWriter(Writer):
                 continue
             elif isinstance(piece, CallStart):
                 function = {"name": piece.name, "arguments": ""}
-                call_id = self._call_id(index, piece.index)
+                call_id = self._parts.call_id(index, piece.index)
                 calls[piece.index] = {"index": piece.index, "id": call_id, "type": "function", "function": function}
             else:
                 call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
@@ -465,30 +547,13 @@ class ChatWriter(Writer):
             members["tool_calls"] = list(calls.values())
         return members
 
-    def _call_id(self, index: int, number: int) -> str:
-        """The same whoever writes the answer, and whenever. Mistral's templates ask for nine letters and digits."""
-        digits = hashlib.sha256(f"{self._request_id}/{index}/{number}".encode()).hexdigest()
-        return digits[:9] if self._tool_format is ToolFormat.MISTRAL else f"call_{digits[:24]}"
-
     def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         if entries is None:
             return None
-        content = [
-            {
-                **self._token(token_id, entry.logprob),
-                "top_logprobs": [self._token(*top) for top in entry.top],
-            }
-            for token_id, entry in zip(token_ids, entries, strict=True)
-        ]
-        return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.token_text(token_id)
-        shown_bytes = self._tokenizer.token_bytes(token_id) or text.encode()
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(shown_bytes)}
+        return {"content": shown_logprobs(self._tokenizer, token_ids, entries), "refusal": None}
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(ChoicesWriter):
     """Writes /v1/completions; `text_offset` of log-probabilities counts characters of the answer.
 
     With `echo` a prompt's text comes before its answers: as the client wrote it, or what its token ids stand for.
@@ -507,7 +572,7 @@ class CompletionWriter(Writer):
         self._num_logprobs = request.logprobs or 0
         self._num_choices = request.n or 1
 
-    def skip(self, index: int, token_ids: Sequence[int], text: str) -> None:
+    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
         """Offsets go on after these tokens."""
         self._num_chars[index] = sum(len(self._tokenizer.token_text(token_id)) for token_id in token_ids)
 
@@ -590,6 +655,22 @@ class CompletionWriter(Writer):
         }
 
 
+def shown_logprobs(
+    tokenizer: ModelTokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
+) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities, as the chat and the Responses API show them."""
+
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.token_text(token_id)
+        shown_bytes = tokenizer.token_bytes(token_id) or text.encode()
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(shown_bytes)}
+
+    return [
+        {**shown(token_id, entry.logprob), "top_logprobs": [shown(*top) for top in entry.top]}
+        for token_id, entry in zip(token_ids, entries, strict=True)
+    ]
+
+
 def _finish_reason(reason: str, parser: AnswerParser) -> str:
     """An answer that calls ends for its calls, unless it was cut."""
     return "tool_calls" if reason == "stop" and parser.num_complete_calls else reason
@@ -613,12 +694,7 @@ def with_event_id(event: bytes, event_id: str) -> bytes:
     return b"%bid: %b\n\n" % (event.removesuffix(b"\n"), event_id.encode())
 
 
-def sse_error(error_object: Mapping[str, Any]) -> bytes:
-    """The event that ends a stream which has begun and cannot go on."""
-    return b"data: " + _encode(error_object) + b"\n\n"
-
-
-def _sampling(request: _CommonFields, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
+def _sampling(request: _ChoicesRequest, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
     stop = request.stop
     if request.prompt_logprobs is not None:
@@ -633,7 +709,7 @@ def _sampling(request: _CommonFields, *, max_tokens: int | None, logprobs: int |
     )
 
 
-def _check_whole(request: _CommonFields, what: str, *, field: str) -> None:
+def _check_whole(request: _ChoicesRequest, what: str, *, field: str) -> None:
     """Raises InvalidRequest for a stream: what is asked of the prompt comes with the whole answer only."""
     if request.stream:
         raise InvalidRequest(

@@ -64,6 +64,7 @@ class ModelTokenizer:
         self.has_call_token = self._tokenizer.token_to_id(_call_mark(self.tool_format)) is not None
         """Whether one token begins calls."""
         self.has_reasoning = source is not None and has_reasoning(source)
+        self._has_developer = source is not None and "developer" in source
         self._shown = _shown_markers(self._tokenizer, self.tool_format)
         self._special_text = _special_text_pattern(self._tokenizer)
         self._token_bytes: dict[int, bytes] = {}
@@ -89,6 +90,11 @@ class ModelTokenizer:
         Special tokens of the template count as such; the same texts inside messages and tools are encoded as ordinary
         text. Raises InvalidRequest where the template refuses the messages.
         """
+        if not self._has_developer:
+            # OpenAI's newer name for it; a template that has never heard of it leaves the message out, or worse.
+            messages = [
+                {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+            ]
         if self._holds_special_text(messages) or self._holds_special_text(tools):
             return await asyncio.to_thread(self._encode_guarded_chat, messages, tools)
         text = self._render(messages, tools)

@@ -78,6 +78,7 @@ REFUSED_UNLESS: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
     "prompt_embeds": (),
     "reasoning_effort": ("none",),
@@ -361,6 +362,7 @@ def check_affinity_key(key: str, *, field_name: str) -> None:
     """1 to 256 characters."""
     if not 1 <= len(key) <= MAX_AFFINITY_CHARS:
         raise InvalidRequest(f"{field_name} must have 1 to {MAX_AFFINITY_CHARS} characters", field=field_name)
+    check_text(key, field_name=field_name)
 
 
 def check_not_refused(unread: Mapping[str, Any]) -> list[str]:

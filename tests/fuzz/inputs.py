@@ -25,6 +25,8 @@ JUNK: tuple[Any, ...] = (
     "", " ", "a", "\x00", "�", "日本語", "🙂" * 20, "\ud800", "x" * 300, "x" * 70_000, "null", "1", "-1", "NaN",
     [], [[]], [None], [1, "a"], [1.5], [-1], [10**12], ["", ""], ["a"] * 300, [[1, 2], [3]], list(range(100)),
     {}, {"": ""}, {"1": 1}, {"a": {"b": {}}}, {"role": "user"}, {"type": "json_object"}, {"type": "text"},
+    [{"role": "user", "content": "a"}], [{"type": "reasoning"}], [{"type": "function_call", "call_id": "1"}],
+    [{"type": "function", "name": "f"}], {"format": {"type": "json_object"}}, {"effort": "none"},
 )  # fmt: skip
 NUMBERS = (0, 1, -1, 2, 5, 19, 20, 21, 100, 101, -100, 10**9, 2**31 - 1, 2**32, 0.1, 0.99, 1.01, 2.01, -2.01, 1e-9)
 MEMBERS = (
@@ -36,6 +38,8 @@ MEMBERS = (
     "user", "cache_salt", "allow_fallback", "prompt", "logprobs",
     "best_of", "messages", "max_completion_tokens", "top_logprobs", "echo", "suffix", "tools", "tool_choice",
     "response_format", "functions", "metadata", "store", "parallel_tool_calls", "nonsense",
+    "input", "instructions", "max_output_tokens", "text", "reasoning", "include", "previous_response_id", "background",
+    "conversation", "truncation", "prompt_cache_key", "safety_identifier", "service_tier", "max_tool_calls",
 )  # fmt: skip
 HEADERS = (
     "authorization", "content-type", "accept", "x-request-id", "idempotency-key", "last-event-id", "x-session-id",
@@ -49,7 +53,7 @@ HEADER_VALUES = (
 )  # fmt: skip
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/embeddings",
-    "/v1/responses", "/v1/", "/v1", "/", "//",
+    "/v1/responses", "/v1/responses/x", "/v1/responses/input_tokens", "/v1/", "/v1", "/", "//",
     "/health", "/ready", "/metrics", "/cluster", "/docs", "/../etc/passwd", "/v1/models/%00", "/v1/models/tandem-demo",
     "/v1/completions/", "/v1/completions?x=" + "y" * 2000, "/" + "a" * 9000, "/%ff%fe", "/v1/chat/completions#x", "*",
 )  # fmt: skip
@@ -104,12 +108,15 @@ class Inputs:
 
     def _body(self) -> tuple[str, dict[str, Any]]:
         one = self._random
-        common: dict[str, Any] = {"max_tokens": one.randint(1, MAX_TOKENS), "temperature": one.choice([0, 1])}
+        path = one.choice(["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+        common: dict[str, Any] = {_limits_of(path)[0]: one.randint(1, MAX_TOKENS), "temperature": one.choice([0, 1])}
         if one.random() < 0.3:
             common["stream"] = True
-        if one.random() < 0.5:
-            return "/v1/completions", {"prompt": self._word(), **common}
-        return "/v1/chat/completions", {"messages": [{"role": "user", "content": self._word()}], **common}
+        if path == "/v1/responses":
+            return path, {"input": self._word(), **common}
+        if path == "/v1/completions":
+            return path, {"prompt": self._word(), **common}
+        return path, {"messages": [{"role": "user", "content": self._word()}], **common}
 
     def _wrong_member(self) -> HttpInput:
         path, body = self._body()
@@ -120,7 +127,7 @@ class Inputs:
             body[name] = self._random.choice(NUMBERS) if self._random.random() < 0.4 else self._random.choice(JUNK)
             if self._random.random() < 0.1:
                 del body[name]
-        _bound_json(body)
+        _bound_json(path, body)
         text = json.dumps(body)
         if self._random.random() < 0.05:
             text = text[:-1] + ', "temperature": 1}'
@@ -133,7 +140,7 @@ class Inputs:
             data[self._random.randrange(len(data))] = self._random.choice([0, 0x22, 0x7B, 0x5D, 0x80, 0xFF, 0x5C, 0x2D])
         if self._random.random() < 0.3:
             del data[self._random.randrange(len(data)) :]
-        if not _is_bounded(bytes(data)):
+        if not _is_bounded(path, bytes(data)):
             del data[-1:]
         return HttpInput("bytes", self._request("POST", path, bytes(data)))
 
@@ -295,26 +302,32 @@ class Inputs:
         return str(spoiled.name)
 
 
-def _bound_json(body: dict[str, Any]) -> None:
+def _limits_of(path: str) -> tuple[str, ...]:
+    """What the path calls the most tokens of an answer."""
+    return ("max_output_tokens",) if path == "/v1/responses" else ("max_tokens", "max_completion_tokens")
+
+
+def _bound_json(path: str, body: dict[str, Any]) -> None:
     """No valid request for many tokens."""
-    for name in ("max_tokens", "max_completion_tokens"):
+    limits = _limits_of(path)
+    for name in limits:
         value = body.get(name, "absent")
         if isinstance(value, int | float) and not isinstance(value, bool) and MAX_TOKENS < value <= CONTEXT_TOKENS:
             body[name] = MAX_TOKENS
-    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
-        body["max_tokens"] = 1
+    if all(body.get(name) is None for name in limits):
+        body[limits[0]] = 1
     if isinstance(body.get("n"), int) and body["n"] > 20:
         body["n"] = 10**6
 
 
-def _is_bounded(data: bytes) -> bool:
+def _is_bounded(path: str, data: bytes) -> bool:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
         return True
     if not isinstance(body, dict):
         return True
-    limit = body.get("max_tokens")
+    limit = body.get(_limits_of(path)[0])
     return isinstance(limit, int) and limit <= MAX_TOKENS
 
 

@@ -29,6 +29,7 @@ CONCURRENCY = 8
 WARM_SHARE = 0.25
 """Of the requests, before memory is first looked at: caches fill."""
 MAX_GROWTH_MIB = 32
+_OF_API = (b"POST /v1/completions ", b"POST /v1/chat/completions ", b"POST /v1/responses ")
 SOUND_STATUSES = frozenset({200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 429, 431, 503})
 SOUND_CODES = frozenset(
     {
@@ -113,7 +114,7 @@ class Fuzzer:
         example = f"{given.what}: {_shown(given.data)} -> {status} {body[:300]!r}"
         if status not in SOUND_STATUSES:
             outcome.trouble(f"status {status}", example)
-        is_of_api = given.data.startswith((b"POST /v1/completions ", b"POST /v1/chat/completions "))
+        is_of_api = given.data.startswith(_OF_API)
         if status >= 400 and is_of_api and body and not _is_error_object(body):
             outcome.trouble("no error object", example)
         if any(word.encode() in body for word in INTERNAL_WORDS) and status >= 400:

@@ -386,6 +386,21 @@ async def test_reasoning_without_tools(serve):
     assert completion.json()["choices"][0]["text"].startswith("<think>")
 
 
+async def test_tokens_of_reasoning_are_counted(serve, folder_of):
+    text = "<think>\nHm.\n</think>\n\nYes."
+    system = await serve("thinks", text)
+    _, tokenizer = folder_of("thinks")
+    usage = ChatCompletion.model_validate((await ask(system, tools=None, n=2)).json()).usage
+    num_tokens = usage.completion_tokens_details.reasoning_tokens
+    token_ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(token_ids[: num_tokens // 2]).rstrip() == "<think>\nHm.\n</think>"
+    more = {"tools": None, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    events = events_of(await ask(system, {"idempotency-key": "k"}, **more))
+    assert events[-1][0]["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_tokens}
+    rest = events_of(await ask(system, {"idempotency-key": "k", "last-event-id": events[9][1]}, **more))
+    assert rest[-1][0]["usage"] == events[-1][0]["usage"]
+
+
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.catalog import ServedModel
-from gateway.openai_types import system_fingerprint
+from gateway.openai_types import ChatRequest, parse, system_fingerprint
 from gateway.validation import ModelLimits
 
 ANSWER_TEXT = "hello world, naïve café"
@@ -98,6 +98,63 @@ async def test_embeddings_are_refused_in_words(system):
 async def test_suffix_is_refused_by_name(system):
     error = error_of(await system.complete(suffix="end"))
     assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"moderation": {"model": "m"}}, "moderation"),
+        ({"service_tier": "best"}, "service_tier"),
+        ({"prompt_cache_key": "x" * 257}, "prompt_cache_key"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ],
+)
+async def test_what_is_not_served_is_refused_by_name(system, asked, field):
+    for response in (await system.chat(**asked), await system.complete(**asked)):
+        assert error_of(response)["param"] == field
+
+
+async def test_length_of_an_answer_is_named_as_it_was_given(system):
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert error_of(await system.chat(**{name: 0}))["param"] == name
+    assert (await system.chat(max_tokens=3, max_completion_tokens=3)).json()["usage"]["completion_tokens"] == 3
+    assert error_of(await system.chat(max_tokens=3, max_completion_tokens=4))["param"] == "max_completion_tokens"
+
+
+# --- hints -----------------------------------------------------------------------------------------------------------
+
+
+async def test_service_tier_that_served_is_told_to_who_asks(system, read_sse):
+    assert "service_tier" not in (await system.chat()).json()
+    assert (await system.chat(service_tier="flex")).json()["service_tier"] == "default"
+    *chunks, _ = read_sse((await system.chat(service_tier="auto", stream=True)).text)
+    assert {chunk["service_tier"] for chunk in chunks} == {"default"}
+
+
+def test_cache_key_binds_requests_together_and_a_user_where_there_is_none():
+    def affinity_of(body):
+        request, ignored = parse(json.dumps({"messages": [], **body}).encode(), ChatRequest)
+        assert not ignored
+        return request.call().affinity_key
+
+    assert affinity_of({"prompt_cache_key": "k", "user": "u"}) == "k"
+    assert affinity_of({"user": "u"}) == "u"
+    assert affinity_of({}) == ""
+
+
+@pytest.mark.parametrize("field", ["user", "prompt_cache_key"])
+async def test_half_a_character_binds_nothing_together(system, field):
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], field: "\ud800"})
+    headers = {"content-type": "application/json", "x-request-id": "named"}
+    error = error_of(await system.http.post("/v1/chat/completions", content=body, headers=headers))
+    assert (error["param"], error["code"]) == (field, "invalid_encoding")
+
+
+async def test_what_is_not_done_is_named(system):
+    """Nothing is stored, and nothing is done with a name for OpenAI's own checks."""
+    response = await system.chat(store=True, metadata={"a": "b"}, safety_identifier="x")
+    assert response.status_code == 200
+    assert response.headers["x-tandem-ignored"] == "store,metadata,safety_identifier"
 
 
 # --- echo ------------------------------------------------------------------------------------------------------------

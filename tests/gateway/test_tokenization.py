@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -177,6 +178,17 @@ CHATS = [
 async def test_chat_equals_transformers(model, reference, chat):
     expected = reference.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert await model.encode_chat(chat) == expected
+
+
+@pytest.mark.parametrize("knows", [False, True])
+async def test_developer_is_the_system_to_templates_without_one(model_folder, knows):
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    source = template + "{# developer #}" if knows else template
+    model = ModelTokenizer(replace(read_model_files(model_folder), chat_template=source))
+    told = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    token_ids = await model.encode_chat(told)
+    assert model.decode(token_ids) == f"<{'developer' if knows else 'system'}>a<user>b"
+    assert told[0]["role"] == "developer"
 
 
 async def test_special_text_in_a_message_is_ordinary_text(model, tokenizer):

@@ -1,0 +1,77 @@
+"""What there is to find in the text of a chat's answers, whichever API shows it: reasoning, calls, and their sizes."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.tokenization import ModelTokenizer
+from gateway.tool_calls import AnswerParser, Reasoning
+from gateway.tool_requests import names_of
+from services.runtime.answer_form import ToolFormat
+
+
+class AnswerParts:
+    """What to look for in a call's chat answers: calls of these tools, and reasoning where the model's template has it.
+
+    `prompts` holds the token ids of each answer's prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        request_id: str,
+        prompts: Sequence[Sequence[int]],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tool_format = tokenizer.tool_format if tools else None
+        self._tool_names = names_of(tools or ())
+        self._request_id = request_id
+        self._prompts = prompts
+        self.are_looked_for = self._tool_format is not None or tokenizer.has_reasoning
+
+    def parser(self, index: int) -> AnswerParser:
+        """A new parser for the text of one answer."""
+        return AnswerParser(
+            tool_format=self._tool_format,
+            names=self._tool_names,
+            has_reasoning=self._tokenizer.has_reasoning,
+            is_reasoning=self._tokenizer.opens_reasoning(self._prompts[index]),
+        )
+
+    def call_id(self, index: int, number: int) -> str:
+        """The same whoever writes the answer, and whenever. Mistral's templates ask for nine letters and digits."""
+        digits = hashlib.sha256(f"{self._request_id}/{index}/{number}".encode()).hexdigest()
+        return digits[:9] if self._tool_format is ToolFormat.MISTRAL else f"call_{digits[:24]}"
+
+
+class ReasoningTokens:
+    """Counts the tokens up to where the answer proper begins; none of an answer without reasoning.
+
+    `parser` is one of the answer's own, that has read nothing.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer, parser: AnswerParser) -> None:
+        self._detokenizer = tokenizer.detokenizer()
+        self._parser = parser
+        self._num_read = 0
+        self._has_reasoning = False
+        self._is_over = False
+
+    @property
+    def num_tokens(self) -> int:
+        """How many so far."""
+        return self._num_read if self._has_reasoning else 0
+
+    def push(self, token_ids: Sequence[int]) -> int:
+        """Takes the next tokens of the answer; gives the number of those that come before the answer proper."""
+        num_before = self._num_read
+        for token_id in () if self._is_over else token_ids:
+            pieces = self._parser.push(self._detokenizer.push((token_id,)))
+            self._has_reasoning = self._has_reasoning or any(isinstance(piece, Reasoning) for piece in pieces)
+            self._is_over = any(not isinstance(piece, Reasoning) for piece in pieces)
+            if self._is_over:
+                break
+            self._num_read += 1
+        return self._num_read - num_before
