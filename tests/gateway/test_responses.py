@@ -640,7 +640,6 @@ REFUSED = {
         "text.format",
         "missing_required_parameter",
     ),
-    "format-and-tools": ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format", UNSUPPORTED),
     "format-text": ({"text": {"format": "json"}}, "text.format", "invalid_type"),
     "text-text": ({"text": "json"}, "text", "invalid_type"),
     "input-missing": ({"input": None}, "input", "missing_required_parameter"),
@@ -720,7 +719,7 @@ REFUSED_LATER = {
         "text.format",
         "text.format",
     ),
-    "stop-and-schema": ({"stop": "a", "text": {"format": {"type": "json_object"}}}, "stop", "JSON text.format"),
+    "stop-and-schema": ({"stop": "a", "text": {"format": {"type": "json_object"}}}, "stop", "this text.format"),
     "tools": ({"tools": TOOLS}, "tools", "chat template"),
     "calls": ({"input": [USER, call_item("1")]}, "input", "chat template"),
 }
