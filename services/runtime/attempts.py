@@ -12,6 +12,9 @@ DEFAULT_SERVICE_CLASS = 2
 """Of five, 0 to 4: of an attempt that names none."""
 NUM_SERVICE_CLASSES = 5
 
+KV_TRANSFER_SPAN, DECODE_SPAN = 1, 2
+"""An attempt's `traceparent` names its span `prefill`; the ids of the spans `kv_transfer` and `decode` follow it."""
+
 S = TypeVar("S")
 A = TypeVar("A")
 
@@ -38,6 +41,7 @@ class AttemptSpec(Generic[S]):
     """0 is served first, 4 last."""
     json_schema: str = ""
     """What the answer must keep to; empty: any text."""
+    tracestate: str = ""
     eos_token_ids: tuple[int, ...] = ()
     """The model's ends of sequence, as far as they end this answer."""
 
@@ -71,6 +75,7 @@ def read_spec(
         cache_salt=message.cache_salt,
         service_class=_service_class(message),
         json_schema=message.json_schema,
+        tracestate=message.tracestate,
         eos_token_ids=eos_token_ids,
     )
 
