@@ -141,6 +141,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             _add_limits(context, call.ticket)
             async with begun(self._requests, accepted, accepted.generations) as (stream,):
                 model.name, model.fallback = accepted.model, accepted.fallback
+                model.traceparent = accepted.span.told_traceparent
                 async with contextlib.aclosing(stream) as deltas:
                     async for delta in deltas:
                         yield _response(accepted.request_id, delta)
@@ -291,6 +292,7 @@ def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
         tenant=request.tenant,
         deadline=rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S),
         traceparent=_metadata(context, "traceparent") or "",
+        tracestate=_metadata(context, "tracestate") or "",
         allow_fallback=None
         if allows_fallback is None
         else check_permission(allows_fallback, field_name=ALLOW_FALLBACK),
@@ -357,6 +359,8 @@ class _AnsweringModel:
 
     name: str = ""
     fallback: str = ""
+    traceparent: str = ""
+    """Of the request's span, where one is recorded."""
     is_told: bool = False
 
     async def tell(self, context: Context) -> None:
@@ -367,6 +371,8 @@ class _AnsweringModel:
         said = [("x-tandem-model", header_value(self.name))]
         if self.fallback:
             said.append(("x-tandem-fallback", header_value(self.fallback)))
+        if self.traceparent:
+            said.append(("traceparent", self.traceparent))
         await context.send_initial_metadata(tuple(said))
 
 

@@ -261,6 +261,7 @@ class HttpApi:
         self._door.let_in(call, key, model=self._requests.catalog.name_of(call.model))
         call.request_id = exchange.header(b"x-request-id") or None
         call.traceparent = exchange.header(b"traceparent")
+        call.tracestate = ",".join(exchange.all_headers(b"tracestate"))
         ask = _ask(exchange, call, body, request, writer_type)
         if ignored:
             exchange.add_header(b"x-tandem-ignored", ",".join(ignored))
@@ -270,6 +271,7 @@ class HttpApi:
             return
         with await self._requests.accept(call) as accepted:
             exchange.add_header(b"x-request-id", accepted.request_id)
+            exchange.add_trace(accepted.span.told_traceparent)
             exchange.add_limits(call.ticket)
             with exchange.cancelled_on_disconnect():
                 async with begun(self._requests, accepted, accepted.generations) as streams:
@@ -558,6 +560,11 @@ class _Exchange:
         if ticket is not None:
             for name, value in ticket.headers:
                 self.add_header(name.encode(), value)
+
+    def add_trace(self, traceparent: str) -> None:
+        """Tells the client which span is its request's, if any is."""
+        if traceparent:
+            self.add_header(b"traceparent", traceparent)
 
     def add_header(self, name: bytes, value: str) -> None:
         """Adds a header to the answer."""
