@@ -253,7 +253,8 @@ class Requests:
             lane=self._lane(generation.model, generation.tenant),
         )
         figures = self._metrics.of(generation.model, generation.service_class)
-        observed = _Observed(figures, self.log.trace(generation), generation.span.answer(generation.choice))
+        spans = generation.span.answer(generation.choice, generation.model)
+        observed = _Observed(figures, self.log.trace(generation), spans)
         timer = asyncio.get_running_loop().call_later(generation.deadline.remaining_s(), request.expire)
         error: BaseException | None = None
         self._open[request] = observed

@@ -100,11 +100,15 @@ class RequestSpans:
         """The same for the client, if spans are recorded here that it could look for."""
         return self.traceparent if self._tracing is not None else ""
 
-    def answer(self, choice: int) -> "AnswerSpans | None":
-        """Where one of its answers writes its phases down; None: nowhere."""
+    def answer(self, choice: int, model: str) -> "AnswerSpans | None":
+        """Where one of its answers writes its phases down; None: nowhere.
+
+        What another model was asked for before is over, and this one begins there.
+        """
         if self._tracing is None:
             return None
-        answer = AnswerSpans(self, choice, self._arrived_s)
+        ended_s = max((earlier.ended_s for earlier in self._of(choice)), default=self._arrived_s)
+        answer = AnswerSpans(self, choice, model, ended_s)
         self._answers.append(answer)
         return answer
 
@@ -150,21 +154,32 @@ class RequestSpans:
         if not (context.is_sampled or is_failed or self._is_kept or self._is_slow(ended_s, tracing)):
             return
         if not self._answers:
-            self._answers.append(AnswerSpans(self, 0, self._arrived_s))
+            self._answers.append(AnswerSpans(self, 0, "", self._arrived_s))
         last = max(self._answers, key=lambda answer: answer.ended_s)
         last.phases[-1].end_s = ended_s  # what is left of the request is the sending of this one's end
         error_type = "" if error is None or _is_cancelled(error) else type(error).__name__
-        described = {**describe(), **_times(last.phases), **self._predictions(last)}
+        described = {
+            **describe(),
+            **_times([phase for answer in self._of(last.choice) for phase in answer.phases]),
+            **self._predictions(last),
+        }
         spans = [span for answer in self._answers for span in answer.spans(context)]
-        parent_id = 0 if self._parent is None else self._parent.span_id
-        start_ns, end_ns = self._arrived_unix_ns, self.unix_ns(ended_s)
-        name, is_server = "request", True
-        spans.append(
-            Span(
-                name, context, parent_id, start_ns, end_ns, described, self._events, self._links, error_type, is_server
-            )
+        request = Span(
+            "request",
+            context,
+            0 if self._parent is None else self._parent.span_id,
+            self._arrived_unix_ns,
+            self.unix_ns(ended_s),
+            attributes=described,
+            events=self._events,
+            links=self._links,
+            error_type=error_type,
+            is_server=True,
         )
-        telemetry.export(spans)
+        telemetry.export([*spans, request])
+
+    def _of(self, choice: int) -> "list[AnswerSpans]":
+        return [answer for answer in self._answers if answer.choice == choice]
 
     @property
     def _is_kept(self) -> bool:
@@ -218,7 +233,9 @@ class _Follows:
 class AnswerSpans:
     """The phases of one answer; `Requests.run` writes them down."""
 
-    def __init__(self, request: RequestSpans, choice: int, began_s: float) -> None:
+    def __init__(self, request: RequestSpans, choice: int, model: str, began_s: float) -> None:
+        self.choice = choice
+        self.model = model
         self.phases = [_Phase("queue", telemetry.new_span_id(), 1, began_s)]
         self.has_failed = False
         """An attempt of it has."""
@@ -227,7 +244,6 @@ class AnswerSpans:
         self.first_token_s: float | None = None
         self.predicted_ttft_s: float | None = None
         self._request = request
-        self._choice = choice
         self._predicted_itl_s = 0.0
         self._predicted_transfer_s: float | None = None
         self._num_tokens = 0
@@ -247,7 +263,7 @@ class AnswerSpans:
             self.was_placed = True
             self.predicted_ttft_s = (predicted_queue_s or 0.0) + route.predicted_ttft_s
         asking = _Phase("route", telemetry.new_span_id(), number, asked_s, now_s, attempt=attempt, route=route)
-        asking.follows = self._follows
+        asking.follows, asking.attributes["tandem.model"] = self._follows, self.model
         self.phases.append(asking)
         self._predicted_itl_s = route.predicted_itl_s
         transfer_s = route.inputs.get("transfer_s")
@@ -282,7 +298,7 @@ class AnswerSpans:
     def has_token(self) -> None:
         """Its first token is there."""
         self.first_token_s = self._request.now_s()
-        self._request.add_event("first_token", {"tandem.choice": self._choice})
+        self._request.add_event("first_token", {"tandem.choice": self.choice})
 
     def must_wait(self, error: Exception, reason: str, *, num_tokens: int) -> None:
         """Its attempt ended of a reason after which it waits for workers again."""
@@ -351,7 +367,7 @@ class AnswerSpans:
             phase.predicted_s = self._predicted_itl_s * num_new
 
     def _described(self, phase: _Phase) -> dict[str, Value]:
-        said = {"tandem.attempt": phase.attempt_number, "tandem.choice": self._choice, **phase.attributes}
+        said = {"tandem.attempt": phase.attempt_number, "tandem.choice": self.choice, **phase.attributes}
         if phase.attempt is not None:
             said |= _DESCRIPTIONS[phase.name](phase.attempt, phase.route)
         if phase.predicted_s is not None:
