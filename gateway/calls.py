@@ -211,7 +211,7 @@ class AcceptedCall:
         self.generations = generations
         self.request_id = request_id
         self.operation = operation
-        self.model = model
+        self.model = self.asked_model = model
         self.fallback = fallback
         self.fallbacks: tuple[str, ...] = ()
         self.call: Call | None = None
@@ -242,7 +242,7 @@ class AcceptedCall:
             cache_salt=first.cache_salt,
             share_cache=first.share_cache,
             remaining_s=first.deadline.remaining_s(),
-            traceparent=self.span.traceparent,
+            traceparent=self.span.told_traceparent,
         )
 
     def fall_back(self, generations: list[Generation], fallback: str) -> None:
@@ -281,7 +281,7 @@ class AcceptedCall:
             "gen_ai.operation.name": self.operation,
             "gen_ai.provider.name": "tandem",
             "gen_ai.request.id": self.request_id,
-            "gen_ai.request.model": self.model,
+            "gen_ai.request.model": self.asked_model,
             "gen_ai.request.choice.count": len(self.generations),
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
@@ -296,7 +296,7 @@ class AcceptedCall:
             "gen_ai.usage.output_tokens": totals.completion_tokens,
             "gen_ai.usage.cache_read.input_tokens": totals.cached_tokens,
             "tandem.service_class": first.service_class,
-            "tandem.is_resumed": self.is_resumed,
+            "tandem.resumed_tokens": totals.completion_tokens - totals.new_tokens,
         }
         if first.tenant:
             said["tandem.tenant"] = first.tenant

@@ -35,7 +35,7 @@ from gateway.validation import (
     check_token_ids,
 )
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from services.runtime import rpc
+from services.runtime import rpc, telemetry
 from services.runtime.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from services.runtime.tls import OPERATOR
 from services.scheduling.health import GpuState
@@ -99,6 +99,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             next_index=request.next_index,
             remaining_s=deadline.remaining_s(),
             ticket=self._door.ticket(tenant),
+            trace=telemetry.extract(_metadata(context, "traceparent") or "", _metadata(context, "tracestate") or ""),
         )
         model = _AnsweringModel()
         async with contextlib.aclosing(self._named(ask, key, context, model)) as responses:
@@ -154,6 +155,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             # Another key of the tenant may have begun it, and may be allowed more.
             self._door.check_model(key, reader.model)
             model.name, model.fallback = reader.model, reader.fallback
+            model.traceparent = reader.traceparent
             _add_limits(context, ask.ticket)
             last_text = ""
             async for part in parts:

@@ -292,6 +292,7 @@ class HttpApi:
         """The same for a request with a name, whose answer others may read too."""
         async with self._journals.attach(ask) as reader:
             exchange.add_header(b"x-request-id", reader.request_id)
+            exchange.add_trace(reader.traceparent)
             # Another key of the tenant may have begun it, and may be allowed more.
             self._door.check_model(key, reader.model)
             _add_model_headers(exchange, reader.model, reader.fallback)

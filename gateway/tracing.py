@@ -21,13 +21,14 @@ Knows neither workers nor how a request is done, and never a prompt, an answer o
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gateway.attempts import Attempt
 from services.runtime import telemetry
 from services.runtime.attempts import DECODE_SPAN, KV_TRANSFER_SPAN
-from services.runtime.clock import Clock
+from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InternalError, RequestCancelled, TandemError
 from services.runtime.telemetry import Event, Link, Span, TraceContext, Value
 from services.scheduling.routing import Route
@@ -107,8 +108,8 @@ class RequestSpans:
         """
         if self._tracing is None:
             return None
-        ended_s = max((earlier.ended_s for earlier in self._of(choice)), default=self._arrived_s)
-        answer = AnswerSpans(self, choice, model, ended_s)
+        ended_s = [earlier.ended_s for earlier in self._answers if earlier.choice == choice]
+        answer = AnswerSpans(self, choice, model, max(ended_s, default=self._arrived_s))
         self._answers.append(answer)
         return answer
 
@@ -147,47 +148,44 @@ class RequestSpans:
         tracing, context = self._tracing, self.context
         if tracing is None or context is None:
             return
-        self._tracing = None
+        if error is None and not self._answers:
+            self._tracing = None  # nothing was left to do, or it goes on as another request
+            return
         ended_s = tracing.clock.monotonic()
         was_placed = any(answer.was_placed for answer in self._answers)
         is_failed = error is not None and _is_failure(error, was_placed=was_placed)
-        if not (context.is_sampled or is_failed or self._is_kept or self._is_slow(ended_s, tracing)):
-            return
-        if not self._answers:
-            self._answers.append(AnswerSpans(self, 0, "", self._arrived_s))
-        last = max(self._answers, key=lambda answer: answer.ended_s)
+        if context.is_sampled or is_failed or self._is_kept or self._is_slow(ended_s):
+            telemetry.export(self._spans(context, ended_s, error, describe()))
+        self._tracing = None
+        self._answers.clear()
+
+    def _spans(
+        self, context: TraceContext, ended_s: float, error: BaseException | None, described: Mapping[str, Value]
+    ) -> list[Span]:
+        answers = self._answers or [AnswerSpans(self, 0, "", self._arrived_s)]
+        last = max(answers, key=lambda answer: answer.ended_s)
         last.phases[-1].end_s = ended_s  # what is left of the request is the sending of this one's end
-        error_type = "" if error is None or _is_cancelled(error) else type(error).__name__
-        described = {
-            **describe(),
-            **_times([phase for answer in self._of(last.choice) for phase in answer.phases]),
-            **self._predictions(last),
-        }
-        spans = [span for answer in self._answers for span in answer.spans(context)]
+        phases = [phase for answer in answers if answer.choice == last.choice for phase in answer.phases]
         request = Span(
             "request",
             context,
             0 if self._parent is None else self._parent.span_id,
             self._arrived_unix_ns,
             self.unix_ns(ended_s),
-            attributes=described,
+            attributes={**described, **_times(phases), **self._predictions(last)},
             events=self._events,
             links=self._links,
-            error_type=error_type,
+            error_type="" if error is None or _is_cancelled(error) else type(error).__name__,
             is_server=True,
         )
-        telemetry.export([*spans, request])
-
-    def _of(self, choice: int) -> "list[AnswerSpans]":
-        return [answer for answer in self._answers if answer.choice == choice]
+        return [*(span for answer in answers for span in answer.spans(context)), request]
 
     @property
     def _is_kept(self) -> bool:
         return any(answer.has_failed for answer in self._answers)
 
-    def _is_slow(self, now_s: float, tracing: Tracing | None = None) -> bool:
-        tracing = tracing or self._tracing
-        return tracing is not None and 0 < tracing.slow_s <= now_s - self._arrived_s
+    def _is_slow(self, now_s: float) -> bool:
+        return self._tracing is not None and 0 < self._tracing.slow_s <= now_s - self._arrived_s
 
     def _predictions(self, answer: "AnswerSpans") -> dict[str, Value]:
         """What was said of its first token, and when it came."""
@@ -202,6 +200,42 @@ class RequestSpans:
 
 NO_TRACE = RequestSpans(None, None)
 """Of requests that nobody traces."""
+
+
+@contextlib.contextmanager
+def attached(
+    parent: TraceContext | None, request: RequestSpans, traceparent: str, *, clock: Clock = SYSTEM_CLOCK
+) -> Iterator[str]:
+    """A client reads the answer of a request that others began, `traceparent` names whose span: the span `attach`.
+
+    The two spans link to one another, for they are of different traces. Gives the new one's name; empty: there is none.
+    """
+    context = telemetry.root(parent) if telemetry.is_on() else None
+    if context is None:
+        yield ""
+        return
+    began_s, began_unix_ns = clock.monotonic(), clock.unix_ns()
+    request.add_link(context, "attached")
+    known = telemetry.extract(traceparent)
+    error_type = ""
+    try:
+        yield telemetry.inject(context)
+    except Exception as error:
+        error_type = "" if _is_cancelled(error) else type(error).__name__
+        raise
+    finally:
+        if context.is_sampled:
+            span = Span(
+                "attach",
+                context,
+                0 if parent is None else parent.span_id,
+                began_unix_ns,
+                began_unix_ns + _ns(clock.monotonic() - began_s),
+                links=() if known is None else (Link(known, {"tandem.reason": "attached"}),),
+                error_type=error_type,
+                is_server=True,
+            )
+            telemetry.export([span])
 
 
 @dataclass(slots=True, eq=False)

@@ -430,3 +430,98 @@ async def test_however_it_ends_every_phase_has_an_end(make_system, worker_type, 
         assert request.error_type == ENDS[run]
     last = phases_of(request, trace)[-1]
     assert (last.error_type or last.attributes.get("tandem.is_cancelled")) or run is _finishes
+
+
+# --- requests with a name ---------------------------------------------------------------------------------------------
+
+
+class Gated:
+    """Decode worker's script: all of an answer, but for a stop after its second token until `gate` is set."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.gate = asyncio.Event()
+
+    async def decode(self, attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        first = len(attempt.spec.emitted_token_ids)
+        attempt.tokens(first, self.answer[first:2])
+        await self.gate.wait()
+        first = max(first, 2)
+        attempt.tokens(first, self.answer[first:])
+        attempt.finish(inference_pb2.FINISH_REASON_STOP)
+
+
+BODY = {"prompt": [5, 6, 7], "max_tokens": 100, "stream": True, "return_token_ids": True}
+
+
+def link_of(span):
+    return [(link.context.span_id, link.attributes["tandem.reason"]) for link in span.links]
+
+
+async def read_some(system, named):
+    """Reads the first event of a named stream and leaves; its id, and the span that the client was told."""
+    async with system.http.stream("POST", "/v1/completions", json=BODY, headers=named) as response:
+        assert response.status_code == 200
+        lines = response.aiter_lines()
+        while not (line := await anext(lines)).startswith("id: "):
+            pass
+    return line.removeprefix("id: "), response.headers["traceparent"]
+
+
+async def test_who_attaches_to_a_request_and_the_request_link_to_one_another(make_system, worker_type, answer, spans):
+    system = await make_system()
+    script = Gated(answer)
+    worker = await system.add(worker_type("decode", "decode-0", script.decode))
+    named = {"idempotency-key": "order"}
+    first = asyncio.create_task(system.http.post("/v1/completions", json=BODY, headers=named))
+    await system.until(lambda: worker.attempts)
+    second = asyncio.create_task(system.http.post("/v1/completions", json=BODY, headers={**named, **headers()}))
+    journal = next(iter(system.gateway._journals._journals.values()))
+    await system.until(lambda: journal.num_users == 2)
+    script.gate.set()
+    answers = [await first, await second]
+    assert answers[0].text.count("data:") == answers[1].text.count("data:") > 2
+    request, trace = await trace_of(system, spans)
+    check(request, trace)
+    await system.until(lambda: spans.named("attach"))
+    attach = spans.one("attach")
+    assert link_of(attach) == [(request.context.span_id, "attached")]
+    assert link_of(request) == [(attach.context.span_id, "attached")]
+    assert f"{attach.context.trace_id:032x}" == TRACE_ID != f"{request.context.trace_id:032x}"
+    assert f"{attach.parent_id:016x}" == CLIENT_SPAN_ID
+    told = [answer.headers["traceparent"] for answer in answers]
+    assert told == [telemetry.inject(request.context), telemetry.inject(attach.context)]
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+async def test_who_resumes_a_request_links_to_what_it_was(make_system, worker_type, answer, spans, where):
+    system = await make_system()
+    script = Gated(answer)
+    await system.add(worker_type("decode", "decode-0", script.decode))
+    named = {"idempotency-key": "order"}
+    last_id, told = await read_some(system, named)
+    first, trace = await trace_of(system, spans)
+    check(first, trace)
+    assert told == telemetry.inject(first.context)
+    await system.flush_journals()
+    other = system if where == "here" else await make_system()
+    await other.until(lambda: other.gateway.topology.num_ready("decode", "tiny") == 1)
+    script.gate.set()
+    more = {**named, **headers(), "last-event-id": last_id}
+    response = await other.http.post("/v1/completions", json=BODY, headers=more)
+    assert response.text.endswith("data: [DONE]\n\n")
+    second, trace = await trace_of(other, spans, num_requests=2)
+    check(second, trace)
+    assert second.attributes["tandem.resumed_tokens"] == 2
+    assert link_of(second) == [(first.context.span_id, "resumed")]
+    assert f"{second.context.trace_id:032x}" == TRACE_ID
+    assert f"{second.parent_id:016x}" == CLIENT_SPAN_ID
+    assert spans.named("attach") == []
+    assert len(spans.named("request")) == 2
+    # Whoever only reads what is complete has nothing computed.
+    assert (await other.http.post("/v1/completions", json=BODY, headers=named)).status_code == 200
+    await other.until(lambda: spans.named("attach"))
+    assert link_of(spans.one("attach")) == [(second.context.span_id, "attached")]
+    assert len(spans.named("request")) == 2
