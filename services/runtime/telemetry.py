@@ -13,8 +13,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import grpc
 import msgspec
@@ -97,9 +96,9 @@ class Exporter:
         self._queue: deque[Span] = deque()
         self._wake = threading.Event()
         self._closing = threading.Event()
-        self._resource = resource_pb2.Resource(attributes=[_pair("service.name", service_name)])
-        if instance_id:
-            self._resource.attributes.append(_pair("service.instance.id", instance_id))
+        self._resource = resource_pb2.Resource()
+        names = {"service.name": service_name} | ({"service.instance.id": instance_id} if instance_id else {})
+        _describe(self._resource.attributes, names)
         target = otlp_url.split("://", 1)[-1].split("/", 1)[0]
         if otlp_url.startswith("https"):
             self._channel = grpc.secure_channel(target, grpc.ssl_channel_credentials())
@@ -280,11 +279,9 @@ def extract(traceparent: str, tracestate: str = "") -> TraceContext | None:
 
 
 def _message(span: Span) -> trace_pb2.Span:
-    context, attributes, status = span.context, _pairs(span.attributes), None
-    if span.error_type:
-        attributes.append(_pair("error.type", span.error_type))
-        status = _FAILED
-    return trace_pb2.Span(
+    """Fields are set one by one: that takes a third of the time of constructors within constructors."""
+    context = span.context
+    message = trace_pb2.Span(
         trace_id=context.trace_id.to_bytes(16),
         span_id=context.span_id.to_bytes(8),
         trace_state=context.state,
@@ -294,51 +291,49 @@ def _message(span: Span) -> trace_pb2.Span:
         kind=trace_pb2.Span.SPAN_KIND_SERVER if span.is_server else trace_pb2.Span.SPAN_KIND_INTERNAL,
         start_time_unix_nano=span.start_unix_ns,
         end_time_unix_nano=span.end_unix_ns,
-        attributes=attributes,
-        events=[
-            trace_pb2.Span.Event(name=event.name, time_unix_nano=event.unix_ns, attributes=_pairs(event.attributes))
-            for event in span.events
-        ],
-        links=[
-            trace_pb2.Span.Link(
-                trace_id=link.context.trace_id.to_bytes(16),
-                span_id=link.context.span_id.to_bytes(8),
-                trace_state=link.context.state,
-                attributes=_pairs(link.attributes),
-            )
-            for link in span.links
-        ],
-        status=status,
     )
+    _describe(message.attributes, span.attributes)
+    if span.error_type:
+        _describe(message.attributes, {"error.type": span.error_type})
+        message.status.code = trace_pb2.Status.STATUS_CODE_ERROR
+    for event in span.events:
+        told = message.events.add(name=event.name, time_unix_nano=event.unix_ns)
+        _describe(told.attributes, event.attributes)
+    for link in span.links:
+        other = link.context
+        linked = message.links.add(
+            trace_id=other.trace_id.to_bytes(16), span_id=other.span_id.to_bytes(8), trace_state=other.state
+        )
+        _describe(linked.attributes, link.attributes)
+    return message
 
 
-def _pairs(attributes: Mapping[str, Value]) -> list[common_pb2.KeyValue]:
-    return [
-        _pair(name, value[:MAX_TEXT_CHARS])
-        if isinstance(value, str)
-        else common_pb2.KeyValue(key=name, value=_value(value))
-        for name, value in attributes.items()
-    ]
+class _Pairs(Protocol):
+    """Attributes within a message."""
+
+    def add(self) -> common_pb2.KeyValue: ...
 
 
-@lru_cache(maxsize=1024)
-def _pair(name: str, value: str) -> common_pb2.KeyValue:
-    """Most texts are names of workers and reasons, the same in every trace."""
-    return common_pb2.KeyValue(key=name, value=_value(value))
+def _describe(pairs: _Pairs, attributes: Mapping[str, Value]) -> None:
+    for name, value in attributes.items():
+        pair = pairs.add()
+        pair.key = name
+        _set(pair.value, value)
 
 
-def _value(value: Value) -> common_pb2.AnyValue:
+def _set(message: common_pb2.AnyValue, value: Value) -> None:
     if isinstance(value, str):
-        return common_pb2.AnyValue(string_value=value[:MAX_TEXT_CHARS])
-    if isinstance(value, bool):
-        return common_pb2.AnyValue(bool_value=value)
-    if isinstance(value, int):
-        return common_pb2.AnyValue(int_value=value)
-    if isinstance(value, float):
-        return common_pb2.AnyValue(double_value=value)
-    return common_pb2.AnyValue(array_value=common_pb2.ArrayValue(values=map(_value, value)))
+        message.string_value = value[:MAX_TEXT_CHARS]
+    elif isinstance(value, bool):
+        message.bool_value = value
+    elif isinstance(value, int):
+        message.int_value = value
+    elif isinstance(value, float):
+        message.double_value = value
+    else:
+        for each in value:
+            _set(message.array_value.values.add(), each)
 
 
 _SCOPE = common_pb2.InstrumentationScope(name="tandem")
-_FAILED = trace_pb2.Status(code=trace_pb2.Status.STATUS_CODE_ERROR)
 _exporter: Exporter | None = None
