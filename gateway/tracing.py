@@ -155,7 +155,7 @@ class RequestSpans:
         was_placed = any(answer.was_placed for answer in self._answers)
         is_failed = error is not None and _is_failure(error, was_placed=was_placed)
         if context.is_sampled or is_failed or self._is_kept or self._is_slow(ended_s):
-            telemetry.export(self._spans(context, ended_s, error, describe()))
+            telemetry.export(self._spans(context._replace(is_sampled=True), ended_s, error, describe()))
         self._tracing = None
         self._answers.clear()
 

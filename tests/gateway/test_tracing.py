@@ -60,6 +60,7 @@ def phases_of(request, trace, choice=0):
 def check(request, trace, num_choices=1):
     """What holds of every trace, however the request went."""
     assert len({span.context.span_id for span in trace}) == len(trace)
+    assert all(span.context.is_sampled for span in trace), "what is exported says so"
     assert all(span.parent_id == request.context.span_id for span in trace if span is not request)
     assert all(span.start_unix_ns <= span.end_unix_ns for span in trace), "a span was left open"
     ended = []
@@ -296,6 +297,20 @@ async def test_what_failed_is_exported_whatever_the_sample(make_system, worker_t
     request, trace = await trace_of(system, spans)
     check(request, trace)
     assert request.error_type == "TransferFailed"
+    assert "words" not in repr(trace)
+
+
+async def test_a_fault_of_this_program_is_exported_whatever_the_sample(system, spans, monkeypatch):
+    spans.is_sampled = False
+
+    async def breaks(call):
+        raise RuntimeError("a client's words")
+
+    monkeypatch.setattr(system.gateway.requests._accepting, "accept", breaks)
+    assert (await system.complete()).status_code == 500
+    request, trace = await trace_of(system, spans)
+    check(request, trace)
+    assert request.error_type == "RuntimeError"
     assert "words" not in repr(trace)
 
 
