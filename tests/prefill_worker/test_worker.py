@@ -453,6 +453,28 @@ async def test_chunks_and_the_sending_are_spans_of_the_attempt(
     assert said["tandem.kv.gb_per_s"] == pytest.approx(5 * 64 / took_ns)
 
 
+@pytest.mark.parametrize("error", [TransferFailed("the channel broke"), None])
+async def test_a_sending_that_breaks_or_is_cancelled_is_a_span_all_the_same(
+    make_bench: Make, monkeypatch: pytest.MonkeyPatch, error: TransferFailed | None
+) -> None:
+    spans = KeptSpans.install(monkeypatch)
+    bench = make_bench()
+    bench.links.holds_commits = True
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20, traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
+    await bench.until(lambda: any(transfer.sealed for transfer in bench.links.transfers.values()))
+    if error is None:
+        gateway.cancel("r")
+    else:
+        (transfer,) = bench.links.transfers.values()
+        transfer.error = error
+        transfer.may_commit.set()
+    await bench.until(lambda: bool(spans.named("kv_transfer.send")))
+    sending = spans.one("kv_transfer.send")
+    assert sending.error_type == ("" if error is None else "TransferFailed")
+    assert sending.attributes.get("tandem.is_cancelled", False) is (error is None)
+
+
 async def test_an_engine_that_hangs_fails_everything_and_ends_the_worker(make_bench: Make) -> None:
     bench = make_bench(step_timeout_s=1.0)
     bench.runner.gate.clear()
