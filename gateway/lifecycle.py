@@ -461,12 +461,10 @@ class Requests:
         except InvalidRequest:
             model = ""
         self.log.note_refusal(error, call=call, model=model, arrived_s=arrived_s)
-        self.tracing.refuse(
-            telemetry.extract(call.traceparent, call.tracestate),
-            error,
-            arrived_s=arrived_s,
-            attributes={"gen_ai.operation.name": call.operation, "gen_ai.request.model": model},
-        )
+        if telemetry.is_on():
+            parent = telemetry.extract(call.traceparent, call.tracestate)
+            said = {"gen_ai.operation.name": call.operation, "gen_ai.request.model": model}
+            self.tracing.refuse(parent, error, arrived_s=arrived_s, attributes=said)
         service_class = call.service_class or DEFAULT_SERVICE_CLASS
         if model and service_class in SERVICE_CLASSES:
             outcome = outcome_of(error, was_placed=False)

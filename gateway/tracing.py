@@ -58,11 +58,10 @@ class Tracing:
         arrived_s: float,
         attributes: Mapping[str, Value],
     ) -> None:
-        """A request has ended before it was accepted."""
-        if telemetry.is_on():
-            arrived_unix_ns = self.clock.unix_ns() - _ns(self.clock.monotonic() - arrived_s)
-            spans = self.begin(parent, arrived_s=arrived_s, arrived_unix_ns=arrived_unix_ns)
-            spans.finish(error, lambda: attributes)
+        """A request has ended before it was accepted: a span without phases."""
+        arrived_unix_ns = self.clock.unix_ns() - _ns(self.clock.monotonic() - arrived_s)
+        spans = self.begin(parent, arrived_s=arrived_s, arrived_unix_ns=arrived_unix_ns)
+        spans.finish(error, lambda: attributes)
 
 
 class RequestSpans:
@@ -71,7 +70,10 @@ class RequestSpans:
     While telemetry is off, or there is no trace, it records nothing and only passes its client's context on.
     """
 
-    __slots__ = ("_answers", "_arrived_s", "_arrived_unix_ns", "_events", "_links", "_parent", "_tracing", "context")
+    __slots__ = (
+        *("_answers", "_arrived_s", "_arrived_unix_ns", "_clock", "_events", "_links", "_parent", "_tracing"),
+        "context",
+    )
 
     def __init__(
         self,
@@ -84,6 +86,8 @@ class RequestSpans:
     ) -> None:
         self.context = context
         self._tracing = tracing if telemetry.is_on() and context is not None else None
+        """None: nothing is recorded, or not any more."""
+        self._clock = SYSTEM_CLOCK if tracing is None else tracing.clock
         self._parent = parent
         self._arrived_s = arrived_s
         self._arrived_unix_ns = arrived_unix_ns
@@ -115,16 +119,16 @@ class RequestSpans:
 
     def for_attempt(self) -> TraceContext | None:
         """The context that an attempt's workers get: new ids of its phases, for every attempt."""
-        context, tracing = self.context, self._tracing
-        if context is None or tracing is None:
+        context = self.context
+        if context is None or self._tracing is None:
             return context
-        is_sampled = context.is_sampled or self._is_kept or self._is_slow(tracing.clock.monotonic())
+        is_sampled = context.is_sampled or self._is_kept or self._is_slow(self.now_s())
         return context._replace(span_id=telemetry.new_span_id(), is_sampled=is_sampled)
 
     def add_event(self, name: str, attributes: Mapping[str, Value]) -> None:
         """Something happened now."""
         if self._tracing is not None and len(self._events) < MAX_EVENTS:
-            self._events.append(Event(name, self.unix_ns(self._tracing.clock.monotonic()), attributes))
+            self._events.append(Event(name, self.unix_ns(self.now_s()), attributes))
 
     def add_link(self, context: TraceContext | None, reason: str) -> None:
         """It has to do with another request's span: `resumed`, `attached`."""
@@ -133,8 +137,7 @@ class RequestSpans:
 
     def now_s(self) -> float:
         """Now, by the clock of all phases."""
-        assert self._tracing is not None, "only answers that are recorded ask"
-        return self._tracing.clock.monotonic()
+        return self._clock.monotonic()
 
     def unix_ns(self, at_s: float) -> int:
         """A moment of the monotonic clock as spans tell it."""
@@ -145,13 +148,13 @@ class RequestSpans:
 
         `describe` gives the request's attributes, if they are needed.
         """
-        tracing, context = self._tracing, self.context
-        if tracing is None or context is None:
+        context = self.context
+        if self._tracing is None or context is None:
             return
         if error is None and not self._answers:
             self._tracing = None  # nothing was left to do, or it goes on as another request
             return
-        ended_s = tracing.clock.monotonic()
+        ended_s = self.now_s()
         was_placed = any(answer.was_placed for answer in self._answers)
         is_failed = error is not None and _is_failure(error, was_placed=was_placed)
         if context.is_sampled or is_failed or self._is_kept or self._is_slow(ended_s):
@@ -162,23 +165,27 @@ class RequestSpans:
     def _spans(
         self, context: TraceContext, ended_s: float, error: BaseException | None, described: Mapping[str, Value]
     ) -> list[Span]:
-        answers = self._answers or [AnswerSpans(self, 0, "", self._arrived_s)]
-        last = max(answers, key=lambda answer: answer.ended_s)
-        last.phases[-1].end_s = ended_s  # what is left of the request is the sending of this one's end
-        phases = [phase for answer in answers if answer.choice == last.choice for phase in answer.phases]
+        for answer in self._answers:
+            if not answer.ended_s:  # whoever ran it has left it
+                answer.end(asyncio.CancelledError(), num_tokens=0)
+        last = max(self._answers, key=lambda answer: answer.ended_s, default=None)
+        if last is not None:
+            last.phases[-1].end_s = ended_s  # what is left of the request is the sending of this one's end
+            phases = [phase for answer in self._answers if answer.choice == last.choice for phase in answer.phases]
+            described = {**described, **_times(phases), **self._predictions(last)}
         request = Span(
             "request",
             context,
             0 if self._parent is None else self._parent.span_id,
             self._arrived_unix_ns,
             self.unix_ns(ended_s),
-            attributes={**described, **_times(phases), **self._predictions(last)},
+            attributes=described,
             events=self._events,
             links=self._links,
             error_type="" if error is None or _is_cancelled(error) else type(error).__name__,
             is_server=True,
         )
-        return [*(span for answer in answers for span in answer.spans(context)), request]
+        return [*(span for answer in self._answers for span in answer.spans(context)), request]
 
     @property
     def _is_kept(self) -> bool:
@@ -240,7 +247,7 @@ def attached(
 
 @dataclass(slots=True, eq=False)
 class _Phase:
-    """A phase while it is only numbers. Seconds of the monotonic clock; `attempt_number` 0: of none."""
+    """A phase while it is only numbers, in seconds of the monotonic clock."""
 
     name: str
     span_id: int
@@ -394,7 +401,7 @@ class AnswerSpans:
     def _leave(self, now_s: float, num_tokens: int) -> None:
         phase = self.phases[-1]
         phase.end_s = now_s
-        num_new, self._num_tokens = num_tokens - self._num_tokens, num_tokens
+        num_new, self._num_tokens = max(0, num_tokens - self._num_tokens), num_tokens
         if phase.name == "decode":
             phase.attributes["tandem.tokens"] = num_new
             phase.attributes["tandem.predicted_itl_s"] = self._predicted_itl_s

@@ -8,9 +8,11 @@ from collections import Counter
 import grpc
 import pytest
 
+from gateway.tracing import Tracing
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import telemetry
 from services.runtime.attempts import DECODE_SPAN, KV_TRANSFER_SPAN
+from services.runtime.clock import ManualClock
 from services.runtime.errors import Overloaded, TransferFailed
 from tests.kept_spans import KeptSpans, events_of
 
@@ -309,7 +311,7 @@ async def test_a_fault_of_this_program_is_exported_whatever_the_sample(system, s
     monkeypatch.setattr(system.gateway.requests._accepting, "accept", breaks)
     assert (await system.complete()).status_code == 500
     request, trace = await trace_of(system, spans)
-    check(request, trace)
+    assert trace == [request]
     assert request.error_type == "RuntimeError"
     assert "words" not in repr(trace)
 
@@ -334,7 +336,8 @@ async def test_a_refused_request_is_one_span_where_it_is_sampled(system, spans):
     response = await system.http.post("/v1/completions", json={"prompt": [5], "top_p": 7}, headers=headers())
     assert response.status_code == 400
     request, trace = await trace_of(system, spans)
-    check(request, trace)
+    assert trace == [request]
+    assert request.start_unix_ns < request.end_unix_ns
     assert request.error_type == "InvalidRequest"
     assert f"{request.parent_id:016x}" == CLIENT_SPAN_ID
     await system.http.post("/v1/completions", json={"prompt": [5], "top_p": 7}, headers=headers("00"))
@@ -348,6 +351,21 @@ async def test_nobody_records_while_telemetry_is_off(make_system, pair):
     assert "traceparent" not in response.headers, "there is nothing to look for"
     told = system.workers["decode-0"].attempts[0].spec.traceparent
     assert told == headers()["traceparent"], "it is passed on all the same"
+
+
+def test_an_answer_that_was_left_has_an_end_and_may_end_later(spans):
+    clock = ManualClock()
+    request = Tracing(clock=clock).begin(None, arrived_s=clock.monotonic(), arrived_unix_ns=clock.unix_ns())
+    answer = request.answer(0, "tiny")
+    clock.advance(0.5)
+    request.finish(Overloaded("full"), dict)
+    clock.advance(0.5)
+    answer.end(None, num_tokens=1)
+    request.finish(None, dict)
+    whole, trace = spans.one("request"), spans.spans
+    check(whole, trace)
+    assert [span.name for span in trace] == ["queue", "request"]
+    assert whole.end_unix_ns - whole.start_unix_ns == 500_000_000
 
 
 async def _finishes(system, worker_type, pair):
