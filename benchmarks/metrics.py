@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from opentelemetry.trace import INVALID_SPAN
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from gateway.calls import AcceptedCall, Generation, Totals
 from gateway.metrics import LONG_GAPS_S, TOKEN_BUCKETS_S, Metrics
 from gateway.request_log import RequestLog
+from gateway.tracing import NO_TRACE
 from gateway.validation import SERVICE_CLASSES, Sampling
 from services.runtime import logs
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
@@ -164,7 +164,7 @@ def _generation(number: int) -> Generation:
         priority=0,
         tenant="tenant",
         deadline=Deadline.after(60.0),
-        span=INVALID_SPAN,
+        span=NO_TRACE,
         totals=Totals(),
         arrived_s=SYSTEM_CLOCK.monotonic(),
         arrived_unix_ns=0,
@@ -177,7 +177,7 @@ def _call(generation: Generation) -> AcceptedCall:
         request_id=generation.request_id,
         operation="chat",
         model="model",
-        span=INVALID_SPAN,
+        span=NO_TRACE,
         close=lambda: None,
     )
 

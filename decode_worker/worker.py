@@ -22,12 +22,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
-
-from opentelemetry.trace import INVALID_SPAN, Span
 
 from decode_worker.engine_loop import Advance, DecodeLoop, PausedSequence, ReservedPages, StepReport
 from decode_worker.scheduler import AdmissionBook, BatchScheduler, Preemption
@@ -44,6 +42,7 @@ from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
 from services.runtime.answer_form import AnswerForm
 from services.runtime.attempts import (
+    DECODE_SPAN,
     AttemptKey,
     AttemptSpec,
     AttemptTable,
@@ -66,13 +65,15 @@ from services.runtime.errors import (
 )
 from services.runtime.logs import request_fields
 from services.runtime.session import Payload, Session, SessionServer, failed
-from services.runtime.worker_host import infallible, on_this_loop, record_chunk
+from services.runtime.telemetry import Event, TraceContext, Value
+from services.runtime.worker_host import infallible, on_this_loop, record_chunk, record_sending
 from services.runtime.worker_metrics import Load, Speeds, WorkerMetrics
 from services.scheduling.speedometer import numbers
 from services.structured.compiler import GrammarCompiler
 from services.structured.grammar import Grammars, GrammarState
 
 ENGINE_STOP_TIMEOUT_S = 10.0
+MAX_SPAN_EVENTS = 64
 
 R = TypeVar("R")
 
@@ -127,8 +128,19 @@ class _Attempt:
     grammar: "asyncio.Task[GrammarState] | None" = None
     """Makes what its tokens must keep to; None: they may be any."""
     deadline: asyncio.TimerHandle | None = None
-    prefill_span: Span | None = None
-    decode_span: Span | None = None
+    trace: TraceContext | None = None
+    """Under which its spans are recorded; None: it has none."""
+    has_begun: bool = False
+    """Of a prompt that is computed here: the first tokens were."""
+    decoding_since_unix_ns: int = 0
+    """0: it was in no step yet."""
+    sending_since_unix_ns: int = 0
+    num_steps: int = 0
+    """The next three are counted where there is a trace."""
+    num_neighbours: int = 0
+    """Sequences of all these steps together, itself included."""
+    max_batch: int = 0
+    span_events: list[Event] = field(default_factory=list)
     num_tokens: int = 0
     """Tokens that were emitted here."""
     num_preempted: int = 0
@@ -140,21 +152,34 @@ class _Attempt:
         spec = self.spec
         return len(spec.prompt_token_ids) + (len(spec.emitted_token_ids) - 1 if self.from_decode else 0)
 
-    def start_span(self, name: str, start_unix_ns: int) -> Span:
-        """A span of the request; one that records nothing where the request is not traced."""
-        if not self.spec.traceparent:
-            return INVALID_SPAN
-        return telemetry.start_span(name, telemetry.extract(self.spec.traceparent), start_unix_ns=start_unix_ns)
+    def note_step(self, report: StepReport) -> None:
+        """It was in a step of the batch, after its prompt."""
+        self.decoding_since_unix_ns = self.decoding_since_unix_ns or report.start_unix_ns
+        if self.trace is not None:
+            num_sequences = len(report.advances)
+            self.num_steps += 1
+            self.num_neighbours += num_sequences
+            self.max_batch = max(self.max_batch, num_sequences)
 
-    def end_spans(self, error: TandemError | None) -> None:
-        """Ends what has not ended."""
-        for span in (self.prefill_span, self.decode_span):
-            if span is not None and span.is_recording():
-                if error is not None:
-                    telemetry.mark_failed(span, error)
-                span.set_attribute("tandem.tokens", self.num_tokens)
-                span.set_attribute("tandem.preemptions", self.num_preempted)
-                span.end()
+    def record_steps(self, end_unix_ns: int, error: TandemError | None) -> None:
+        """Its steps as a span, if it had any."""
+        if self.trace is None or not self.num_steps:
+            return
+        telemetry.record(
+            "decode.steps",
+            telemetry.sibling(self.trace, DECODE_SPAN),
+            self.decoding_since_unix_ns,
+            end_unix_ns,
+            attributes={
+                "tandem.tokens": self.num_tokens,
+                "tandem.steps": self.num_steps,
+                "tandem.batch_mean": self.num_neighbours / self.num_steps,
+                "tandem.batch_max": self.max_batch,
+                "tandem.preemptions": self.num_preempted,
+            },
+            events=self.span_events,
+            error=error,
+        )
 
 
 class DecodeWorker:
@@ -306,6 +331,7 @@ class DecodeWorker:
         if message.from_decode and (message.local_prefill or not spec.emitted_token_ids):
             raise InvalidRequest("a decode worker hands over a sequence that has emitted tokens", field="from_decode")
         attempt = _Attempt(spec, session, self._clock.monotonic(), message.from_decode, message.local_prefill)
+        attempt.trace = telemetry.sampled(spec.traceparent, spec.tracestate)
         superseded = self._attempts.begin(spec.key, attempt)
         if superseded is not None:
             self._end(superseded, "superseded", RequestCancelled("a newer attempt was admitted"))
@@ -473,7 +499,7 @@ class DecodeWorker:
             num_tokens=paused.num_computed_tokens,
             deadline=attempt.spec.deadline,
         )
-        attempt.sending_since_s = self._clock.monotonic()
+        attempt.sending_since_s, attempt.sending_since_unix_ns = self._clock.monotonic(), self._clock.unix_ns()
         attempt.transfer.send(0, paused.page_ids)
         return await attempt.transfer.seal(
             num_tokens=paused.num_computed_tokens,
@@ -486,6 +512,7 @@ class DecodeWorker:
         error = RequestCancelled("the attempt was cancelled") if task.cancelled() else task.exception()
         if error is None:
             stats = task.result()
+            self._record_sending(attempt, sent=stats)
             self._metrics.note_transfer(
                 num_bytes=stats.num_bytes,
                 seconds=self._clock.monotonic() - attempt.sending_since_s,
@@ -498,12 +525,20 @@ class DecodeWorker:
         if not isinstance(error, TandemError):
             logger.error("a handover failed", exc_info=error, extra=request_fields(*key, attempt.spec.traceparent))
             error = TransferFailed("the handover failed")
+        self._record_sending(attempt, error=error)
         self._end(attempt, "failed", error, answer=failed(error))
         if attempt.transfer is None:
             self._free(key)
             return
         abort = self._begin_task(attempt.transfer.abort(error))
         abort.add_done_callback(lambda abort: self._on_aborted(attempt, abort))
+
+    def _record_sending(
+        self, attempt: _Attempt, *, sent: HandoffStats | None = None, error: BaseException | None = None
+    ) -> None:
+        if attempt.trace is not None and attempt.sending_since_unix_ns:
+            trace = telemetry.sibling(attempt.trace, DECODE_SPAN)
+            record_sending(trace, attempt.sending_since_unix_ns, self._clock.unix_ns(), sent=sent, error=error)
 
     def _on_aborted(self, attempt: _Attempt, abort: "asyncio.Task[None]") -> None:
         error = abort.exception()
@@ -597,7 +632,7 @@ class DecodeWorker:
         if answer is not None:
             self._emit(attempt, answer)
         self._metrics.count_attempt(outcome)
-        attempt.end_spans(reason if outcome == "failed" else None)
+        attempt.record_steps(self._clock.unix_ns(), reason if outcome == "failed" else None)
         if key in self._receiving:
             self._engine.submit(infallible(lambda: self._loop.withdraw(key)))
             self._receiver.abort(TransferId(*key), reason)
@@ -650,14 +685,21 @@ class DecodeWorker:
             self.sessions.load_changed()  # an idle worker is seen as idle at once, even if its last step has no event
 
     def _on_advance(self, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
-        if attempt.is_local and attempt.prefill_span is None:
+        if attempt.is_local and not attempt.has_begun:
+            attempt.has_begun = True
             self._on_prefill_begun(attempt, advance, report)
-        if advance.start < len(attempt.spec.prompt_token_ids):
-            if attempt.prefill_span is not None:  # not where pages that arrived were lost to others
-                self._on_chunk(attempt.prefill_span, attempt, advance, report)
-        elif attempt.decode_span is None:
-            self._emit(attempt, worker_pb2.DecodeStarted())
-            attempt.decode_span = attempt.start_span("decode", report.start_unix_ns)
+        if advance.start >= len(attempt.spec.prompt_token_ids):
+            if not attempt.decoding_since_unix_ns:
+                self._emit(attempt, worker_pb2.DecodeStarted())
+            attempt.note_step(report)
+        elif attempt.is_local and not attempt.decoding_since_unix_ns:  # later: pages that were lost to others
+            record_chunk(
+                attempt.trace,
+                report.start_unix_ns,
+                report.end_unix_ns,
+                start=advance.start,
+                num_tokens=advance.num_tokens,
+            )
         if isinstance(advance.outcome, NonFiniteLogits):
             self._end(attempt, "failed", advance.outcome, answer=failed(advance.outcome))
             return
@@ -686,22 +728,6 @@ class DecodeWorker:
         self._emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s, num_cached_tokens=num_cached_tokens))
         num_prompt_tokens = len(attempt.spec.prompt_token_ids)
         self._metrics.note_prompt(num_tokens=num_prompt_tokens, num_cached_tokens=num_cached_tokens)
-        attempt.prefill_span = attempt.start_span("prefill", report.start_unix_ns)
-        attempt.prefill_span.set_attribute("tandem.cached_tokens", num_cached_tokens)
-        if advance.start >= len(attempt.spec.prompt_token_ids):
-            attempt.prefill_span.end(report.start_unix_ns)
-
-    def _on_chunk(self, span: Span, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
-        """A part of a prompt was computed here."""
-        record_chunk(
-            span,
-            report.start_unix_ns,
-            report.end_unix_ns,
-            start=advance.start,
-            num_tokens=advance.num_tokens,
-        )
-        if advance.start + advance.num_tokens >= len(attempt.spec.prompt_token_ids):
-            span.end(report.end_unix_ns)
 
     def _on_preempted(self, preemption: Preemption, report: StepReport) -> None:
         self._num_preempted += 1
@@ -710,10 +736,9 @@ class DecodeWorker:
         attempt = self._attempts.find(preemption.key)
         if attempt is not None:
             attempt.num_preempted += 1
-            span = attempt.decode_span or attempt.prefill_span
-            if span is not None:
-                attributes = {"tandem.reason": preemption.reason, "tandem.tokens": attempt.num_tokens}
-                span.add_event("preempted", attributes, report.start_unix_ns)
+            if attempt.trace is not None and len(attempt.span_events) < MAX_SPAN_EVENTS:
+                said: dict[str, Value] = {"tandem.reason": preemption.reason, "tandem.tokens": attempt.num_tokens}
+                attempt.span_events.append(Event("preempted", report.start_unix_ns, said))
 
     def _on_engine_failed(self, error: BaseException) -> None:
         """Nothing computed here can be trusted any more: answer everything, then let the process end."""

@@ -10,12 +10,11 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from opentelemetry.trace import Span
-
 from gateway.calls import AcceptedCall, Call, Generation, StoredCall, StoredChoice, TenantTicket, Totals
 from gateway.catalog import ModelCatalog, ServedModel
 from gateway.response_format import answer_form
 from gateway.tool_requests import encode_conversation
+from gateway.tracing import RequestSpans, Tracing
 from gateway.validation import (
     DEFAULT_SERVICE_CLASS,
     ModelLimits,
@@ -60,6 +59,7 @@ class Acceptance:
         max_request_s: float,
         id_suffix: str,
         seed: int | None,
+        tracing: Tracing,
         clock: Clock,
     ) -> None:
         self._catalog = catalog
@@ -67,6 +67,7 @@ class Acceptance:
         self._check_room = check_room
         self._max_request_s = max_request_s
         self._id_suffix = id_suffix
+        self._tracing = tracing
         self._clock = clock
         self._forms = FormChecks()
         self._draw_seed = _seed_source(seed)
@@ -144,6 +145,7 @@ class Acceptance:
             share_cache=call.share_cache,
             remaining_s=0.0,
             traceparent=call.traceparent,
+            tracestate=call.tracestate,
         )
 
     def adopt(self, stored: StoredCall, call: Call | None = None) -> AcceptedCall:
@@ -230,7 +232,7 @@ class Acceptance:
     ) -> AcceptedCall:
         """Takes the call's id and starts its span."""
         request_id = self._take_id(stored.request_id)
-        span = self._start_span(stored, model, request_id, arrived_unix_ns)
+        span = self._start_span(stored, arrived_s, arrived_unix_ns)
         generations = self._generations(
             stored.choices,
             model,
@@ -395,23 +397,11 @@ class Acceptance:
         if not self._active_ids:
             self._is_idle.set()
 
-    def _start_span(self, stored: StoredCall, model: ServedModel, request_id: str, arrived_unix_ns: int) -> Span:
-        parent = telemetry.extract(stored.traceparent) if stored.traceparent else None
-        span = telemetry.start_span("request", parent, start_unix_ns=arrived_unix_ns)
-        if span.is_recording():
-            sampling = stored.choices[0].sampling
-            span.set_attributes(
-                {
-                    "gen_ai.operation.name": stored.operation,
-                    "gen_ai.provider.name": "tandem",
-                    "gen_ai.request.model": model.name,
-                    "gen_ai.response.model": model.name,
-                    "gen_ai.request.id": request_id,
-                    "gen_ai.request.choice.count": len(stored.choices),
-                    "gen_ai.request.temperature": sampling.temperature,
-                    "gen_ai.request.top_p": sampling.top_p,
-                }
-            )
+    def _start_span(self, stored: StoredCall, arrived_s: float, arrived_unix_ns: int) -> RequestSpans:
+        parent = telemetry.extract(stored.traceparent, stored.tracestate) if stored.traceparent else None
+        span = self._tracing.begin(parent, arrived_s=arrived_s, arrived_unix_ns=arrived_unix_ns)
+        if stored.resumes:
+            span.add_link(telemetry.extract(stored.resumes), "resumed")
         return span
 
 

@@ -203,6 +203,7 @@ class Attempt:
         self.decode = decode
         self.prefill: PrefillSession | None = None
         self.handed_off: HandedOff | None = None
+        self.prefill_started: PrefillStarted | None = None
         self.fault: Fault | None = None
         self.probes: set[Hashable] = set()
         """Circuit breakers whose probe this attempt is."""
@@ -387,6 +388,7 @@ class Attempt:
             self._is_paused = True
         if isinstance(event, PrefillStarted):
             self._is_begun = True
+            self.prefill_started = event
             self._log.note_prefill(event.num_cached_tokens)
         if not isinstance(event, Tokens | Finished):
             return
@@ -403,6 +405,7 @@ class Attempt:
     def _take_from_prefill(self, event: Event) -> None:
         if isinstance(event, PrefillStarted):
             self._is_begun = True
+            self.prefill_started = event
             self._log.note_prefill(event.num_cached_tokens)
             if event.num_cached_tokens >= len(self.order.prompt_token_ids):
                 self._note_prompt_done()

@@ -10,14 +10,14 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-from opentelemetry.trace import Span
 
 from gateway.attempts import FinishReason
 from gateway.sessions import TokenLogprobs
+from gateway.tracing import RequestSpans
 from gateway.validation import DEFAULT_SERVICE_CLASS, AskedSampling, Sampling
-from services.runtime import telemetry
 from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded, WorkerUnavailable
+from services.runtime.telemetry import Value
 
 
 class TenantTicket(ABC):
@@ -54,7 +54,7 @@ class Call(msgspec.Struct, kw_only=True):
     of, as `gateway.tool_requests` gives them; `must_call` are the names of those of which at least one must be called,
     empty: none must; `strict_tools` are the names of those whose arguments keep to their schemas in any case.
     `field_prefix` begins the names of sampling fields in errors. `deadline` None: the server's
-    maximum. `traceparent` is the client's, or empty.
+    maximum. `traceparent` and `tracestate` are the client's, or empty.
     `idempotency_key` is the client's, or empty; it stands in for a seed that was not given. `service_class` is one of
     `validation.SERVICE_CLASSES`, or empty: not given. Calls with the same `affinity_key`, a session or a user, are best
     served by the same workers. Cached pages are shared by requests of one tenant, or of all tenants with its
@@ -83,6 +83,7 @@ class Call(msgspec.Struct, kw_only=True):
     ticket: TenantTicket | None = None
     deadline: Deadline | None = None
     traceparent: str = ""
+    tracestate: str = ""
     idempotency_key: str = ""
     field_prefix: str = ""
     prompt_field: str = "prompt"
@@ -106,7 +107,7 @@ class Generation(msgspec.Struct, frozen=True):
     priority: int
     tenant: str
     deadline: Deadline
-    span: Span
+    span: RequestSpans
     totals: "Totals"
     arrived_s: float
     arrived_unix_ns: int
@@ -129,7 +130,8 @@ class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
     """An accepted call as data, to be gone on with by another gateway. `remaining_s` is until its deadline.
 
     `model` is the name of the model that answers; empty: the only one. `fallback` says in whose place and why, as in
-    `AcceptedCall`. `is_settled`: it stays with this model.
+    `AcceptedCall`. `is_settled`: it stays with this model. `traceparent` and `tracestate` name the span of whoever
+    asks for it; `resumes` that of the request which it goes on with, or is empty.
     """
 
     request_id: str
@@ -146,6 +148,8 @@ class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
     share_cache: str = ""
     remaining_s: float
     traceparent: str = ""
+    tracestate: str = ""
+    resumes: str = ""
 
 
 @dataclass(slots=True)
@@ -158,6 +162,8 @@ class Totals:
     completion_tokens: int = 0
     new_tokens: int = 0
     """Without those that an answer had before it went on here."""
+    cached_tokens: int = 0
+    """Of the prompts of all answers, what was not computed."""
     finish_reasons: list[str] = field(default_factory=list)
     placed: set[int] = field(default_factory=set)
     waiting_since_s: float = 0.0
@@ -204,14 +210,14 @@ class AcceptedCall:
         operation: str,
         model: str,
         fallback: str = "",
-        span: Span,
+        span: RequestSpans,
         close: Callable[[], None],
         ticket: TenantTicket | None = None,
     ) -> None:
         self.generations = generations
         self.request_id = request_id
         self.operation = operation
-        self.model = model
+        self.model = self.asked_model = model
         self.fallback = fallback
         self.fallbacks: tuple[str, ...] = ()
         self.call: Call | None = None
@@ -242,7 +248,7 @@ class AcceptedCall:
             cache_salt=first.cache_salt,
             share_cache=first.share_cache,
             remaining_s=first.deadline.remaining_s(),
-            traceparent=telemetry.inject(self.span),
+            traceparent=self.span.told_traceparent,
         )
 
     def fall_back(self, generations: list[Generation], fallback: str) -> None:
@@ -250,15 +256,13 @@ class AcceptedCall:
         self.generations = generations
         self.model = generations[0].model
         self.fallback = fallback
-        self.span.set_attributes({"gen_ai.response.model": self.model, "tandem.fallback": fallback})
+        self.span.add_event("fallback", {"tandem.fallback": fallback})
 
     def __enter__(self) -> "AcceptedCall":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.span.is_recording():
-            self._describe(error)
-        self.span.end()
+        self.span.finish(error, self._described)
         self._close()
         if self.ticket is not None:
             self._leave(self.ticket, error)
@@ -274,15 +278,34 @@ class AcceptedCall:
             has_run=bool(totals.finish_reasons) and not is_refused,
         )
 
-    def _describe(self, error: BaseException | None) -> None:
-        totals = self.generations[0].totals
-        num_prompt_tokens = sum(len(generation.prompt_token_ids) for generation in self.generations)
-        self.span.set_attributes(
-            {
-                "gen_ai.usage.input_tokens": num_prompt_tokens,
-                "gen_ai.usage.output_tokens": totals.completion_tokens,
-                "gen_ai.response.finish_reasons": totals.finish_reasons,
-            }
-        )
-        if error is not None:
-            telemetry.mark_failed(self.span, error)
+    def _described(self) -> dict[str, Value]:
+        """The request as OpenTelemetry's conventions for generative AI tell it; texts are no part of it."""
+        first = self.generations[0]
+        sampling, totals = first.sampling, first.totals
+        prompts = {id(generation.prompt_token_ids): generation.prompt_token_ids for generation in self.generations}
+        said: dict[str, Value] = {
+            "gen_ai.operation.name": self.operation,
+            "gen_ai.provider.name": "tandem",
+            "gen_ai.request.id": self.request_id,
+            "gen_ai.request.model": self.asked_model,
+            "gen_ai.request.choice.count": len(self.generations),
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.seed": sampling.seed,
+            "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+            "gen_ai.request.presence_penalty": sampling.presence_penalty,
+            "gen_ai.response.model": self.model,
+            "gen_ai.response.finish_reasons": totals.finish_reasons,
+            "gen_ai.usage.input_tokens": sum(map(len, prompts.values())),
+            "gen_ai.usage.output_tokens": totals.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": totals.cached_tokens,
+            "tandem.service_class": first.service_class,
+            "tandem.resumed_tokens": totals.completion_tokens - totals.new_tokens,
+        }
+        if first.tenant:
+            said["tandem.tenant"] = first.tenant
+        if self.fallback:
+            said["tandem.fallback"] = self.fallback
+        return said

@@ -42,6 +42,12 @@ class GatewayConfig:
     otlp: str | None = option(
         url("http", "https"), default=None, help="OTLP gRPC collector for traces, such as http://127.0.0.1:4317."
     )
+    trace_sample: float = option(
+        number(0, 1),
+        default=1.0,
+        help="Part of the requests whose traces are exported, 0 to 1; a client's own decision goes before. Those that "
+        "fail, are tried again or are slow always are.",
+    )
     seed: int | None = option(
         integer(0, 2**63 - 1), default=None, help="Makes the seeds of requests without one repeatable."
     )

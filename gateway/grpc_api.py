@@ -35,7 +35,7 @@ from gateway.validation import (
     check_token_ids,
 )
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from services.runtime import rpc
+from services.runtime import rpc, telemetry
 from services.runtime.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from services.runtime.tls import OPERATOR
 from services.scheduling.health import GpuState
@@ -100,6 +100,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             next_index=request.next_index,
             remaining_s=deadline.remaining_s(),
             ticket=self._door.ticket(tenant),
+            trace=telemetry.extract(_metadata(context, "traceparent") or "", _metadata(context, "tracestate") or ""),
         )
         model = _AnsweringModel()
         async with contextlib.aclosing(self._named(ask, key, context, model)) as responses:
@@ -142,6 +143,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             _add_limits(context, call.ticket)
             async with begun(self._requests, accepted, accepted.generations) as (stream,):
                 model.name, model.fallback = accepted.model, accepted.fallback
+                model.traceparent = accepted.span.told_traceparent
                 async with contextlib.aclosing(stream) as deltas:
                     async for delta in deltas:
                         yield _response(accepted.request_id, delta)
@@ -154,6 +156,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             # Another key of the tenant may have begun it, and may be allowed more.
             self._door.check_model(key, reader.model)
             model.name, model.fallback = reader.model, reader.fallback
+            model.traceparent = reader.traceparent
             _add_limits(context, ask.ticket)
             last_text = ""
             async for part in parts:
@@ -292,6 +295,7 @@ def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
         tenant=request.tenant,
         deadline=rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S),
         traceparent=_metadata(context, "traceparent") or "",
+        tracestate=_metadata(context, "tracestate") or "",
         allow_fallback=None
         if allows_fallback is None
         else check_permission(allows_fallback, field_name=ALLOW_FALLBACK),
@@ -360,6 +364,8 @@ class _AnsweringModel:
 
     name: str = ""
     fallback: str = ""
+    traceparent: str = ""
+    """Of the request's span, where one is recorded."""
     is_told: bool = False
 
     async def tell(self, context: Context) -> None:
@@ -370,6 +376,8 @@ class _AnsweringModel:
         said = [("x-tandem-model", header_value(self.name))]
         if self.fallback:
             said.append(("x-tandem-fallback", header_value(self.fallback)))
+        if self.traceparent:
+            said.append(("traceparent", self.traceparent))
         await context.send_initial_metadata(tuple(said))
 
 

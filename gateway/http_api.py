@@ -280,6 +280,7 @@ class HttpApi:
         self._door.let_in(call, key, model=self._requests.catalog.name_of(call.model))
         call.request_id = exchange.header(b"x-request-id") or None
         call.traceparent = exchange.header(b"traceparent")
+        call.tracestate = ",".join(exchange.all_headers(b"tracestate"))
         ask = _ask(exchange, call, body, request, writer_type)
         if ignored:
             exchange.add_header(b"x-tandem-ignored", ",".join(ignored))
@@ -289,6 +290,7 @@ class HttpApi:
             return
         with await self._requests.accept(call) as accepted:
             exchange.add_header(b"x-request-id", accepted.request_id)
+            exchange.add_trace(accepted.span.told_traceparent)
             exchange.add_limits(call.ticket)
             with exchange.cancelled_on_disconnect():
                 async with begun(self._requests, accepted, accepted.generations) as streams:
@@ -309,6 +311,7 @@ class HttpApi:
         """The same for a request with a name, whose answer others may read too."""
         async with self._journals.attach(ask) as reader:
             exchange.add_header(b"x-request-id", reader.request_id)
+            exchange.add_trace(reader.traceparent)
             # Another key of the tenant may have begun it, and may be allowed more.
             self._door.check_model(key, reader.model)
             _add_model_headers(exchange, reader.model, reader.fallback)
@@ -595,6 +598,11 @@ class _Exchange:
         if ticket is not None:
             for name, value in ticket.headers:
                 self.add_header(name.encode(), value)
+
+    def add_trace(self, traceparent: str) -> None:
+        """Tells the client which span is its request's, if any is."""
+        if traceparent:
+            self.add_header(b"traceparent", traceparent)
 
     def add_header(self, name: bytes, value: str) -> None:
         """Adds a header to the answer."""

@@ -29,6 +29,7 @@ LOGPROB_COST_BYTES = 160
 
 
 MAX_FALLBACK_CHARS = 1024
+MAX_TRACEPARENT_CHARS = 55
 """Of what is said of a fallback: two names of models and a reason are fewer."""
 
 
@@ -217,6 +218,7 @@ class _CallDocument(msgspec.Struct, frozen=True):
     affinity_key: Annotated[str, msgspec.Meta(max_length=MAX_AFFINITY_CHARS)] = ""
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
     share_cache: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
+    traceparent: Annotated[str, msgspec.Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
 
 
 class _EndDocument(msgspec.Struct, frozen=True, array_like=True):
@@ -254,6 +256,7 @@ def encode_call(call: StoredCall, *, created_unix_s: int) -> bytes:
         affinity_key=call.affinity_key,
         cache_salt=call.cache_salt,
         share_cache=call.share_cache,
+        traceparent=call.traceparent,
     )
     return msgspec.msgpack.encode(document)
 
@@ -278,6 +281,7 @@ def decode_call(packed: bytes, *, request_id: str) -> tuple[StoredCall, int] | N
         affinity_key=document.affinity_key,
         cache_salt=document.cache_salt,
         share_cache=document.share_cache,
+        traceparent=document.traceparent,
         remaining_s=0.0,
     )
     return call, document.created_unix_s

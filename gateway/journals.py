@@ -37,8 +37,10 @@ from gateway.journal import (
     restore,
 )
 from gateway.lifecycle import Requests
+from gateway.tracing import NO_TRACE, RequestSpans, attached
 from gateway.validation import GREEDY_TEMPERATURE, Sampling, check_idempotency_key, check_name
 from services.cluster.journal import Claimed, Held, JournalStore, JournalWriter, Mode, Outcome, Record
+from services.runtime import telemetry
 from services.runtime.clock import Deadline
 from services.runtime.errors import (
     AlreadyExists,
@@ -51,6 +53,7 @@ from services.runtime.errors import (
     TandemError,
     WorkerUnavailable,
 )
+from services.runtime.telemetry import TraceContext
 
 KEPT_S = 60.0
 """Time that a journal nobody reads stays in memory."""
@@ -83,6 +86,8 @@ class Ask:
     """Until when this client waits. The generation, which others may read too, has the gateway's own maximum."""
     ticket: TenantTicket | None = None
     """What the generation is paid with, should this client's asking begin it or go on with it."""
+    trace: TraceContext | None = None
+    """The client's span."""
 
     @property
     def joins(self) -> bool:
@@ -156,18 +161,26 @@ def ask_for(call: Call, digest: str, *, last_event_id: str | None = None) -> Ask
         elif named_id != call.request_id:
             raise _another_request()
     digest = digest_of("call", call.tenant, digest)
-    return Ask(name, call.request_id, call, digest, positions, deadline=call.deadline, ticket=call.ticket)
+    trace = telemetry.extract(call.traceparent, call.tracestate)
+    return Ask(name, call.request_id, call, digest, positions, deadline=call.deadline, ticket=call.ticket, trace=trace)
 
 
 def ask_to_resume(
-    request_id: str, tenant: str, *, next_index: int, remaining_s: float, ticket: TenantTicket | None = None
+    request_id: str,
+    tenant: str,
+    *,
+    next_index: int,
+    remaining_s: float,
+    ticket: TenantTicket | None = None,
+    trace: TraceContext | None = None,
 ) -> Ask:
     """Asks for the rest of what is known by this id. Raises InvalidRequest for an id that breaks the rule."""
     check_name(request_id, field_name="request_id")
     if tenant:
         check_name(tenant, field_name="tenant")
     deadline = Deadline.after(remaining_s)
-    return Ask(_name(tenant, request_id), request_id, next_index=next_index, deadline=deadline, ticket=ticket)
+    name = _name(tenant, request_id)
+    return Ask(name, request_id, next_index=next_index, deadline=deadline, ticket=ticket, trace=trace)
 
 
 def _name(tenant: str, request_id: str) -> str:
@@ -187,6 +200,10 @@ class Journal:
     generations: list[Generation] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     record: Record | None = None
+    spans: RequestSpans = NO_TRACE
+    """Of the last generation that this gateway began."""
+    traceparent: str = ""
+    """Names the span of the last generation that is known, here or elsewhere; empty: it has none."""
     task: "asyncio.Task[None] | None" = None
     is_stopping: bool = False
     """The task was told to end, and its tokens will not come."""
@@ -239,8 +256,10 @@ class Part(msgspec.Struct):
 class Reader:
     """One client's view of a named request, from its own position on."""
 
-    def __init__(self, requests: Requests, journal: Journal, ask: Ask) -> None:
+    def __init__(self, requests: Requests, journal: Journal, ask: Ask, traceparent: str = "") -> None:
         positions = ask.positions_in(len(journal.answers))
+        self.traceparent = traceparent
+        """Names the span of this client's asking, if there is one."""
         self.request_id = journal.request_id
         self.created_unix_s = journal.created_unix_s
         assert journal.call is not None
@@ -373,11 +392,14 @@ class Journals:
         try:
             async with _within(ask.deadline), journal.opening:
                 ask.check(journal)
-                if not journal.is_running and not journal.is_finished:
-                    await self._begin(journal, ask)
+                begins = not journal.is_running and not journal.is_finished and await self._begin(journal, ask)
                 await journal.settled.wait()
                 ask.check(journal)
-            yield Reader(self._requests, journal, ask)
+            if begins:
+                yield Reader(self._requests, journal, ask, journal.traceparent)
+            else:
+                with attached(ask.trace, journal.spans, journal.traceparent) as traceparent:
+                    yield Reader(self._requests, journal, ask, traceparent)
         finally:
             self._leave(journal)
 
@@ -403,8 +425,11 @@ class Journals:
         if name not in journal.names:
             journal.names.append(name)
 
-    async def _begin(self, journal: Journal, ask: Ask) -> None:
-        """Starts the generation, from the tokens that are known here or in Redis. Raises what `attach` raises."""
+    async def _begin(self, journal: Journal, ask: Ask) -> bool:
+        """Starts the generation, from the tokens that are known here or in Redis. False: nothing is left to generate.
+
+        Raises what `attach` raises.
+        """
         await self._wait_for_earlier(journal)
         if journal.call is not None:
             accepted = await self._resumed(journal, ask)
@@ -414,8 +439,9 @@ class Journals:
             accepted = await self._accepted(journal, ask, ask.call)
         if accepted is None:
             journal.settled.set()
-            return
+            return False
         journal.error, journal.is_stopping = None, False
+        self._note_trace(journal, accepted)
         if accepted.fallbacks:
             journal.settled.clear()
         else:
@@ -423,6 +449,11 @@ class Journals:
         journal.task = task = asyncio.create_task(self._generate(journal, accepted), name="journal")
         self._tasks[task] = journal
         task.add_done_callback(functools.partial(self._forget_task, accepted))
+        return True
+
+    def _note_trace(self, journal: Journal, accepted: AcceptedCall) -> None:
+        journal.spans = accepted.span
+        journal.traceparent = accepted.span.told_traceparent or journal.traceparent
 
     async def _wait_for_earlier(self, journal: Journal) -> None:
         """A generation of this id that was told to end gives the id back before the next one takes it."""
@@ -504,8 +535,14 @@ class Journals:
             msgspec.structs.replace(choice, emitted_token_ids=tuple(answer.token_ids))
             for choice, answer in zip(journal.call.choices, journal.answers, strict=True)
         ]
-        traceparent = "" if ask.call is None else ask.call.traceparent
-        call = msgspec.structs.replace(journal.call, choices=choices, remaining_s=math.inf, traceparent=traceparent)
+        call = msgspec.structs.replace(
+            journal.call,
+            choices=choices,
+            remaining_s=math.inf,
+            traceparent=telemetry.inject(ask.trace),
+            tracestate="" if ask.trace is None else ask.trace.state,
+            resumes=journal.traceparent,
+        )
         accepted = self._requests.adopt(call, self._call_to_settle(journal, ask))
         journal.generations = accepted.generations
         if not journal.is_finished:
@@ -596,6 +633,7 @@ class Journals:
         """Books the call and its answers, and what is written of them. `name` is that of its journal in Redis."""
         name_of_id = _name(stored.tenant, stored.request_id)
         journal.call = msgspec.structs.replace(stored, remaining_s=0.0, traceparent="")
+        journal.traceparent = stored.traceparent
         journal.request_id = stored.request_id
         journal.answers = answers
         journal.created_unix_s = created_unix_s

@@ -29,6 +29,7 @@ from gateway.request_log import SLOW_REQUEST_S, AnswerTrace, Phase, RequestLog, 
 from gateway.running import RunningRequest
 from gateway.sessions import HandedOff, PrefillSession
 from gateway.topology import Topology
+from gateway.tracing import AnswerSpans, Tracing
 from gateway.validation import DEFAULT_SERVICE_CLASS, SERVICE_CLASSES, ModelLimits
 from services.cluster.placement import Placement, State
 from services.runtime import telemetry
@@ -63,6 +64,7 @@ _RETRY_REASONS: dict[type[TandemError], str] = {
     LayoutMismatch: "layout_mismatch",
     InternalError: "internal_error",
 }
+_SPANS: dict[Phase, str] = {"queue": "queue", "prefill": "prefill", "transfer": "kv_transfer", "decode": "decode"}
 _BEFORE_TOKENS = (State.ADMITTED, State.PREFILLING)
 _PHASES: dict[State, Phase] = {
     State.ADMITTED: "prefill",
@@ -96,16 +98,23 @@ class Policies:
 class _Observed:
     """What the metrics and the log are told of one answer while it runs."""
 
-    __slots__ = ("attempt", "figures", "num_placed_failures", "seen_handoff", "trace")
+    __slots__ = ("attempt", "figures", "num_placed_failures", "seen_handoff", "spans", "trace")
 
-    def __init__(self, figures: RequestFigures, trace: AnswerTrace) -> None:
+    def __init__(self, figures: RequestFigures, trace: AnswerTrace, spans: AnswerSpans | None) -> None:
         self.figures = figures
         self.trace = trace
+        self.spans = spans
         self.attempt: Attempt | None = None
         """The last one that was looked at."""
         self.seen_handoff: HandedOff | None = None
         self.num_placed_failures = 0
         """Failed attempts before the last one that workers took."""
+
+    def must_wait(self, error: Exception, reason: str, *, num_tokens: int) -> None:
+        """Its attempt ended of a reason after which it waits for workers again."""
+        self.trace.enter("queue")
+        if self.spans is not None:
+            self.spans.must_wait(error, reason, num_tokens=num_tokens)
 
 
 class Requests:
@@ -141,6 +150,7 @@ class Requests:
         self._gateway_incarnation = gateway_incarnation
         self._open: dict[RunningRequest, _Observed] = {}
         self._lanes: dict[str, set[Lane]] = {model.name: set() for model in catalog}
+        self.tracing = Tracing(clock=clock, slow_s=slow_request_s)
         self._accepting = Acceptance(
             catalog=catalog,
             longest_sequence=topology.max_sequence_tokens,
@@ -148,6 +158,7 @@ class Requests:
             max_request_s=policies.max_request_s,
             id_suffix=gateway_incarnation[:8],
             seed=seed,
+            tracing=self.tracing,
             clock=clock,
         )
         self._candidates = candidates = Candidates(
@@ -247,7 +258,9 @@ class Requests:
             queue_entry=self._queue_entry(generation),
             lane=self._lane(generation.model, generation.tenant),
         )
-        observed = _Observed(self._metrics.of(generation.model, generation.service_class), self.log.trace(generation))
+        figures = self._metrics.of(generation.model, generation.service_class)
+        spans = generation.span.answer(generation.choice, generation.model)
+        observed = _Observed(figures, self.log.trace(generation), spans)
         timer = asyncio.get_running_loop().call_later(generation.deadline.remaining_s(), request.expire)
         error: BaseException | None = None
         self._open[request] = observed
@@ -269,13 +282,16 @@ class Requests:
                             attempt = await self._moves.follow(request, attempt)
                             if attempt is not observed.attempt:
                                 self._note_phase(request, attempt, "transfer", observed)
-                except CrowdedOut:
-                    observed.trace.enter("queue")
+                except CrowdedOut as crowded_out:
+                    observed.must_wait(crowded_out, "crowded_out", num_tokens=request.num_tokens)
                     request.must_queue = True
                 except TRY_AGAIN as failure:
-                    observed.trace.enter("queue")
+                    reason = _reason_of(failure)
+                    observed.must_wait(failure, reason, num_tokens=request.num_tokens)
                     await self._recovery.after(request, request.attempt, failure)
-                    self._metrics.note_retry(_reason_of(failure))
+                    self._metrics.note_retry(reason)
+                    if observed.spans is not None:
+                        observed.spans.tried_again()
                 finally:
                     self._leave(request)
         except BaseException as ended_by:
@@ -320,6 +336,8 @@ class Requests:
         def take_room(kept: Set[str]) -> bool:
             return self._take_room(request, self._candidates.plan(request, kept))
 
+        spans = self._open[request].spans
+        num_ahead = 0 if spans is None else request.lane.queue.num_ahead(entry.service_class)
         with queue.enter(
             entry,
             take_room,
@@ -329,6 +347,8 @@ class Requests:
             was_refused=was_refused,
         ) as place:
             self._note(request, State.QUEUED)
+            if spans is not None:
+                spans.waits(num_ahead=num_ahead, service_class=request.generation.service_class)
             while await place.wait_for_turn(patience.remaining_s()):
                 attempt = await self._offer(request)
                 if attempt is not None:
@@ -361,7 +381,7 @@ class Requests:
 
         Raises WorkerUnavailable where every one of them turned out to be unreachable.
         """
-        route_started_ns = self._clock.unix_ns()
+        asked_s = self._clock.monotonic()
         is_full = False
         failure: TandemError = WorkerUnavailable("no decode worker took the request")
         for route in request.routes:
@@ -380,7 +400,7 @@ class Requests:
                 failure = unavailable
                 self._leave(request)
             else:
-                self._note_placed(request, attempt, route, route_started_ns)
+                self._note_placed(request, attempt, route, asked_s)
                 return attempt
         if is_full:
             return None
@@ -448,6 +468,10 @@ class Requests:
         except InvalidRequest:
             model = ""
         self.log.note_refusal(error, call=call, model=model, arrived_s=arrived_s)
+        if telemetry.is_on():
+            parent = telemetry.extract(call.traceparent, call.tracestate)
+            said = {"gen_ai.operation.name": call.operation, "gen_ai.request.model": model}
+            self.tracing.refuse(parent, error, arrived_s=arrived_s, attributes=said)
         service_class = call.service_class or DEFAULT_SERVICE_CLASS
         if model and service_class in SERVICE_CLASSES:
             outcome = outcome_of(error, was_placed=False)
@@ -505,32 +529,19 @@ class Requests:
         finally:
             self._num_before_queue -= 1
 
-    def _note_placed(self, request: RunningRequest, attempt: Attempt, route: Route, started_ns: int) -> None:
-        """Books that workers took the request, and writes the spans of the way there."""
-        request.lane.guard.note_started(request.queue_entry, request.admitted)
+    def _note_placed(self, request: RunningRequest, attempt: Attempt, route: Route, asked_s: float) -> None:
+        """Books that workers took the request, after they were asked at `asked_s`."""
+        observed, admitted = self._open[request], request.admitted
+        request.lane.guard.note_started(request.queue_entry, admitted)
         request.admitted = None
         request.note_placed()
-        self._note_taken(request, attempt, self._open[request])
+        self._note_taken(request, attempt, observed)
+        if observed.spans is not None:
+            predicted_queue_s = None if admitted is None else admitted.queue_delay_s
+            observed.spans.placed(attempt, route, asked_s=asked_s, predicted_queue_s=predicted_queue_s)
         self._candidates.note_sent(request, route)
         self.num_running += request.count_as_running()
         self._note(request, State.ADMITTED)
-        span = request.generation.span
-        if not span.is_recording():
-            return
-        if request.num_failures == 0:
-            telemetry.record_span("queue", request.generation.arrived_unix_ns, started_ns, parent=span)
-        attributes: dict[str, str | int | float | bool] = {
-            "tandem.attempt": request.attempt_number,
-            "tandem.decode_worker": attempt.decode.peer.worker_id,
-            "tandem.prefill_worker": attempt.prefill.peer.worker_id if attempt.prefill else "",
-            "tandem.is_remote_prefill": route.is_remote,
-            "tandem.reason": route.reason,
-            "tandem.cached_tokens": route.num_cached_tokens,
-            "tandem.predicted_ttft_s": route.predicted_ttft_s,
-            "tandem.predicted_itl_s": route.predicted_itl_s,
-            **{f"tandem.route.{name}": value for name, value in route.inputs.items()},
-        }
-        telemetry.record_span("route", started_ns, self._clock.unix_ns(), parent=span, attributes=attributes)
 
     def _note_taken(self, request: RunningRequest, attempt: Attempt, observed: _Observed) -> None:
         """Tells metrics and log that workers took the request."""
@@ -559,6 +570,8 @@ class Requests:
             figures.generated_tokens.value += num_tokens
             if delta.first_index == 0:
                 self._note_first_token(request, figures)
+                if observed.spans is not None:
+                    observed.spans.has_token()
                 if num_tokens > 1:  # The decode worker was as fast as the way of the first one.
                     figures.itl_s.observe(0.0, num_tokens - 1)
             elif request.last_gap_s:
@@ -572,7 +585,7 @@ class Requests:
         # A prompt that the decode worker computed itself is at its end with the first token, before that says so.
         phase = "decode" if num_tokens and state in _BEFORE_TOKENS else _PHASES[state]
         if phase != observed.trace.waterfall.phase:
-            self._note_phase(request, attempt, phase, observed)
+            self._note_phase(request, attempt, phase, observed, num_new=num_tokens)
         if request.is_finished or (attempt.is_decoding and request.noted_state is not state):
             self._candidates.note_success(attempt)
         if state is not request.noted_state and not request.is_finished:
@@ -588,14 +601,23 @@ class Requests:
             cached_tokens=request.log.num_cached_tokens,
         )
 
-    def _note_phase(self, request: RunningRequest, attempt: Attempt, phase: Phase, observed: _Observed) -> None:
-        """The answer goes from one phase to another: its workers may have changed, and a handoff may be done."""
-        trace = observed.trace
+    def _note_phase(
+        self, request: RunningRequest, attempt: Attempt, phase: Phase, observed: _Observed, *, num_new: int = 0
+    ) -> None:
+        """The answer goes from one phase to another: its workers may have changed, and a handoff may be done.
+
+        So many tokens came with that.
+        """
+        trace, spans, num_tokens = observed.trace, observed.spans, request.num_tokens
         if observed.attempt is not attempt:
             trace.num_moves += 1
+            if spans is not None:
+                spans.moves(attempt, to=attempt.decode.peer.worker_id, num_tokens=num_tokens)
             if observed.attempt is not None:
                 self._note_handoff(request, observed.attempt.handed_off, observed)
             observed.attempt = attempt
+        elif spans is not None:
+            spans.goes_on(_SPANS[phase], attempt, num_tokens=num_tokens, num_new=num_new)
         self._note_handoff(request, attempt.handed_off, observed)
         trace.enter(phase)
         _note_workers(trace, attempt)
@@ -634,6 +656,7 @@ class Requests:
         totals = generation.totals
         totals.completion_tokens += request.num_tokens
         totals.new_tokens += new_tokens
+        totals.cached_tokens += request.log.num_cached_tokens
         totals.finish_reasons.append(request.finish_reason or outcome)
         prompt_tokens, finish_reason = len(generation.prompt_token_ids), request.finish_reason or ""
         self._metrics.note_answer(
@@ -643,6 +666,8 @@ class Requests:
             tokens=new_tokens,
             finish_reason=finish_reason,
         )
+        if observed.spans is not None:
+            observed.spans.end(error, num_tokens=request.num_tokens)
         observed.trace.end(
             error,
             prompt_tokens=prompt_tokens,

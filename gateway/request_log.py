@@ -26,7 +26,7 @@ from weakref import WeakSet
 
 from gateway.calls import AcceptedCall, Call, Generation
 from gateway.metrics import Metrics
-from services.runtime import status, telemetry
+from services.runtime import status
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, RequestCancelled, TandemError
 from services.runtime.logs import LineBudget, request_fields
@@ -248,7 +248,7 @@ class RequestLog:
             total_s=summary.total_us / 1e6,
             phases_s=phases_s if summary.num_attempts else None,
         )
-        names = _names(call.request_id, telemetry.inject(call.span), call.model, opened.service_class)
+        names = _names(call.request_id, call.span.traceparent, call.model, opened.service_class)
         names["tenant"] = opened.tenant
         if call.fallback:
             names["fallback"] = call.fallback

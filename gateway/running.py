@@ -16,7 +16,6 @@ from gateway.sessions import AttemptKey, DecodeSession, Peer, SequenceOrder
 from gateway.worker_watch import AttemptWatch
 from services.cluster.placement import State
 from services.engine.prefix import sharers
-from services.runtime import telemetry
 from services.runtime.clock import Clock
 from services.runtime.errors import DeadlineExceeded, TandemError
 from services.scheduling.overload import Admit
@@ -147,7 +146,7 @@ class RunningRequest:
             sampling=generation.sampling,
             eos_token_ids=() if generation.sampling.ignore_eos else generation.eos_token_ids,
             deadline=generation.deadline,
-            traceparent=telemetry.inject(generation.span),
+            trace=generation.span.for_attempt(),
             cache_salt=self.cache_salt,
             service_class=self.queue_entry.service_class,
         )

@@ -19,11 +19,12 @@ import msgspec
 from gateway.bookings import Books
 from gateway.validation import Sampling
 from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
-from services.runtime import rpc, status
+from services.runtime import rpc, status, telemetry
 from services.runtime.answer_form import write_form
 from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded, TandemError, WorkerLost, WorkerUnavailable
 from services.runtime.gpu_health import GpuFacts
+from services.runtime.telemetry import TraceContext
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 
 CONNECT_TIMEOUT_S = 3.0
@@ -53,7 +54,7 @@ class SequenceOrder(msgspec.Struct):
     sampling: Sampling
     eos_token_ids: Sequence[int]
     deadline: Deadline
-    traceparent: str
+    trace: TraceContext | None
     cache_salt: str = ""
     """Who may share its pages: those of the same text. Empty: all that have none."""
     service_class: int = 2
@@ -437,7 +438,8 @@ def _sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
             emitted_token_ids=order.emitted_token_ids,
             sampling=_sampling_params(order.sampling),
             eos_token_ids=order.eos_token_ids,
-            traceparent=order.traceparent,
+            traceparent=telemetry.inject(order.trace),
+            tracestate=order.trace.state if order.trace is not None else "",
             cache_salt=order.cache_salt,
             service_class=order.service_class,
         )

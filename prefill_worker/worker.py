@@ -21,12 +21,9 @@ Nothing here touches a tensor; the engine thread is given commands and sends rep
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-
-from opentelemetry.trace import INVALID_SPAN, Span
 
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.sending import SendLinks, SendTransfer
@@ -63,7 +60,8 @@ from services.runtime.errors import (
 )
 from services.runtime.logs import request_fields
 from services.runtime.session import Payload, Session, SessionServer, failed
-from services.runtime.worker_host import infallible, on_this_loop, record_chunk, within
+from services.runtime.telemetry import TraceContext
+from services.runtime.worker_host import infallible, on_this_loop, record_chunk, record_sending, within
 from services.runtime.worker_metrics import Load, Speeds, WorkerMetrics
 from services.scheduling.speedometer import numbers
 from services.structured.compiler import GrammarCompiler
@@ -135,6 +133,8 @@ class _Attempt:
     """What the first token must keep to; None: it may be any, or is known."""
     transfer: SendTransfer | None = None
     chunks: "asyncio.Queue[tuple[StepReport, ComputedChunk]]" = field(default_factory=asyncio.Queue)
+    trace: TraceContext | None = None
+    """Under which its spans are recorded; None: it has none."""
     sending_since_unix_ns: int | None = None
     num_sends: int = 0
     outcome: str = "cancelled"
@@ -262,6 +262,7 @@ class PrefillWorker:
         spec = read_spec(message.sequence, Sampling, clock=self._clock)
         self._check(spec)
         attempt = _Attempt(spec, session, message.decode_address, message.decode_incarnation, self._clock.monotonic())
+        attempt.trace = telemetry.sampled(spec.traceparent, spec.tracestate)
         superseded = self._attempts.begin(spec.key, attempt)
         if superseded is not None:
             superseded.task.cancel()
@@ -410,24 +411,26 @@ class PrefillWorker:
 
     async def _compute(self, attempt: _Attempt, transfer: SendTransfer) -> ComputedChunk:
         """Has the prompt computed and its pages sent, chunk by chunk, emits the first token, returns the last chunk."""
-        with self._span(attempt, "prefill", {"tandem.prompt_tokens": attempt.num_tokens}) as span:
-            prefix = await self._begin(attempt)
-            span.set_attribute("tandem.cached_tokens", prefix.num_tokens)
-            if prefix.page_ids:
-                self._send(attempt, transfer, 0, prefix.page_ids)
-            while True:
-                report, chunk = await attempt.chunks.get()
-                record_chunk(
-                    span, report.start_unix_ns, report.end_unix_ns, start=chunk.start, num_tokens=chunk.num_tokens
-                )
-                if isinstance(chunk.outcome, NonFiniteLogits):
-                    raise chunk.outcome
-                if isinstance(chunk.outcome, SampledToken):
-                    self._emit(attempt, tokens_message(0, chunk.outcome))
-                if chunk.page_ids:
-                    self._send(attempt, transfer, chunk.first_page, chunk.page_ids)
-                if chunk.is_last:
-                    return chunk
+        prefix = await self._begin(attempt)
+        if prefix.page_ids:
+            self._send(attempt, transfer, 0, prefix.page_ids)
+        while True:
+            report, chunk = await attempt.chunks.get()
+            record_chunk(
+                attempt.trace,
+                report.start_unix_ns,
+                report.end_unix_ns,
+                start=chunk.start,
+                num_tokens=chunk.num_tokens,
+            )
+            if isinstance(chunk.outcome, NonFiniteLogits):
+                raise chunk.outcome
+            if isinstance(chunk.outcome, SampledToken):
+                self._emit(attempt, tokens_message(0, chunk.outcome))
+            if chunk.page_ids:
+                self._send(attempt, transfer, chunk.first_page, chunk.page_ids)
+            if chunk.is_last:
+                return chunk
 
     def _send(self, attempt: _Attempt, transfer: SendTransfer, first_page: int, page_ids: tuple[int, ...]) -> None:
         """Raises what ended the transfer, if it has ended: nobody waits for the rest of the prompt then."""
@@ -471,20 +474,16 @@ class PrefillWorker:
     async def _seal(self, attempt: _Attempt, transfer: SendTransfer) -> None:
         assert attempt.kept is not None, "what is sealed is computed"
         start_unix_ns = attempt.sending_since_unix_ns or self._clock.unix_ns()
-        with self._span(attempt, "kv_transfer", {}, start_unix_ns=start_unix_ns) as span:
+        try:
             stats = await transfer.seal(
                 num_tokens=attempt.num_tokens,
                 first_token_id=attempt.kept.first_token_id,
                 sampling_position=attempt.num_tokens + 1,
             )
-            span.set_attributes(
-                {
-                    "tandem.pages": stats.num_pages,
-                    "tandem.bytes": stats.num_bytes,
-                    "tandem.exposed_s": stats.exposed_s,
-                    "tandem.transport": stats.transport,
-                }
-            )
+        except BaseException as error:
+            record_sending(attempt.trace, start_unix_ns, self._clock.unix_ns(), error=error)
+            raise
+        record_sending(attempt.trace, start_unix_ns, self._clock.unix_ns(), sent=stats)
         attempt.end("handed_off", None)
         self._metrics.note_transfer(
             num_bytes=stats.num_bytes,
@@ -539,24 +538,6 @@ class PrefillWorker:
 
     def _emit(self, attempt: _Attempt, payload: Payload) -> None:
         self.sessions.emit(attempt.session, *attempt.spec.key, payload)
-
-    @contextlib.contextmanager
-    def _span(
-        self, attempt: _Attempt, name: str, attributes: dict[str, int], *, start_unix_ns: int | None = None
-    ) -> Iterator[Span]:
-        """A span of the request, where the request is traced."""
-        if not attempt.spec.traceparent:
-            yield INVALID_SPAN
-            return
-        parent = telemetry.extract(attempt.spec.traceparent)
-        span = telemetry.start_span(name, parent, attributes=attributes, start_unix_ns=start_unix_ns)
-        try:
-            yield span
-        except BaseException as error:
-            telemetry.mark_failed(span, error)
-            raise
-        finally:
-            span.end()
 
     # --- what the engine thread says ---
 

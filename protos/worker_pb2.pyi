@@ -295,10 +295,13 @@ class SequenceSpec(_message.Message):
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """Milliseconds that were left until the request's deadline when this message was sent; at least 1."""
     traceparent: _builtins.str
-    """W3C trace context of the request's span. Empty: not traced."""
+    """W3C trace context of the attempt's span `prefill`. The span ids of `kv_transfer` and `decode` are the next two numbers.
+    Spans are recorded where it says that it is sampled. Empty: not traced.
+    """
     cache_salt: _builtins.str
     """Who may share this request's pages: requests of the same text. Empty: all that have none."""
     service_class: _builtins.int
@@ -311,6 +314,8 @@ class SequenceSpec(_message.Message):
     """Whether thoughts come before what `json_schema` and `tool_calls` ask for, between <think> and </think>: `may_come`, or
     `is_open` where the prompt ends with <think>. Empty: none.
     """
+    tracestate: _builtins.str
+    """W3C tracestate that goes with `traceparent`; at most 512 characters. Empty: none."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """Which try this is."""
@@ -350,10 +355,11 @@ class SequenceSpec(_message.Message):
         json_schema: _builtins.str = ...,
         tool_calls: Global___ToolCallForm | None = ...,
         reasoning: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "id", b"id", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "id", b"id", "json_schema", b"json_schema", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_service_class", b"_service_class", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "id", b"id", "json_schema", b"json_schema", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "sampling", b"sampling", "service_class", b"service_class", "tool_calls", b"tool_calls", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__service_class: _TypeAlias = _typing.Literal["service_class"]  # noqa: Y015
     _WhichOneofArgType__service_class: _TypeAlias = _typing.Literal["_service_class", b"_service_class"]  # noqa: Y015

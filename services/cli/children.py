@@ -112,6 +112,7 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
         ("admin-port", settings.admin_port),
         *_tls_flags(settings),
         ("otlp", settings.otlp),
+        ("trace-sample", settings.trace_sample),
         ("seed", settings.seed),
         ("min-prefill", min(settings.prefill, 1)),
         ("min-decode", 1),

@@ -96,6 +96,11 @@ class UpSettings:
         integer(0, 2**63 - 1), default=None, help="Makes answers without a seed of their own repeatable."
     )
     otlp: str | None = option(url("http", "https"), default=None, help="OTLP gRPC collector of traces.")
+    trace_sample: float = option(
+        number(0, 1),
+        default=1.0,
+        help="Part of the requests whose traces are exported, 0 to 1; failed and slow ones always are.",
+    )
     pid_file: Path | None = option(path(), default=None, help="File that holds the process id while it runs.")
     log_dir: Path | None = option(
         path(), default=None, help="Folder of the log files; a temporary one, removed at a clean end, if not given."

@@ -13,6 +13,9 @@ DEFAULT_SERVICE_CLASS = 2
 """Of five, 0 to 4: of an attempt that names none."""
 NUM_SERVICE_CLASSES = 5
 
+KV_TRANSFER_SPAN, DECODE_SPAN = 1, 2
+"""An attempt's `traceparent` names its span `prefill`; the ids of the spans `kv_transfer` and `decode` follow it."""
+
 S = TypeVar("S")
 A = TypeVar("A")
 
@@ -39,6 +42,7 @@ class AttemptSpec(Generic[S]):
     """0 is served first, 4 last."""
     form: AnswerForm | None = None
     """What the answer must keep to; None: any text will do."""
+    tracestate: str = ""
     eos_token_ids: tuple[int, ...] = ()
     """The model's ends of sequence, as far as they end this answer."""
 
@@ -73,6 +77,7 @@ def read_spec(
         cache_salt=message.cache_salt,
         service_class=_service_class(message),
         form=form,
+        tracestate=message.tracestate,
         eos_token_ids=eos_token_ids,
     )
 

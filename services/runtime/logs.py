@@ -26,7 +26,6 @@ def setup(level: str, *, service: str, worker_id: str = "", stream: TextIO | Non
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    logging.getLogger("opentelemetry").setLevel("ERROR")
     # No line has them, and asking for them is a good part of what a line costs.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 

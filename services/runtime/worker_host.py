@@ -11,12 +11,12 @@ import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from opentelemetry.trace import Span
-
 from services.runtime import logs, process, telemetry
+from services.runtime.attempts import Moved
 from services.runtime.clock import Deadline
-from services.runtime.errors import DeadlineExceeded, InvariantViolated
+from services.runtime.errors import DeadlineExceeded, InvariantViolated, RequestCancelled
 from services.runtime.rpc import RpcServer, set_identity
+from services.runtime.telemetry import TraceContext, Value
 from services.runtime.tls import Identity
 from services.runtime.worker_config import WorkerConfig
 from services.runtime.worker_metrics import Load
@@ -73,11 +73,38 @@ def on_this_loop(receive: Callable[[R], None]) -> Callable[[R], None]:
     return call
 
 
-def record_chunk(span: Span, start_unix_ns: int, end_unix_ns: int, *, start: int, num_tokens: int) -> None:
-    """The step that computed `num_tokens` of a prompt from position `start`, as a part of its `prefill` span."""
-    if span.is_recording():
+def record_chunk(
+    trace: TraceContext | None, start_unix_ns: int, end_unix_ns: int, *, start: int, num_tokens: int
+) -> None:
+    """The step that computed `num_tokens` of a prompt from position `start`, as a part of the attempt's `prefill`."""
+    if trace is not None:
         attributes = {"tandem.start": start, "tandem.tokens": num_tokens}
-        telemetry.record_span("prefill.chunk", start_unix_ns, end_unix_ns, parent=span, attributes=attributes)
+        telemetry.record("prefill.chunk", trace, start_unix_ns, end_unix_ns, attributes=attributes)
+
+
+def record_sending(
+    trace: TraceContext | None,
+    start_unix_ns: int,
+    end_unix_ns: int,
+    *,
+    sent: Moved | None = None,
+    error: BaseException | None = None,
+) -> None:
+    """Pages on their way from this worker: from the first that left to their commit, or to the error that ended it."""
+    if trace is None:
+        return
+    attributes: dict[str, Value] = {}
+    if sent is not None:
+        attributes = {
+            "tandem.kv.pages": sent.num_pages,
+            "tandem.kv.bytes": sent.num_bytes,
+            "tandem.kv.gb_per_s": sent.num_bytes / max(1, end_unix_ns - start_unix_ns),
+            "tandem.kv.transport": sent.transport,
+            "tandem.kv.exposed_s": sent.exposed_s,
+        }
+    if isinstance(error, asyncio.CancelledError | RequestCancelled):
+        attributes["tandem.is_cancelled"], error = True, None
+    telemetry.record("kv_transfer.send", trace, start_unix_ns, end_unix_ns, attributes=attributes, error=error)
 
 
 class Worker(Protocol):

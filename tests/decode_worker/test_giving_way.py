@@ -5,16 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from decode_worker import engine_loop
 from kv_transfer.protocol.messages import TransferId
 from protos import worker_pb2
-from services.runtime import telemetry
 from services.runtime.attempts import AttemptKey
 from services.runtime.errors import RequestCancelled
+from tests.kept_spans import KeptSpans, events_of
 
 Make = Callable[..., Any]
 FULL = 44
@@ -223,18 +220,14 @@ async def test_a_class_that_does_not_exist_is_refused(make_bench: Make) -> None:
 
 
 async def test_spans_say_when_a_sequence_gave_way(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry, "_provider", provider)
+    spans = KeptSpans.install(monkeypatch)
     bench = make_bench(swap_bytes=SWAP)
     gateway = bench.gateway()
     await pressed(bench, gateway, traceparent="00-" + "1" * 32 + "-" + "2" * 16 + "-01")
     bench.runner.gate.set()
     await gateway.event("r", "finished")
     await bench.until_free()
-    (decode,) = [span for span in exporter.get_finished_spans() if span.name == "decode"]
-    events = [(e.name, dict(e.attributes or {})["tandem.reason"]) for e in decode.events]
+    steps = spans.one("decode.steps")
+    events = [(name, said["tandem.reason"]) for name, said in events_of(steps)]
     assert ("preempted", "swapped") in events
-    assert decode.attributes is not None
-    assert decode.attributes["tandem.preemptions"] == len(events)
+    assert steps.attributes["tandem.preemptions"] == len(events)

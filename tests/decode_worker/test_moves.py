@@ -8,8 +8,9 @@ import pytest
 
 from kv_transfer.protocol.messages import TransferId
 from protos import worker_pb2
-from services.runtime.attempts import AttemptKey
+from services.runtime.attempts import DECODE_SPAN, AttemptKey
 from services.runtime.errors import NoFreePages, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
+from tests.kept_spans import KeptSpans
 
 Make = Callable[..., Any]
 PROMPT = [1, 2, 3, 4, 5]
@@ -23,10 +24,10 @@ def answer(num_tokens: int) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-async def paused_after(bench: Any, gateway: Any, *, at_step: int) -> int:
+async def paused_after(bench: Any, gateway: Any, *, at_step: int, **fields: Any) -> int:
     """Has `r` decoded for a while and paused; returns how many tokens it has."""
     bench.runner.pause_at_step = at_step
-    gateway.admit("r", PROMPT, max_tokens=FULL, local=True)
+    gateway.admit("r", PROMPT, max_tokens=FULL, local=True, **fields)
     await bench.until(lambda: not bench.runner.gate.is_set())
     gateway.pause("r")
     # The command is handled while the step runs, so the pause comes right after the step.
@@ -174,6 +175,29 @@ async def test_handing_over_sends_all_pages_and_ends_the_attempt(make_bench: Mak
     for name in ("tandem_transfer_seconds_count", "tandem_transfer_exposed_seconds_count"):
         assert value(name, {"worker": "decode-0"}) == 1
     assert 0 < value("tandem_transfer_seconds_sum", {"worker": "decode-0"}) < 60
+
+
+@pytest.mark.parametrize("error", [None, TransferFailed("the channel broke")])
+async def test_what_is_sent_to_the_other_worker_is_a_span(
+    make_bench: Make, monkeypatch: pytest.MonkeyPatch, error: TandemError | None
+) -> None:
+    spans = KeptSpans.install(monkeypatch)
+    bench = make_bench()
+    bench.links.holds_commits = True
+    gateway = bench.gateway()
+    await paused_after(bench, gateway, at_step=5, traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
+    gateway.hand_over("r", next_attempt=4)
+    await bench.until(lambda: TransferId("r", 4) in bench.links.transfers)
+    transfer = bench.links.transfers[TransferId("r", 4)]
+    transfer.error = error
+    transfer.may_commit.set()
+    await gateway.event("r", "failed" if error else "handed_off")
+    await bench.until_free()
+    sending, steps = spans.one("kv_transfer.send"), spans.one("decode.steps")
+    assert sending.parent_id == steps.parent_id == int("cd" * 8, 16) + DECODE_SPAN
+    assert sending.error_type == ("TransferFailed" if error else "")
+    assert sending.attributes.get("tandem.kv.bytes") == (None if error else 192)
+    assert steps.start_unix_ns <= sending.start_unix_ns <= sending.end_unix_ns <= steps.end_unix_ns
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 9])

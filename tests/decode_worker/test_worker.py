@@ -3,13 +3,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kv_transfer.protocol.messages import TransferId
 from protos import inference_pb2, worker_pb2
-from services.runtime import telemetry
+from services.runtime.attempts import DECODE_SPAN
 from services.runtime.errors import (
     DeadlineExceeded,
     InvariantViolated,
@@ -20,6 +17,7 @@ from services.runtime.errors import (
 )
 from services.runtime.session import SessionLimits
 from services.scheduling.speedometer import MIN_STEPS
+from tests.kept_spans import KeptSpans
 
 Make = Callable[..., Any]
 
@@ -368,30 +366,45 @@ async def test_metrics_follow_the_load(make_bench: Make) -> None:
     assert value("tandem_step_tokens_sum", {"worker": "decode-0"}) == 8
 
 
-async def test_the_phases_are_spans_under_the_request(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    spans = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    monkeypatch.setattr(telemetry, "_provider", provider)
+async def test_chunks_and_steps_are_spans_of_the_attempt(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = KeptSpans.install(monkeypatch)
     bench = make_bench(chunk_tokens=4)
     gateway = bench.gateway()
-    gateway.admit("untraced", [1] * 3, local=True)
-    await gateway.event("untraced", "finished")
-    bench.runner.broken.add("broken")
-    for request_id in ("r", "broken"):
-        gateway.admit(request_id, [1] * 20, local=True, traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
+    for name, traceparent in (("untraced", ""), ("not-sampled", f"00-{'ab' * 16}-{'cd' * 8}-00")):
+        gateway.admit(name, [1] * 3, local=True, traceparent=traceparent)
+        await gateway.event(name, "finished")
+    assert not spans.spans
+    gateway.admit("r", [1] * 20, local=True, traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
     await gateway.event("r", "finished")
-    await gateway.event("broken", "failed")
-    finished = spans.get_finished_spans()
-    assert {span.context.trace_id for span in finished} == {int("ab" * 16, 16)}
-    assert [span.name for span in finished if not span.status.is_unset] == ["prefill"], "the broken one's"
-    (decode,) = (span for span in finished if span.name == "decode")
-    (prefill,) = (span for span in finished if span.name == "prefill" and span.status.is_unset)
-    chunks = [span for span in finished if span.parent.span_id == prefill.context.span_id]
-    assert [chunk.name for chunk in chunks] == ["prefill.chunk"] * 5
-    assert decode.parent.span_id == prefill.parent.span_id == int("cd" * 8, 16)
-    assert prefill.end_time <= decode.start_time <= decode.end_time
-    assert decode.attributes["tandem.tokens"] == 4
+    prefill_id = int("cd" * 8, 16)
+    assert [span.name for span in spans.spans] == ["prefill.chunk"] * 5 + ["decode.steps"]
+    assert {span.context.trace_id for span in spans.spans} == {int("ab" * 16, 16)}
+    *chunks, steps = spans.spans
+    assert {chunk.parent_id for chunk in chunks} == {prefill_id}
+    assert steps.parent_id == prefill_id + DECODE_SPAN
+    assert chunks[-1].end_unix_ns <= steps.start_unix_ns <= steps.end_unix_ns
+    assert steps.attributes["tandem.tokens"] == 4
+    assert steps.attributes["tandem.steps"] == 3, "the first token came with the prompt's last chunk"
+    assert (steps.attributes["tandem.batch_mean"], steps.attributes["tandem.batch_max"]) == (1.0, 1)
+
+
+async def test_a_broken_decode_is_a_failed_span(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = KeptSpans.install(monkeypatch)
+    bench = make_bench()
+    gateway = bench.gateway()
+    bench.runner.pause_at_step = 6
+    gateway.admit("r", [1] * 3, max_tokens=20, local=True, traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
+    gateway.admit("gone", [1] * 3, max_tokens=20, local=True, traceparent=f"00-{'ef' * 16}-{'cd' * 8}-01")
+    await gateway.event("r", "decode_started")
+    await gateway.event("gone", "decode_started")
+    bench.runner.broken.add("r")
+    gateway.cancel("gone")
+    bench.runner.gate.set()
+    await gateway.event("r", "failed")
+    await bench.until_free()
+    ended = {span.context.trace_id: span for span in spans.named("decode.steps")}
+    assert ended[int("ab" * 16, 16)].error_type == "NonFiniteLogits"
+    assert ended[int("ef" * 16, 16)].error_type == ""
 
 
 async def test_an_engine_that_hangs_fails_everything_and_ends_the_worker(make_bench: Make) -> None:

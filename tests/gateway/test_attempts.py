@@ -57,7 +57,7 @@ class Scene:
     def __init__(self, max_tokens=100, *, giver=None):
         self.decode, self.prefill = Session(), Session()
         self.mailbox, self.log = Mailbox(), TokenLog(max_tokens)
-        order = SequenceOrder(AttemptKey("r", 1), (1,), (), None, (), Deadline.after(60), "")
+        order = SequenceOrder(AttemptKey("r", 1), (1,), (), None, (), Deadline.after(60), None)
         watch = AttemptWatch(WorkerWatch(SYSTEM_CLOCK), "decode-0", token_s=0.01)
         self.attempt = Attempt(order, decode=self.decode, mailbox=self.mailbox, log=self.log, watch=watch, giver=giver)
 

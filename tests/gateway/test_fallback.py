@@ -6,11 +6,11 @@ import contextlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry.trace import INVALID_SPAN
 
 from gateway.calls import AcceptedCall, Delta, Generation, Totals
 from gateway.fallback import begun
 from gateway.fan_out import merged
+from gateway.tracing import NO_TRACE
 from services.runtime.clock import Deadline
 from services.runtime.errors import DeadlineExceeded, Overloaded, TandemError, TransferFailed, WorkerUnavailable
 
@@ -124,7 +124,7 @@ def generations_of(model, num_choices, now_s=100.0):
             priority=0,
             tenant="",
             deadline=Deadline.after(60.0),
-            span=INVALID_SPAN,
+            span=NO_TRACE,
             totals=totals,
             arrived_s=100.0,
             arrived_unix_ns=0,
@@ -139,7 +139,7 @@ def accepted_call(num_choices, fallbacks):
         request_id="r",
         operation="text_completion",
         model="m0",
-        span=INVALID_SPAN,
+        span=NO_TRACE,
         close=lambda: None,
     )
     accepted.fallbacks = tuple(fallbacks)

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from opentelemetry.trace import INVALID_SPAN
 
 from gateway.answer_text import AnswerText
 from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall, StoredChoice, Totals, Usage
@@ -33,6 +32,7 @@ from gateway.journals import Journals, ask_for, ask_to_resume
 from gateway.model_files import read_model_files
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
+from gateway.tracing import NO_TRACE
 from gateway.validation import AskedSampling, Sampling
 from services.cluster.journal import JournalStore
 from services.cluster.store import Store
@@ -376,7 +376,7 @@ class FakeRequests:
                 priority=0,
                 tenant=tenant,
                 deadline=Deadline.after(60.0),
-                span=INVALID_SPAN,
+                span=NO_TRACE,
                 totals=totals,
                 arrived_s=0.0,
                 arrived_unix_ns=0,
@@ -389,7 +389,7 @@ class FakeRequests:
             request_id=request_id,
             operation="text_completion",
             model="tiny",
-            span=INVALID_SPAN,
+            span=NO_TRACE,
             close=lambda: self.active.discard(request_id),
         )
 

@@ -13,7 +13,9 @@ from gateway.calls import Call
 from gateway.sessions import DecodeSession
 from gateway.validation import AskedSampling
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
+from services.runtime import telemetry
 from services.runtime.errors import Overloaded, WorkerUnavailable
+from tests.kept_spans import KeptSpans, events_of
 
 LARGE_CONTEXT, SMALL_CONTEXT = 512, 64
 PROMPT = "hello world, naïve café"
@@ -784,3 +786,23 @@ async def test_a_model_whose_workers_are_away_is_stood_in_for_at_once(two_models
     async with asyncio.timeout(10):
         answer = await complete(system, allow_fallback=True)
     assert said(answer) == ("small", "large -> small; reason=unavailable")
+
+
+async def test_a_fallback_is_in_the_trace(two_models, worker_type, monkeypatch):
+    spans = KeptSpans.install(monkeypatch)
+    system = await two_models(after_s=0.2)
+    await add_decode(system, worker_type, "large", refuses)
+    await add_decode(system, worker_type, "small", Answering(SMALL_ANSWER).decode)
+    answer = await complete(system, allow_fallback=True)
+    await system.until(lambda: spans.named("request"))
+    request, *phases = sorted(spans.spans, key=lambda span: (span.name != "request", span.start_unix_ns))
+    assert answer.headers["traceparent"] == telemetry.inject(request.context)
+    assert [span.name for span in phases] == ["queue", "queue", "route", "prefill", "decode"]
+    first, second, route = phases[:3]
+    assert first.attributes["tandem.is_cancelled"] is True
+    assert (first.start_unix_ns, first.end_unix_ns) == (request.start_unix_ns, second.start_unix_ns)
+    assert sum(span.end_unix_ns - span.start_unix_ns for span in phases) == request.end_unix_ns - request.start_unix_ns
+    assert route.attributes["tandem.model"] == "small"
+    assert [request.attributes[f"gen_ai.{what}.model"] for what in ("request", "response")] == ["large", "small"]
+    assert request.attributes["tandem.fallback"] == "large -> small; reason=overloaded"
+    assert "fallback" in [name for name, _ in events_of(request)]

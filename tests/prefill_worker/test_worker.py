@@ -3,16 +3,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from protos import inference_pb2, worker_pb2
-from services.runtime import telemetry
 from services.runtime.attempts import AttemptKey
 from services.runtime.errors import InvariantViolated, NoFreePages, RequestCancelled, TransferFailed
 from services.runtime.session import SessionLimits
 from services.scheduling.speedometer import MIN_STEPS
+from tests.kept_spans import KeptSpans
 
 Make = Callable[..., Any]
 
@@ -431,27 +428,51 @@ async def test_metrics_follow_the_load(make_bench: Make) -> None:
     assert 0 < value("tandem_transfer_seconds_sum", {"worker": "prefill-0"}) < 60
 
 
-async def test_the_phases_are_spans_under_the_request(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    spans = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    monkeypatch.setattr(telemetry, "_provider", provider)
+async def test_chunks_and_the_sending_are_spans_of_the_attempt(
+    make_bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans = KeptSpans.install(monkeypatch)
     bench = make_bench(chunk_tokens=8)
     gateway = bench.gateway()
-    gateway.prefill("untraced", [1] * 3)
-    await gateway.event("untraced", "handed_off")
+    for name, traceparent in (("untraced", ""), ("not-sampled", f"00-{'ab' * 16}-{'cd' * 8}-00")):
+        gateway.prefill(name, [1] * 3, traceparent=traceparent)
+        await gateway.event(name, "handed_off")
     gateway.prefill("r", [1] * 20, traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
     await gateway.event("r", "handed_off")
-    finished = spans.get_finished_spans()
-    assert [span.name for span in finished] == ["prefill.chunk"] * 3 + ["prefill", "kv_transfer"]
-    assert {span.context.trace_id for span in finished} == {int("ab" * 16, 16)}
-    *chunks, prefill, transfer = finished
-    assert prefill.parent.span_id == transfer.parent.span_id == int("cd" * 8, 16)
-    assert all(chunk.parent.span_id == prefill.context.span_id for chunk in chunks)
+    assert [span.name for span in spans.spans] == ["prefill.chunk"] * 3 + ["kv_transfer.send"]
+    assert {span.context.trace_id for span in spans.spans} == {int("ab" * 16, 16)}
+    assert {span.parent_id for span in spans.spans} == {int("cd" * 8, 16)}, "the gateway's span of this attempt"
+    *chunks, sending = spans.spans
     assert [chunk.attributes["tandem.tokens"] for chunk in chunks] == [8, 8, 4]
-    assert prefill.start_time <= chunks[0].start_time <= chunks[-1].end_time <= prefill.end_time
-    assert chunks[0].end_time <= transfer.start_time <= prefill.end_time, "the transfer overlaps the computation"
-    assert transfer.attributes["tandem.pages"] == 5
+    assert [chunk.attributes["tandem.start"] for chunk in chunks] == [0, 8, 16]
+    assert chunks[0].end_unix_ns <= sending.start_unix_ns <= sending.end_unix_ns
+    assert chunks[-1].end_unix_ns <= sending.end_unix_ns
+    said = sending.attributes
+    assert (said["tandem.kv.pages"], said["tandem.kv.bytes"]) == (5, 5 * 64)
+    took_ns = sending.end_unix_ns - sending.start_unix_ns
+    assert said["tandem.kv.gb_per_s"] == pytest.approx(5 * 64 / took_ns)
+
+
+@pytest.mark.parametrize("error", [TransferFailed("the channel broke"), None])
+async def test_a_sending_that_breaks_or_is_cancelled_is_a_span_all_the_same(
+    make_bench: Make, monkeypatch: pytest.MonkeyPatch, error: TransferFailed | None
+) -> None:
+    spans = KeptSpans.install(monkeypatch)
+    bench = make_bench()
+    bench.links.holds_commits = True
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20, traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
+    await bench.until(lambda: any(transfer.sealed for transfer in bench.links.transfers.values()))
+    if error is None:
+        gateway.cancel("r")
+    else:
+        (transfer,) = bench.links.transfers.values()
+        transfer.error = error
+        transfer.may_commit.set()
+    await bench.until(lambda: bool(spans.named("kv_transfer.send")))
+    sending = spans.one("kv_transfer.send")
+    assert sending.error_type == ("" if error is None else "TransferFailed")
+    assert sending.attributes.get("tandem.is_cancelled", False) is (error is None)
 
 
 async def test_an_engine_that_hangs_fails_everything_and_ends_the_worker(make_bench: Make) -> None:

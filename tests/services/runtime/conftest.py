@@ -20,7 +20,12 @@ class ReceivedSpan:
     start_unix_ns: int
     end_unix_ns: int
     is_error: bool
+    kind: str = ""
+    state: str = ""
     attributes: dict[str, Any] = field(default_factory=dict)
+    events: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
+    links: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """Ids of spans, with what is said of them."""
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
@@ -73,7 +78,11 @@ def _span(service: str, span: Any) -> ReceivedSpan:
         start_unix_ns=span.start_time_unix_nano,
         end_unix_ns=span.end_time_unix_nano,
         is_error=span.status.code == 2,
+        kind=span.SpanKind.Name(span.kind),
+        state=span.trace_state,
         attributes=_attributes(span.attributes),
+        events=[(event.name, event.time_unix_nano, _attributes(event.attributes)) for event in span.events],
+        links=[(link.span_id.hex(), _attributes(link.attributes)) for link in span.links],
     )
 
 

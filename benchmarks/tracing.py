@@ -1,0 +1,305 @@
+"""What traces cost: tokens/s of whole clusters without and with them, and the CPU time of a request's spans.
+
+`python -m benchmarks.tracing [--rounds 6] [--seconds 4] [--json FILE]`. Three clusters that differ in nothing but their
+traces (off, all requests, one in a hundred) stand side by side, and one at a time gets the same load of short streams,
+where spans per token are many. Each round asks all of them in turn, in another order; the ratios are of the same round.
+Tokens are given per second of wall time, and per second of CPU time of all processes of their cluster: on a busy
+machine the second is the one to trust. The collector is a process that reads nothing of what it gets.
+
+The CPU time of spans is that of one thread: of the numbers that a request writes down, of the spans that are made of
+them at its end, of the messages that the exporter's thread makes, and of the same spans made with OpenTelemetry's SDK.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import uvloop
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+from opentelemetry.trace.propagation import set_span_in_context
+
+from benchmarks.cluster import Cluster, collect, request, running_cluster
+from demo import DEMO_MODEL
+from gateway.attempts import Attempt
+from gateway.sessions import HandedOff, PrefillStarted
+from gateway.tracing import RequestSpans, Tracing
+from services.runtime import telemetry
+from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.telemetry import Span
+from services.scheduling.disaggregation import DisaggregationSettings
+from services.scheduling.routing import Route, Router, RouteRequest, RoutingSettings, WorkerView
+
+LIMIT = 0.97
+"""Of tokens/s with all requests traced, to those without traces."""
+ARMS: dict[str, tuple[str, ...]] = {"off": (), "all": ("--trace-sample", "1"), "1 in 100": ("--trace-sample", "0.01")}
+NUM_STREAMS = 16
+"""At a time."""
+PROMPT_TOKENS, NEW_TOKENS = 48, 16
+NUM_REQUESTS = 2000
+"""For the CPU time of spans."""
+CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Measure, print, and write the figures as JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="checkpoint folder (default: the demo model)")
+    parser.add_argument("--rounds", type=int, default=6, help="times that each cluster gets the load")
+    parser.add_argument("--seconds", type=float, default=4.0, help="time of each load")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--collector", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.collector:
+        serve_collector()
+        return
+    figures: dict[str, Any] = {"spans_us": measure_spans()}
+    figures["tokens"] = measure_tokens(arguments.model, arguments.rounds, arguments.seconds)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+# --- whole clusters ---------------------------------------------------------------------------------------------------
+
+
+def measure_tokens(model: Path, rounds: int, seconds: float) -> dict[str, Any]:
+    """Tokens/s of each arm, and the ratios to the one without traces."""
+    walls: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    cpus: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    os.environ["TANDEM_TTFT_TARGET_S"] = "0"  # nothing is refused, however slow the machine is
+    with contextlib.ExitStack() as stack:
+        otlp = ("--otlp", stack.enter_context(collector()))
+        clusters = {
+            arm: stack.enter_context(running_cluster(*flags, *(otlp if flags else ()), model=model))
+            for arm, flags in ARMS.items()
+        }
+        order = list(ARMS)
+        for number in range(rounds + 1):
+            random.shuffle(order)
+            for arm in order:
+                per_wall_s, per_cpu_s = uvloop.run(token_rate(clusters[arm], seconds))
+                if number:  # the first round only warms up
+                    walls[arm].append(per_wall_s)
+                    cpus[arm].append(per_cpu_s)
+        spans = {arm: exported_and_dropped(cluster) for arm, cluster in clusters.items()}
+    figures: dict[str, Any] = {}
+    print(f"{NUM_STREAMS} streams at a time, {PROMPT_TOKENS} prompt tokens, {NEW_TOKENS} new ones; {rounds} rounds")
+    for arm in ARMS:
+        wall = statistics.median(a / b for a, b in zip(walls[arm], walls["off"], strict=True))
+        cpu = statistics.median(a / b for a, b in zip(cpus[arm], cpus["off"], strict=True))
+        figures[arm] = {
+            "tok_s": statistics.median(walls[arm]),
+            "tok_cpu_s": statistics.median(cpus[arm]),
+            "ratio": wall,
+            "cpu_ratio": cpu,
+            "gateway_spans": spans[arm],
+        }
+        exported, dropped = spans[arm]
+        print(
+            f"traces {arm:9}: {figures[arm]['tok_s']:7.0f} tok/s, ratio {wall:.3f}; of CPU time "
+            f"{figures[arm]['tok_cpu_s']:7.0f} tok/s, ratio {cpu:.3f} (limit {LIMIT}); the gateway's spans: "
+            f"{exported:.0f} exported, {dropped:.0f} dropped"
+        )
+    return figures
+
+
+async def token_rate(cluster: Cluster, seconds: float) -> tuple[float, float]:
+    """Tokens per second of wall time and of the cluster's CPU time."""
+    began_s, began_cpu_s, num_tokens = time.monotonic(), cpu_s(cluster.process.pid), 0
+
+    async def ask(number: int) -> None:
+        nonlocal num_tokens
+        while time.monotonic() - began_s < seconds:
+            prompt = [random.randrange(5, 250) for _ in range(PROMPT_TOKENS)]  # nothing of it is cached
+            message = request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True, seed=number)
+            num_tokens += len((await collect(stub, message)).token_ids)
+
+    async with cluster.inference() as stub:
+        await asyncio.gather(*map(ask, range(NUM_STREAMS)))
+    took_s = time.monotonic() - began_s
+    return num_tokens / took_s, num_tokens / max(1e-9, cpu_s(cluster.process.pid) - began_cpu_s)
+
+
+def cpu_s(parent: int) -> float:
+    """CPU time so far of a process and its children (proc(5), stat)."""
+    ticks = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has just ended
+            fields = file.read_text().rpartition(")")[2].split()
+            if parent in (int(fields[1]), int(file.parent.name)):
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / CLOCK_TICKS_PER_S
+
+
+def exported_and_dropped(cluster: Cluster) -> tuple[float, float]:
+    """Spans of a cluster's gateway."""
+    with urllib.request.urlopen(cluster.http + "/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if line.startswith("tandem_spans_"))
+    return float(values["tandem_spans_exported_total"]), float(values["tandem_spans_dropped_total"])
+
+
+@contextlib.contextmanager
+def collector() -> Iterator[str]:
+    """A collector in a process of its own; its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.tracing", "--collector"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        with process.stdout as stdout:
+            yield stdout.readline().strip()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def serve_collector() -> None:
+    """Takes spans and looks at none, until it is ended."""
+    answer = trace_service_pb2.ExportTraceServiceResponse().SerializeToString()
+    handler = grpc.unary_unary_rpc_method_handler(lambda message, context: answer)
+    service = "opentelemetry.proto.collector.trace.v1.TraceService"
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Export": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    print(f"http://127.0.0.1:{port}", flush=True)
+    server.wait_for_termination()
+
+
+# --- the spans of a request -------------------------------------------------------------------------------------------
+
+
+class Queue:
+    """In the place of the exporter: keeps the spans."""
+
+    def __init__(self, *, is_sampled: bool) -> None:
+        self.is_sampled = is_sampled
+        self.spans: list[Span] = []
+
+    def is_in_sample(self, trace_id: int) -> bool:
+        """All or none."""
+        return self.is_sampled
+
+    def add(self, spans: Sequence[Span]) -> None:
+        """Takes spans."""
+        self.spans += spans
+
+
+def measure_spans() -> dict[str, float]:
+    """Microseconds of CPU time for a request of one attempt at a prefill and a decode worker."""
+    figures: dict[str, float] = {}
+    route = some_route()
+    for name, is_sampled in (("not in the sample", False), ("in the sample", True)):
+        queue = Queue(is_sampled=is_sampled)
+        telemetry._exporter = cast(Any, queue)
+        figures[name] = best_us(lambda: write_down(route))
+    telemetry._exporter = None
+    spans = [span for span in queue.spans if span.context.trace_id == queue.spans[-1].context.trace_id]
+    figures["messages of it"] = best_us(lambda: trace_pb2.ScopeSpans(spans=map(telemetry._message, spans)))
+    figures["spans with the SDK"], figures["messages with the SDK"] = with_the_sdk(spans)
+    print(f"CPU time of the gateway's {len(spans)} spans of a request, best of 5 rounds:")
+    for name, each in figures.items():
+        print(f"  {name:22} {each:7.1f} us")
+    return figures
+
+
+def best_us(work: Callable[[], object]) -> float:
+    """CPU time of one call, in microseconds."""
+    best = float("inf")
+    for _ in range(5):
+        began_s = time.thread_time()
+        for _ in range(NUM_REQUESTS):
+            work()
+        best = min(best, time.thread_time() - began_s)
+    return best / NUM_REQUESTS * 1e6
+
+
+def some_route() -> Route:
+    """A way as the router gives it, with all that is said of it."""
+    router = Router(settings=RoutingSettings(disaggregation=DisaggregationSettings(local_prefill_tokens=0)))
+    view = WorkerView("prefill-0", "p", 1000, 1000, 0, 0, 4096)
+    decode = WorkerView("decode-0", "d", 1000, 1000, 0, 0, 4096)
+    return router.route(RouteRequest(PROMPT_TOKENS, NEW_TOKENS), [view], [decode], now_s=0.0)[0]
+
+
+def write_down(route: Route) -> None:
+    """What `gateway.lifecycle` does for one answer, from its arrival to its end."""
+    arrived_s = SYSTEM_CLOCK.monotonic()
+    request = TRACING.begin(None, arrived_s=arrived_s, arrived_unix_ns=SYSTEM_CLOCK.unix_ns())
+    answer = request.answer(0, "demo")
+    assert answer is not None
+    attempt = some_attempt(request)
+    answer.placed(attempt, route, asked_s=arrived_s, predicted_queue_s=0.0)
+    answer.has_token()
+    answer.goes_on("kv_transfer", attempt, num_tokens=1)
+    answer.goes_on("decode", attempt, num_tokens=2, num_new=1)
+    answer.end(None, num_tokens=NEW_TOKENS)
+    request.finish(None, lambda: {"gen_ai.request.model": "demo", "gen_ai.usage.output_tokens": NEW_TOKENS})
+
+
+TRACING = Tracing(clock=SYSTEM_CLOCK)
+
+
+def some_attempt(request: RequestSpans) -> Attempt:
+    """As much of an attempt as spans look at."""
+    order = SimpleNamespace(
+        trace=request.for_attempt(),
+        key=SimpleNamespace(attempt=1),
+        prompt_token_ids=range(PROMPT_TOKENS),
+        emitted_token_ids=(),
+    )
+    attempt = SimpleNamespace(
+        order=order,
+        decode=SimpleNamespace(peer=SimpleNamespace(worker_id="decode-0")),
+        prefill=SimpleNamespace(peer=SimpleNamespace(worker_id="prefill-0")),
+        prefill_started=PrefillStarted(0.001, 0),
+        handed_off=HandedOff(3, 98_304, 0.001, "shm"),
+        is_move=False,
+    )
+    return cast(Attempt, attempt)
+
+
+def with_the_sdk(spans: list[Span]) -> tuple[float, float]:
+    """The same spans with OpenTelemetry's SDK: until they are in its queue, and their messages."""
+    ended: list[ReadableSpan] = []
+
+    class Keeps(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            ended.append(span)
+
+    provider = TracerProvider(resource=Resource.create({"service.name": "gateway"}))
+    provider.add_span_processor(Keeps())
+    tracer = provider.get_tracer("tandem")
+
+    def write() -> None:
+        for span in spans:
+            context = SpanContext(span.context.trace_id, span.context.span_id, False, TraceFlags(1))
+            parent = set_span_in_context(NonRecordingSpan(context))
+            tracer.start_span(span.name, parent, attributes=dict(span.attributes)).end()
+
+    write_us = best_us(write)
+    several = ended[: len(spans)]
+    return write_us, best_us(lambda: encode_spans(several))
+
+
+if __name__ == "__main__":
+    main()

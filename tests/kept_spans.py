@@ -1,0 +1,45 @@
+"""Spans of this process in a list instead of a collector."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from services.runtime import telemetry
+from services.runtime.telemetry import Span, Value
+
+
+class KeptSpans:
+    """In the place of the exporter: everything is in the sample, or nothing."""
+
+    def __init__(self, *, is_sampled: bool = True) -> None:
+        self.is_sampled = is_sampled
+        self.spans: list[Span] = []
+        self.num_exported = self.num_dropped = 0
+
+    @classmethod
+    def install(cls, monkeypatch: pytest.MonkeyPatch, *, is_sampled: bool = True) -> "KeptSpans":
+        """From now on until the test's end."""
+        kept = cls(is_sampled=is_sampled)
+        monkeypatch.setattr(telemetry, "_exporter", kept)
+        return kept
+
+    def is_in_sample(self, trace_id: int) -> bool:
+        return self.is_sampled
+
+    def add(self, spans: Sequence[Span]) -> None:
+        self.spans += spans
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+    def named(self, name: str) -> list[Span]:
+        return [span for span in self.spans if span.name == name]
+
+    def one(self, name: str) -> Span:
+        (span,) = self.named(name)
+        return span
+
+
+def events_of(span: Span) -> list[tuple[str, dict[str, Value]]]:
+    """Name and attributes of each event of a span."""
+    return [(event.name, dict(event.attributes)) for event in span.events]
