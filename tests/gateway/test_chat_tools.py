@@ -632,6 +632,21 @@ def test_answers_show_the_special_token_that_begins_calls(folder_of, kind):
     assert shown == text.replace("<|end|>", "").replace("<|more|>", "")
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_answers_show_marks_of_calls_that_are_tokens(folder_of, special):
+    folder, tokenizer = folder_of("hermes")
+    marks = [AddedToken(mark, special=special, normalized=False) for mark in ("<tool_call>", "</tool_call>")]
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(marks)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    model = ModelTokenizer(read_model_files(folder))
+    assert model.has_call_token
+    text = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    detokenizer = model.detokenizer()
+    token_ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert {tokenizer.token_to_id(mark.content) for mark in marks} < set(token_ids)
+    assert detokenizer.push(token_ids) + detokenizer.finish() == text
+
+
 # --- calls that must be made -----------------------------------------------------------------------------------------
 
 WEATHER_FORM = CalledFunction("weather", json.dumps(WEATHER["function"]["parameters"], separators=(",", ":")))

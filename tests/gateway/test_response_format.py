@@ -11,7 +11,8 @@ from gateway.journal import decode_call, encode_call
 from gateway.openai_types import ChatRequest, CompletionRequest, parse
 from gateway.response_format import json_schema_in, json_schema_of
 from gateway.validation import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, AskedSampling
-from protos import inference_pb2, inference_pb2_grpc
+from protos import inference_pb2, inference_pb2_grpc, worker_pb2
+from services.engine.step import NothingAllowed
 from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import InvalidRequest, Overloaded
 from services.structured.compiler import FormChecks
@@ -260,3 +261,27 @@ async def test_a_check_that_is_too_busy_is_an_overload(system, monkeypatch):
     response = await system.complete(max_tokens=5, response_format={"type": "json_object"})
     assert response.status_code in (429, 503)
     assert response.headers["retry-after"] == "2"
+
+
+async def test_an_answer_that_cannot_go_on_is_held_against_no_worker(make_system, worker_type, tokenizer):
+    """A schema that turns out too complex fails wherever it is tried, so it is tried once."""
+    system = await make_system()
+    start = tokenizer.encode('{"a', add_special_tokens=False).ids
+
+    async def decode(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        attempt.tokens(0, start)
+        if attempt.spec.json_schema:
+            attempt.fail(NothingAllowed("the schema is too complex for this answer to go on", field="response_format"))
+        else:
+            attempt.finish(inference_pb2.FINISH_REASON_STOP)
+
+    for name in ("decode-0", "decode-1"):
+        await system.add(worker_type("decode", name, decode))
+    for _ in range(5):
+        response = await system.complete(max_tokens=9, response_format={"type": "json_object"})
+        assert response.status_code == 400, response.text
+        assert "too complex" in response.json()["error"]["message"]
+        assert (await system.complete(max_tokens=9)).status_code == 200
+    assert sum(len(worker.attempts) for worker in system.workers.values()) == 10

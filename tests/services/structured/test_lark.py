@@ -20,6 +20,7 @@ from services.runtime.answer_form import AnswerForm, CalledFunction, Reasoning, 
 from services.structured.grammar import Grammars, UnusableSchema, check_form
 from services.structured.lark import MAX_CALLS
 from tests.json_schema import assert_keeps_to
+from tests.schemas import UNUSABLE
 
 EOS = (1, 2)
 MARKS = ("[TOOL_CALLS]", "<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -137,7 +138,7 @@ def check(form: AnswerForm, text: str) -> int:
     return len(calls)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(FORMS), st.integers(0, 2**32))
 def test_whatever_is_allowed_is_read_as_the_form(model: Model, form: AnswerForm, seed: int) -> None:
     source = random.Random(seed)
@@ -152,7 +153,7 @@ def test_whatever_is_allowed_is_read_as_the_form(model: Model, form: AnswerForm,
         check(form, text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(OPTIONAL), st.integers(0, 2**32))
 def test_calls_after_any_text_are_as_strict(model_with_marks: Model, form: AnswerForm, seed: int) -> None:
     source, model = random.Random(seed), model_with_marks
@@ -267,6 +268,17 @@ def test_a_schema_cannot_change_how_it_is_compiled(model: Model) -> None:
             check_form(form)
         with pytest.raises(UnusableSchema, match="uniqueItems"):
             model.grammars.begin(form, eos_token_ids=EOS)
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_what_cannot_be_used_is_said_as_for_a_schema_alone(case: str) -> None:
+    schema, named = UNUSABLE[case]
+    form = AnswerForm("", ToolCalls(ToolFormat.HERMES, (CalledFunction("f", json.dumps(schema)),)))
+    with pytest.raises(UnusableSchema, match=named) as caught:
+        check_form(form)
+    with pytest.raises(UnusableSchema) as alone:
+        check_form(AnswerForm(json.dumps(schema)))
+    assert caught.value.message == alone.value.message
 
 
 @pytest.mark.parametrize("schema", ["", "[1]", "5", '{"a":', '{"a":' * 5000 + "1" + "}" * 5000])
