@@ -131,6 +131,9 @@ class ChatRequest(_CommonFields, kw_only=True):
         """The call it asks for. Raises InvalidRequest."""
         if self.messages is None:
             raise InvalidRequest("messages is missing", field="messages", code="missing_required_parameter")
+        if self.max_completion_tokens is not None:
+            # By the name that the client used.
+            check_integer(self.max_completion_tokens, "max_completion_tokens", minimum=1, maximum=MAX_TOKENS_EVER)
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.max_tokens is not None and max_tokens != self.max_tokens:
             raise InvalidRequest(
