@@ -333,16 +333,29 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
     else:
         content[JSON] = {"schema": _schema_of(operation.answer)}
     if operation.events is not None:
-        content[EVENTS] = {
-            "schema": {
-                "type": "string",
-                "description": "Server-sent events, each a line `data: ` with JSON; the last is `data: [DONE]`. "
-                "A failure after the first event is an event with the error object, without [DONE].",
-                "x-tandem-event": _schema_of(operation.events),
-            }
-        }
+        content[EVENTS] = {"schema": _event(operation.events)}
     described[200] = _answer(200, content, operation.answer_headers)
     return described
+
+
+def _event(kind: type[msgspec.Struct]) -> Schema:
+    """One server-sent event; before OpenAPI 3.2 the schema of a stream is that of each of its events."""
+    payload = {"anyOf": [_schema_of(kind), _schema_of(answers.Error)]}
+    return {
+        "type": "object",
+        "description": "A server-sent event. The last one is [DONE], or an error, where the answer failed after it had "
+        "begun. Events of a named request have ids.",
+        "properties": {
+            "data": {
+                "anyOf": [
+                    {"const": "[DONE]"},
+                    {"type": "string", "contentMediaType": JSON, "contentSchema": payload},
+                ]
+            },
+            "id": {"type": "string"},
+        },
+        "required": ["data"],
+    }
 
 
 def _answer(status: int, content: dict[str, Any], headers: tuple[str, ...] = ()) -> dict[str, Any]:
