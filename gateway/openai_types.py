@@ -22,6 +22,7 @@ from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning, ToolFormat
 from gateway.tool_requests import names_of, offered_tools
 from gateway.validation import (
+    MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
     MAX_TOKENS_EVER,
     AskedSampling,
@@ -605,6 +606,11 @@ _SAMPLING_FIELDS = (
 
 
 def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+    if len(biases) > MAX_LOGIT_BIASES:
+        # Before a body full of them has been looked through.
+        raise InvalidRequest(
+            f"logit_bias has {len(biases)} entries; the most is {MAX_LOGIT_BIASES}", field="logit_bias"
+        )
     converted = {}
     for key, bias in biases.items():
         if _TOKEN_ID.fullmatch(key) is None:

@@ -11,6 +11,8 @@ from langchain_openai import ChatOpenAI
 from benchmarks.cluster import Cluster, running_cluster
 
 MODEL = "tandem-demo"
+PATIENCE = 10
+"""Times that a client tries again: on a busy machine a worker may be lost for seconds."""
 
 
 @pytest.fixture(scope="session")
@@ -37,13 +39,13 @@ def cluster(keys: dict[str, str]) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def client(cluster: Cluster, keys: dict[str, str]) -> Iterator[openai.OpenAI]:
     """As any program would make it: a base URL and a key."""
-    with openai.OpenAI(base_url=f"{cluster.http}/v1", api_key=keys["acme"]) as client:
+    with openai.OpenAI(base_url=f"{cluster.http}/v1", api_key=keys["acme"], max_retries=PATIENCE) as client:
         yield client
 
 
 @pytest.fixture
 async def async_client(cluster: Cluster, keys: dict[str, str]) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{cluster.http}/v1", api_key=keys["acme"]) as client:
+    async with openai.AsyncOpenAI(base_url=f"{cluster.http}/v1", api_key=keys["acme"], max_retries=PATIENCE) as client:
         yield client
 
 
@@ -51,5 +53,11 @@ async def async_client(cluster: Cluster, keys: dict[str, str]) -> AsyncIterator[
 def chat(cluster: Cluster, keys: dict[str, str]) -> ChatOpenAI:
     """LangChain's view of the same server."""
     return ChatOpenAI(
-        model=MODEL, base_url=f"{cluster.http}/v1", api_key=keys["acme"], max_tokens=12, temperature=0, seed=1
+        model=MODEL,
+        base_url=f"{cluster.http}/v1",
+        api_key=keys["acme"],
+        max_retries=PATIENCE,
+        max_tokens=12,
+        temperature=0,
+        seed=1,
     )

@@ -10,6 +10,9 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
+on_one_loop = pytest.mark.asyncio(loop_scope="module")
+"""LangChain keeps its connections for all its clients of a process, and they live on one event loop."""
+
 ASK = [SystemMessage("You write Python."), HumanMessage("Write a function that returns the length of a list.")]
 
 
@@ -44,6 +47,7 @@ def test_batch_keeps_the_order(chat: ChatOpenAI) -> None:
     assert [answer.content for answer in chat.batch(questions)] == [chat.invoke(each).content for each in questions]
 
 
+@on_one_loop
 async def test_abatch_and_astream(chat: ChatOpenAI) -> None:
     first, second = await chat.abatch([ASK, ASK])
     parts = [str(part.content) async for part in chat.astream(ASK)]
@@ -56,12 +60,13 @@ def test_a_chain(chat: ChatOpenAI) -> None:
 
 
 def test_structured_output(chat: ChatOpenAI) -> None:
-    asked = chat.model_copy(update={"max_tokens": 60}).with_structured_output(Verdict, method="json_schema")
+    asked = chat.model_copy(update={"max_tokens": 200}).with_structured_output(Verdict, method="json_schema")
     assert isinstance(asked.invoke(ASK), Verdict)
 
 
+@on_one_loop
 async def test_structured_output_with_the_raw_answer(chat: ChatOpenAI) -> None:
-    wide = chat.model_copy(update={"max_tokens": 60})
+    wide = chat.model_copy(update={"max_tokens": 200})
     asked = wide.with_structured_output(Verdict, method="json_schema", include_raw=True)
     answer = await asked.ainvoke(ASK)
     assert answer["parsing_error"] is None
