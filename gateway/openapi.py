@@ -7,6 +7,7 @@ answers against it. Who adds a route adds an `Operation`; who adds a field adds 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from gateway.openai_types import ChatRequest, CompletionRequest, DetokenizeReque
 from gateway.request_fields import NAME_PATTERN, REF, SHARED_SCHEMAS, Schema, field_of
 from gateway.validation import MAX_AFFINITY_CHARS, MAX_BODY_BYTES, MAX_BODY_READ_S, MAX_KEY_CHARS, SERVICE_CLASSES
 
-VERSION = "0.1.0"
+DISTRIBUTION = "tandem-serving"
 JSON = "application/json"
 EVENTS = "text/event-stream"
 
@@ -249,7 +250,11 @@ def document(*, asks_for_keys: bool) -> dict[str, Any]:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Tandem", "version": VERSION, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
+        "info": {
+            "title": "Tandem",
+            "version": metadata.version(DISTRIBUTION),
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
         "paths": paths,
         "components": components,
     }
