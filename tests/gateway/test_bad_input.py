@@ -453,6 +453,39 @@ async def test_body_that_was_announced_and_never_comes(system, monkeypatch):
     await check_alive(system)
 
 
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: "])
+async def test_head_that_never_comes(system, monkeypatch, sent):
+    monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.2)
+    answer = await raw(system, sent)
+    assert answer.startswith(b"HTTP/1.1 408") or (not sent and not answer)
+    await check_alive(system)
+
+
+async def test_head_of_a_second_request_that_never_comes(system, monkeypatch):
+    monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HT")
+    async with asyncio.timeout(5):
+        answers = await reader.read()
+    assert answers.count(b"HTTP/1.1 200") == 1
+    assert b"HTTP/1.1 408" in answers
+    writer.close()
+
+
+async def test_more_connections_than_may_be_are_refused(system, monkeypatch):
+    await check_alive(system)  # which keeps one open
+    monkeypatch.setattr("gateway.http_server.MAX_CONNECTIONS", 4)
+    idle = [await asyncio.open_connection("127.0.0.1", system.gateway.http_port) for _ in range(3)]
+    refused = await raw(system, b"")
+    assert refused.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 1" in refused
+    assert b'"overloaded_error"' in refused
+    for _, writer in idle:
+        writer.close()
+        await writer.wait_closed()
+    await check_alive(system)
+
+
 RAW_HTTP = {
     "connect": (b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n", b"HTTP/1.1 40"),
     "garbage": (b"\x16\x03\x01 what\r\n\r\n", b"HTTP/1.1 400"),
@@ -610,7 +643,7 @@ async def test_no_decode_worker_is_told_at_once_over_grpc(make_system):
 
 # Frames of HTTP/2, as RFC 9113 has them: length, type, flags, stream; a reset is type 3, settings 4, ping 6, goaway 7.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HEADERS, RESET, SETTINGS, PING, GOAWAY = 1, 3, 4, 6, 7
+HEAD, RESET, SETTINGS, PING, GOAWAY = 1, 3, 4, 6, 7
 END_HEADERS = 4
 
 
@@ -670,7 +703,7 @@ async def test_a_flood_of_pings_ends_the_connection(system):
 
 async def test_streams_that_are_reset_at_once_leave_nothing(system):
     heads = [
-        frame(HEADERS, call_head(), flags=END_HEADERS, stream=number) + frame(RESET, bytes(4), stream=number)
+        frame(HEAD, call_head(), flags=END_HEADERS, stream=number) + frame(RESET, bytes(4), stream=number)
         for number in range(1, 4000, 2)
     ]
     # The ping after it ends the connection where the resets did not.
