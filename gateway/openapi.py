@@ -82,11 +82,11 @@ ANSWER_HEADERS: Mapping[str, tuple[str, Schema]] = {
     "WWW-Authenticate": ("How to show a key.", {"type": "string"}),
     **_LIMITS,
 }
-ALWAYS_SENT = frozenset({"X-Request-Id", "X-Tandem-Model", "Retry-After", "WWW-Authenticate"})
-"""Headers that are there whenever the document names them."""
+ALWAYS_SENT = frozenset({"X-Request-Id", "X-Tandem-Model"})
+"""Headers that every good answer has for which the document names them; an error has them if it came that far."""
 HEADERS_OF_STATUS: Mapping[int, tuple[str, ...]] = {
     401: ("WWW-Authenticate",),
-    429: ("Retry-After", *_LIMITS),
+    429: ("Retry-After",),
     503: ("Retry-After",),
 }
 _GENERATED = ("X-Request-Id", "X-Tandem-Model", "X-Tandem-Fallback", "X-Tandem-Ignored", *_LIMITS)
@@ -327,7 +327,8 @@ def _described(operation: Operation, *, asks_for_keys: bool) -> dict[str, Any]:
 
 
 def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
-    described = {status: _answer(status, {JSON: {"schema": _schema_of(answers.Error)}}) for status in operation.errors}
+    error = {JSON: {"schema": _schema_of(answers.Error)}}
+    described = {status: _answer(status, error, operation.answer_headers) for status in operation.errors}
     for status, kind in operation.others:
         described[status] = {"description": STATUSES[status], "content": {JSON: {"schema": _schema_of(kind)}}}
     if operation.answer is None:
@@ -365,14 +366,12 @@ def _event(kind: type[msgspec.Struct]) -> Schema:
 
 def _answer(status: int, content: dict[str, Any], headers: tuple[str, ...] = ()) -> dict[str, Any]:
     described: dict[str, Any] = {"description": STATUSES[status], "content": content}
-    named = {
-        name: {
-            "description": ANSWER_HEADERS[name][0],
-            "required": name in ALWAYS_SENT,
-            "schema": ANSWER_HEADERS[name][1],
-        }
-        for name in (*headers, *HEADERS_OF_STATUS.get(status, ()))
-    }
+    named = {}
+    required = HEADERS_OF_STATUS.get(status, ())
+    for name in (*headers, *required):
+        meaning, schema = ANSWER_HEADERS[name]
+        is_required = name in required or (status == 200 and name in ALWAYS_SENT)
+        named[name] = {"description": meaning, "required": is_required, "schema": schema}
     return {**described, "headers": named} if named else described
 
 

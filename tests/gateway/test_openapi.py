@@ -298,6 +298,28 @@ async def test_what_operators_and_probes_read_keeps_to_the_document(system):
     check((await system.http.get("/ready")).json(), schema_of("/ready", 503, method="get"))
 
 
+async def test_refusals_have_their_headers(make_system, tmp_path):
+    key = new_key()
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        f'[[key]]\nsha256 = "{digest_of_key(key)}"\ntenant = "acme"\n[tenant.acme]\nrequests_per_minute = 1\n'
+    )
+    system = await make_system(api_keys=keys, failover_wait_s=0.0)
+    headers = {"authorization": f"Bearer {key}"}
+    for status, shown in ((401, {}), (503, headers), (200, headers), (429, headers)):
+        # A request that was refused costs nothing.
+        path = "/v1/completions" if status in (401, 503) else "/tokenize"
+        response = await system.http.post(path, json={"prompt": "a"}, headers=shown)
+        assert response.status_code == status
+        described = DOCUMENT["paths"][path]["post"]["responses"][str(status)].get("headers", {})
+        assert {name.lower() for name, header in described.items() if header["required"]} <= response.headers.keys()
+        limits = {name for name in response.headers if name.startswith("x-ratelimit-")}
+        assert limits <= described.keys()
+        assert bool(limits) == (status != 401)
+        if status != 200:
+            check(response.json(), schema_of(path, status))
+
+
 # --- schemathesis ----------------------------------------------------------------------------------------------------
 
 NOT_CHECKED = "positive_data_acceptance"
