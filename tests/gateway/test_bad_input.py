@@ -643,8 +643,8 @@ async def test_no_decode_worker_is_told_at_once_over_grpc(make_system):
 
 # Frames of HTTP/2, as RFC 9113 has them: length, type, flags, stream; a reset is type 3, settings 4, ping 6, goaway 7.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HEAD, RESET, SETTINGS, PING, GOAWAY = 1, 3, 4, 6, 7
-END_HEADERS = 4
+DATA, HEAD, RESET, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+END_STREAM, END_HEADERS = 1, 4
 
 
 def frame(kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0) -> bytes:
@@ -709,6 +709,39 @@ async def test_streams_that_are_reset_at_once_leave_nothing(system):
     # The ping after it ends the connection where the resets did not.
     await flooded(system, b"".join(heads) + frame(PING, b"12345678") * 1000)
     assert system.gateway.requests.num_running == 0
+    assert system.workers["decode-0"].attempts == []
+    await check_alive(system)
+
+
+async def said_to(system, head: bytes) -> bytes:
+    """What the gRPC port says to one call on a connection of its own, up to the call's end."""
+    message = inference_pb2.GenerateRequest(text="a").SerializeToString()
+    call = frame(HEAD, head, flags=END_HEADERS, stream=1)
+    call += frame(DATA, b"\x01" + len(message).to_bytes(4, "big") + message, flags=END_STREAM, stream=1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.grpc_port)
+    said = b""
+    try:
+        writer.write(PREFACE + frame(SETTINGS) + call)
+        async with asyncio.timeout(10):
+            while not any(kind in (HEAD, RESET, GOAWAY) for kind, _ in kinds_in(said)):
+                said += await reader.read(65536)
+    finally:
+        writer.close()
+    return said
+
+
+async def test_an_unknown_compression_ends_the_call_only(system):
+    said = await said_to(system, call_head(grpc_encoding="zzz"))
+    (answer,) = [payload for kind, payload in kinds_in(said) if kind == HEAD]
+    # A text of two characters: the library itself says INTERNAL, before any code of ours.
+    assert b"grpc-status\x0213" in answer
+    assert GOAWAY not in [kind for kind, _ in kinds_in(said)]
+    await check_alive(system)
+
+
+async def test_bad_base64_in_binary_metadata_ends_the_call_only(system):
+    said = await said_to(system, call_head(x_odd_bin="!!not base64!!"))
+    assert GOAWAY not in [kind for kind, _ in kinds_in(said)]
     assert system.workers["decode-0"].attempts == []
     await check_alive(system)
 
