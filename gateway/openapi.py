@@ -98,7 +98,7 @@ class Operation:
 
     `answer`: the type of a 200, or the media type of one that is no JSON; None: there is no 200. `events`: the type of
     the events that come instead where the request asks for a stream. `errors`: statuses that have the error object;
-    `others`: statuses with a type of their own.
+    `others`: statuses with a type of their own. `body_kind`: the media type of the body.
     """
 
     method: str
@@ -109,10 +109,12 @@ class Operation:
     errors: tuple[int, ...] = EVERYWHERE
     others: tuple[tuple[int, type[msgspec.Struct]], ...] = ()
     body: type[msgspec.Struct] | Schema | None = None
+    body_kind: str = JSON
     events: type[msgspec.Struct] | None = None
     request_headers: tuple[str, ...] = ()
     answer_headers: tuple[str, ...] = ()
     path_fields: tuple[tuple[str, str], ...] = ()
+    query: tuple[tuple[str, str, Schema], ...] = ()
     needs_key: bool = True
     needs_admin: bool = False
 
@@ -311,13 +313,18 @@ def _described(operation: Operation, *, asks_for_keys: bool) -> dict[str, Any]:
         {"name": name, "in": "path", "required": True, "description": meaning, "schema": {"type": "string"}}
         for name, meaning in operation.path_fields
     ]
+    for name, meaning, schema in operation.query:
+        parameters.append({"name": name, "in": "query", "required": False, "description": meaning, "schema": schema})
     for name in operation.request_headers:
         meaning, schema = REQUEST_HEADERS[name]
         parameters.append({"name": name, "in": "header", "required": False, "description": meaning, "schema": schema})
     if parameters:
         described["parameters"] = parameters
     if operation.body is not None:
-        described["requestBody"] = {"required": True, "content": {JSON: {"schema": _schema_of(operation.body)}}}
+        described["requestBody"] = {
+            "required": True,
+            "content": {operation.body_kind: {"schema": _schema_of(operation.body)}},
+        }
     described["responses"] = {str(status): answer for status, answer in sorted(_answers(operation).items())}
     if asks_for_keys:
         described["security"] = [{"key": []}] if operation.needs_key else []

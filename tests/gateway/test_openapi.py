@@ -299,17 +299,20 @@ async def test_what_operators_and_probes_read_keeps_to_the_document(system):
 
 
 async def test_refusals_have_their_headers(make_system, tmp_path):
-    key = new_key()
+    limited, other = new_key(), new_key()
     keys = tmp_path / "keys.toml"
     keys.write_text(
-        f'[[key]]\nsha256 = "{digest_of_key(key)}"\ntenant = "acme"\n[tenant.acme]\nrequests_per_minute = 1\n'
+        f'[[key]]\nsha256 = "{digest_of_key(limited)}"\ntenant = "acme"\n[tenant.acme]\nrequests_per_minute = 1\n'
+        f'[[key]]\nsha256 = "{digest_of_key(other)}"\ntenant = "other"\n[tenant.other]\nrequests_per_minute = 9\n'
     )
     system = await make_system(api_keys=keys, failover_wait_s=0.0)
-    headers = {"authorization": f"Bearer {key}"}
-    for status, shown in ((401, {}), (503, headers), (200, headers), (429, headers)):
-        # A request that was refused costs nothing.
-        path = "/v1/completions" if status in (401, 503) else "/tokenize"
-        response = await system.http.post(path, json={"prompt": "a"}, headers=shown)
+    for status, path, key in (
+        (401, "/v1/completions", "tandem-nobody"),
+        (503, "/v1/completions", other),
+        (200, "/tokenize", limited),
+        (429, "/tokenize", limited),
+    ):
+        response = await system.http.post(path, json={"prompt": "a"}, headers={"authorization": f"Bearer {key}"})
         assert response.status_code == status
         described = DOCUMENT["paths"][path]["post"]["responses"][str(status)].get("headers", {})
         assert {name.lower() for name, header in described.items() if header["required"]} <= response.headers.keys()
