@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gateway.openapi import ANSWER_HEADERS, OPERATIONS, REQUEST_HEADERS, document  # noqa: E402 - the path comes first
-from gateway.request_fields import field_of  # noqa: E402
 from gateway.validation import REFUSED_UNLESS  # noqa: E402
 
 PAGE = ROOT / "docs" / "api.md"
@@ -92,7 +91,7 @@ def _fields(*types: str) -> list[str]:
                 _type(schema),
                 "required" if field in required else _default(schema),
                 _bounds(schema),
-                getattr(field_of(name, field), "meaning", ""),
+                schema.get("description", ""),
             )
             for field, schema in sorted(shown.items())
         ),
