@@ -159,9 +159,13 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _give_up(self) -> None:
+        self._head_timer = None
         if self.transport.is_closing():
             return
-        if self._is_in_head:
+        if self.cycle is not None and not self.cycle.response_complete:
+            # An earlier request of the connection is still being answered, and must not be written into.
+            self._expect_head()
+        elif self._is_in_head:
             self._refuse(408, f"the head did not arrive within {HEAD_TIMEOUT_S:g} s", "request_timeout")
         else:
             self.transport.close()

@@ -472,6 +472,30 @@ async def test_head_of_a_second_request_that_never_comes(system, monkeypatch):
     writer.close()
 
 
+async def test_an_answer_is_not_broken_off_for_a_head_that_never_comes(system, monkeypatch):
+    monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.1)
+    decode, may_go_on = system.workers["decode-0"], asyncio.Event()
+    say_ok = decode.script
+
+    async def wait(attempt):
+        await may_go_on.wait()
+        await say_ok(attempt)
+
+    decode.script = wait
+    body = b'{"prompt": "a"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    writer.write(head + body + b"GET /health HT")
+    await system.until(lambda: bool(decode.attempts))
+    await asyncio.sleep(0.3)  # the time that is measured, several times over
+    may_go_on.set()
+    async with asyncio.timeout(5):
+        answers = await reader.read()
+    assert answers.startswith(b"HTTP/1.1 200")
+    assert answers.count(b"HTTP/1.1 408") == 1
+    writer.close()
+
+
 async def test_more_connections_than_may_be_are_refused(system, monkeypatch):
     await check_alive(system)  # which keeps one open
     monkeypatch.setattr("gateway.http_server.MAX_CONNECTIONS", 4)
