@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 
+import httpx
 import openai
 import pytest
 from langchain_openai import ChatOpenAI
@@ -11,6 +13,7 @@ from langchain_openai import ChatOpenAI
 from benchmarks.cluster import Cluster, running_cluster
 
 MODEL = "tandem-demo"
+READY_TIMEOUT_S = 60.0
 PATIENCE = 10
 """Times that a client tries again: on a busy machine a worker may be lost for seconds."""
 
@@ -34,6 +37,15 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def cluster(keys: dict[str, str]) -> Iterator[Cluster]:
     with running_cluster("--api-keys", keys["file"], "--threads", "1") as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def ready(cluster: Cluster) -> None:
+    """On a busy machine a worker that gets no time counts as lost until it is heard of again."""
+    end = time.monotonic() + READY_TIMEOUT_S
+    while httpx.get(f"{cluster.http}/ready", timeout=READY_TIMEOUT_S).status_code != 200:
+        assert time.monotonic() < end, "the cluster is not ready"
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="session")
