@@ -111,7 +111,7 @@ class Gateway:
             slow_request_s=config.slow_request_s,
         )
         self._journals = Journals(self.requests, JournalStore(self._store), gateway_incarnation=self.incarnation)
-        api = HttpApi(
+        self.api = HttpApi(
             self.requests,
             journals=self._journals,
             topology=self.topology,
@@ -120,8 +120,8 @@ class Gateway:
             door=self.door,
         )
         identity = rpc.identity()
-        self._http = HttpServer(api.app(), identity=identity)
-        self._admin = None if config.admin_port is None else HttpServer(api.admin_app(), identity=identity)
+        self._http = HttpServer(self.api.app(), identity=identity)
+        self._admin = None if config.admin_port is None else HttpServer(self.api.admin_app(), identity=identity)
         self._grpc = rpc.make_server(SERVICE_NAMES, profile=rpc.PUBLIC, with_reflection=config.reflection)
         register(
             self._grpc,

@@ -49,6 +49,7 @@ from gateway.openai_types import (
     parse_members,
     system_fingerprint,
 )
+from gateway.openapi import document_bytes
 from gateway.request_log import RequestLog
 from gateway.responses_types import ResponsesRequest, own_words
 from gateway.responses_writer import ResponsesWriter
@@ -80,7 +81,7 @@ from services.runtime.errors import (
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What probes ask, which have no key."""
 API_PREFIX = "/v1/"
-API_PATHS = frozenset({"/tokenize", "/detokenize"})
+API_PATHS = frozenset({"/tokenize", "/detokenize", "/openapi.json"})
 """What any key may ask beside what begins with the prefix; they are where other servers have them."""
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8 * 1024
@@ -125,6 +126,8 @@ class HttpApi:
         self._is_ready = is_ready
         self._door = door
         self._created_unix_s = int(time.time())
+        self.routes: list[Route] = []
+        """What `app` serves; it fills them in."""
 
     def app(self) -> App:
         """The ASGI application, to be run by `gateway.http_server`."""
@@ -142,9 +145,11 @@ class HttpApi:
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
             Route("/v1/responses/{name:path}", self._show_no_response, methods=["GET", "POST", "DELETE"]),
+            Route("/openapi.json", self._show_document),
             *self._probes(),
             *self._admin_pages(),
         ]
+        self.routes = routes
         starlette = Starlette(routes=routes, exception_handlers=_HANDLERS)
         # A path that is nearly right is a mistake to be told of, not to be sent elsewhere.
         starlette.router.redirect_slashes = False
@@ -235,6 +240,10 @@ class HttpApi:
             token_ids = await encode_conversation(model.tokenizer, request.messages, tools, max_chars=MAX_BODY_BYTES)
         else:
             assert request.prompt is not None
+            if request.tools:
+                raise InvalidRequest(
+                    "tools goes with messages, not with prompt", field="tools", code="unsupported_parameter"
+                )
             check_text(request.prompt, field_name="prompt")
             adds_special = request.add_special_tokens is not False
             token_ids = await model.tokenizer.encode(request.prompt, add_special_tokens=adds_special)
@@ -278,7 +287,7 @@ class HttpApi:
             call.affinity_key = session
         _read_permission(exchange, call)
         self._door.let_in(call, key, model=self._requests.catalog.name_of(call.model))
-        call.request_id = exchange.header(b"x-request-id") or None
+        call.request_id = exchange.optional_header(b"x-request-id")
         call.traceparent = exchange.header(b"traceparent")
         call.tracestate = ",".join(exchange.all_headers(b"tracestate"))
         ask = _ask(exchange, call, body, request, writer_type)
@@ -420,6 +429,9 @@ class HttpApi:
     async def _show_no_response(self, request: Request) -> Response:
         name = request.path_params["name"][:MAX_NAME_CHARS]
         raise NotFound(f"there is no response {name}: this server stores none", code="response_not_found")
+
+    async def _show_document(self, request: Request) -> Response:
+        return Response(document_bytes(asks_for_keys=not self._door.is_open), media_type="application/json")
 
     async def _show_health(self, request: Request) -> Response:
         return _json({"status": "alive"})

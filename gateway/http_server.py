@@ -22,6 +22,10 @@ MAX_HEAD_BYTES = 16 * 1024
 """Request line and headers together."""
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
+HEAD_TIMEOUT_S = 30.0
+"""From the beginning of a connection, or of a later request, to the end of the request's head."""
+MAX_CONNECTIONS = 10_000
+RETRY_AFTER_S = 1
 STARTUP_TIMEOUT_S = 10.0
 UNREAD_LIMIT_MS = 60_000
 
@@ -103,18 +107,24 @@ class _Server(uvicorn.Server):
 
 
 class _BoundedProtocol(HttpToolsProtocol):
-    """httptools itself reads a head of any length into memory."""
+    """httptools itself reads a head of any length into memory, and uvicorn waits for one for ever."""
 
     _num_head_bytes = 0
     _is_in_head = False
     _connection: Connection
+    _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         self._connection = Connection()
         super().connection_made(transport)
+        if len(self.server_state.connections) > MAX_CONNECTIONS:
+            self._refuse(503, "too many connections", "server_overloaded", kind="overloaded_error")
+        else:
+            self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._end_head()
         self._connection.is_lost = True
         if self._connection.on_lost is not None:
             self._connection.on_lost()
@@ -132,20 +142,43 @@ class _BoundedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {_EXTENSION: {"connection": self._connection}}
         self._is_in_head = True
         self._num_head_bytes = 0
+        self._expect_head()
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
+        self._end_head()
         super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up)
+
+    def _end_head(self) -> None:
+        self._is_in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            # An earlier request of the connection is still being answered, and must not be written into.
+            self._expect_head()
+        elif self._is_in_head:
+            self._refuse(408, f"the head did not arrive within {HEAD_TIMEOUT_S:g} s", "request_timeout")
+        else:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "the request is not valid HTTP", "invalid_http")
 
-    def _refuse(self, status: int, message: str, code: str) -> None:
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-        body = msgspec.json.encode({"error": error})
+    def _refuse(self, status: int, message: str, code: str, *, kind: str = "invalid_request_error") -> None:
+        body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
+        retry = f"retry-after: {RETRY_AFTER_S}\r\n" if status == 503 else ""
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         self.transport.close()

@@ -23,6 +23,7 @@ from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning
 from gateway.tool_requests import forced_names, offered_tools, strict_names
 from gateway.validation import (
+    MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
     MAX_TOKENS_EVER,
     AskedSampling,
@@ -146,10 +147,10 @@ class ChatRequest(_ChoicesRequest, kw_only=True):
         """The call it asks for. Raises InvalidRequest."""
         if self.messages is None:
             raise InvalidRequest("messages is missing", field="messages", code="missing_required_parameter")
-        max_tokens = self.max_tokens
         if self.max_completion_tokens is not None:
-            max_tokens = self.max_completion_tokens
-            check_integer(max_tokens, "max_completion_tokens", minimum=1, maximum=MAX_TOKENS_EVER)
+            # By the name that the client used.
+            check_integer(self.max_completion_tokens, "max_completion_tokens", minimum=1, maximum=MAX_TOKENS_EVER)
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.max_tokens is not None and max_tokens != self.max_tokens:
             raise InvalidRequest(
                 "max_tokens and max_completion_tokens mean the same and differ", field="max_completion_tokens"
@@ -736,6 +737,11 @@ _SAMPLING_FIELDS = (
 
 
 def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+    if len(biases) > MAX_LOGIT_BIASES:
+        # Before a body full of them has been looked through.
+        raise InvalidRequest(
+            f"logit_bias has {len(biases)} entries; the most is {MAX_LOGIT_BIASES}", field="logit_bias"
+        )
     converted = {}
     for key, bias in biases.items():
         if _TOKEN_ID.fullmatch(key) is None:

@@ -108,7 +108,23 @@ BAD_VALUES = {
     "seed": [2**63, -(2**63) - 1, 1.5, "1", True],
     "stop": [[""], ["a"] * 5, ["a"] * 10_000, "x" * 257, ["é" * 129], [1], 5],
     "stop_token_ids": [[-1], [10**6], [1.0], [True], ["1"], [0] * 129],
-    "logit_bias": [{"x": 1}, {"-1": 1}, {"1000000": 1}, {"1": 101}, {"1": -101}, {"1": True}, {"1.0": 1}, [1]],
+    "typical_p": [0, -1, 0.5, "x"],
+    "guided_grammar": ['root ::= root "a"', "(" * 1000],
+    "guided_regex": ["(a+)+$"],
+    "suffix": ["b"],
+    "logit_bias": [
+        {"1": 1e308},
+        {"1": -1e308},
+        {str(number): 1 for number in range(1025)},
+        {"x": 1},
+        {"-1": 1},
+        {"1000000": 1},
+        {"1": 101},
+        {"1": -101},
+        {"1": True},
+        {"1.0": 1},
+        [1],
+    ],
     "priority": [-101, 101, 1.5, "1"],
     "stream": ["yes", 1],
     "stream_options": [{"include_usage": True}],
@@ -158,6 +174,8 @@ ONLY_COMPLETIONS = {
     "best_of": {"prompt": "a", "best_of": 2},
     "best_of-less-than-n": {"prompt": "a", "n": 3, "best_of": 2},
     "logprobs-21": {"prompt": "a", "logprobs": 21},
+    "logit_bias-many": {"prompt": "a", "logit_bias": {str(number): 1 for number in range(500_000)}},
+    "best_of-21": {"prompt": "a", "best_of": 21, "stream": True},
     "logprobs-bool": {"prompt": "a", "logprobs": True},
     "echo": {"prompt": "a", "echo": True, "logprobs": 0, "stream": True},
     "suffix": {"prompt": "a", "suffix": "b"},
@@ -188,6 +206,15 @@ ONLY_CHAT = {
     "content-image": {
         "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     },
+    "content-data-url": {
+        "messages": [
+            {"role": "user", "content": [{"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA"}}]}
+        ]
+    },
+    "content-audio": {
+        "messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AA"}}]}]
+    },
+    "messages-100k": {"messages": OK * 100_000},
     "content-part-string": {"messages": [{"role": "user", "content": ["x"]}]},
     "content-surrogate": {"messages": [{"role": "user", "content": "\ud83d"}]},
     "name-number": {"messages": [{"role": "user", "content": "x", "name": 5}]},
@@ -414,7 +441,77 @@ async def test_body_that_never_comes(system, monkeypatch):
     await check_alive(system)
 
 
+async def test_body_that_was_announced_and_never_comes(system, monkeypatch):
+    monkeypatch.setattr("gateway.http_api.MAX_BODY_READ_S", 0.3)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\nexpect: 100-continue\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    writer.write(head)
+    async with asyncio.timeout(5):
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+        assert (await reader.read(4096)).startswith(b"HTTP/1.1 408")
+    writer.close()
+    await check_alive(system)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: "])
+async def test_head_that_never_comes(system, monkeypatch, sent):
+    monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.2)
+    answer = await raw(system, sent)
+    assert answer.startswith(b"HTTP/1.1 408") or (not sent and not answer)
+    await check_alive(system)
+
+
+async def test_head_of_a_second_request_that_never_comes(system, monkeypatch):
+    monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HT")
+    async with asyncio.timeout(5):
+        answers = await reader.read()
+    assert answers.count(b"HTTP/1.1 200") == 1
+    assert b"HTTP/1.1 408" in answers
+    writer.close()
+
+
+async def test_an_answer_is_not_broken_off_for_a_head_that_never_comes(system, monkeypatch):
+    monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.1)
+    decode, may_go_on = system.workers["decode-0"], asyncio.Event()
+    say_ok = decode.script
+
+    async def wait(attempt):
+        await may_go_on.wait()
+        await say_ok(attempt)
+
+    decode.script = wait
+    body = b'{"prompt": "a"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    writer.write(head + body + b"GET /health HT")
+    await system.until(lambda: bool(decode.attempts))
+    await asyncio.sleep(0.3)  # the time that is measured, several times over
+    may_go_on.set()
+    async with asyncio.timeout(5):
+        answers = await reader.read()
+    assert answers.startswith(b"HTTP/1.1 200")
+    assert answers.count(b"HTTP/1.1 408") == 1
+    writer.close()
+
+
+async def test_more_connections_than_may_be_are_refused(system, monkeypatch):
+    await check_alive(system)  # which keeps one open
+    monkeypatch.setattr("gateway.http_server.MAX_CONNECTIONS", 4)
+    idle = [await asyncio.open_connection("127.0.0.1", system.gateway.http_port) for _ in range(3)]
+    refused = await raw(system, b"")
+    assert refused.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 1" in refused
+    assert b'"overloaded_error"' in refused
+    for _, writer in idle:
+        writer.close()
+        await writer.wait_closed()
+    await check_alive(system)
+
+
 RAW_HTTP = {
+    "connect": (b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n", b"HTTP/1.1 40"),
     "garbage": (b"\x16\x03\x01 what\r\n\r\n", b"HTTP/1.1 400"),
     "endless-header": (b"GET / HTTP/1.1\r\nx: " + b"a" * 100_000, b"HTTP/1.1 431"),
     "long-url": (
@@ -477,6 +574,11 @@ GRPC = {
     "request-id": ({"text": "a", "request_id": "a b"}, "request_id"),
     "tenant": ({"text": "a", "tenant": "a\nb"}, "tenant"),
     "priority": ({"text": "a", "priority": 101}, "priority"),
+    "service-class": ({"text": "a", "service_class": "urgent"}, "service_class"),
+    "cache-salt": ({"text": "a", "cache_salt": "s" * 65}, "cache_salt"),
+    "text-10mb": ({"text": "a" * 10_000_000}, "text"),
+    "schema-no-json": ({"text": "a", "response_format": {"json_schema": "{"}}, "response_format"),
+    "schema-regex": ({"text": "a", "response_format": {"json_schema": '{"pattern": "(?=a)b"}'}}, "response_format"),
     "context": ({"token_ids": {"ids": [5] * 512}}, "token_ids"),
     **{
         f"{name}={value}": ({"text": "a", "sampling": {name: value}}, f"sampling.{name}")
@@ -512,9 +614,165 @@ async def test_bad_grpc_request(system, row):
         assert (await stub.GenerateUnary(inference_pb2.GenerateRequest(text="a"), timeout=10)).text == "ok"
 
 
+ODD_OVER_GRPC = {
+    "nul": {"text": "a\x00\x1b[31mb"},
+    "zalgo": {"text": GOOD["zalgo"]["prompt"]},
+    "image-link": {"text": GOOD["image-link"]["prompt"]},
+    "special-token": {"text": "<|end|><|system|>"},
+    "tiny-temperature": {"text": "a", "sampling": {"temperature": 1e-45}},
+    "largest-seed": {"text": "a", "sampling": {"seed": 2**63 - 1}},
+    "top_k-beyond-vocabulary": {"text": "a", "sampling": {"top_k": 2**31 - 1}},
+    "context-to-the-last-token": {"token_ids": {"ids": [5] * 511}, "sampling": {"max_tokens": 1}},
+}
+
+
+@pytest.mark.parametrize("row", ODD_OVER_GRPC, ids=ODD_OVER_GRPC)
+async def test_odd_but_good_over_grpc(system, row):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        answer = await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(
+            inference_pb2.GenerateRequest(**ODD_OVER_GRPC[row]), timeout=10
+        )
+    assert answer.usage.completion_tokens > 0
+
+
+TOO_LARGE = inference_pb2.GenerateRequest(text="a" * (17 * 1024 * 1024))
+GRPC_TOO_LARGE = {
+    "message": ({}, TOO_LARGE, ()),
+    "gzip-bomb": ({"compression": grpc.Compression.Gzip}, TOO_LARGE, ()),
+    "metadata": ({}, inference_pb2.GenerateRequest(text="a"), (("x-large", "a" * 20_000),)),
+}
+
+
+@pytest.mark.parametrize("row", GRPC_TOO_LARGE, ids=GRPC_TOO_LARGE)
+async def test_too_large_over_grpc(system, row):
+    options, request, metadata = GRPC_TOO_LARGE[row]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}", **options) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.GenerateUnary(request, metadata=metadata, timeout=20)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.GenerateUnary(inference_pb2.GenerateRequest(text="a"), timeout=10)).text == "ok"
+
+
+async def test_no_decode_worker_is_told_at_once_over_grpc(make_system):
+    system = await make_system()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(
+                inference_pb2.GenerateRequest(text="a"), timeout=60
+            )
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert refused.value.details() == "no decode worker is ready"
+
+
+# Frames of HTTP/2, as RFC 9113 has them: length, type, flags, stream; a reset is type 3, settings 4, ping 6, goaway 7.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEAD, RESET, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+END_STREAM, END_HEADERS = 1, 4
+
+
+def frame(kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def call_head(**more: str) -> bytes:
+    """The head of a call of GenerateUnary, uncompressed."""
+
+    def literal(name: str, value: str) -> bytes:
+        return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+
+    path = "/tandem.v1.Inference/GenerateUnary"
+    return (
+        b"\x83\x86"
+        + literal(":path", path)
+        + literal(":authority", "x")
+        + literal("content-type", "application/grpc")
+        + literal("te", "trailers")
+        + b"".join(literal(name.replace("_", "-"), value) for name, value in more.items())
+    )
+
+
+async def flooded(system, frames: bytes) -> bytes:
+    """What the gRPC port says to these frames until it has nothing more to say."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.grpc_port)
+    said = bytearray()
+    try:
+        writer.write(PREFACE + frame(SETTINGS) + frames)
+        async with asyncio.timeout(10):
+            while part := await reader.read(65536):
+                said += part
+    except ConnectionResetError:
+        pass
+    finally:
+        writer.close()
+    return bytes(said)
+
+
+def kinds_in(said: bytes) -> list[tuple[int, bytes]]:
+    """(type, payload) of each whole frame."""
+    found, at = [], 0
+    while at + 9 <= len(said):
+        size = int.from_bytes(said[at : at + 3], "big")
+        found.append((said[at + 3], said[at + 9 : at + 9 + size]))
+        at += 9 + size
+    return found
+
+
+async def test_a_flood_of_pings_ends_the_connection(system):
+    said = await flooded(system, frame(PING, b"12345678") * 10_000)
+    goaways = [payload for kind, payload in kinds_in(said) if kind == GOAWAY]
+    assert any(b"too_many_pings" in payload for payload in goaways)
+    await check_alive(system)
+
+
+async def test_streams_that_are_reset_at_once_leave_nothing(system):
+    heads = [
+        frame(HEAD, call_head(), flags=END_HEADERS, stream=number) + frame(RESET, bytes(4), stream=number)
+        for number in range(1, 4000, 2)
+    ]
+    # The ping after it ends the connection where the resets did not.
+    await flooded(system, b"".join(heads) + frame(PING, b"12345678") * 1000)
+    assert system.gateway.requests.num_running == 0
+    assert system.workers["decode-0"].attempts == []
+    await check_alive(system)
+
+
+async def said_to(system, head: bytes) -> bytes:
+    """What the gRPC port says to one call on a connection of its own, up to the call's end."""
+    message = inference_pb2.GenerateRequest(text="a").SerializeToString()
+    call = frame(HEAD, head, flags=END_HEADERS, stream=1)
+    call += frame(DATA, b"\x01" + len(message).to_bytes(4, "big") + message, flags=END_STREAM, stream=1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.grpc_port)
+    said = b""
+    try:
+        writer.write(PREFACE + frame(SETTINGS) + call)
+        async with asyncio.timeout(10):
+            while not any(kind in (HEAD, RESET, GOAWAY) for kind, _ in kinds_in(said)):
+                said += await reader.read(65536)
+    finally:
+        writer.close()
+    return said
+
+
+async def test_an_unknown_compression_ends_the_call_only(system):
+    said = await said_to(system, call_head(grpc_encoding="zzz"))
+    (answer,) = [payload for kind, payload in kinds_in(said) if kind == HEAD]
+    # A text of two characters: the library itself says INTERNAL, before any code of ours.
+    assert b"grpc-status\x0213" in answer
+    assert GOAWAY not in [kind for kind, _ in kinds_in(said)]
+    await check_alive(system)
+
+
+async def test_bad_base64_in_binary_metadata_ends_the_call_only(system):
+    said = await said_to(system, call_head(x_odd_bin="!!not base64!!"))
+    assert GOAWAY not in [kind for kind, _ in kinds_in(said)]
+    assert system.workers["decode-0"].attempts == []
+    await check_alive(system)
+
+
 async def test_broken_protobuf_and_unknown_model_over_grpc(system):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
-        for data in (b"\xff\xff\xff", b"\x1a\x02\xff\xfe", b"\x0a\xff\xff\xff\xff\x0f"):
+        for data in (b"\xff\xff\xff", b"\x1a\x02\xff\xfe", b"\x0a\xff\xff\xff\xff\x0f", b"\xfb\x07" * 10_000):
             call = channel.unary_unary("/tandem.v1.Inference/GenerateUnary")
             with pytest.raises(grpc.aio.AioRpcError) as broken:
                 await call(data, timeout=10)
@@ -546,5 +804,11 @@ async def test_fault_of_our_own_shows_no_internals(system, monkeypatch, caplog):
     check_error(response, 500)
     assert "secret" not in response.text
     assert "secret detail" in caplog.text
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(
+                inference_pb2.GenerateRequest(text="a"), timeout=10
+            )
+    assert (failed.value.code(), failed.value.details()) == (grpc.StatusCode.INTERNAL, "internal error")
     monkeypatch.undo()
     await check_alive(system)

@@ -6,9 +6,12 @@ import shutil
 from dataclasses import replace
 from typing import Literal
 
+import jsonschema_rs
 import openai
 import pydantic
 import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -16,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from gateway.journal import decode_call, encode_call
 from gateway.model_files import read_model_files
 from gateway.openai_types import ChatRequest, parse
+from gateway.openapi import document
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import AnswerParser, Arguments, Content, Reasoning
 from gateway.tool_requests import encode_conversation
@@ -255,6 +259,35 @@ async def test_the_official_client_puts_streamed_calls_together(serve):
             ],
         )
         assert answered.choices[0].finish_reason == "tool_calls"
+
+
+async def test_langchain_calls_a_tool_and_goes_on_with_what_it_said(serve):
+    system = await serve("hermes")
+    chat = ChatOpenAI(model="tiny", base_url=f"{system.base_url}/v1", api_key="none").bind_tools(TOOLS)
+    answer = await chat.ainvoke("How is it?")
+    assert [(call["name"], call["args"]) for call in answer.tool_calls] == [
+        ("weather", json.loads(ARGUMENTS)),
+        ("clock", {}),
+    ]
+    said = [ToolMessage("fine", tool_call_id=call["id"]) for call in answer.tool_calls]
+    again = await chat.ainvoke([HumanMessage("How is it?"), answer, *said])
+    assert again.response_metadata["finish_reason"] == "tool_calls"
+
+
+async def test_answers_with_calls_and_reasoning_keep_to_the_document(serve, read_sse):
+    system = await serve("thinks")
+    components = document(asks_for_keys=False)["components"]
+
+    def check(value, name):
+        jsonschema_rs.validate({"$ref": f"#/components/schemas/{name}", "components": components}, value)
+
+    whole = (await ask(system)).json()
+    assert whole["choices"][0]["message"].keys() >= {"tool_calls", "reasoning_content"}
+    check(whole, "ChatCompletion")
+    *events, _ = read_sse((await ask(system, stream=True)).text)
+    assert put_together(events)["calls"]
+    for event in events:
+        check(event, "ChatCompletionChunk")
 
 
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "thinks"])

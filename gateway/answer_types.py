@@ -1,0 +1,307 @@
+"""What the HTTP API answers, as types: for the OpenAPI document, and for tests that hold answers against them.
+
+Nothing is built from them: `gateway.openai_types` writes answers as bytes, because every token goes through there.
+"""
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class _Exact(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Has these members and no other, so that a member that is not described here is found by a test."""
+
+
+class ErrorDetail(_Exact):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(_Exact):
+    """OpenAI's error object. `code` tells causes apart, `param` names the field of the request, if it was one."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(_Exact):
+    """Where a prompt's pages came from."""
+
+    cached_tokens: int
+
+
+class TokenUsage(_Exact):
+    """Tokens of all answers together; a prompt with several answers counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(_Exact):
+    """Log-probabilities of a completion's tokens, one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Exact):
+    """One answer to one prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(_Exact):
+    """A whole answer of POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage
+
+
+class CompletionChunkChoice(_Exact):
+    """The next part of an answer."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunk(_Exact):
+    """One event of a streamed completion. The one with `usage` alone, where it was asked for, has no choices."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChunkChoice]
+    usage: TokenUsage | UnsetType | None = UNSET
+
+
+class TopLogprob(_Exact):
+    """A candidate for a token's place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob):
+    """A token of the answer, and the likeliest at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Exact):
+    """Log-probabilities of a chat answer's tokens."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class CalledFunction(_Exact):
+    """`arguments` is JSON in a text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Exact):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(_Exact):
+    """What the model says. `content` is null where it only calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(_Exact):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(_Exact):
+    """A whole answer of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+
+
+class FunctionDelta(_Exact):
+    """What is new of a called function."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(_Exact):
+    """What is new of a call; its first part has id, type and name."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class MessageDelta(_Exact):
+    """What is new of a message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(_Exact):
+    """The next part of an answer."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(_Exact):
+    """One event of a streamed chat answer. The one with `usage` alone, where it was asked for, has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: TokenUsage | UnsetType | None = UNSET
+
+
+class Tokens(_Exact):
+    """Token ids of a text or a conversation, and the most tokens that the model takes."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Text(_Exact):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class Model(_Exact):
+    """A model under one of its names; `root` is its own."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(_Exact):
+    """The models that the caller's key allows."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(_Exact):
+    """The process is alive."""
+
+    status: Literal["alive"]
+
+
+class Readiness(_Exact):
+    """Whether requests can be served."""
+
+    status: Literal["ready", "not ready"]
+
+
+class Pages(_Exact):
+    """KV pages of a worker by state; total = free + cached + reserved + used."""
+
+    total: int
+    free: int
+    cached: int
+    reserved: int
+    used: int
+
+
+class Gpu(_Exact):
+    """What a GPU's own figures amount to."""
+
+    state: Literal["ok", "degraded", "out"]
+    weight: float
+    reasons: list[str]
+
+
+class Worker(_Exact):
+    """One worker process as this gateway sees it."""
+
+    id: str
+    role: Literal["prefill", "decode"]
+    pid: int
+    host: str
+    address: str
+    incarnation: str
+    state: Literal["starting", "ready", "draining", "lost"]
+    model: str
+    exact: bool
+    arithmetic: str
+    layout: str
+    pages: Pages
+    running: int
+    waiting: int
+    gpu: Gpu | None
+
+
+class RequestCounts(_Exact):
+    """Answers of this gateway."""
+
+    queued: int
+    running: int
+
+
+class ClusterState(_Exact):
+    """The cluster as this gateway sees it now."""
+
+    workers: list[Worker]
+    requests: RequestCounts

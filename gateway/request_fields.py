@@ -1,0 +1,274 @@
+"""What each field of a request means: a sentence, its default, its bounds. For the OpenAPI document and docs/api.md.
+
+The bounds are those that `gateway.validation` checks; nothing is checked here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.openai_types import DEFAULT_COMPLETION_TOKENS
+from gateway.tool_requests import MAX_CALLS, MAX_TOOL_DEPTH, MAX_TOOLS
+from gateway.validation import (
+    DEFAULT_SERVICE_CLASS,
+    MAX_AFFINITY_CHARS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    MAX_PENALTY,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_DEPTH,
+    MAX_SEQUENCES,
+    MAX_STOP_TEXT_BYTES,
+    MAX_STOP_TEXTS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPERATURE,
+    MAX_TOKENS_EVER,
+    SERVICE_CLASSES,
+)
+
+Schema = dict[str, Any]
+
+REF = "#/components/schemas/{name}"
+"""How one schema of the document names another."""
+TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_TOKENS_EVER}
+"""The least that every vocabulary keeps to; a served model's own size is in no document."""
+NAME_PATTERN = f"^[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}$"
+FUNCTION_NAME: Schema = {"type": "string", "pattern": f"^[A-Za-z0-9_.-]{{1,{MAX_NAME_CHARS}}}$"}
+
+
+@dataclass(frozen=True)
+class Field:
+    """`schema` adds to what the field's type says, or replaces it. `is_required`: a request without it is refused."""
+
+    meaning: str
+    schema: Schema = field(default_factory=dict)
+    is_required: bool = False
+
+
+def _bounded(meaning: str, minimum: float, maximum: float, default: Any = None) -> Field:
+    schema: Schema = {"minimum": minimum, "maximum": maximum}
+    return Field(meaning, schema if default is None else {**schema, "default": default})
+
+
+def _flag(meaning: str, default: bool = False) -> Field:
+    return Field(meaning, {"default": default})
+
+
+def _list_of(items: Schema, most: int) -> Schema:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": REF.format(name=name)}
+
+
+_TEXT_PART: Schema = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_EARLIER_CALL: Schema = {
+    "type": "object",
+    "properties": {
+        "id": {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_NAME_CHARS},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": FUNCTION_NAME, "arguments": {"type": "string", "description": "A JSON object."}},
+            "required": ["name", "arguments"],
+        },
+    },
+    "required": ["function"],
+}
+_MESSAGE: Schema = {
+    "type": "object",
+    "description": "One message. Only an assistant's may do without `content`; parts are joined by line breaks.",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {
+            "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "minItems": 1}, {"type": "null"}]
+        },
+        "name": {"type": ["string", "null"], "maxLength": MAX_NAME_CHARS},
+        "tool_calls": {"type": ["array", "null"], "items": _EARLIER_CALL, "maxItems": MAX_CALLS},
+        "tool_call_id": {"type": ["string", "null"]},
+        "reasoning_content": {"description": "Of an assistant: a text."},
+    },
+    "required": ["role"],
+}
+_TOOL: Schema = {
+    "type": "object",
+    "description": f"A function that the model may call; nested at most {MAX_TOOL_DEPTH} deep.",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": FUNCTION_NAME,
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"], "description": "A JSON schema."},
+                "strict": {"description": "Accepted and not enforced."},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+SHARED_SCHEMAS: Mapping[str, Schema] = {"Message": _MESSAGE, "Tool": _TOOL}
+"""Parts of requests that are checked by hand and have no type."""
+_TOOL_CHOICE: Schema = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "properties": {"name": FUNCTION_NAME}, "required": ["name"]},
+            },
+            "required": ["type", "function"],
+        },
+        {"type": "null"},
+    ]
+}
+_RESPONSE_FORMAT: Schema = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "pattern": f"^[A-Za-z0-9_-]{{1,{MAX_NAME_CHARS}}}$"},
+                        "schema": {"type": "object"},
+                        "strict": {"type": ["boolean", "null"]},
+                    },
+                    "required": ["name", "schema"],
+                },
+            },
+            "required": ["type", "json_schema"],
+        },
+        {"type": "null"},
+    ]
+}
+_PROMPT: Schema = {
+    "anyOf": [
+        {"type": "string"},
+        _list_of({"type": "string"}, MAX_SEQUENCES),
+        {"type": "array", "items": TOKEN_ID, "minItems": 1},
+        _list_of({"type": "array", "items": TOKEN_ID, "minItems": 1}, MAX_SEQUENCES),
+    ]
+}
+_STOP_TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_TEXT_BYTES}
+
+_MAX_TOKENS = "Most tokens to generate, for each answer. "
+
+FIELDS: Mapping[str, Field] = {
+    "model": Field("A name or alias from `/v1/models`. Needed where several models are served."),
+    "prompt": Field(
+        f"A text, token ids, or a list of either: each gets its answers, {MAX_SEQUENCES} in all.",
+        _PROMPT,
+        is_required=True,
+    ),
+    "messages": Field("The conversation.", _list_of(_ref("Message"), MAX_MESSAGES), is_required=True),
+    "max_tokens": _bounded(_MAX_TOKENS + "Absent: what fits into the context.", 1, MAX_TOKENS_EVER),
+    "CompletionRequest.max_tokens": _bounded(_MAX_TOKENS.strip(), 1, MAX_TOKENS_EVER, DEFAULT_COMPLETION_TOKENS),
+    "max_completion_tokens": _bounded("The newer name of `max_tokens`.", 1, MAX_TOKENS_EVER),
+    "min_tokens": _bounded("No stop before this many tokens; at most `max_tokens`.", 0, MAX_TOKENS_EVER, 0),
+    "temperature": _bounded("Below 0.00001 the likeliest token is taken.", 0, MAX_TEMPERATURE, 1),
+    "top_p": Field(
+        "The smallest set of likeliest tokens whose probabilities reach this is kept.",
+        {"exclusiveMinimum": 0, "maximum": 1, "default": 1},
+    ),
+    "top_k": _bounded("Only the k likeliest tokens are kept; 0 and -1: all.", -1, MAX_TOKENS_EVER, 0),
+    "min_p": _bounded("Tokens less likely than this times the likeliest are dropped.", 0, 1, 0),
+    "n": _bounded(f"Answers to each prompt; {MAX_SEQUENCES} over all prompts.", 1, MAX_CHOICES, 1),
+    "seed": _bounded("Equal seeds give equal answers. Absent: one is drawn.", -(2**63), 2**63 - 1),
+    "stop": Field(
+        f"Generation ends before the first of these texts, each of at most {MAX_STOP_TEXT_BYTES} bytes.",
+        {
+            "anyOf": [
+                _STOP_TEXT,
+                {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_TEXTS},
+                {"type": "null"},
+            ]
+        },
+    ),
+    "stop_token_ids": Field(
+        "Tokens that end the answer; they are counted and not shown.",
+        {"items": TOKEN_ID, "maxItems": MAX_STOP_TOKEN_IDS},
+    ),
+    "ignore_eos": _flag("The model's end tokens do not end the answer."),
+    "presence_penalty": _bounded(
+        "Taken off the logit of each token that was generated before.", -MAX_PENALTY, MAX_PENALTY, 0
+    ),
+    "frequency_penalty": _bounded("Taken off once for each earlier occurrence.", -MAX_PENALTY, MAX_PENALTY, 0),
+    "repetition_penalty": Field(
+        "Divides positive and multiplies negative logits of tokens in prompt or answer.",
+        {"exclusiveMinimum": 0, "maximum": MAX_REPETITION_PENALTY, "default": 1},
+    ),
+    "logit_bias": Field(
+        "Added to the logits of these token ids.",
+        {
+            "propertyNames": {"pattern": "^[0-9]{1,12}$"},
+            "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
+            "maxProperties": MAX_LOGIT_BIASES,
+        },
+    ),
+    "stream": _flag("The answer comes as server-sent events."),
+    "stream_options": Field("Only with `stream`."),
+    "include_usage": _flag("One more event at the end has the usage."),
+    "continuous_usage_stats": _flag("Every event has the usage so far."),
+    "priority": _bounded(
+        "Who waits with a higher one goes sooner, with `--queue-strategy priority`.", -MAX_PRIORITY, MAX_PRIORITY, 0
+    ),
+    "service_class": Field(
+        "What is at stake if it is late. Empty counts as absent.",
+        {"enum": [*SERVICE_CLASSES, "", None], "default": DEFAULT_SERVICE_CLASS},
+    ),
+    "tenant": Field(
+        "Whom it is accounted to: the key's own; admin keys may name another. Empty counts as absent.",
+        {"pattern": f"^[A-Za-z0-9_.:-]{{0,{MAX_NAME_CHARS}}}$"},
+    ),
+    "return_token_ids": _flag("Adds `token_ids` to each choice."),
+    "user": Field(
+        "Requests that belong together: they go where their prompts' pages are.", {"maxLength": MAX_AFFINITY_CHARS}
+    ),
+    "cache_salt": Field(
+        "Only requests with the same salt find each other's cached pages.",
+        {"minLength": 1, "maxLength": MAX_NAME_CHARS},
+    ),
+    "allow_fallback": Field("Another model may answer. Absent: as the key says."),
+    "response_format": Field(
+        f"The form of the answer. A schema has at most {MAX_SCHEMA_BYTES} bytes and {MAX_SCHEMA_DEPTH} levels.",
+        _RESPONSE_FORMAT,
+    ),
+    "logprobs": _flag("Log-probabilities of the answer's tokens."),
+    "CompletionRequest.logprobs": _bounded(
+        "Log-probabilities of this many likeliest tokens besides the chosen one.", 0, MAX_LOGPROBS
+    ),
+    "top_logprobs": _bounded("So many likeliest tokens at each place; needs `logprobs`.", 0, MAX_LOGPROBS),
+    "best_of": Field("Only with the value of `n`."),
+    "echo": _flag("The prompt's text comes before the answer; not with `logprobs`."),
+    "tools": Field("Functions that the model may call.", {"items": _ref("Tool"), "maxItems": MAX_TOOLS}),
+    "tool_choice": Field("`none` or `auto`; a call cannot be forced, so the others are refused.", _TOOL_CHOICE),
+    "parallel_tool_calls": _flag("False: only the first call of an answer is passed on.", default=True),
+    "TokenizeRequest.prompt": Field("A text. Either this or `messages`."),
+    "TokenizeRequest.messages": Field(
+        "A conversation.", {"items": _ref("Message"), "minItems": 1, "maxItems": MAX_MESSAGES}
+    ),
+    "add_special_tokens": _flag("Those of the tokenizer's post-processor; not with `messages`.", default=True),
+    "tokens": Field("Token ids.", {"type": "array", "items": TOKEN_ID}, is_required=True),
+}
+"""By name, or by type and name where a type's field differs."""
+
+
+def field_of(type_name: str, name: str) -> Field | None:
+    """What is known of a field of a type; None where nobody has described it yet, which a test finds."""
+    return FIELDS.get(f"{type_name}.{name}") or FIELDS.get(name)

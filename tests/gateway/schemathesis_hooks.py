@@ -1,0 +1,46 @@
+"""Makes of schemathesis' good bodies ones that go together: each member keeps to the document, all of them may not.
+
+Loaded by schemathesis itself, in its own process. What was made to be refused is left alone.
+"""
+
+from typing import Any
+
+import schemathesis
+
+MAX_TOKENS = 20
+APART = ("best_of", "min_tokens", "model", "response_format", "stop_token_ids", "tool_choice", "tools")
+"""Depend on the model, or on one another in more ways than are worth following here."""
+
+
+@schemathesis.hook
+def before_call(context: Any, case: Any, kwargs: Any) -> None:
+    """Changes a case that was made to be accepted."""
+    body = case.body
+    if not isinstance(body, dict) or case.meta is None or not case.meta.generation.mode.is_positive:
+        return
+    if not body.keys() & {"prompt", "messages", "tokens"}:
+        return
+    body = {name: value for name, value in body.items() if name not in APART}
+    if "tokens" in body:
+        body["tokens"] = [token % 300 for token in body["tokens"]]
+    if body.get("prompt") is not None and body.get("messages") is not None:
+        del body["messages"]
+    if body.get("messages") is not None:
+        body["messages"] = [{"role": "user", "content": "hi"}, *body["messages"][1:2]]
+        body.pop("add_special_tokens", None)
+    if isinstance(body.get("prompt"), list):
+        body["prompt"] = "as text"
+    if not body.get("stream"):
+        body.pop("stream_options", None)
+    if body.get("logprobs") is not None:
+        body.pop("echo", None)
+    if body.get("top_logprobs") is not None:
+        body["logprobs"] = True
+    for name in ("max_tokens", "max_completion_tokens"):
+        if body.get(name) is not None:
+            body[name] = MAX_TOKENS
+    if body.get("logit_bias"):
+        body["logit_bias"] = {"1": 1.0}
+    case.body = body
+    for header in ("Last-Event-ID", "X-Service-Class"):
+        case.headers.pop(header, None)
