@@ -33,6 +33,7 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "context_management": (([],), "an input that is too long is refused, and not made shorter"),
     "conversation": ((), "this server stores no conversations; send all of it as input"),
     "moderation": ((), "this server has no moderation"),
+    "n": ((1,), "a response is one answer; send several requests"),
     "previous_response_id": ((), "this server stores no responses; send the conversation so far as input"),
     "prompt": ((), "this server stores no prompts; use instructions and input"),
     "truncation": (("disabled",), "an input that is too long is refused, and not cut"),
@@ -43,7 +44,6 @@ _MOVED = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
-    "n": "several requests: a response is one answer",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
