@@ -205,6 +205,8 @@ class Attempt:
         self.watch = watch
         self.prompt_done_at_s: float | None = None
         """When the prefill worker last had all pages of the prompt, by the event loop's time."""
+        self.waited_s = 0.0
+        """How long the prompt waited in the worker that computes it."""
         self._giver = giver
         self._mailbox = mailbox
         self._log = log
@@ -382,7 +384,7 @@ class Attempt:
                 raise TransferFailed("a worker stopped at another token than the last one it sent")
             self._is_paused = True
         if isinstance(event, PrefillStarted):
-            self._is_begun = True
+            self._is_begun, self.waited_s = True, event.queue_s
             self._log.note_prefill(event.num_cached_tokens)
         if not isinstance(event, Tokens | Finished):
             return
@@ -398,7 +400,7 @@ class Attempt:
 
     def _take_from_prefill(self, event: Event) -> None:
         if isinstance(event, PrefillStarted):
-            self._is_begun = True
+            self._is_begun, self.waited_s = True, event.queue_s
             self._log.note_prefill(event.num_cached_tokens)
             if event.num_cached_tokens >= len(self.order.prompt_token_ids):
                 self._note_prompt_done()

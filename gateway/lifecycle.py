@@ -22,6 +22,7 @@ from gateway.attempts import Attempt, CrowdedOut
 from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall
 from gateway.candidates import Candidates, PrefixHints, RoomLimits
 from gateway.catalog import ModelCatalog, ServedModel
+from gateway.history import History
 from gateway.metrics import STATES, Metrics, RequestFigures
 from gateway.moves import Moves
 from gateway.recovery import QuarantineList, Recovery
@@ -45,7 +46,7 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 from services.scheduling.queue import QueueEntry, ServiceClass
-from services.scheduling.routing import Route, Router
+from services.scheduling.routing import Route, Router, rival_of
 
 TRY_AGAIN = (WorkerUnavailable, TransferFailed, LayoutMismatch, InternalError)
 """The failures of an attempt after which another pair of workers goes on from the last token."""
@@ -125,11 +126,12 @@ class Requests:
         hints: PrefixHints | None = None,
         seed: int | None = None,
         slow_request_s: float = SLOW_REQUEST_S,
+        history: History | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.catalog = catalog
         self.num_running = 0
-        self.log = RequestLog(metrics, clock=clock, slow_s=slow_request_s)
+        self.log = RequestLog(metrics, clock=clock, slow_s=slow_request_s, history=history)
         self._topology = topology
         self._queues = queues
         self._policies = policies
@@ -264,9 +266,11 @@ class Requests:
                             if attempt is not observed.attempt:
                                 self._note_phase(request, attempt, "transfer", observed)
                 except CrowdedOut:
+                    observed.trace.story.note_failure("crowded_out")
                     observed.trace.enter("queue")
                     request.must_queue = True
                 except TRY_AGAIN as failure:
+                    observed.trace.story.note_failure(_reason_of(failure))
                     observed.trace.enter("queue")
                     await self._recovery.after(request, request.attempt, failure)
                     self._metrics.note_retry(_reason_of(failure))
@@ -485,6 +489,7 @@ class Requests:
         request.admitted = None
         request.note_placed()
         self._note_taken(request, attempt, self._open[request])
+        self._note_route(request, attempt, route, started_ns)
         self._candidates.note_sent(request, route)
         self.num_running += request.count_as_running()
         self._note(request, State.ADMITTED)
@@ -523,6 +528,17 @@ class Requests:
         trace.enter("prefill")
         _note_workers(trace, attempt)
 
+    def _note_route(self, request: RunningRequest, attempt: Attempt, route: Route, started_ns: int) -> None:
+        """Writes down for those who look at the request why it went there."""
+        trace = self._open[request].trace
+        trace.story.note_route(
+            route,
+            rival_of(request.routes, route),
+            prefill=attempt.prefill.peer.worker_id if attempt.prefill is not None else "",
+            began_us=(started_ns - request.generation.arrived_unix_ns) // 1000,
+            placed_us=trace.waterfall.steps[-1][1],
+        )
+
     def _observe(self, request: RunningRequest, attempt: Attempt, delta: Delta, observed: _Observed) -> None:
         """Books what a delta says about progress."""
         num_tokens = len(delta.token_ids)
@@ -533,6 +549,7 @@ class Requests:
             figures.generated_tokens.value += num_tokens
             if delta.first_index == 0:
                 self._note_first_token(request, figures)
+                observed.trace.story.first_token_us = round(request.ttft_s * 1e6)
                 if num_tokens > 1:  # The decode worker was as fast as the way of the first one.
                     figures.itl_s.observe(0.0, num_tokens - 1)
             elif request.last_gap_s:
@@ -565,19 +582,26 @@ class Requests:
     def _note_phase(self, request: RunningRequest, attempt: Attempt, phase: Phase, observed: _Observed) -> None:
         """The answer goes from one phase to another: its workers may have changed, and a handoff may be done."""
         trace = observed.trace
+        left = trace.waterfall.phase
+        trace.enter(phase)
         if observed.attempt is not attempt:
             trace.num_moves += 1
             if observed.attempt is not None:
                 self._note_handoff(request, observed.attempt.handed_off, observed)
             observed.attempt = attempt
+            trace.story.note_move(attempt.decode.peer.worker_id, trace.waterfall.steps[-1][1])
+        elif left == "prefill":
+            trace.story.note_prompt(attempt.prefill.peer.worker_id if attempt.prefill else "", attempt.waited_s)
         self._note_handoff(request, attempt.handed_off, observed)
-        trace.enter(phase)
         _note_workers(trace, attempt)
 
     def _note_handoff(self, request: RunningRequest, handed_off: HandedOff | None, observed: _Observed) -> None:
         if handed_off is None or handed_off is observed.seen_handoff:
             return
         observed.seen_handoff = handed_off
+        observed.trace.story.note_handoff(
+            handed_off.num_pages, handed_off.num_bytes, handed_off.exposed_s, handed_off.transport
+        )
         self._metrics.note_handoff(
             request.generation.model,
             handed_off.transport,
@@ -623,6 +647,7 @@ class Requests:
             cached_tokens=request.log.num_cached_tokens,
             new_tokens=new_tokens,
             finish_reason=finish_reason,
+            tpot_s=request.tpot_s,
         )
 
 
