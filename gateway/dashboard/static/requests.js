@@ -1,6 +1,6 @@
 // The list of ended requests, what is looked for in it, and the story of one of them.
 
-import {read} from "./api.js";
+import {Refused, read} from "./api.js";
 import {$, bytes, clock, count, make, micros, say} from "./dom.js";
 
 const PHASES = [["queue", "waiting for workers"], ["route", "asking workers"], ["waiting", "in the worker's queue"], ["prefill", "until the first token"], ["transfer", "handing pages over"], ["decode", "generating"]];
@@ -46,15 +46,24 @@ export function openAddressed() {
   if (match) openStory(decodeURIComponent(match[1]));
 }
 
-export async function openStory(name) {
-  try {
-    tell(await read(`dashboard/requests/${encodeURIComponent(name)}`));
-  } catch (error) {
-    say($("story-title"), "Not here");
-    $("story-body").replaceChildren(make("p", {}, error.message));
-    onError(error);
-  }
+// One that has just ended may not be remembered yet, so it is asked for a few times.
+async function openStory(name) {
+  say($("story-title"), "Looking it up");
+  $("story-body").replaceChildren();
   if (!$("story").open) $("story").showModal();
+  for (let left = 4; ; left -= 1) {
+    try {
+      return tell(await read(`dashboard/requests/${encodeURIComponent(name)}`));
+    } catch (error) {
+      if (error instanceof Refused && left) {
+        await new Promise((resume) => setTimeout(resume, 300));
+        continue;
+      }
+      say($("story-title"), "Not here");
+      $("story-body").replaceChildren(make("p", {}, error.message));
+      return onError(error);
+    }
+  }
 }
 
 let timer = 0;
@@ -143,11 +152,11 @@ function tell({request, answers}) {
     ["Outcome", outcome(request)],
     ["Ended", `${clock(request.ended_unix_ms)}${request.finish_reason ? ` by ${request.finish_reason}` : ""}`],
     ["Model", request.model || "–"], ["Class", request.service_class || "–"], ["Tenant", request.tenant || "–"],
-    ["Prompt", `${count(request.prompt_tokens)} tokens, ${count(request.cached_tokens)} cached`],
-    ["Answer", `${count(request.generated_tokens)} tokens`],
-    ["First token", `after ${micros(request.ttft_us)}`], ["Later tokens", `${micros(request.tpot_us)} each`],
     ["Total", micros(request.total_us)],
   ];
+  if (request.answers) facts.push(["Prompt", `${count(request.prompt_tokens)} tokens, ${count(request.cached_tokens)} cached`], ["Answer", `${count(request.generated_tokens)} tokens`]);
+  if (request.ttft_us !== null) facts.push(["First token", `after ${micros(request.ttft_us)}`]);
+  if (request.tpot_us !== null) facts.push(["Later tokens", `${micros(request.tpot_us)} each`]);
   if (request.fallback) facts.push(["Fallback", request.fallback]);
   if (request.trace_id) facts.push(["Trace", request.trace_id]);
   $("story-body").replaceChildren(
