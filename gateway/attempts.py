@@ -199,14 +199,13 @@ class Attempt:
         self.decode = decode
         self.prefill: PrefillSession | None = None
         self.handed_off: HandedOff | None = None
+        self.prefill_started: PrefillStarted | None = None
         self.fault: Fault | None = None
         self.probes: set[Hashable] = set()
         """Circuit breakers whose probe this attempt is."""
         self.watch = watch
         self.prompt_done_at_s: float | None = None
         """When the prefill worker last had all pages of the prompt, by the event loop's time."""
-        self.waited_s = 0.0
-        """How long the prompt waited in the worker that computes it."""
         self._giver = giver
         self._mailbox = mailbox
         self._log = log
@@ -384,7 +383,8 @@ class Attempt:
                 raise TransferFailed("a worker stopped at another token than the last one it sent")
             self._is_paused = True
         if isinstance(event, PrefillStarted):
-            self._is_begun, self.waited_s = True, event.queue_s
+            self._is_begun = True
+            self.prefill_started = event
             self._log.note_prefill(event.num_cached_tokens)
         if not isinstance(event, Tokens | Finished):
             return
@@ -400,7 +400,8 @@ class Attempt:
 
     def _take_from_prefill(self, event: Event) -> None:
         if isinstance(event, PrefillStarted):
-            self._is_begun, self.waited_s = True, event.queue_s
+            self._is_begun = True
+            self.prefill_started = event
             self._log.note_prefill(event.num_cached_tokens)
             if event.num_cached_tokens >= len(self.order.prompt_token_ids):
                 self._note_prompt_done()

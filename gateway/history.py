@@ -8,6 +8,7 @@ attempts went to, and what spoke for them. Stories are kept as JSON, so that the
 walk through and their bytes are known.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -24,6 +25,8 @@ ROW_BYTES = 1024
 """About what a row takes in memory, beside its story."""
 MAX_ANSWERS = 16
 """Of one request; of further ones nothing is told."""
+MAX_CHUNKS = 32
+"""Parts of one prompt."""
 MAX_STEPS = 64
 """Changes of phase, and attempts, that are told of one answer."""
 
@@ -50,7 +53,8 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     `price_us` is what the way was chosen by, `other_way_us` the cost of computing the prompt elsewhere, on the decode
     worker or not, and `way_us` its own. `rival` is the decode worker that came second, for `rival_us` in all.
     `cached_tokens` were believed to be in a cache. `waited_us` is the wait in the worker that computed the prompt.
-    `failure`: what ended it before the answer was complete.
+    `chunks` are the parts in which a prefill worker computed it: (since that began, how long, tokens). `failure`: what
+    ended the attempt before the answer was complete.
     """
 
     began_us: int
@@ -72,6 +76,7 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     num_bytes: int = 0
     exposed_us: int = 0
     transport: str = ""
+    chunks: list[tuple[int, int, int]] = []
     failure: str = ""
 
 
@@ -123,12 +128,21 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
             self.attempts[-1].prefill = prefill
             self.attempts[-1].waited_us = _us(waited_s) or 0
 
-    def note_handoff(self, num_pages: int, num_bytes: int, exposed_s: float, transport: str) -> None:
-        """The decode worker of the last attempt has the pages."""
+    def note_handoff(
+        self,
+        *,
+        num_pages: int,
+        num_bytes: int,
+        exposed_s: float,
+        transport: str,
+        chunks: Sequence[tuple[float, float, int]] = (),
+    ) -> None:
+        """The decode worker of the last attempt has the pages. `chunks`: (when it began, how long it took, tokens)."""
         if self.attempts:
             last = self.attempts[-1]
             last.num_pages, last.num_bytes, last.transport = num_pages, num_bytes, transport
             last.exposed_us = _us(exposed_s) or 0
+            last.chunks = [(_us(began_s) or 0, _us(spent_s) or 0, num) for began_s, spent_s, num in chunks[:MAX_CHUNKS]]
 
     def note_failure(self, reason: str) -> None:
         """The last attempt has failed."""
@@ -295,13 +309,17 @@ class History:
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """A part of an answer's time, in microseconds since the request came. `attempt` counts from 1; 0: before any."""
+    """A part of an answer's time, in microseconds since the request came. `attempt` counts from 1; 0: before any.
+
+    `chunks` are the steps of a prefill worker within it: (began, ended, tokens of the prompt).
+    """
 
     phase: str
     began_us: int
     ended_us: int
     attempt: int = 0
     worker: str = ""
+    chunks: list[tuple[int, int, int]] = []
 
 
 def bars(answer: AnswerStory) -> list[Bar]:
@@ -329,7 +347,11 @@ def bars(answer: AnswerStory) -> list[Bar]:
             split_us = min(began_us + attempt.waited_us, ended_us)
             if split_us > began_us:
                 drawn.append(Bar("waiting", began_us, split_us, number, worker))
-            drawn.append(Bar("prefill", split_us, ended_us, number, worker))
+            chunks = [
+                (min(split_us + since_us, ended_us), min(split_us + since_us + spent_us, ended_us), num_tokens)
+                for since_us, spent_us, num_tokens in attempt.chunks
+            ]
+            drawn.append(Bar("prefill", split_us, ended_us, number, worker, chunks))
         else:
             between = f"{attempt.prefill} → {attempt.decode}" if attempt and attempt.prefill else ""
             at = attempt.decode if attempt else ""
@@ -375,7 +397,9 @@ def _has_all(text: str, words: Sequence[str]) -> bool:
 
 
 def _us(seconds: float | int | str | None) -> int | None:
-    return None if seconds is None else round(float(seconds) * 1e6)
+    """Nothing where workers say what cannot be."""
+    microseconds = math.nan if seconds is None else float(seconds) * 1e6
+    return round(microseconds) if abs(microseconds) < 1e15 else None
 
 
 def _said(microseconds: int) -> str:

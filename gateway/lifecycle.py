@@ -591,7 +591,8 @@ class Requests:
             observed.attempt = attempt
             trace.story.note_move(attempt.decode.peer.worker_id, trace.waterfall.steps[-1][1])
         elif left == "prefill":
-            trace.story.note_prompt(attempt.prefill.peer.worker_id if attempt.prefill else "", attempt.waited_s)
+            waited_s = attempt.prefill_started.queue_s if attempt.prefill_started is not None else 0.0
+            trace.story.note_prompt(attempt.prefill.peer.worker_id if attempt.prefill is not None else "", waited_s)
         self._note_handoff(request, attempt.handed_off, observed)
         _note_workers(trace, attempt)
 
@@ -600,7 +601,11 @@ class Requests:
             return
         observed.seen_handoff = handed_off
         observed.trace.story.note_handoff(
-            handed_off.num_pages, handed_off.num_bytes, handed_off.exposed_s, handed_off.transport
+            num_pages=handed_off.num_pages,
+            num_bytes=handed_off.num_bytes,
+            exposed_s=handed_off.exposed_s,
+            transport=handed_off.transport,
+            chunks=handed_off.chunks,
         )
         self._metrics.note_handoff(
             request.generation.model,

@@ -1,6 +1,6 @@
 """The attempts that a worker knows: read from messages, fenced by number, answered by messages. Knows no engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -156,13 +156,14 @@ class Moved(Protocol):
         ...
 
 
-def handed_off_message(moved: Moved) -> worker_pb2.HandedOff:
-    """A committed handoff, as an event."""
+def handed_off_message(moved: Moved, chunks: Sequence[worker_pb2.PromptChunk] = ()) -> worker_pb2.HandedOff:
+    """A committed handoff, as an event. `chunks`: how its prompt was computed."""
     return worker_pb2.HandedOff(
         num_pages=moved.num_pages,
         num_bytes=moved.num_bytes,
         exposed_s=moved.exposed_s,
         transport=moved.transport,
+        chunks=chunks,
     )
 
 

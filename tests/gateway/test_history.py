@@ -112,11 +112,12 @@ def test_a_failover_has_the_bars_of_both_attempts() -> None:
     story = AnswerStory(
         [("queue", 0), ("prefill", 30), ("decode", 90), ("queue", 100), ("prefill", 150), ("decode", 180)],
         [
-            AttemptStory(20, 30, "d-0", "p-0", waited_us=10, failure="worker_lost"),
+            AttemptStory(20, 30, "d-0", "p-0", waited_us=10, chunks=[(0, 20, 512), (25, 90, 9)], failure="worker_lost"),
             AttemptStory(140, 150, "d-1", reason="local_is_cheaper"),
         ],
         ended_us=200,
     )
+    assert bars(story)[3].chunks == [(40, 60, 512), (65, 90, 9)]
     assert [(bar.phase, bar.began_us, bar.ended_us, bar.attempt, bar.worker) for bar in bars(story)] == [
         ("queue", 0, 20, 0, ""),
         ("route", 20, 30, 1, ""),
@@ -179,6 +180,15 @@ def test_a_story_has_a_bound() -> None:
     story.note_failure("first")
     story.note_failure("second")
     assert story.attempts[-1].failure == "first"
+
+
+def test_what_workers_say_that_cannot_be_is_left_out() -> None:
+    story = AnswerStory([("queue", 0)])
+    story.note_move("d", 0)
+    story.note_prompt("p", math.nan)
+    story.note_handoff(num_pages=1, num_bytes=2, exposed_s=math.inf, transport="shm", chunks=[(math.nan, -math.inf, 3)])
+    (attempt,) = story.attempts
+    assert (attempt.waited_us, attempt.exposed_us, attempt.chunks) == (0, 0, [(0, 0, 3)])
 
 
 def totals(**fields: Any) -> Totals:
