@@ -2,7 +2,7 @@
 
 import {$, count, make, rate, say, time} from "./dom.js";
 
-const PAGES = [["used", "in use"], ["reserved", "reserved for a transfer"], ["cached", "cached, free for whoever needs them"], ["free", "free"]];
+const PAGES = [["used", "by requests now"], ["reserved", "for a transfer in flight"], ["cached", "content kept until somebody needs the room"], ["free", "nothing in them"]];
 const STATES = {ready: "●", starting: "◌", draining: "◐", lost: "✕"};
 const CIRCUITS = {open: "left alone: slow, silent or erring", half_open: "being tried with one request"};
 const cards = new Map();

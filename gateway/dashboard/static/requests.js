@@ -178,8 +178,14 @@ function told(answer, whose, request) {
       track.append(mark);
     }
     const attempt = answer.attempts.length > 1 && bar.attempt ? ` ${bar.attempt}` : "";
+    for (const [began, ended] of bar.chunks) {
+      const chunk = make("span", {class: "chunk"});
+      chunk.style.left = `${(100 * began) / (answer.ended_us || 1)}%`;
+      chunk.style.width = `${(100 * (ended - began)) / (answer.ended_us || 1)}%`;
+      track.append(chunk);
+    }
     return make("tr", {},
-      make("th", {scope: "row"}, make("span", {class: `swatch phase-${bar.phase}`}), `${bar.phase}${attempt}`, make("small", {}, bar.worker)),
+      make("th", {scope: "row"}, make("span", {class: `swatch phase-${bar.phase}`}), `${bar.phase}${attempt}`, make("small", {}, bar.worker), chunksOf(bar)),
       make("td", {class: "number"}, `+${micros(bar.began_us)}`), make("td", {class: "number"}, micros(bar.ended_us - bar.began_us)),
       make("td", {class: "wide"}, track));
   });
@@ -193,6 +199,12 @@ function told(answer, whose, request) {
       : make("p", {class: "note"}, "No worker took it."));
 }
 
+function chunksOf({chunks}) {
+  if (!chunks.length) return "";
+  const said = chunks.slice(0, 4).map(([began, ended, tokens]) => `${count(tokens)} tokens in ${micros(ended - began)}`).join(", ");
+  return make("small", {}, `${chunks.length === 1 ? "1 chunk" : `${chunks.length} chunks`}: ${said}${chunks.length > 4 ? ", …" : ""}`);
+}
+
 function why(attempt) {
   const where = attempt.prefill ? `${attempt.prefill} → ${attempt.decode}` : attempt.decode;
   const lines = attempt.why.map((line) => make("li", {}, `${line[0].toUpperCase()}${line.slice(1)}.`));
@@ -200,7 +212,7 @@ function why(attempt) {
     const actual = attempt.actual_ttft_us === null ? "" : ` It came after ${micros(attempt.actual_ttft_us)}.`;
     lines.push(make("li", {}, `The first token was predicted ${micros(attempt.predicted_ttft_us)} after the decision.${actual}`));
   }
-  if (attempt.bytes) lines.push(make("li", {}, `${count(attempt.pages)} pages (${bytes(attempt.bytes)}) went over ${attempt.transport}, of which ${micros(attempt.exposed_us)} were not hidden by computing.`));
+  if (attempt.bytes) lines.push(make("li", {}, `${count(attempt.pages)} ${attempt.pages === 1 ? "page" : "pages"} (${bytes(attempt.bytes)}) went over ${attempt.transport}, of which ${micros(attempt.exposed_us)} were not hidden by computing.`));
   if (attempt.failure) lines.push(make("li", {class: "trouble"}, `✕ The attempt failed: ${attempt.failure}.`));
   const parts = Object.entries(attempt.parts_us);
   const price = parts.length ? make("details", {}, make("summary", {}, "What the price was made of"), make("table", {class: "parts"}, make("tbody", {}, ...parts.map(([name, spent]) => make("tr", {}, make("th", {scope: "row"}, name), make("td", {class: "number"}, micros(spent))))))) : "";
