@@ -378,9 +378,8 @@ def reasons(attempt: AttemptStory, prompt_tokens: int) -> list[str]:
         said.append(f"this way cost {_said(attempt.way_us)}, {other} {_said(attempt.other_way_us)}")
     if attempt.rival and attempt.rival_us is not None and attempt.price_us is not None:
         more_us = attempt.rival_us - attempt.price_us
-        said.append(
-            f"the next best was {attempt.rival}, for {_said(abs(more_us))} {'more' if more_us >= 0 else 'less'}"
-        )
+        more = f"{_said(abs(more_us))} {'more' if more_us > 0 else 'less'}" if more_us else "the same price"
+        said.append(f"the next best was {attempt.rival}, for {more}")
     if attempt.cached_tokens:
         said.append(f"{attempt.cached_tokens} of {prompt_tokens} tokens of the prompt were expected in its cache")
     return said

@@ -5,6 +5,7 @@ some. Knows no HTTP.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ MAX_WATCHERS = 16
 BUSY_RETRY_S = 10.0
 SPEED_TOKENS = 512
 """A prompt of this length says how fast prompts are computed."""
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,10 @@ class Feed:
         loop = asyncio.get_running_loop()
         next_s = loop.time()
         while True:
-            self.tick()
+            try:
+                self.tick()
+            except Exception:  # root of the task: a second without figures, not a page that stands still for good
+                logger.exception("the figures of a second are missing")
             # By the clock, so that seconds are not lost one delay at a time; after a long one it begins anew.
             next_s = max(next_s + TICK_S, loop.time())
             await asyncio.sleep(next_s - loop.time())

@@ -320,3 +320,15 @@ def test_a_wheel_would_have_them() -> None:
         path.name for pattern in data["gateway.dashboard"] for path in (root / "gateway/dashboard").glob(pattern)
     }
     assert matched == set(FILES)
+
+
+async def test_a_second_that_fails_is_not_the_last_one(
+    make_system: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(feed, "TICK_S", 0.01)
+    system = await make_system()
+    monkeypatch.setattr(system.gateway.metrics, "totals", lambda: 1 / 0)
+    await system.until(lambda: "the figures of a second are missing" in caplog.text)
+    monkeypatch.undo()
+    before = (await read(system, "/dashboard/data"))["series"]["unix_s"][-1]
+    await system.until(lambda: system.gateway._feed.snapshot(1)["series"]["unix_s"][-1] > before)

@@ -157,6 +157,8 @@ def test_why_a_request_went_there_is_what_the_router_has_said() -> None:
     assert said[0] == "a prefill worker was the cheaper way"
     assert said[2].startswith(f"the next best was {second.decode.worker_id}, for ")
     assert said[2].endswith(" more")
+    attempt.rival_us = attempt.price_us
+    assert reasons(attempt, 1000)[2] == f"the next best was {second.decode.worker_id}, for the same price"
     assert said[3] == "320 of 1000 tokens of the prompt were expected in its cache"
     spent = list(parts(attempt).values())
     assert spent == sorted(spent, reverse=True)

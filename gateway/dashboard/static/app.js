@@ -126,7 +126,7 @@ function take(update) {
 
 function show() {
   const {gateway} = state;
-  say($("whose"), `cluster ${gateway.cluster}, gateway ${gateway.id}, up for ${time(state.now_unix_s - gateway.started_unix_s)}`);
+  say($("whose"), `cluster ${gateway.cluster}, gateway ${gateway.id}, up for ${time(Math.round(state.now_unix_s - gateway.started_unix_s))}`);
   say($("scope-note"), `This is what gateway ${gateway.id} knows: all workers of the cluster, and the requests that came to this gateway. Others have pages of their own. Figures are kept for ${time(gateway.kept.seconds)}, and the last ${count(gateway.kept.max_requests)} requests, in this process only: a gateway that starts again begins with nothing.`);
   const isFresh = state.last_number === 0 && !state.requests.running;
   $("fresh").hidden = !isFresh;

@@ -91,7 +91,7 @@ export class Chart {
     }
     if (hasTarget) {
       parts.push(draw("path", {class: "target", d: `M${LEFT} ${y(this.target)}H${width - RIGHT}`}));
-      parts.push(draw("text", {class: "tick", x: LEFT + 4, y: y(this.target) - 4}, "target"));
+      parts.push(draw("text", {class: "tick", x: LEFT + 4, y: y(this.target) + (this.target > 0.85 * top ? 13 : -4)}, "target"));
     }
     for (const {column, style} of this.series) {
       parts.push(draw("path", {class: `line ${style}`, d: path(times, columns[column] ?? [], x, y)}));
