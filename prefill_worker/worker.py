@@ -135,14 +135,14 @@ class _Attempt:
     """What the first token must keep to; None: it may be any, or is known."""
     transfer: SendTransfer | None = None
     chunks: "asyncio.Queue[tuple[StepReport, ComputedChunk]]" = field(default_factory=asyncio.Queue)
-    started_unix_ns: int = 0
-    """When the gateway was told that it has begun."""
-    computed: list[tuple[int, int, int]] = field(default_factory=list)
-    """Of its first chunks: when the step began and ended, in Unix nanoseconds, and tokens."""
     sending_since_unix_ns: int | None = None
     num_sends: int = 0
     outcome: str = "cancelled"
     abort_reason: TandemError | None = field(default_factory=lambda: RequestCancelled("the attempt was cancelled"))
+    started_unix_ns: int = 0
+    """When the gateway was told that it has begun."""
+    computed: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of its first chunks: when the step began and ended, in Unix nanoseconds, and tokens."""
 
     @property
     def num_tokens(self) -> int:
