@@ -13,10 +13,12 @@ import pytest
 from gateway.api_keys import digest_of_key, new_key
 from gateway.dashboard import feed
 from gateway.dashboard.pages import POLICY
+from gateway.history import Query
 from gateway.series import COLUMNS
 from protos import worker_pb2
 from services.runtime.errors import InternalError
 
+ROOT = Path(__file__).parents[2]
 ADMIN, PLAIN = new_key(), new_key()
 ODD_NAME = "<img src=x onerror=alert(1)>"
 MARKER = "zebrafinch"
@@ -313,11 +315,23 @@ def test_the_page_brings_all_its_files_and_loads_nothing_from_elsewhere() -> Non
             assert folder.joinpath(address).is_file(), address
 
 
+def test_the_handbook_names_what_there_is() -> None:
+    """Paths, parameters, and pictures that are small enough to be looked at everywhere."""
+    text = (ROOT / "docs/dashboard.md").read_text()
+    asked = re.search(r"/dashboard/requests\?([^`]+)`", text)
+    assert asked is not None
+    assert {name.split("=")[0] for name in asked[1].split("&")} == set(Query.__struct_fields__)
+    pictures = [ROOT / "docs" / name for name in re.findall(r"images/[a-z-]+\.png", text)]
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert picture.stat().st_size < 200_000
+
+
 def test_a_wheel_would_have_them() -> None:
-    root = Path(__file__).parents[2]
-    data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     matched = {
-        path.name for pattern in data["gateway.dashboard"] for path in (root / "gateway/dashboard").glob(pattern)
+        path.name for pattern in data["gateway.dashboard"] for path in (ROOT / "gateway/dashboard").glob(pattern)
     }
     assert matched == set(FILES)
 

@@ -142,7 +142,7 @@ function tiles() {
   const {ttft_s: ttft, itl_s: itl} = state.gateway.targets;
   const promised = [ttft && `TTFT ${time(ttft)}`, itl && `ITL ${time(itl)}`].filter(Boolean).join(", ");
   const shown = [
-    ["Generated", `${rate(now("generated_per_s"))} tokens/s`, `prompts ${rate(now("prompt_per_s"))} tokens/s`],
+    ["Tokens per second", rate(now("generated_per_s")), `prompts ${rate(now("prompt_per_s"))}`],
     ["First token, p50", time(now("ttft_p50_s")), `p99 ${time(now("ttft_p99_s"))}`],
     ["Later tokens, p50", time(now("itl_p50_s")), `p99 ${time(now("itl_p99_s"))}`],
     ["Cache hit rate", share(now("hit_share")), "of prompt tokens"],

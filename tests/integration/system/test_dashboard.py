@@ -82,7 +82,8 @@ async def test_a_cluster_under_load_is_seen() -> None:
             assert await page.evaluate(PALE) == []
             assert await page.evaluate(UNNAMED) == []
 
-            await page.locator("#list tr", has_text=re.compile("prefill.*→")).first.locator("button").click()
+            await page.fill("#q", "prefill- decode-")
+            await page.locator("#list tbody tr", has_text="→").first.locator("button").click()
             for phase in ("queue", "route", "prefill", "transfer", "decode"):
                 await expect(page.locator(".waterfall tbody")).to_contain_text(phase)
             await expect(page.locator("#story")).to_contain_text("prefill worker")
