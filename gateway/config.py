@@ -141,7 +141,8 @@ class GatewayConfig:
     admin_port: int | None = option(
         integer(0, 65535),
         default=None,
-        help="One more HTTP port, with /metrics, /cluster and the probes for whoever reaches it, without a key.",
+        help="One more HTTP port, with /dashboard, /metrics, /cluster and the probes for whoever reaches it, "
+        "without a key.",
     )
     reflection: bool = option(flag(), default=True, help="Serve gRPC reflection.")
     log_level: str = option(choice(*LEVELS), default="info", help="Least level of log records.")

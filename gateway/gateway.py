@@ -13,6 +13,8 @@ from gateway.candidates import RoomLimits
 from gateway.catalog import load_catalog
 from gateway.catalog_file import ModelEntry, read_models_file
 from gateway.config import GatewayConfig
+from gateway.dashboard.feed import Feed, GatewayFacts
+from gateway.dashboard.pages import Dashboard
 from gateway.front_door import FrontDoor
 from gateway.grpc_api import (
     CLUSTER_SERVICE,
@@ -22,6 +24,7 @@ from gateway.grpc_api import (
     InferenceService,
     register,
 )
+from gateway.history import History
 from gateway.http_api import HttpApi
 from gateway.http_server import HttpServer
 from gateway.journals import Journals
@@ -109,6 +112,13 @@ class Gateway:
             gateway_incarnation=self.incarnation,
             seed=config.seed,
             slow_request_s=config.slow_request_s,
+            history=History(targets=_targets(config)),
+        )
+        self._feed = Feed(
+            self.requests,
+            topology=self.topology,
+            metrics=metrics,
+            facts=GatewayFacts(self.incarnation[:8], config.cluster, config.routing, SYSTEM_CLOCK.unix_ns() / 1e9),
         )
         self._journals = Journals(self.requests, JournalStore(self._store), gateway_incarnation=self.incarnation)
         self.api = HttpApi(
@@ -118,6 +128,8 @@ class Gateway:
             metrics=metrics,
             is_ready=self.is_ready,
             door=self.door,
+            dashboard=Dashboard(self._feed, self.requests.log.history),
+            port=lambda: self.http_port,
         )
         identity = rpc.identity()
         self._http = HttpServer(self.api.app(), identity=identity)
@@ -159,7 +171,7 @@ class Gateway:
         guard = OverloadGuard(
             OverloadPolicy(),
             waiting,
-            targets=Targets(config.ttft_target_s or None, config.itl_target_s or None),
+            targets=_targets(config),
             decodes=decodes,
             clock=SYSTEM_CLOCK,
             on_refusal=self.metrics.note_overload,
@@ -181,6 +193,7 @@ class Gateway:
         self._quarantine.start()
         self._prefixes.start()
         self.topology.start()
+        self._feed.start()
         self._tasks = [
             asyncio.create_task(self._follow_workers(), name="workers"),
             asyncio.create_task(self._tell_readiness(), name="readiness"),
@@ -203,6 +216,7 @@ class Gateway:
         if not await self.requests.wait_until_idle(timeout_s=deadline.remaining_s()):
             self.requests.end_all(leaving)
             await self.requests.wait_until_idle(timeout_s=ANSWER_S)
+        await self._feed.close()
         await asyncio.gather(self._grpc.stop(1.0), self._http.stop(1.0))
         if self._admin is not None:
             await self._admin.stop(1.0)
@@ -251,6 +265,10 @@ def _entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:
         return read_models_file(config.models)
     assert config.model is not None
     return (ModelEntry(config.model_name or config.model.resolve().name, config.model),)
+
+
+def _targets(config: GatewayConfig) -> Targets:
+    return Targets(config.ttft_target_s or None, config.itl_target_s or None)
 
 
 def _policies(config: GatewayConfig) -> Policies:

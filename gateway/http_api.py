@@ -25,6 +25,7 @@ from gateway.answer_text import AnswerText
 from gateway.api_keys import ApiKey
 from gateway.calls import AcceptedCall, Call, Delta, Generation, TenantTicket, Usage
 from gateway.catalog import ServedModel, header_value
+from gateway.dashboard.pages import Dashboard
 from gateway.fallback import Stream, begun
 from gateway.fan_out import all_of, merged
 from gateway.front_door import FrontDoor
@@ -107,7 +108,7 @@ class HttpRefusal(InvalidRequest):
 
 
 class HttpApi:
-    """All routes. `is_ready` says whether requests can be served now."""
+    """All routes. `is_ready` says whether requests can be served now, `port` where the API is served."""
 
     def __init__(
         self,
@@ -118,8 +119,12 @@ class HttpApi:
         metrics: Metrics,
         is_ready: Callable[[], bool],
         door: FrontDoor,
+        dashboard: Dashboard,
+        port: Callable[[], int],
     ) -> None:
         self._requests = requests
+        self._dashboard = dashboard
+        self._port = port
         self._journals = journals
         self._topology = topology
         self._metrics = metrics
@@ -147,7 +152,7 @@ class HttpApi:
             Route("/v1/responses/{name:path}", self._show_no_response, methods=["GET", "POST", "DELETE"]),
             Route("/openapi.json", self._show_document),
             *self._probes(),
-            *self._admin_pages(),
+            *self._admin_pages(has_api=True),
         ]
         self.routes = routes
         starlette = Starlette(routes=routes, exception_handlers=_HANDLERS)
@@ -166,15 +171,16 @@ class HttpApi:
 
     def admin_app(self) -> App:
         """What operators read, for an address of its own that asks for no key."""
-        pages = Starlette(routes=[*self._probes(), *self._admin_pages()], exception_handlers=_HANDLERS)
+        pages = Starlette(routes=[*self._probes(), *self._admin_pages(has_api=False)], exception_handlers=_HANDLERS)
         pages.router.redirect_slashes = False
         return pages
 
     def _probes(self) -> list[Route]:
         return [Route("/health", self._show_health), Route("/ready", self._show_readiness)]
 
-    def _admin_pages(self) -> list[Route]:
-        return [Route("/metrics", self._show_metrics), Route("/cluster", self._show_cluster)]
+    def _admin_pages(self, *, has_api: bool) -> list[Route]:
+        pages = self._dashboard.routes(api_port=self._port, has_api=has_api)
+        return [Route("/metrics", self._show_metrics), Route("/cluster", self._show_cluster), *pages]
 
     def _refusal(self, scope: Scope) -> Response | None:
         """The answer to a caller who may not see a page; None: it may.
@@ -183,7 +189,7 @@ class HttpApi:
         does not exist.
         """
         path: str = scope["path"]
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or self._dashboard.is_open(path):
             return None
         try:
             key = self._door.authenticate(_values(scope["headers"], b"authorization"))

@@ -22,6 +22,7 @@ from gateway.attempts import Attempt, CrowdedOut
 from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall
 from gateway.candidates import Candidates, PrefixHints, RoomLimits
 from gateway.catalog import ModelCatalog, ServedModel
+from gateway.history import History
 from gateway.metrics import STATES, Metrics, RequestFigures
 from gateway.moves import Moves
 from gateway.recovery import QuarantineList, Recovery
@@ -46,7 +47,7 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 from services.scheduling.queue import QueueEntry, ServiceClass
-from services.scheduling.routing import Route, Router
+from services.scheduling.routing import Route, Router, rival_of
 
 TRY_AGAIN = (WorkerUnavailable, TransferFailed, LayoutMismatch, InternalError)
 """The failures of an attempt after which another pair of workers goes on from the last token."""
@@ -112,6 +113,7 @@ class _Observed:
 
     def must_wait(self, error: Exception, reason: str, *, num_tokens: int) -> None:
         """Its attempt ended of a reason after which it waits for workers again."""
+        self.trace.story.note_failure(reason)
         self.trace.enter("queue")
         if self.spans is not None:
             self.spans.must_wait(error, reason, num_tokens=num_tokens)
@@ -134,13 +136,14 @@ class Requests:
         hints: PrefixHints | None = None,
         seed: int | None = None,
         slow_request_s: float = SLOW_REQUEST_S,
+        history: History | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.catalog = catalog
         self.num_running = 0
         self._num_before_queue = 0
         """Requests that wait until there is a worker at all."""
-        self.log = RequestLog(metrics, clock=clock, slow_s=slow_request_s)
+        self.log = RequestLog(metrics, clock=clock, slow_s=slow_request_s, history=history)
         self._topology = topology
         self._queues = queues
         self._policies = policies
@@ -539,6 +542,7 @@ class Requests:
         if observed.spans is not None:
             predicted_queue_s = None if admitted is None else admitted.queue_delay_s
             observed.spans.placed(attempt, route, asked_s=asked_s, predicted_queue_s=predicted_queue_s)
+        self._note_route(request, attempt, route, asked_s)
         self._candidates.note_sent(request, route)
         self.num_running += request.count_as_running()
         self._note(request, State.ADMITTED)
@@ -560,6 +564,17 @@ class Requests:
         trace.enter("prefill")
         _note_workers(trace, attempt)
 
+    def _note_route(self, request: RunningRequest, attempt: Attempt, route: Route, asked_s: float) -> None:
+        """Writes down for those who look at the request why it went there."""
+        trace = self._open[request].trace
+        trace.story.note_route(
+            route,
+            rival_of(request.routes, route),
+            prefill=attempt.prefill.peer.worker_id if attempt.prefill is not None else "",
+            began_us=round((asked_s - request.generation.arrived_s) * 1e6),
+            placed_us=trace.waterfall.steps[-1][1],
+        )
+
     def _observe(self, request: RunningRequest, attempt: Attempt, delta: Delta, observed: _Observed) -> None:
         """Books what a delta says about progress."""
         num_tokens = len(delta.token_ids)
@@ -572,6 +587,7 @@ class Requests:
                 self._note_first_token(request, figures)
                 if observed.spans is not None:
                     observed.spans.has_token()
+                observed.trace.story.first_token_us = round(request.ttft_s * 1e6)
                 if num_tokens > 1:  # The decode worker was as fast as the way of the first one.
                     figures.itl_s.observe(0.0, num_tokens - 1)
             elif request.last_gap_s:
@@ -609,6 +625,8 @@ class Requests:
         So many tokens came with that.
         """
         trace, spans, num_tokens = observed.trace, observed.spans, request.num_tokens
+        left = trace.waterfall.phase
+        trace.enter(phase)
         if observed.attempt is not attempt:
             trace.num_moves += 1
             if spans is not None:
@@ -616,16 +634,27 @@ class Requests:
             if observed.attempt is not None:
                 self._note_handoff(request, observed.attempt.handed_off, observed)
             observed.attempt = attempt
-        elif spans is not None:
-            spans.goes_on(_SPANS[phase], attempt, num_tokens=num_tokens, num_new=num_new)
+            trace.story.note_move(attempt.decode.peer.worker_id, trace.waterfall.steps[-1][1])
+        else:
+            if spans is not None:
+                spans.goes_on(_SPANS[phase], attempt, num_tokens=num_tokens, num_new=num_new)
+            if left == "prefill":
+                waited_s = attempt.prefill_started.queue_s if attempt.prefill_started is not None else 0.0
+                trace.story.note_prompt(attempt.prefill.peer.worker_id if attempt.prefill is not None else "", waited_s)
         self._note_handoff(request, attempt.handed_off, observed)
-        trace.enter(phase)
         _note_workers(trace, attempt)
 
     def _note_handoff(self, request: RunningRequest, handed_off: HandedOff | None, observed: _Observed) -> None:
         if handed_off is None or handed_off is observed.seen_handoff:
             return
         observed.seen_handoff = handed_off
+        observed.trace.story.note_handoff(
+            num_pages=handed_off.num_pages,
+            num_bytes=handed_off.num_bytes,
+            exposed_s=handed_off.exposed_s,
+            transport=handed_off.transport,
+            chunks=handed_off.chunks,
+        )
         self._metrics.note_handoff(
             request.generation.model,
             handed_off.transport,
@@ -674,6 +703,7 @@ class Requests:
             cached_tokens=request.log.num_cached_tokens,
             new_tokens=new_tokens,
             finish_reason=finish_reason,
+            tpot_s=request.tpot_s,
         )
 
 

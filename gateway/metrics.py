@@ -375,6 +375,20 @@ class Metrics:
         self._open_breakers.set_function(num_open)
         self._circuit = circuit
 
+    def totals(self) -> tuple[list[int], list[int], float, float, float]:
+        """Counted since the start: TTFT and ITL by bucket, generated tokens, prompt tokens and those of them cached."""
+        return (
+            self.ttft_s.totals(),
+            self.itl_s.totals(),
+            self.generated_tokens.total(),
+            self._prefix_queried_tokens.total(),
+            self._prefix_hit_tokens.total(),
+        )
+
+    def circuit(self, worker_id: str) -> CircuitState:
+        """The state of a worker's circuit."""
+        return self._circuit(worker_id)
+
     def render(self, members: Sequence[Member]) -> bytes:
         """All figures in Prometheus' text format. What is told of single workers is told of `members` only."""
         for gauge in self._of_workers:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.openai_types import DEFAULT_COMPLETION_TOKENS
-from gateway.tool_requests import MAX_CALLS, MAX_TOOL_DEPTH, MAX_TOOLS
+from gateway.tool_requests import MAX_TOOL_DEPTH, MAX_TOOLS
 from gateway.validation import (
     DEFAULT_SERVICE_CLASS,
     MAX_AFFINITY_CHARS,
@@ -31,6 +31,7 @@ from gateway.validation import (
     MAX_TOKENS_EVER,
     SERVICE_CLASSES,
 )
+from services.structured.lark import MAX_CALLS
 
 Schema = dict[str, Any]
 

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from weakref import WeakSet
 
 from gateway.calls import AcceptedCall, Call, Generation
+from gateway.history import MAX_STEPS, AnswerStory, History, Row
 from gateway.metrics import Metrics
 from services.runtime import status
 from services.runtime.clock import Clock
@@ -57,13 +58,15 @@ logger = logging.getLogger(__name__)
 class Waterfall:
     """The phases of one answer, of which it is always in one. Times in seconds of one monotonic clock."""
 
-    __slots__ = ("_began_s", "_since_us", "_spent_us", "phase")
+    __slots__ = ("_began_s", "_since_us", "_spent_us", "phase", "steps")
 
     def __init__(self, began_s: float) -> None:
         self.phase: Phase = "queue"
         self._began_s = began_s
         self._since_us = 0
         self._spent_us: dict[Phase, int] = {"queue": 0, "prefill": 0, "transfer": 0, "decode": 0}
+        self.steps: list[tuple[str, int]] = [("queue", 0)]
+        """Phases and when they began, in microseconds; the first `MAX_STEPS` of them."""
 
     def enter(self, phase: Phase, now_s: float) -> None:
         """From now on the answer is in this phase."""
@@ -71,6 +74,8 @@ class Waterfall:
         self._spent_us[self.phase] += now_us - self._since_us
         self._since_us = now_us
         self.phase = phase
+        if len(self.steps) < MAX_STEPS:
+            self.steps.append((phase, now_us))
 
     def until(self, now_s: float) -> dict[Phase, int]:
         """Microseconds of each phase, up to now: they sum up to the whole."""
@@ -86,12 +91,13 @@ class AnswerTrace:
 
     __slots__ = (
         *("cached_tokens", "code", "finish_reason", "name", "new_tokens", "num_attempts", "num_moves", "outcome"),
-        *("prompt_tokens", "waterfall", "workers", "_log", "_opened"),
+        *("prompt_tokens", "story", "waterfall", "workers", "_log", "_opened"),
     )
 
     def __init__(self, name: str, arrived_s: float, log: "RequestLog", opened: "_OpenCall") -> None:
         self.name = name
         self.waterfall = Waterfall(arrived_s)
+        self.story = AnswerStory(self.waterfall.steps)
         self.num_attempts = 0
         self.num_moves = 0
         self.workers: dict[str, None] = {}
@@ -118,10 +124,13 @@ class AnswerTrace:
         cached_tokens: int,
         new_tokens: int,
         finish_reason: str,
+        tpot_s: float = 0.0,
     ) -> None:
         """It is over. Of the error only its code is kept, or it would hold all that its traceback holds."""
         self.prompt_tokens, self.cached_tokens, self.new_tokens = prompt_tokens, cached_tokens, new_tokens
         self.finish_reason = finish_reason
+        self.story.tokens, self.story.tpot_us = new_tokens, round(tpot_s * 1e6)
+        self.story.ended_us = sum(self.waterfall.until(self._log.now_s()).values())
         self.outcome = outcome_of(error, was_placed=self.num_attempts > 0)
         self.code = "" if error is None else code_of(error)
         self._opened.ended.append(self)
@@ -154,6 +163,8 @@ class Summary:
     num_moves: int = 0
     workers: tuple[str, ...] = ()
     finish_reasons: tuple[str, ...] = ()
+    answers: tuple[AnswerStory, ...] = ()
+    """Of the model that answered."""
 
     @property
     def total_us(self) -> int:
@@ -177,9 +188,15 @@ class LoggedCall(AcceptedCall):
 
 
 class RequestLog:
-    """All requests of one gateway. `slow_s`: from when on there are words about one; 0: never."""
+    """All requests of one gateway. `slow_s`: from when on there are words about one; 0: never.
 
-    def __init__(self, metrics: Metrics, *, clock: Clock, slow_s: float = SLOW_REQUEST_S) -> None:
+    `history` remembers those that have a line.
+    """
+
+    def __init__(
+        self, metrics: Metrics, *, clock: Clock, slow_s: float = SLOW_REQUEST_S, history: History | None = None
+    ) -> None:
+        self.history = History(clock=clock) if history is None else history
         self._metrics = metrics
         self._clock = clock
         self._slow_us = round(slow_s * 1e6)
@@ -278,12 +295,14 @@ class RequestLog:
 
     def _write(self, summary: Summary, names: dict[str, str], *, num_answers: int) -> None:
         """The line, or one more in the count of those that have none."""
-        if not logger.isEnabledFor(logging.INFO):
-            return
+        is_good = self.history.note_end(summary.outcome, summary.answers)
         if summary.outcome == "refused" and not self._refused.take(self.now_s()):
             self._left_out[summary.code] += 1
             self._metrics.note_unlogged("refused")
             self._count_soon()
+            return
+        self._remember(summary, names, num_answers=num_answers, is_good=is_good)
+        if not logger.isEnabledFor(logging.INFO):
             return
         fields: dict[str, Any] = {
             **names,
@@ -303,6 +322,34 @@ class RequestLog:
         fields["total_ms"] = summary.total_us / 1e3
         # Not `logger.info`: it would walk up the stack to say where this is.
         logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, "request", (), None, extra=fields))
+
+    def _remember(self, summary: Summary, names: dict[str, str], *, num_answers: int, is_good: bool) -> None:
+        phases = summary.phases_us
+        row = Row(
+            request_id=names.get("request_id", ""),
+            trace_id=names.get("trace_id", ""),
+            model=names.get("model", ""),
+            service_class=names.get("service_class", ""),
+            tenant=names.get("tenant", ""),
+            fallback=names.get("fallback", ""),
+            outcome=summary.outcome,
+            code=summary.code,
+            finish_reason=",".join(summary.finish_reasons),
+            workers=" ".join(summary.workers),
+            answers=num_answers,
+            prompt_tokens=summary.prompt_tokens,
+            cached_tokens=summary.cached_tokens,
+            generated_tokens=summary.new_tokens,
+            attempts=summary.num_attempts,
+            moves=summary.num_moves,
+            queue_us=phases["queue"],
+            prefill_us=phases["prefill"],
+            transfer_us=phases["transfer"],
+            decode_us=phases["decode"],
+            total_us=summary.total_us,
+            is_good=is_good,
+        )
+        self.history.add(row, summary.answers)
 
     def _say_slow(self, summary: Summary, names: dict[str, str]) -> None:
         if self._slow.take(self.now_s()):
@@ -362,15 +409,19 @@ def _summary(call: AcceptedCall, opened: _OpenCall, error: BaseException | None,
     """Attempts and workers are those of all answers; the rest is of those of the model that answers."""
     ended = opened.ended
     summary = Summary("finished", "", (ended[-1].waterfall if ended else Waterfall(opened.arrived_s)).until(now_s))
+    if ended:
+        ended[-1].story.ended_us = summary.total_us
     current = {generation.request_id for generation in call.generations}
     reasons: dict[str, None] = {}
     workers: dict[str, None] = {}
+    answers: list[AnswerStory] = []
     for trace in ended:
         summary.num_attempts += trace.num_attempts
         summary.num_moves += trace.num_moves
         workers.update(trace.workers)
         if trace.name not in current:
             continue  # Of a model that did not answer; only its time and its workers were used.
+        answers.append(trace.story)
         summary.prompt_tokens += trace.prompt_tokens
         summary.cached_tokens += trace.cached_tokens
         summary.new_tokens += trace.new_tokens
@@ -379,7 +430,7 @@ def _summary(call: AcceptedCall, opened: _OpenCall, error: BaseException | None,
         # Whatever ended one of them badly ended the others, which were cancelled.
         if trace.outcome != "finished" and summary.outcome in ("finished", "cancelled"):
             summary.outcome, summary.code = trace.outcome, trace.code
-    summary.workers, summary.finish_reasons = tuple(workers), tuple(reasons)
+    summary.workers, summary.finish_reasons, summary.answers = tuple(workers), tuple(reasons), tuple(answers)
     if error is not None:
         summary.outcome, summary.code = outcome_of(error, was_placed=summary.num_attempts > 0), code_of(error)
     elif summary.outcome == "refused" and summary.num_attempts:

@@ -127,6 +127,12 @@ class RunningRequest:
         """From arrival to the first token."""
         return self._first_token_s - self.generation.arrived_s
 
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of a token after the first one that came here."""
+        num_gaps = self.num_tokens - len(self.generation.emitted_token_ids) - 1
+        return (self._last_token_s - self._first_token_s) / num_gaps if num_gaps > 0 else 0.0
+
     def expire(self) -> None:
         """The deadline has passed: whatever the request waits for fails now."""
         self.fail(DeadlineExceeded("the request's deadline passed"))

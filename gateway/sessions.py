@@ -103,12 +103,16 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class HandedOff(msgspec.Struct, frozen=True):
-    """The prefill worker's part is over: the decode worker has committed the pages."""
+    """The prefill worker's part is over: the decode worker has committed the pages.
+
+    `chunks` are the parts in which the prompt was computed: (seconds from PrefillStarted, seconds, tokens).
+    """
 
     num_pages: int
     num_bytes: int
     exposed_s: float
     transport: str
+    chunks: tuple[tuple[float, float, int], ...] = ()
 
 
 class DecodeStarted(msgspec.Struct, frozen=True):
@@ -564,7 +568,13 @@ _READERS: dict[str, Callable[[Any], Event]] = {
     "refused": _read_refused,
     "prefill_started": lambda event: PrefillStarted(event.queue_s, event.num_cached_tokens),
     "tokens": _read_tokens,
-    "handed_off": lambda event: HandedOff(event.num_pages, event.num_bytes, event.exposed_s, event.transport),
+    "handed_off": lambda event: HandedOff(
+        event.num_pages,
+        event.num_bytes,
+        event.exposed_s,
+        event.transport,
+        tuple((chunk.began_s, chunk.spent_s, chunk.num_tokens) for chunk in event.chunks),
+    ),
     "decode_started": lambda event: DecodeStarted(),
     "paused": lambda event: Paused(event.num_tokens),
     "finished": _read_finished,

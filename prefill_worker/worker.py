@@ -70,6 +70,7 @@ from services.structured.grammar import Grammars
 ENGINE_STOP_TIMEOUT_S = 10.0
 # Uncomputed tokens of prompts that have their turn, in steps: one runs, the next is ready when it ends.
 STEPS_AHEAD = 2
+MAX_TOLD_CHUNKS = 32
 # How long computed pages are kept after their attempt: a gateway notices a death and tries again well within it.
 KEPT_S = 10.0
 # How long the next attempt waits for the former one to let go of the pages before it rather computes them again.
@@ -139,10 +140,25 @@ class _Attempt:
     num_sends: int = 0
     outcome: str = "cancelled"
     abort_reason: TandemError | None = field(default_factory=lambda: RequestCancelled("the attempt was cancelled"))
+    started_unix_ns: int = 0
+    """When the gateway was told that it has begun."""
+    computed: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of its first chunks: when the step began and ended, in Unix nanoseconds, and tokens."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.spec.prompt_token_ids)
+
+    def told_chunks(self) -> list[worker_pb2.PromptChunk]:
+        """How its prompt was computed; a step may have begun before its beginning was told."""
+        return [
+            worker_pb2.PromptChunk(
+                began_s=max(0, start_unix_ns - self.started_unix_ns) / 1e9,
+                spent_s=(end_unix_ns - start_unix_ns) / 1e9,
+                num_tokens=num_tokens,
+            )
+            for start_unix_ns, end_unix_ns, num_tokens in self.computed
+        ]
 
     def end(self, outcome: str, abort_reason: TandemError | None) -> None:
         """How it ended, and why its transfer, if there is one, must be aborted; None: it was committed."""
@@ -468,6 +484,7 @@ class PrefillWorker:
 
     def _emit_started(self, attempt: _Attempt, num_cached_tokens: int) -> None:
         queue_s = self._clock.monotonic() - attempt.arrived_s
+        attempt.started_unix_ns = self._clock.unix_ns()
         self._emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s, num_cached_tokens=num_cached_tokens))
         self._metrics.note_prompt(num_tokens=attempt.num_tokens, num_cached_tokens=num_cached_tokens)
 
@@ -492,7 +509,7 @@ class PrefillWorker:
         )
         if attempt.num_sends == 1:  # nothing of it was hidden behind the computation
             self._loop.speedometer.observe_transfer(stats.num_bytes, stats.exposed_s, self._clock.monotonic())
-        self._emit(attempt, handed_off_message(stats))
+        self._emit(attempt, handed_off_message(stats, attempt.told_chunks()))
 
     def _fail(self, attempt: _Attempt, error: BaseException) -> None:
         self._emit(attempt, failed(error))
@@ -551,6 +568,8 @@ class PrefillWorker:
             attempt = self._attempts.find(chunk.key)
             if attempt is not None:
                 attempt.chunks.put_nowait((report, chunk))
+                if len(attempt.computed) < MAX_TOLD_CHUNKS:
+                    attempt.computed.append((report.start_unix_ns, report.end_unix_ns, chunk.num_tokens))
         if report.chunks:
             self._metrics.note_step(
                 seconds=(report.end_unix_ns - report.start_unix_ns) / 1e9,

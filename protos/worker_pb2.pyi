@@ -1153,6 +1153,7 @@ class HandedOff(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     EXPOSED_S_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     num_pages: _builtins.int
     """Pages that were sent."""
     num_bytes: _builtins.int
@@ -1161,6 +1162,10 @@ class HandedOff(_message.Message):
     """Seconds from the end of computation to commit: the part of the transfer that was not hidden."""
     transport: _builtins.str
     """Name of the channel: shm, tcp …"""
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptChunk]:
+        """The parts in which the prompt was computed, in order, the first 32 of them. Empty: none of it was computed for this."""
+
     def __init__(
         self,
         *,
@@ -1168,14 +1173,45 @@ class HandedOff(_message.Message):
         num_bytes: _builtins.int = ...,
         exposed_s: _builtins.float = ...,
         transport: _builtins.str = ...,
+        chunks: _abc.Iterable[Global___PromptChunk] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_s", b"exposed_s", "num_bytes", b"num_bytes", "num_pages", b"num_pages", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "exposed_s", b"exposed_s", "num_bytes", b"num_bytes", "num_pages", b"num_pages", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandedOff: _TypeAlias = HandedOff  # noqa: Y015
+
+@_typing.final
+class PromptChunk(_message.Message):
+    """A part of a prompt that one step of an engine has computed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGAN_S_FIELD_NUMBER: _builtins.int
+    SPENT_S_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    began_s: _builtins.float
+    """Seconds from PrefillStarted to the beginning of the step."""
+    spent_s: _builtins.float
+    """Seconds of the step, which may have computed parts of other prompts too."""
+    num_tokens: _builtins.int
+    """Tokens of this prompt."""
+    def __init__(
+        self,
+        *,
+        began_s: _builtins.float = ...,
+        spent_s: _builtins.float = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_s", b"began_s", "num_tokens", b"num_tokens", "spent_s", b"spent_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptChunk: _TypeAlias = PromptChunk  # noqa: Y015
 
 @_typing.final
 class DecodeStarted(_message.Message):

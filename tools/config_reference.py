@@ -21,6 +21,7 @@ from services.cli.doctor import DoctorSettings  # noqa: E402
 from services.cli.keys import CheckKeysSettings, NewKeySettings, TenantSettings  # noqa: E402
 from services.cli.replay import ReplaySettings  # noqa: E402
 from services.cli.status import StatusSettings  # noqa: E402
+from services.cli.top import TopSettings  # noqa: E402
 from services.cli.up_settings import UpSettings  # noqa: E402
 from services.runtime.config import settings_of  # noqa: E402
 
@@ -31,6 +32,7 @@ PROGRAMS: dict[str, type[Any]] = {
     "python -m prefill_worker": PrefillWorkerConfig,
     "python -m decode_worker": DecodeWorkerConfig,
     "tandem status": StatusSettings,
+    "tandem top": TopSettings,
     "tandem chat": ChatSettings,
     "tandem doctor": DoctorSettings,
     "tandem keys new": NewKeySettings,

@@ -20,6 +20,7 @@ Serves large language models with prefill and decode on different processes.
 commands:
   up        start Redis, a gateway, prefill and decode workers here, and keep them running
   status    show the workers of a running cluster
+  top       watch a gateway: its workers, figures and requests, each second
   chat      talk to a running cluster
   doctor    check this machine and a deployment, and say what to do
   replay    run a recorded workload through a simulated cluster
@@ -83,6 +84,12 @@ def _status(flags: list[str]) -> int:
     return status.run(load(status.StatusSettings, flags, prog="tandem status"), sys.stdout)
 
 
+def _top(flags: list[str]) -> int:
+    from services.cli import top
+
+    return top.run(load(top.TopSettings, flags, prog="tandem top"), sys.stdin, sys.stdout)
+
+
 def _chat(flags: list[str]) -> int:
     from services.cli import chat
 
@@ -116,6 +123,7 @@ def _complain(error: TandemError, exit_code: int) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "up": _up,
     "status": _status,
+    "top": _top,
     "chat": _chat,
     "doctor": _doctor,
     "replay": _replay,

@@ -176,13 +176,14 @@ class Moved(Protocol):
         ...
 
 
-def handed_off_message(moved: Moved) -> worker_pb2.HandedOff:
-    """A committed handoff, as an event."""
+def handed_off_message(moved: Moved, chunks: Sequence[worker_pb2.PromptChunk] = ()) -> worker_pb2.HandedOff:
+    """A committed handoff, as an event. `chunks`: how its prompt was computed."""
     return worker_pb2.HandedOff(
         num_pages=moved.num_pages,
         num_bytes=moved.num_bytes,
         exposed_s=moved.exposed_s,
         transport=moved.transport,
+        chunks=chunks,
     )
 
 

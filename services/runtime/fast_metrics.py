@@ -26,21 +26,21 @@ class Count:
 class Distribution:
     """One histogram: how many of what was observed were at most each bound, and their sum."""
 
-    __slots__ = ("_bounds", "_counts", "sum")
+    __slots__ = ("_bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
+        self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         """Takes a value in the unit of the bounds, as often as it was seen."""
-        self._counts[bisect_left(self._bounds, value)] += times
+        self.counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 
     def cumulative(self) -> list[int]:
         """How many were at most each bound, and at last how many there are."""
-        return list(accumulate(self._counts))
+        return list(accumulate(self.counts))
 
 
 class FastRegistry:
@@ -119,6 +119,10 @@ class Counts(_Family[Count]):
     def _title(self) -> str:
         return f"{self.name}_total"
 
+    def total(self) -> float:
+        """All children together."""
+        return sum([child.value for child, _ in list(self._children.values())])
+
     def _make(self) -> Count:
         return Count()
 
@@ -141,6 +145,16 @@ class Distributions(_Family[Distribution]):
         self._bounds = tuple(bounds)
         self._limits = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
         registry.add(self)
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Of the buckets, without infinity."""
+        return self._bounds
+
+    def totals(self) -> list[int]:
+        """Of all children together, how many were in each bucket; at last, beyond the last bound."""
+        counts = [child.counts for child, _ in list(self._children.values())]
+        return [sum(column) for column in zip(*counts, strict=True)] or [0] * (len(self._bounds) + 1)
 
     def _make(self) -> Distribution:
         return Distribution(self._bounds)

@@ -170,14 +170,20 @@ Fits = Callable[[WorkerView, WorkerView], bool]
 
 
 class Routes(Sequence[Route]):
-    """Routes, best first; each is put together when it is asked for: most requests need the first one only."""
+    """Routes, best first; each is put together when it is asked for: most requests need the first one only.
+
+    `second` is the decode worker that came second and its price in seconds, where there is one and it has a price.
+    """
 
     def __init__(
         self,
         decodes: list[WorkerView],
         build: Callable[[WorkerView], Route],
         rest: Callable[[], list[WorkerView]] | None = None,
+        *,
+        second: tuple[str, float] | None = None,
     ) -> None:
+        self.second = second
         self._decodes = decodes
         self._build = build
         self._rest = rest
@@ -208,6 +214,20 @@ class Routes(Sequence[Route]):
         if self._rest is not None:
             rest, self._rest = self._rest, None
             self._decodes = self._decodes + rest()
+
+
+def rival_of(routes: Sequence[Route], chosen: Route) -> tuple[str, float] | None:
+    """The decode worker that was the best beside the chosen one, and its price in seconds; None: there was none.
+
+    Nothing is put together for it that was not before.
+    """
+    if isinstance(routes, Routes):
+        return routes.second if routes[0] is chosen else (routes[0].decode.worker_id, _price_s(routes[0]))
+    return next(((route.decode.worker_id, _price_s(route)) for route in routes if route is not chosen), None)
+
+
+def _price_s(route: Route) -> float:
+    return float(route.inputs["price_s"])
 
 
 class Router:
@@ -266,7 +286,8 @@ class Router:
             self._hits.note(best_prefill.worker_id, now_s)
         else:
             self._hits.note(None, now_s)
-        return Routes([entry[3] for entry in priced], case.build, rest and _later(case, rest))
+        second = (priced[1][3].worker_id, priced[1][0]) if len(priced) > 1 else None
+        return Routes([entry[3] for entry in priced], case.build, rest and _later(case, rest), second=second)
 
     def _choices(
         self, views: Sequence[WorkerView], request: RouteRequest, num_tokens: int

@@ -194,7 +194,7 @@ async def test_probes_are_open_and_operators_pages_are_not(guarded):
     system = await guarded()
     for path in ("/health", "/ready"):
         assert (await system.http.get(path)).status_code == 200
-    for path in ("/metrics", "/cluster", "/nothing/there", "/dashboard", "/health/x", "//cluster", "/v1"):
+    for path in ("/metrics", "/cluster", "/nothing/there", "/dashboard/data", "/health/x", "//cluster", "/v1"):
         assert error_of(await system.http.get(path), 401)["code"] == "invalid_api_key"
         error = error_of(await system.http.get(path, headers=shows("plain")), 403)
         assert (error["code"], error["type"]) == ("admin_required", "permission_error")

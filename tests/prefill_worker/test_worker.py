@@ -48,9 +48,13 @@ async def test_complete_pages_are_sent_chunk_by_chunk(make_bench: Make) -> None:
     bench = make_bench(chunk_tokens=10)
     gateway = bench.gateway()
     gateway.prefill("r", list(range(30)))
-    await gateway.event("r", "handed_off")
+    handed_off = await gateway.event("r", "handed_off")
     transfer = next(iter(bench.links.transfers.values()))
     assert [(first, len(pages)) for first, pages in transfer.sent] == [(0, 2), (2, 3), (5, 3)]
+    assert [chunk.num_tokens for chunk in handed_off.chunks] == [10, 10, 10]
+    began_s = [chunk.began_s for chunk in handed_off.chunks]
+    assert 0 <= began_s[0] <= began_s[1] <= began_s[2] < 60
+    assert all(0 < chunk.spent_s < 60 for chunk in handed_off.chunks)
     await bench.until_free(num_cached=8)
 
 

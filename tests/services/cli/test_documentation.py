@@ -28,7 +28,9 @@ def test_no_flag_is_named_that_does_not_exist() -> None:
     assert set(re.findall(r"`(--[a-z][a-z-]*)", HANDBOOK)) - known - {"--help"} == set()
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/operations.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/operations.md", "docs/dashboard.md"]
+)
 def test_every_link_and_file_name_leads_somewhere(name: str) -> None:
     page = ROOT / name
     text = page.read_text()

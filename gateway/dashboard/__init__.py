@@ -1,0 +1,1 @@
+"""The page on which people watch a gateway, and the data behind it."""

@@ -1,0 +1,206 @@
+"""What there is to see of a cluster now: a snapshot for whoever comes, and an update each second for whoever stays.
+
+The updates are made once for all watchers, and only while there are some; a watcher that takes them too slowly misses
+some. Knows no HTTP.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gateway.history import MAX_REQUESTS
+from gateway.lifecycle import Requests
+from gateway.metrics import Metrics
+from gateway.series import SECONDS, WINDOW_S, Series, Totals
+from gateway.topology import Member, Topology
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.errors import Overloaded
+
+TICK_S = 1.0
+MAX_WATCHERS = 16
+BUSY_RETRY_S = 10.0
+SPEED_TOKENS = 512
+"""A prompt of this length says how fast prompts are computed."""
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayFacts:
+    """What does not change while a gateway runs. `cluster` is the cluster's name, `routing` that of its policy."""
+
+    id: str
+    cluster: str
+    routing: str
+    started_unix_s: float
+
+
+class Feed:
+    """What one gateway knows, ready to be shown."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        *,
+        topology: Topology,
+        metrics: Metrics,
+        facts: GatewayFacts,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._requests = requests
+        self._topology = topology
+        self._metrics = metrics
+        self._facts = facts
+        self._clock = clock
+        self._series = Series(metrics.ttft_s.bounds, metrics.itl_s.bounds)
+        self._watchers: set[_Watcher] = set()
+        self._ticking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to take the figures of every second."""
+        self._ticking = asyncio.create_task(self._tick_for_ever(), name="dashboard")
+
+    async def close(self) -> None:
+        """Ends that, and all watching."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.wait((self._ticking,))
+        for watcher in self._watchers:
+            watcher.put(None)
+
+    def tick(self) -> None:
+        """Takes the figures of this second, and tells the watchers."""
+        ttft, itl, generated, prompt, cached = self._metrics.totals()
+        ended = dict(self._requests.log.history.num_ended)
+        queued, running = self._requests.num_queued, self._requests.num_running
+        totals = Totals(ttft, itl, generated, prompt, cached, ended, queued, running)
+        self._series.add(self._clock.unix_ns() / 1e9, totals)
+        if self._watchers:
+            update = msgspec.json.encode({**self._now(), **self._figures(1)})
+            for watcher in self._watchers:
+                watcher.put(update)
+
+    def snapshot(self, seconds: int) -> dict[str, Any]:
+        """Everything, with the figures of the last so many seconds. All times are seconds unless a name says more."""
+        facts, history = self._facts, self._requests.log.history
+        targets = history.targets
+        return {
+            "gateway": {
+                "id": facts.id,
+                "cluster": facts.cluster,
+                "routing": facts.routing,
+                "started_unix_s": facts.started_unix_s,
+                "targets": {"ttft_s": targets.ttft_s, "itl_s": targets.itl_s},
+                "kept": {
+                    "requests": len(history),
+                    "max_requests": MAX_REQUESTS,
+                    "bytes": history.num_bytes,
+                    "seconds": SECONDS,
+                    "window_s": WINDOW_S,
+                },
+            },
+            "models": [model.name for model in self._requests.catalog],
+            **self._now(),
+            **self._figures(seconds),
+        }
+
+    async def updates(self) -> AsyncGenerator[bytes, None]:
+        """A JSON document each second, as in `snapshot` without what does not change. Raises Overloaded."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise Overloaded(f"{MAX_WATCHERS} are watching already, which is the most", retry_after_s=BUSY_RETRY_S)
+        watcher = _Watcher()
+        self._watchers.add(watcher)
+        try:
+            while (update := await watcher.next()) is not None:
+                yield update
+        finally:
+            self._watchers.discard(watcher)
+
+    @property
+    def num_watchers(self) -> int:
+        """How many are watching now."""
+        return len(self._watchers)
+
+    def _now(self) -> dict[str, Any]:
+        return {
+            "now_unix_s": self._clock.unix_ns() / 1e9,
+            "last_number": self._requests.log.history.last_number,
+            "requests": {"queued": self._requests.num_queued, "running": self._requests.num_running},
+            "workers": [self._worker(member) for member in self._topology.members()],
+        }
+
+    def _figures(self, seconds: int) -> dict[str, Any]:
+        times, columns = self._series.last(seconds)
+        return {"series": {"unix_s": times, **columns}}
+
+    def _worker(self, member: Member) -> dict[str, Any]:
+        record, load = member.record, member.load
+        prefill, decode, link = load.prefill_speed, load.decode_speed, load.link_speed
+        return {
+            "id": record.id,
+            "role": record.role,
+            "model": record.model,
+            "host": record.host,
+            "address": record.address,
+            "state": member.state,
+            "circuit": self._metrics.circuit(record.id),
+            "pages": {
+                "total": load.pages_total,
+                "free": load.pages_free,
+                "cached": load.pages_cached,
+                "reserved": load.pages_reserved,
+                "used": load.pages_used,
+            },
+            "page_tokens": record.page_size,
+            "running": load.running,
+            "waiting": load.waiting,
+            "waiting_tokens": load.waiting_tokens,
+            "context_tokens": load.context_tokens,
+            "preempted": load.num_preempted,
+            "prefill_tokens_per_s": None if prefill is None else SPEED_TOKENS / prefill.time_s(SPEED_TOKENS),
+            "step_s": None if decode is None else decode.step_s(max(1, load.running), load.context_tokens),
+            "link_bytes_per_s": None if link is None else link.bytes_per_s,
+            "gpu": None
+            if member.gpu_facts is None
+            else {
+                "state": member.gpu.state.value,
+                "reasons": member.gpu.reasons,
+                "temperature_c": member.gpu_facts.temperature_c,
+            },
+        }
+
+    async def _tick_for_ever(self) -> None:
+        loop = asyncio.get_running_loop()
+        next_s = loop.time()
+        while True:
+            try:
+                self.tick()
+            except Exception:  # root of the task: a second without figures, not a page that stands still for good
+                logger.exception("the figures of a second are missing")
+            # By the clock, so that seconds are not lost one delay at a time; after a long one it begins anew.
+            next_s = max(next_s + TICK_S, loop.time())
+            await asyncio.sleep(next_s - loop.time())
+
+
+class _Watcher:
+    """Has the latest update, until somebody takes it."""
+
+    def __init__(self) -> None:
+        self._latest: bytes | None = None
+        self._has_some = asyncio.Event()
+
+    def put(self, update: bytes | None) -> None:
+        """The next one; None: there are no more."""
+        self._latest = update
+        self._has_some.set()
+
+    async def next(self) -> bytes | None:
+        """Waits for an update that was not taken yet."""
+        await self._has_some.wait()
+        self._has_some.clear()
+        return self._latest

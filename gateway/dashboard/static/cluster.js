@@ -1,0 +1,110 @@
+// The workers: gateway, then prefill, then decode, each with its pages, its queue and its speed.
+
+import {$, count, make, rate, say, time} from "./dom.js";
+
+const PAGES = [["used", "by requests now"], ["reserved", "for a transfer in flight"], ["cached", "content kept until somebody needs the room"], ["free", "nothing in them"]];
+const STATES = {ready: "●", starting: "◌", draining: "◐", lost: "✕"};
+const CIRCUITS = {open: "left alone: slow, silent or erring", half_open: "being tried with one request"};
+const cards = new Map();
+const columns = {};
+
+export function start() {
+  $("page-legend").append(...PAGES.map(([state, words]) => make("li", {}, make("span", {class: `swatch page-${state}`}), `${state} – ${words}`)));
+  const gateway = make("div", {class: "panel node"}, make("h3", {}, "Gateway"), make("p", {class: "id"}), make("dl", {class: "facts"}));
+  columns.gateway = gateway;
+  const [prefill, decode] = [["prefill", "Prefill workers"], ["decode", "Decode workers"]].map(([role, title]) => {
+    columns[role] = {count: make("span", {class: "when"}), list: make("ul", {class: "workers", "aria-label": title}), empty: make("p", {class: "note"})};
+    return make("div", {class: "column"}, make("h3", {}, title, " ", columns[role].count), columns[role].list, columns[role].empty);
+  });
+  $("topology").append(gateway, arrow("prompts"), prefill, arrow("KV pages"), decode);
+}
+
+export function show(state) {
+  const facts = [["Running", count(state.requests.running)], ["Queued", count(state.requests.queued)], ["Routing", state.gateway.routing]];
+  say(columns.gateway.querySelector(".id"), state.gateway.id);
+  setFacts(columns.gateway.querySelector("dl"), facts);
+  const seen = new Set();
+  for (const role of ["prefill", "decode"]) {
+    const workers = state.workers.filter((worker) => worker.role === role);
+    const numReady = workers.filter((worker) => worker.state === "ready").length;
+    say(columns[role].count, workers.length ? `${numReady} of ${workers.length} ready` : "");
+    say(columns[role].empty, workers.length ? "" : role === "prefill"
+      ? "None is registered: decode workers compute prompts themselves."
+      : "None is registered: requests are refused until one comes.");
+    for (const worker of workers) {
+      const name = `${role} ${worker.id}`;
+      seen.add(name);
+      if (!cards.has(name)) {
+        cards.set(name, new Card(worker));
+        columns[role].list.append(cards.get(name).element);
+      }
+      cards.get(name).update(worker);
+    }
+  }
+  for (const [name, card] of cards) {
+    if (!seen.has(name)) {
+      card.element.remove();
+      cards.delete(name);
+    }
+  }
+}
+
+class Card {
+  constructor(worker) {
+    this.state = make("span", {class: "state"});
+    this.bar = make("div", {class: "bar", role: "img"}, ...PAGES.map(([state]) => make("span", {class: `page-${state}`})));
+    this.pages = make("p", {class: "pages"});
+    this.facts = make("dl", {class: "facts"});
+    this.trouble = make("p", {class: "trouble"});
+    this.element = make("li", {class: "panel worker"}, make("div", {class: "title-row"}, make("h4", {}, worker.id), this.state), this.bar, this.pages, this.facts, this.trouble);
+  }
+
+  update(worker) {
+    const {pages} = worker;
+    say(this.state, `${STATES[worker.state] ?? "?"} ${worker.state}`);
+    this.state.dataset.state = worker.state;
+    PAGES.forEach(([state], index) => {
+      this.bar.children[index].style.flexGrow = pages[state];
+      this.bar.children[index].hidden = !pages[state];
+    });
+    const words = PAGES.filter(([state]) => pages[state]).map(([state]) => `${count(pages[state])} ${state}`).join(", ");
+    this.bar.setAttribute("aria-label", `Pages: ${words || "none"}`);
+    say(this.pages, `${words || "no pages"} of ${count(pages.total)} pages`);
+    setFacts(this.facts, [
+      ["Running", count(worker.running)],
+      ["Waiting", worker.waiting_tokens ? `${count(worker.waiting)} (${count(worker.waiting_tokens)} tokens)` : count(worker.waiting)],
+      ...speeds(worker),
+      ...(worker.preempted ? [["Preempted", count(worker.preempted)]] : []),
+    ]);
+    say(this.trouble, troubles(worker).join("; "));
+    this.element.classList.toggle("is-troubled", troubles(worker).length > 0 || worker.state !== "ready");
+  }
+}
+
+// Decode workers compute prompts too, at times; what a worker has not measured is not said.
+function speeds(worker) {
+  const said = [];
+  if (worker.prefill_tokens_per_s !== null && worker.role === "prefill") said.push(["Prompts", `${rate(worker.prefill_tokens_per_s)} tokens/s`]);
+  if (worker.step_s !== null && worker.role === "decode") said.push(["Step", time(worker.step_s)]);
+  if (worker.gpu && worker.gpu.temperature_c !== null) said.push(["GPU", `${count(worker.gpu.temperature_c)} °C`]);
+  return said;
+}
+
+function troubles(worker) {
+  const said = [];
+  if (CIRCUITS[worker.circuit]) said.push(`⚠ ${CIRCUITS[worker.circuit]}`);
+  if (worker.gpu && worker.gpu.state !== "ok") said.push(`⚠ GPU ${worker.gpu.state}: ${worker.gpu.reasons.join(", ")}`);
+  return said;
+}
+
+function setFacts(list, facts) {
+  if (list.children.length !== facts.length) list.replaceChildren(...facts.map(() => make("div", {}, make("dt"), make("dd"))));
+  facts.forEach(([name, value], index) => {
+    say(list.children[index].firstChild, name);
+    say(list.children[index].lastChild, value);
+  });
+}
+
+function arrow(words) {
+  return make("p", {class: "arrow"}, make("span", {}, words), make("span", {class: "tip", "aria-hidden": "true"}));
+}

@@ -1,0 +1,405 @@
+"""The requests that ended lately, as a gateway remembers them for the people who look at it: rows, and what happened.
+
+Bounded in number and in bytes; the oldest give way. There are names, counts and times here, never a prompt, an answer,
+a message of an error (which may quote a client) or a key. Knows neither HTTP nor whoever looks.
+
+A row is what a list shows and what is searched. A story is the rest: when an answer's phases began, which workers its
+attempts went to, and what spoke for them. Stories are kept as JSON, so that the collector of garbage has nothing to
+walk through and their bytes are known.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.scheduling.overload import Targets
+from services.scheduling.routing import Route
+
+MAX_REQUESTS = 2000
+MAX_BYTES = 8 * 2**20
+ROW_BYTES = 1024
+"""About what a row takes in memory, beside its story."""
+MAX_ANSWERS = 16
+"""Of one request; of further ones nothing is told."""
+MAX_CHUNKS = 32
+"""Parts of one prompt."""
+MAX_STEPS = 64
+"""Changes of phase, and attempts, that are told of one answer."""
+
+_PARTS = {
+    "prefill_queue_s": "prefill worker's queue",
+    "transfer_s": "transfer",
+    "displaced_s": "those who come later",
+    "hot_spot_s": "hot spot",
+    "prefill_pressure_s": "prefill worker's last pages",
+    "prefill_place_s": "prefill worker's place",
+    "remote_redone_s": "computing again what others hold",
+    "decode_queue_s": "decode worker's queue",
+    "decode_s": "generating",
+    "decode_pressure_s": "decode worker's last pages",
+    "decode_place_s": "decode worker's place",
+}
+"""Terms of a price (`services.scheduling.routing`) that are told, and their names."""
+
+
+class AttemptStory(msgspec.Struct, omit_defaults=True):
+    """One try of an answer. Microseconds, since the request came where they are moments.
+
+    `began_us`: it was offered to workers; `placed_us`: they took it. `reason` is the router's word, or `move`.
+    `price_us` is what the way was chosen by, `other_way_us` the cost of computing the prompt elsewhere, on the decode
+    worker or not, and `way_us` its own. `rival` is the decode worker that came second, for `rival_us` in all.
+    `cached_tokens` were believed to be in a cache. `waited_us` is the wait in the worker that computed the prompt.
+    `chunks` are the parts in which a prefill worker computed it: (since that began, how long, tokens). `failure`: what
+    ended the attempt before the answer was complete.
+    """
+
+    began_us: int
+    placed_us: int
+    decode: str
+    prefill: str = ""
+    reason: str = ""
+    is_remote: bool = False
+    predicted_ttft_us: int = 0
+    cached_tokens: int = 0
+    price_us: int | None = None
+    way_us: int | None = None
+    other_way_us: int | None = None
+    rival: str = ""
+    rival_us: int | None = None
+    parts_us: dict[str, int] = {}
+    waited_us: int = 0
+    num_pages: int = 0
+    num_bytes: int = 0
+    exposed_us: int = 0
+    transport: str = ""
+    chunks: list[tuple[int, int, int]] = []
+    failure: str = ""
+
+
+class AnswerStory(msgspec.Struct, omit_defaults=True):
+    """One answer. `steps` are (phase, when it began); the last one lasts until `ended_us`.
+
+    `tpot_us`: mean time of a token after the first; 0: there was none.
+    """
+
+    steps: list[tuple[str, int]]
+    attempts: list[AttemptStory] = []
+    first_token_us: int | None = None
+    tpot_us: int = 0
+    tokens: int = 0
+    ended_us: int = 0
+
+    def note_route(
+        self, route: Route, rival: tuple[str, float] | None, *, prefill: str, began_us: int, placed_us: int
+    ) -> None:
+        """Workers took it this way. `rival`: what came second, and its price in seconds."""
+        inputs = route.inputs
+        costs_s = inputs.get("remote_cost_s"), inputs.get("local_cost_s")
+        way_s, other_s = costs_s if route.is_remote else costs_s[::-1]
+        attempt = AttemptStory(
+            began_us,
+            placed_us,
+            route.decode.worker_id,
+            prefill,
+            route.reason,
+            route.is_remote,
+            _us(route.predicted_ttft_s) or 0,
+            route.num_cached_tokens,
+            _us(inputs.get("price_s")),
+            _us(way_s),
+            # Without a prefill worker there was no other way.
+            _us(other_s) if route.prefills else None,
+            *(("", None) if rival is None else (rival[0], _us(rival[1]))),
+            {name: _us(inputs[name]) or 0 for name in _PARTS if inputs.get(name)},
+        )
+        self._add(attempt)
+
+    def note_move(self, decode: str, at_us: int) -> None:
+        """It goes on at another decode worker, with its pages."""
+        self._add(AttemptStory(at_us, at_us, decode, reason="move"))
+
+    def note_prompt(self, prefill: str, waited_s: float) -> None:
+        """A prefill worker, or the decode worker itself, has computed the prompt, which had waited there so long."""
+        if self.attempts:
+            self.attempts[-1].prefill = prefill
+            self.attempts[-1].waited_us = _us(waited_s) or 0
+
+    def note_handoff(
+        self,
+        *,
+        num_pages: int,
+        num_bytes: int,
+        exposed_s: float,
+        transport: str,
+        chunks: Sequence[tuple[float, float, int]] = (),
+    ) -> None:
+        """The decode worker of the last attempt has the pages. `chunks`: (when it began, how long it took, tokens)."""
+        if self.attempts:
+            last = self.attempts[-1]
+            last.num_pages, last.num_bytes, last.transport = num_pages, num_bytes, transport
+            last.exposed_us = _us(exposed_s) or 0
+            last.chunks = [(_us(began_s) or 0, _us(spent_s) or 0, num) for began_s, spent_s, num in chunks[:MAX_CHUNKS]]
+
+    def note_failure(self, reason: str) -> None:
+        """The last attempt has failed."""
+        if self.attempts and not self.attempts[-1].failure:
+            self.attempts[-1].failure = reason
+
+    def _add(self, attempt: AttemptStory) -> None:
+        if len(self.attempts) < MAX_STEPS:
+            self.attempts.append(attempt)
+
+
+class Row(msgspec.Struct, kw_only=True, gc=False):
+    """A request in the list. Microseconds; `ttft_us` and `tpot_us` are those of its slowest answer. `number` rises.
+
+    `workers` are ids with blanks between them, in the order in which they came; `answers` 0: it was not accepted.
+    """
+
+    number: int = 0
+    ended_unix_ms: int = 0
+    request_id: str = ""
+    trace_id: str = ""
+    model: str = ""
+    service_class: str = ""
+    tenant: str = ""
+    fallback: str = ""
+    outcome: str
+    code: str = ""
+    finish_reason: str = ""
+    workers: str = ""
+    answers: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    attempts: int = 0
+    moves: int = 0
+    queue_us: int = 0
+    prefill_us: int = 0
+    transfer_us: int = 0
+    decode_us: int = 0
+    total_us: int = 0
+    ttft_us: int | None = None
+    tpot_us: int | None = None
+    is_good: bool = False
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is looked for. `q`: words that must all occur somewhere; the others must be equal, empty: any.
+
+    `before`: only requests with a smaller number, for the next page of a list.
+    """
+
+    q: str = ""
+    id: str = ""
+    model: str = ""
+    tenant: str = ""
+    service_class: str = ""
+    outcome: str = ""
+    worker: str = ""
+    before: int | None = None
+    limit: int = 50
+
+
+class _Kept(NamedTuple):
+    row: Row
+    story: bytes
+
+    @property
+    def text(self) -> str:
+        """What words are looked for in."""
+        row = self.row
+        return (
+            f"{row.request_id}\n{row.trace_id}\n{row.model}\n{row.tenant}\n{row.service_class}\n{row.outcome}\n"
+            f"{row.code}\n{row.workers}"
+        ).lower()
+
+
+class History:
+    """The ended requests of one gateway. `targets`: what makes one count as served well."""
+
+    def __init__(
+        self,
+        *,
+        targets: Targets | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        max_requests: int = MAX_REQUESTS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self.targets = targets or Targets()
+        self.num_ended: Counter[str] = Counter()
+        """By outcome, and `good`: those that finished and met the targets."""
+        self.num_bytes = 0
+        self.last_number = 0
+        """Of the request that was added last; 0: there was none."""
+        self._clock = clock
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._kept: deque[_Kept] = deque()
+        self._encoder = msgspec.json.Encoder()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def note_end(self, outcome: str, answers: Sequence[AnswerStory]) -> bool:
+        """Counts a request that has ended, whether it is added or not. Whether it met the targets."""
+        self.num_ended[outcome] += 1
+        is_good = outcome == "finished" and all(map(self._is_in_time, answers))
+        self.num_ended["good"] += is_good
+        return is_good
+
+    def add(self, row: Row, answers: Sequence[AnswerStory]) -> None:
+        """Keeps a request, which gets the next number. `answers` are those of the model that answered."""
+        self.last_number += 1
+        row.number = self.last_number
+        row.ended_unix_ms = self._clock.unix_ns() // 1_000_000
+        for answer in answers:
+            first_us, tpot_us = answer.first_token_us, answer.tpot_us
+            if first_us is not None and first_us > (row.ttft_us or 0):
+                row.ttft_us = first_us
+            if tpot_us > (row.tpot_us or 0):
+                row.tpot_us = tpot_us
+        story = self._encoder.encode(answers[:MAX_ANSWERS])
+        self._kept.append(_Kept(row, story))
+        self.num_bytes += ROW_BYTES + len(story)
+        while len(self._kept) > self._max_requests or self.num_bytes > self._max_bytes:
+            self.num_bytes -= ROW_BYTES + len(self._kept.popleft().story)
+
+    def find(self, query: Query) -> tuple[list[Row], bool]:
+        """The rows that fit, latest first, at most `limit`; and whether there are more."""
+        found: list[Row] = []
+        for row in self._matching(query):
+            if len(found) >= query.limit:
+                return found, True
+            found.append(row)
+        return found, False
+
+    def story(self, request_id: str = "", *, number: int | None = None) -> tuple[Row, list[AnswerStory]] | None:
+        """The latest request with this id, or the one with this number; None: it is not known, or not any more."""
+        for kept in reversed(self._kept):
+            if kept.row.number == number if number is not None else kept.row.request_id == request_id:
+                return kept.row, msgspec.json.decode(kept.story, type=list[AnswerStory])
+        return None
+
+    def _matching(self, query: Query) -> Iterator[Row]:
+        words = query.q.lower().split()
+        for kept in reversed(self._kept):
+            row = kept.row
+            if (
+                (query.before is None or row.number < query.before)
+                and (not words or _has_all(kept.text, words))
+                and query.id in ("", row.request_id)
+                and query.model in ("", row.model)
+                and query.tenant in ("", row.tenant)
+                and query.service_class in ("", row.service_class)
+                and query.outcome in ("", row.outcome)
+                and (not query.worker or query.worker in row.workers.split(" "))
+            ):
+                yield row
+
+    def _is_in_time(self, answer: AnswerStory) -> bool:
+        """Whether an answer met the targets; one that was begun elsewhere has no first token here."""
+        ttft_s, itl_s = self.targets.ttft_s, self.targets.itl_s
+        is_first_in_time = ttft_s is None or (answer.first_token_us or 0) <= ttft_s * 1e6
+        return is_first_in_time and (itl_s is None or answer.tpot_us <= itl_s * 1e6)
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """A part of an answer's time, in microseconds since the request came. `attempt` counts from 1; 0: before any.
+
+    `chunks` are the steps of a prefill worker within it: (began, ended, tokens of the prompt).
+    """
+
+    phase: str
+    began_us: int
+    ended_us: int
+    attempt: int = 0
+    worker: str = ""
+    chunks: list[tuple[int, int, int]] = []
+
+
+def bars(answer: AnswerStory) -> list[Bar]:
+    """An answer's waterfall: its phases in order, without a gap, up to its end.
+
+    The end of a wait in the queue is the phase `route` where workers were being asked; the beginning of `prefill` is
+    `waiting` where the prompt waited in its worker.
+    """
+    ends = [at_us for _, at_us in answer.steps[1:]] + [answer.ended_us]
+    drawn: list[Bar] = []
+    number = 0
+    for (phase, began_us), ended_us in zip(answer.steps, ends, strict=True):
+        attempts = answer.attempts
+        while number < len(attempts) and attempts[number].placed_us <= began_us and phase != "queue":
+            number += 1
+        attempt = attempts[number - 1] if number else None
+        if phase == "queue":
+            coming = attempts[number] if number < len(attempts) and attempts[number].placed_us <= ended_us else None
+            split_us = ended_us if coming is None else min(max(coming.began_us, began_us), ended_us)
+            drawn.append(Bar("queue", began_us, split_us))
+            if coming is not None:
+                drawn.append(Bar("route", split_us, ended_us, number + 1))
+        elif phase == "prefill" and attempt is not None:
+            worker = attempt.prefill or attempt.decode
+            split_us = min(began_us + attempt.waited_us, ended_us)
+            if split_us > began_us:
+                drawn.append(Bar("waiting", began_us, split_us, number, worker))
+            chunks = [
+                (min(split_us + since_us, ended_us), min(split_us + since_us + spent_us, ended_us), num_tokens)
+                for since_us, spent_us, num_tokens in attempt.chunks
+            ]
+            drawn.append(Bar("prefill", split_us, ended_us, number, worker, chunks))
+        else:
+            between = f"{attempt.prefill} → {attempt.decode}" if attempt and attempt.prefill else ""
+            at = attempt.decode if attempt else ""
+            drawn.append(Bar(phase, began_us, ended_us, number, (between or at) if phase == "transfer" else at))
+    return drawn
+
+
+_REASONS = {
+    "no_prefill_worker": "no prefill worker was there, so the decode worker computed the prompt itself",
+    "short_prompt": "the prompt has few enough tokens to compute (--local-prefill-tokens) for the decode worker itself",
+    "long_prompt": "the prompt has more tokens to compute than decode workers do (--local-prefill-tokens)",
+    "local_itl_too_long": "computing the prompt on the decode worker would have made its answers stutter",
+    "remote_is_cheaper": "a prefill worker was the cheaper way",
+    "local_is_cheaper": "the decode worker itself was the cheaper way",
+    "move": "the decode worker that had it was leaving, so it moved, with its pages",
+}
+
+
+def reasons(attempt: AttemptStory, prompt_tokens: int) -> list[str]:
+    """Why an attempt went where it went, in sentences without their full stops."""
+    said = [_REASONS.get(attempt.reason, attempt.reason)]
+    if attempt.way_us is not None and attempt.other_way_us is not None:
+        other = "the decode worker itself" if attempt.is_remote else "a prefill worker"
+        said.append(f"this way cost {_said(attempt.way_us)}, {other} {_said(attempt.other_way_us)}")
+    if attempt.rival and attempt.rival_us is not None and attempt.price_us is not None:
+        more_us = attempt.rival_us - attempt.price_us
+        more = f"{_said(abs(more_us))} {'more' if more_us > 0 else 'less'}" if more_us else "the same price"
+        said.append(f"the next best was {attempt.rival}, for {more}")
+    if attempt.cached_tokens:
+        said.append(f"{attempt.cached_tokens} of {prompt_tokens} tokens of the prompt were expected in its cache")
+    return said
+
+
+def parts(attempt: AttemptStory) -> dict[str, int]:
+    """What the price was made of, in microseconds by name, the largest first; what was nothing is not there."""
+    by_size = sorted(attempt.parts_us.items(), key=lambda part: -part[1])
+    return {_PARTS.get(name, name): spent_us for name, spent_us in by_size if spent_us}
+
+
+def _has_all(text: str, words: Sequence[str]) -> bool:
+    return all(word in text for word in words)
+
+
+def _us(seconds: float | int | str | None) -> int | None:
+    """Nothing where workers say what cannot be."""
+    microseconds = math.nan if seconds is None else float(seconds) * 1e6
+    return round(microseconds) if abs(microseconds) < 1e15 else None
+
+
+def _said(microseconds: int) -> str:
+    return f"{microseconds / 1e3:.3g} ms" if microseconds < 999_500 else f"{microseconds / 1e6:.3g} s"

@@ -1,0 +1,103 @@
+"""The dashboard of a whole cluster under load, clicked through in a real browser; pictures where somebody wants some.
+
+TANDEM_SCREENSHOTS=docs/images python -m pytest -m slow tests/integration/system/test_dashboard.py
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from playwright.async_api import expect
+
+from benchmarks.cluster import running_cluster
+from tests.browser import PALE, PHONE, TIMEOUT_MS, UNNAMED, browser_page
+
+PREFIX = "class Parser:\n    def __init__(self, text):\n        self.text = text\n" * 6
+NUM_CLIENTS = 6
+NUM_ENDED = 20
+"""The page has something to show by then."""
+SECONDS_SHOWN = 90 if os.environ.get("TANDEM_SCREENSHOTS") else 10
+WAIT_S = 300
+TALL = (1100, 1460)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+expect.set_options(timeout=4 * TIMEOUT_MS)
+
+
+@contextlib.asynccontextmanager
+async def load(url: str) -> AsyncIterator[None]:
+    """Some clients that ask one thing after another: long and short, with and without a shared beginning."""
+    chance = random.Random(1)
+
+    async def client(http: httpx.AsyncClient) -> None:
+        while True:
+            prompt = (PREFIX if chance.random() < 0.6 else "") + chance.choice(("def ", "import os\n", "# read ")) * 9
+            body = {"prompt": prompt, "max_tokens": chance.choice((8, 40, 160)), "ignore_eos": True}
+            body["user"], body["stream"] = chance.choice(("acme", "globex")), False
+            headers = {"x-service-class": chance.choice(("interactive", "normal", "batch"))}
+            await http.post("/v1/completions", json=body, headers=headers)
+
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+        clients = [asyncio.create_task(client(http)) for _ in range(NUM_CLIENTS)]
+        try:
+            yield
+        finally:
+            for task in clients:
+                task.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+
+
+def has_enough(shown: dict[str, Any]) -> bool:
+    """Whether there is something to see."""
+    seconds = [running for running in shown["series"]["running"] if running]
+    return shown["last_number"] >= NUM_ENDED and len(seconds) >= SECONDS_SHOWN
+
+
+async def test_a_cluster_under_load_is_seen() -> None:
+    with running_cluster("--kv-pages", "192", "--threads", "1", prefill=2, decode=2) as cluster:
+        async with load(cluster.http), browser_page(TALL) as watched:
+            page = watched.page
+            await page.goto(f"{cluster.http}/dashboard")
+            await expect(page.locator("#link")).to_have_text("live")
+            async with asyncio.timeout(WAIT_S):
+                while not has_enough(await asyncio.to_thread(cluster.get, "/dashboard/data")):  # noqa: ASYNC110 - its state
+                    await asyncio.sleep(1.0)
+            await expect(page.locator(".worker")).to_have_count(4)
+            # Somebody has pages in use, and the pages of each add up.
+            await expect(page.locator("#topology")).to_contain_text(re.compile(r"[1-9][0-9]* used, "))
+            for words in await page.locator(".worker .pages").all_inner_texts():
+                counts = [int(number) for number in re.findall("[0-9]+", words)]
+                assert sum(counts[:-1]) == counts[-1] == 192, words
+            for chart in ("Time to first token", "Time per later token", "Tokens per second"):
+                values = await page.locator(".chart", has_text=chart).locator(".value").all_inner_texts()
+                assert any(re.match("[1-9.]", value) for value in values), (chart, values)
+            await page.select_option("#span", "60")
+            await watched.shot("dashboard")
+            assert await page.evaluate(PALE) == []
+            assert await page.evaluate(UNNAMED) == []
+
+            await page.fill("#q", "prefill- decode-")
+            await page.locator("#list tbody tr", has_text="→").first.locator("button").click()
+            for phase in ("queue", "route", "prefill", "transfer", "decode"):
+                await expect(page.locator(".waterfall tbody")).to_contain_text(phase)
+            await expect(page.locator("#story")).to_contain_text("prefill worker")
+            await watched.shot("dashboard-story")
+            await page.keyboard.press("Escape")
+
+            await page.fill("#ask-tokens", "12")
+            await page.click("#ask-send")
+            await expect(page.locator("#ask-status")).to_contain_text("ended by")
+            await expect(page.locator("#ask-figures")).to_contain_text(re.compile(r"TTFT\s*[0-9.]+ (ms|s)"))
+
+            await page.set_viewport_size({"width": PHONE[0], "height": 2 * PHONE[1]})
+            await page.evaluate("scrollTo(0, 0)")
+            await expect(page.locator(".plot").first).to_have_attribute("width", re.compile("^3[0-9][0-9]$"))
+            assert not await watched.is_too_wide()
+            await watched.shot("dashboard-phone")
+            assert watched.errors == []
