@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from gateway.answer_text import AnswerText
 from gateway.api_keys import ApiKey
@@ -105,7 +105,7 @@ class HttpRefusal(InvalidRequest):
 
 
 class HttpApi:
-    """All routes. `is_ready` says whether requests can be served now."""
+    """All routes. `is_ready` says whether requests can be served now; `more_routes` ask for a key like the others."""
 
     def __init__(
         self,
@@ -116,7 +116,9 @@ class HttpApi:
         metrics: Metrics,
         is_ready: Callable[[], bool],
         door: FrontDoor,
+        more_routes: Sequence[BaseRoute] = (),
     ) -> None:
+        self._more_routes = more_routes
         self._requests = requests
         self._journals = journals
         self._topology = topology
@@ -134,8 +136,9 @@ class HttpApi:
             "/tokenize": _Endpoint(self._tokenize, self._metrics, self._requests.log),
             "/detokenize": _Endpoint(self._detokenize, self._metrics, self._requests.log),
         }
-        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
+        routes: list[BaseRoute] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
         routes += [
+            *self._more_routes,
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
             *self._probes(),
