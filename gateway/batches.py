@@ -47,8 +47,10 @@ LEAVE_S = 5.0
 MAX_PAUSE_S = 5.0
 """Of a place whose row was told to come later: the next row may be told so too."""
 DEFAULT_RETRY_S = 1.0
-MAX_TIMEOUTS = 3
-"""So often may a row end with its deadline before that is its result."""
+MAX_TIMEOUTS = 8
+"""So often may a row end with its deadline before that is its result: it may have waited for others all the time."""
+TIMEOUT_RETRY_S = 60.0
+"""After the first time; twice as long after each further one."""
 MAX_UNANSWERED_AT_ONCE = 500
 
 logger = logging.getLogger(__name__)
@@ -473,7 +475,7 @@ def _later_s(answer: RowAnswer, row: _Row) -> float | None:
     """After how long the row is to be asked again; None: this is its result."""
     if answer.status == 504:
         row.num_timeouts += 1
-        return DEFAULT_RETRY_S if row.num_timeouts < MAX_TIMEOUTS else None
+        return TIMEOUT_RETRY_S * 2 ** (row.num_timeouts - 1) if row.num_timeouts < MAX_TIMEOUTS else None
     if answer.status not in (0, 429, 503):
         return None
     said = answer.headers.get("retry-after", "")

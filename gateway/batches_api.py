@@ -3,6 +3,7 @@
 An edge: what is asked for is noted in the store, and `gateway.batches` does it, on this gateway or another.
 """
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -164,6 +165,7 @@ def batch_object(batch: Batch) -> dict[str, Any]:
     }
 
 
+_FIELD = re.compile(r"`(?:\$\.)?([A-Za-z_.]+)[^`]*`$")
 _STAMPED = tuple(status.value for status in Status if status is not Status.VALIDATING)
 
 
@@ -171,10 +173,11 @@ def _parse(body: bytes) -> CreateBatch:
     try:
         return msgspec.json.decode(body, type=CreateBatch)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
-        field = path.rstrip("`").removeprefix(".")
-        message = f"{field}: {what}" if field else what
-        raise InvalidRequest(message, field=field or None, code="invalid_type") from error
+        # Its words end with a place, such as `$.metadata[...]`, or with a member's name.
+        what = str(error).partition(" - at `")[0]
+        place = _FIELD.search(str(error))
+        field = "" if place is None else place[1]
+        raise InvalidRequest(f"{field}: {what}" if field else what, field=field or None, code="invalid_type") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest("the body is not valid JSON", code="invalid_json") from error
 
