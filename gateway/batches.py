@@ -28,6 +28,7 @@ from gateway.batch_rows import (
     unanswered_line,
 )
 from gateway.fan_out import all_of
+from gateway.http_api import App
 from gateway.http_server import in_process_scope
 from services.cluster.batches import Batch, BatchStore, Reply, Result, Status, has_result
 from services.cluster.files import FileStore
@@ -56,14 +57,6 @@ MAX_UNANSWERED_AT_ONCE = 500
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-App = Callable[
-    [
-        MutableMapping[str, Any],
-        Callable[[], Awaitable[MutableMapping[str, Any]]],
-        Callable[[MutableMapping[str, Any]], Awaitable[None]],
-    ],
-    Awaitable[None],
-]
 
 
 class _Left(Exception):

@@ -513,6 +513,18 @@ async def test_results_without_room_wait_until_there_is_some(make, monkeypatch):
         await answered_once(client, batch, 20)
 
 
+async def test_a_small_batch_does_not_wait_for_a_large_one(make, script):
+    system = await make(batch_rows=2)
+    async with client_of(system) as client:
+        large = await created(client, [row(number) for number in range(60)])
+        await system.until(lambda: script.asked)
+        small = await created(client, [row(number) for number in range(100, 106)])
+        for batch in (small, large):
+            assert (await until_status(client, batch, *OVER)).status == "completed"
+    assert script.asked.index(5 + 105) < script.asked.index(5 + 59)
+    assert script.most_at_once == 2
+
+
 async def test_a_batch_without_its_file_fails(make):
     system = await make(batch_rows=0)
     async with client_of(system) as client:
