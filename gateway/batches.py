@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -36,8 +37,10 @@ from services.runtime.errors import StoreUnavailable, Unauthenticated
 
 POLL_S = 1.0
 """How often a gateway looks for batches that nobody has."""
-MAX_OWNED = 4
+MAX_OWNED = 32
 """Batches that one gateway works on at once."""
+MAX_OWNED_OF_TENANT = 4
+"""Of these; a tenant's further ones wait, so that others' need not."""
 RENEWALS_PER_LEASE = 4
 STORE_RETRY_S = 0.25
 """How often a Redis that is away is tried again."""
@@ -149,8 +152,9 @@ class Batches:
                     await self._has_news.wait()
 
     async def _claim(self) -> bool:
-        busy_tenants = [run.batch.order.tenant for run in self._runs.values()]
-        batch = await self.store.claim(self._gateway_incarnation, busy_tenants=busy_tenants)
+        tenants = Counter(run.batch.order.tenant for run in self._runs.values())
+        full = [tenant for tenant, num_batches in tenants.items() if num_batches >= MAX_OWNED_OF_TENANT]
+        batch = await self.store.claim(self._gateway_incarnation, busy_tenants=list(tenants), full_tenants=full)
         if batch is None:
             return False
         logger.info("a batch was claimed", extra={"batch": batch.id, "epoch": batch.epoch, "status": batch.status})
@@ -185,6 +189,8 @@ class BatchRun:
         self._has_claim = asyncio.Event()
         """The claim was renewed so lately that nobody else can have the batch."""
         self._has_claim.set()
+        self._has_stopped = False
+        self._is_full = False
         self._end: Status | None = None
         """Why the rows end before all are answered: the batch is cancelled, or its time is over."""
         self._work: asyncio.Task[None] | None = None
@@ -215,7 +221,8 @@ class BatchRun:
     def stop(self) -> None:
         """It is let go at once."""
         self._leaving.set()
-        if self._work is not None:
+        if self._work is not None and not self._has_stopped:
+            self._has_stopped = True  # a second cancellation would interrupt what the first one ends
             self._work.cancel()
 
     def look(self) -> None:
@@ -308,7 +315,9 @@ class BatchRun:
         while True:
             reply = await self._surely(lambda: self._store.record(self.batch, results, beyond_room=beyond_room))
             if reply is Reply.FULL:
-                logger.warning("no room for the results of a batch", extra={"batch": self.batch.id})
+                if not self._is_full:
+                    logger.warning("no room for the results of a batch", extra={"batch": self.batch.id})
+                self._is_full = True
                 await self._pause(FULL_RETRY_S)
                 if self._leaving.is_set():
                     raise _Left

@@ -189,9 +189,15 @@ class BatchStore:
         """Asks its owner to end it. REFUSED: it is nearly over, or over."""
         return Reply((await self._files.run(_CANCEL, (batch_id, tenant, *_BEFORE[Status.CANCELLING]))).decode())
 
-    async def claim(self, owner: str, *, busy_tenants: Sequence[str] = ()) -> Batch | None:
-        """Takes over a batch that nobody has, the oldest first, those of `busy_tenants` last; None: there is none."""
-        answer = await self._files.run(_CLAIM, (owner, round(self.lease_s * 1000), *busy_tenants))
+    async def claim(
+        self, owner: str, *, busy_tenants: Sequence[str] = (), full_tenants: Sequence[str] = ()
+    ) -> Batch | None:
+        """Takes over a batch that nobody has, the oldest first, those of `busy_tenants` last; None: there is none.
+
+        None is taken of `full_tenants`.
+        """
+        tenants = [*(f"busy:{tenant}" for tenant in busy_tenants), *(f"full:{tenant}" for tenant in full_tenants)]
+        answer = await self._files.run(_CLAIM, (owner, round(self.lease_s * 1000), *tenants))
         if not answer:
             return None
         batch_id, flat = answer
@@ -345,7 +351,7 @@ return '{Reply.DONE}'
 """
 )
 
-# ARGV: owner, lease in ms, busy tenants. Answers id and fields of what was taken.
+# ARGV: owner, lease in ms, tenants after `busy:` or `full:`. Answers id and fields of what was taken.
 _CLAIM = Script(
     _COMMON
     + """
@@ -354,9 +360,9 @@ for _, id in ipairs(redis.call('ZRANGE', active, 0, -1)) do
   local tenant, lease = unpack(redis.call('HMGET', batch_prefix .. id, 'tenant', 'lease'))
   if not tenant then
     redis.call('ZREM', active, id)
-  elseif tonumber(lease) <= now_ms then
+  elseif tonumber(lease) <= now_ms and not is_one_of('full:' .. tenant, 3) then
     chosen = chosen or id
-    if not is_one_of(tenant, 3) then
+    if not is_one_of('busy:' .. tenant, 3) then
       chosen = id
       break
     end

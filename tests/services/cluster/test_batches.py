@@ -121,6 +121,7 @@ async def test_tenants_that_have_nothing_running_come_first(batches):
     for tenant in ("acme", "acme", "bolt"):
         ids.append((await create(batches, tenant)).id)
         await asyncio.sleep(0.002)  # the order is by the millisecond
+    assert await batches.claim("me", full_tenants=["acme", "bolt"]) is None
     taken = [await batches.claim("me", busy_tenants=["acme"]) for _ in range(4)]
     assert [batch and batch.id for batch in taken] == [ids[2], ids[0], ids[1], None]
 
