@@ -3,6 +3,7 @@
 Strict: what is not exactly a form is refused, with what is wrong. Knows no HTTP, no fields and no sizes of files.
 """
 
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from email.message import Message
@@ -29,7 +30,10 @@ def boundary_of(content_type: str) -> bytes:
     """What divides the parts of a body with this content type. Raises InvalidRequest where it is none of a form."""
     head = Message()
     head["content-type"] = content_type
-    boundary = head.get_boundary("") if head.get_content_type() == "multipart/form-data" else ""
+    boundary = ""
+    with contextlib.suppress(ValueError):  # parameters may name encodings (RFC 2231), also such that decode nothing
+        if head.get_content_type() == "multipart/form-data":
+            boundary = head.get_boundary("")
     if not 1 <= len(boundary) <= MAX_BOUNDARY_CHARS or not boundary.isascii() or not boundary.isprintable():
         raise InvalidRequest("send multipart/form-data with a boundary", code="invalid_form")
     return boundary.encode()
@@ -99,14 +103,15 @@ class FormReader:
 def _part_of(head: bytes) -> Part:
     try:
         message = _HEAD_PARSER.parsestr(head.decode())
-    except UnicodeDecodeError:
-        raise _malformed("the head of a part must be UTF-8") from None
-    name = message.get_param("name", header="content-disposition")
+        name = message.get_param("name", header="content-disposition")
+        filename = message.get_filename()
+    except ValueError:
+        raise _malformed("the head of a part cannot be decoded") from None
     if message.get_content_disposition() != "form-data" or not isinstance(name, str) or not name or message.defects:
         raise _malformed("each part needs a content-disposition of form-data with a name")
     if message.get("content-transfer-encoding", "binary").lower() not in ("binary", "8bit", "7bit"):
         raise _malformed("parts must not be encoded")
-    return Part(name, message.get_filename())
+    return Part(name, filename)
 
 
 def _malformed(what: str) -> InvalidRequest:

@@ -14,7 +14,7 @@ import pytest
 import gateway.batches
 import gateway.batches_api
 from gateway.api_keys import ApiKey, digest_of_key, toml_entry
-from gateway.batch_rows import MAX_CUSTOM_ID_CHARS, MAX_ERRORS, MAX_ROWS, Checker, FileWrong
+from gateway.batch_rows import ENDPOINTS, MAX_CUSTOM_ID_CHARS, MAX_ERRORS, MAX_ROWS, Checker, FileWrong
 from protos import worker_pb2
 from services.cluster.embedded import EmbeddedRedis
 from services.cluster.files import Room
@@ -164,14 +164,22 @@ async def test_every_row_is_answered_as_its_request_would_be(make, script):
     assert 1 < script.most_at_once <= 4
 
 
-async def test_conversations_are_answered(make):
+BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
+    "/v1/completions": {"prompt": "hello", "max_tokens": 3},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 3},
+}
+
+
+async def test_every_endpoint_is_answered(make):
     system = await make()
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
-    rows = [{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}]
     async with client_of(system) as client:
-        batch = await until_status(client, await created(client, rows, endpoint="/v1/chat/completions"), *OVER)
-        (line,) = await lines(client, batch.output_file_id)
-    assert line["response"]["body"]["choices"][0]["message"]["content"] == "cde"
+        for endpoint in ENDPOINTS:
+            rows = [{"custom_id": "a", "method": "POST", "url": endpoint, "body": BODIES[endpoint]}]
+            batch = await until_status(client, await created(client, rows, endpoint=endpoint), *OVER)
+            assert counts(batch) == (1, 1, 0)
+            (line,) = await lines(client, batch.output_file_id)
+            assert '"cde"' in json.dumps(line["response"]["body"])
 
 
 async def test_all_that_is_wrong_with_a_file_is_told_by_its_lines(make):

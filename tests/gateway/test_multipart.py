@@ -1,6 +1,7 @@
 """Forms with files: whole whatever the pieces they come in, and refused where they are no forms."""
 
 import asyncio
+import contextlib
 
 import httpx
 import pytest
@@ -84,6 +85,8 @@ def test_no_more_is_held_than_a_piece():
         form(b'Content-Disposition: attachment; name="file"\r\n\r\nx'),
         form(b'Content-Disposition: form-data; name="\xff"\r\n\r\nx'),
         form(b"no colon\r\n" + FIELD),
+        form(b"Content-Disposition: form-data; name=x; filename*=undefined''x\r\n\r\nx"),
+        form(b"Content-Disposition: form-data; name*=utf-8''x\r\n\r\nx"),
         form(b"Content-Transfer-Encoding: base64\r\n" + FIELD),
         form(b"X: " + b"y" * MAX_PART_HEAD_BYTES + b"\r\n" + FIELD),
     ],
@@ -91,6 +94,23 @@ def test_no_more_is_held_than_a_piece():
 def test_what_is_no_form_is_refused(body):
     with pytest.raises(InvalidRequest, match="the form is malformed"):
         read(body)
+
+
+WORDS = (
+    *("content-disposition: ", "form-data", "; name=", "; filename", "*", "*0", "*1*", "=", "''", "utf-8", "utf-7"),
+    *("undefined", '"', "\\", ";", "x", "\r\n", "\r\n ", ":", "\0", "%ff", "ä", "(", "=?utf-8?q?x?="),
+)
+HEADS = st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
+
+
+@given(HEADS, st.booleans())
+def test_whatever_a_head_says_it_is_understood_or_refused(text, is_form):
+    head = "content-disposition: form-data; name=x" * is_form + text
+    with contextlib.suppress(InvalidRequest):
+        ((part, _),) = read(form(head.encode() + b"\r\n\r\ncontent"))
+        assert part.name
+    with contextlib.suppress(InvalidRequest):
+        assert boundary_of("multipart/form-data; boundary" * is_form + text)
 
 
 def test_a_form_is_known_by_its_content_type():
@@ -105,6 +125,8 @@ def test_a_form_is_known_by_its_content_type():
         "multipart/mixed; boundary=a",
         f"multipart/form-data; boundary={longest}x",
         "multipart/form-data; boundary=ä",
+        "multipart/form-data; boundary*=undefined''x",
+        "multipart/form-data; boundary*=\0''x",
     ):
         with pytest.raises(InvalidRequest, match="boundary"):
             boundary_of(wrong)
