@@ -114,6 +114,11 @@ class Batch:
     error_file_id: str
 
     @property
+    def claim(self) -> str:
+        """Names this ownership; what is written under an earlier one is refused."""
+        return f"{self.epoch}:{self.owner}"
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing will change any more."""
         return self.status in OVER
@@ -205,12 +210,12 @@ class BatchStore:
 
     async def renew(self, batch: Batch) -> Claim:
         """Keeps the claim for another while."""
-        reply, status, is_expired = await self._files.run(_RENEW, (batch.id, batch.epoch, round(self.lease_s * 1000)))
+        reply, status, is_expired = await self._files.run(_RENEW, (batch.id, batch.claim, round(self.lease_s * 1000)))
         return Claim(Reply(reply.decode()), Status(status.decode()) if status else None, bool(is_expired))
 
     async def release(self, batch: Batch) -> None:
         """Gives the batch to whoever claims it next."""
-        await self._files.run(_RENEW, (batch.id, batch.epoch, 0))
+        await self._files.run(_RENEW, (batch.id, batch.claim, 0))
 
     async def advance(
         self,
@@ -225,7 +230,7 @@ class BatchStore:
 
         Once it is over its files are there for its tenant.
         """
-        args = (batch.id, batch.epoch, status, outcome, -1 if total is None else total, errors)
+        args = (batch.id, batch.claim, status, outcome, -1 if total is None else total, errors)
         return Reply((await self._files.run(_ADVANCE, (*args, *_BEFORE[status]))).decode())
 
     async def done_rows(self, batch: Batch) -> bytes:
@@ -238,7 +243,7 @@ class BatchStore:
         rows: list[str | bytes | int] = []
         for result in results:
             rows += [result.row, "error" if result.has_failed else "output", result.line]
-        args = (batch.id, batch.epoch, int(beyond_room), CHUNK_BYTES, *self._files.bounds, *rows)
+        args = (batch.id, batch.claim, int(beyond_room), CHUNK_BYTES, *self._files.bounds, *rows)
         return Reply((await self._files.run(_RECORD, args)).decode())
 
 
@@ -283,11 +288,11 @@ local batch_prefix, batches_prefix, active = KEYS[6], KEYS[7], KEYS[8]
 
 local function done_key(id) return batch_prefix .. id .. ':done' end
 
--- 'done' if the batch is there and the epoch is its own.
-local function fence(id, epoch)
-  local held = redis.call('HGET', batch_prefix .. id, 'epoch')
-  if not held then return 'gone' end
-  return held == epoch and 'done' or 'fenced'
+-- 'done' if the batch is there and the claim is the latest. After a failover of Redis two may have the same epoch.
+local function fence(id, claim)
+  local epoch, owner = unpack(redis.call('HMGET', batch_prefix .. id, 'epoch', 'owner'))
+  if not epoch then return 'gone' end
+  return epoch .. ':' .. (owner or '') == claim and 'done' or 'fenced'
 end
 
 local function is_one_of(value, first)
@@ -376,7 +381,7 @@ return {chosen, redis.call('HGETALL', key)}
 """
 )
 
-# ARGV: id, epoch, lease in ms. Answers a `Reply`, the status, and whether its window is over.
+# ARGV: id, claim, lease in ms. Answers a `Reply`, the status, and whether its window is over.
 _RENEW = Script(
     _COMMON
     + f"""
@@ -388,12 +393,12 @@ return {{reply, status, now_s >= tonumber(expires) and 1 or 0}}
 """
 )
 
-# ARGV: id, epoch, status, outcome, total or -1, errors, where it may stand.
+# ARGV: id, claim, status, outcome, total or -1, errors, where it may stand.
 _ADVANCE = Script(
     _COMMON
     + f"""
-local id, epoch, status, outcome, total, errors = unpack(ARGV)
-local key, reply = batch_prefix .. id, fence(id, epoch)
+local id, claim, status, outcome, total, errors = unpack(ARGV)
+local key, reply = batch_prefix .. id, fence(id, claim)
 if reply ~= '{Reply.DONE}' then return reply end
 local held = redis.call('HGET', key, 'status')
 if held == status then return '{Reply.DONE}' end
@@ -421,12 +426,12 @@ return '{Reply.DONE}'
 """
 )
 
-# ARGV: id, epoch, whether there needs to be no room, size of a chunk, bounds, then row, file and line of each result.
+# ARGV: id, claim, whether there needs to be no room, size of a chunk, bounds, then row, file and line of each result.
 _RECORD = Script(
     _COMMON
     + f"""
-local id, epoch, beyond_room, chunk_bytes = unpack(ARGV)
-local key, reply = batch_prefix .. id, fence(id, epoch)
+local id, claim, beyond_room, chunk_bytes = unpack(ARGV)
+local key, reply = batch_prefix .. id, fence(id, claim)
 if reply ~= '{Reply.DONE}' then return reply end
 local status, total, tenant, created, ttl =
   unpack(redis.call('HMGET', key, 'status', 'total', 'tenant', 'at:created', 'output_ttl'))

@@ -116,6 +116,18 @@ async def test_a_batch_has_one_owner_until_its_claim_ends(batches, client):
     assert (await batches.claim("third")).epoch == 3
 
 
+async def test_of_two_owners_with_one_epoch_the_later_one_counts(batches, client):
+    made = await create(batches)
+    first = await batches.claim("first")
+    # Redis has failed over to a copy that did not know of the claim yet.
+    client.hset(KEYS.batch_prefix + made.id, mapping={"epoch": 0, "lease": 0})
+    second = await batches.claim("second")
+    assert second.epoch == first.epoch
+    assert (await batches.renew(first)).reply is Reply.FENCED
+    assert await batches.advance(first, Status.IN_PROGRESS, total=1) is Reply.FENCED
+    assert (await batches.renew(second)).reply is Reply.DONE
+
+
 async def test_tenants_that_have_nothing_running_come_first(batches):
     ids = []
     for tenant in ("acme", "acme", "bolt"):
