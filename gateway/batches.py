@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -60,6 +60,7 @@ MAX_UNANSWERED_AT_ONCE = 500
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Outcome = Literal["completed", "failed", "expired", "later"]
 
 
 class _Left(Exception):
@@ -88,7 +89,8 @@ class Batches:
     """The batches of one gateway.
 
     `app_of` makes the HTTP API as whoever has the API key of a digest sees it; `check_model` raises what that key's
-    owner would be told who asks for a model. At most `num_rows` rows are asked at once; 0: this gateway runs none.
+    owner would be told who asks for a model; `on_rows` takes what came of asking rows, and of how many. At most
+    `num_rows` rows are asked at once; 0: this gateway runs none.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Batches:
         gateway_incarnation: str,
         app_of: Callable[[str], App],
         check_model: Callable[[str, str | None], None],
+        on_rows: Callable[[Outcome, int], None],
         num_rows: int,
         poll_s: float = POLL_S,
     ) -> None:
@@ -106,6 +109,7 @@ class Batches:
         self.files = files
         self.app_of = app_of
         self.check_model = check_model
+        self.on_rows = on_rows
         self.num_rows = num_rows
         self.slots = asyncio.Semaphore(num_rows)
         """Shared by all batches; whoever has waited longest is next, so each gets as much as the others."""
@@ -298,6 +302,7 @@ class BatchRun:
             later_s = _later_s(answer, row)
             if later_s is not None:
                 pending.put_off(row, later_s)
+                self._batches.on_rows("later", 1)
                 await self._pause(min(later_s, MAX_PAUSE_S))
                 continue
             line = result_line(
@@ -308,7 +313,9 @@ class BatchRun:
                 request_id=answer.headers.get("x-request-id", ""),
                 body=answer.body,
             )
-            await self._record([Result(row.number, line, has_failed=answer.status != 200)])
+            has_failed = answer.status != 200
+            await self._record([Result(row.number, line, has_failed)])
+            self._batches.on_rows("failed" if has_failed else "completed", 1)
 
     async def _record(self, results: list[Result], *, beyond_room: bool = False) -> None:
         """Waits for Redis and for room, as long as it takes. Raises FileWrong or _Left where it would be in vain."""
@@ -339,9 +346,10 @@ class BatchRun:
                 results.append(Result(row.number, line, has_failed=True))
                 if len(results) == MAX_UNANSWERED_AT_ONCE:
                     await self._record(results, beyond_room=True)
+                    self._batches.on_rows("expired", len(results))
                     results.clear()
-        if results:
-            await self._record(results, beyond_room=True)
+        await self._record(results, beyond_room=True)
+        self._batches.on_rows("expired", len(results))
 
     async def _unanswered(self) -> AsyncGenerator[_Row, None]:
         """The rows without a result when this began. Raises FileWrong."""

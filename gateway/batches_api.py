@@ -24,6 +24,7 @@ from gateway.files_api import (
     list_limit,
     list_object,
     no_room,
+    route,
 )
 from gateway.http_api import HttpRefusal
 from services.cluster.batches import MAX_ACTIVE, Batch, BatchRefused, BatchStore, Order, Reply, Status
@@ -68,10 +69,9 @@ class BatchesApi:
     def routes(self) -> list[Route]:
         """For the HTTP API, which asks for the key."""
         return [
-            Route("/v1/batches", self._create, methods=["POST"]),
-            Route("/v1/batches", self._list, methods=["GET"]),
-            Route("/v1/batches/{batch_id}", self._show, methods=["GET"]),
-            Route("/v1/batches/{batch_id}/cancel", self._cancel, methods=["POST"]),
+            route("/v1/batches", GET=self._list, POST=self._create),
+            route("/v1/batches/{batch_id}", GET=self._show),
+            route("/v1/batches/{batch_id}/cancel", POST=self._cancel),
         ]
 
     async def _create(self, request: Request) -> Response:

@@ -5,7 +5,7 @@ An edge. Files pass through in pieces; their content is not looked at here.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -47,11 +47,9 @@ class FilesApi:
     def routes(self) -> list[Route]:
         """For the HTTP API, which asks for the key."""
         return [
-            Route("/v1/files", self._upload, methods=["POST"]),
-            Route("/v1/files", self._list, methods=["GET"]),
-            Route("/v1/files/{file_id}", self._show, methods=["GET"]),
-            Route("/v1/files/{file_id}", self._delete, methods=["DELETE"]),
-            Route("/v1/files/{file_id}/content", self._content, methods=["GET"]),
+            route("/v1/files", GET=self._list, POST=self._upload),
+            route("/v1/files/{file_id}", GET=self._show, DELETE=self._delete),
+            route("/v1/files/{file_id}/content", GET=self._content),
         ]
 
     async def _upload(self, request: Request) -> Response:
@@ -280,6 +278,15 @@ def checked_after(said: str | None) -> str:
 def is_id(text: str) -> bool:
     """Whether a text may be an id, so that a key can be made of it."""
     return 0 < len(text) <= 64 and text.isascii() and text.replace("-", "").replace("_", "").isalnum()
+
+
+def route(path: str, **by_method: Callable[[Request], Awaitable[Response]]) -> Route:
+    """One route of a path, so that a 405 names all its methods."""
+
+    async def serve(request: Request) -> Response:
+        return await by_method["GET" if request.method == "HEAD" else request.method](request)
+
+    return Route(path, serve, methods=list(by_method))
 
 
 def json_response(value: Mapping[str, Any]) -> Response:

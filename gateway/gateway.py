@@ -123,6 +123,7 @@ class Gateway:
             gateway_incarnation=self.incarnation,
             app_of=self._app_of,
             check_model=self._check_model,
+            on_rows=lambda outcome, num_rows: metrics.batch_rows.labels(outcome).inc(num_rows),
             num_rows=config.batch_rows,
         )
         file_routes = FilesApi(files, max_file_bytes=config.max_file_size).routes()

@@ -113,8 +113,14 @@ async def lines(client, file_id):
 
 
 def counts(batch):
-    asked = batch.request_counts
-    return asked.total, asked.completed, asked.failed
+    so_far = batch.request_counts
+    return so_far.total, so_far.completed, so_far.failed
+
+
+def asked(system):
+    """Outcome → rows of which that came."""
+    (family,) = system.gateway.metrics.batch_rows.collect()
+    return {each.labels["outcome"]: each.value for each in family.samples if each.name.endswith("_total")}
 
 
 async def answered_once(client, batch, num_rows):
@@ -162,6 +168,7 @@ async def test_every_row_is_answered_as_its_request_would_be(make, script):
     attempts = system.workers["decode-0"].attempts
     assert [attempt.spec.service_class for attempt in attempts[:-1]] == [BATCH_CLASS] * 19
     assert 1 < script.most_at_once <= 4
+    assert asked(system) == {"completed": 19, "failed": 1}
 
 
 BODIES = {
@@ -317,8 +324,7 @@ async def test_rows_wait_for_workers_rather_than_fail(make, script, worker_type,
     async with client_of(system) as client:
         batch = await created(client, [row(number) for number in range(5)])
         await until_status(client, batch, "in_progress")
-        refused = system.gateway.metrics.render([]).decode
-        await system.until(lambda: "worker_unavailable" in refused())
+        await system.until(lambda: asked(system).get("later", 0) >= 5)
         await system.add(worker_type("decode", "decode-0", script.decode))
         await answered_once(client, batch, 5)
 
@@ -502,6 +508,7 @@ async def test_rows_that_are_not_answered_in_time_expire(make, script, monkeypat
     assert {line["custom_id"] for line in expired} == {f"row-{number}" for number in range(3, 12)}
     assert {line["error"]["code"] for line in expired} == {"batch_expired"}
     assert {line["response"] for line in expired} == {None}
+    assert asked(system) == {"completed": 3, "expired": 9}
     await system.until(lambda: system.gateway.requests.num_running == 0)
 
 

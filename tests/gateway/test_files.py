@@ -106,6 +106,23 @@ async def test_a_form_that_is_not_right_is_refused_and_leaves_nothing(system, fi
     assert await system.gateway.batches.files.num_bytes() == 0
 
 
+async def test_other_methods_are_refused_with_those_that_there_are(system):
+    for method, path, allowed in (
+        ("DELETE", "/v1/files", {"GET", "HEAD", "POST"}),
+        ("POST", "/v1/files/file-x", {"GET", "HEAD", "DELETE"}),
+        ("POST", "/v1/files/file-x/content", {"GET", "HEAD"}),
+        ("PUT", "/v1/batches", {"GET", "HEAD", "POST"}),
+        ("DELETE", "/v1/batches/batch_x", {"GET", "HEAD"}),
+        ("GET", "/v1/batches/batch_x/cancel", {"POST"}),
+    ):
+        response = await system.http.request(method, path)
+        assert response.status_code == 405
+        assert set(response.headers["allow"].split(", ")) == allowed
+        assert response.json()["error"]["code"] == "method_not_allowed"
+    response = await system.http.head("/v1/files")
+    assert (response.status_code, response.content) == (200, b"")
+
+
 async def test_what_is_no_form_is_refused(system):
     for content_type, body in (
         ("application/json", b"{}"),
