@@ -395,10 +395,10 @@ async def test_rows_of_a_key_that_is_gone_are_refused(make, script, keys):
     assert line["response"]["status_code"] == 401
 
 
-def cut_off(system):
-    """Of its batches, no word of the gateway reaches Redis any more, as if it was dead or far away."""
+def cut_off(system, *names):
+    """These words about batches, or all, reach Redis no more from this gateway, as if it was dead or far away."""
     store = system.gateway.batches.store
-    words = {name: getattr(store, name) for name in ("claim", "renew", "record", "advance", "release")}
+    words = {name: getattr(store, name) for name in names or ("claim", "renew", "record", "advance", "release")}
 
     async def away(*args, **kwargs):
         raise StoreUnavailable("cut off")
@@ -477,6 +477,28 @@ async def test_a_leaving_gateway_waits_for_rows_that_end_soon(make, script):
         await closing
         await answered_once(asks, batch, 10)
     assert len(script.asked) == 10
+
+
+async def test_nothing_is_begun_while_somebody_else_may_have_the_batch(make, script):
+    system = await make(batch_rows=4)
+    script.held = {5 + number for number in (3, 4, 5, 6)}
+    batches = system.gateway.batches
+    async with client_of(system) as client:
+        batch = await created(client, [row(number) for number in range(8)])
+        await system.until(lambda: len(script.running) == 4)
+        (run,) = batches._runs.values()
+        cut = cut_off(system, "claim", "renew")
+        batches.store.lease_s = 0.2
+        run.look()
+        await system.until(lambda: not run._has_claim.is_set())
+        script.gate.set()
+        await until_completed(client, batch, 7)
+        # The last row has a place, but the batch may not be ours.
+        await system.until(lambda: batches.slots._value == 3)
+        assert len(script.asked) == 7
+        batches.store.lease_s = 600.0
+        cut.heal()
+        await answered_once(client, batch, 8)
 
 
 async def test_redis_may_be_away_for_a_while(make, script):
