@@ -84,7 +84,10 @@ class KeySet:
 
     def find(self, key: str) -> ApiKey | None:
         """The entry of a key. How long it takes tells nothing about any key: only digests are compared."""
-        digest = digest_of_key(key)
+        return self.find_digest(digest_of_key(key))
+
+    def find_digest(self, digest: str) -> ApiKey | None:
+        """The entry of the key with this digest."""
         found = self.keys.get(digest)
         is_same = hmac.compare_digest(_NO_DIGEST if found is None else found.sha256, digest)
         return found if is_same else None

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.cluster.keys import CLUSTER_NAME_PATTERN
-from services.runtime.config import choice, flag, integer, number, option, path, text, url
+from services.runtime.config import choice, flag, integer, number, option, path, size_bytes, text, url
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
@@ -105,6 +105,20 @@ class GatewayConfig:
     )
     max_request_s: float = option(
         number(0.001, 86_400), default=600.0, help="Deadline of requests that give none or a later one, in seconds."
+    )
+    batch_rows: int = option(
+        integer(0, 4096),
+        default=16,
+        help="Requests of batches that this gateway answers at once; 0: it leaves batches to other gateways.",
+    )
+    max_file_size: int = option(
+        size_bytes(1024), default=32 * 2**20, help="Largest file that a client may send for a batch."
+    )
+    tenant_file_storage: int = option(
+        size_bytes(1024), default=64 * 2**20, help="What one tenant's files and batches' answers may take in Redis."
+    )
+    file_storage: int = option(
+        size_bytes(1024), default=128 * 2**20, help="What those of all tenants together may take in Redis."
     )
     drain_s: float = option(
         number(0, 3600), default=30.0, help="Time that running requests have to end after SIGTERM, in seconds."

@@ -4,10 +4,14 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import cast
 
+from starlette.routing import BaseRoute
+
 from gateway.admission import AdmissionQueue, Lane
+from gateway.batches import LEAVE_S, Batches
+from gateway.batches_api import BatchesApi
 from gateway.cache_hints import CacheHints
 from gateway.candidates import RoomLimits
 from gateway.catalog import load_catalog
@@ -15,7 +19,8 @@ from gateway.catalog_file import ModelEntry, read_models_file
 from gateway.config import GatewayConfig
 from gateway.dashboard.feed import Feed, GatewayFacts
 from gateway.dashboard.pages import Dashboard
-from gateway.front_door import FrontDoor
+from gateway.files_api import FilesApi
+from gateway.front_door import FrontDoor, KeyedDoor
 from gateway.grpc_api import (
     CLUSTER_SERVICE,
     INFERENCE_SERVICE,
@@ -25,7 +30,7 @@ from gateway.grpc_api import (
     register,
 )
 from gateway.history import History
-from gateway.http_api import HttpApi
+from gateway.http_api import App, HttpApi
 from gateway.http_server import HttpServer
 from gateway.journals import Journals
 from gateway.lifecycle import Policies, Requests
@@ -33,6 +38,8 @@ from gateway.metrics import Metrics
 from gateway.overload import OverloadGuard
 from gateway.prefix_view import PrefixView
 from gateway.topology import Topology
+from services.cluster.batches import BatchStore
+from services.cluster.files import FileStore, Room
 from services.cluster.journal import JournalStore
 from services.cluster.limits import Limiter
 from services.cluster.placement import PlacementStore, PlacementWriter
@@ -53,6 +60,9 @@ LEAVING_RETRY_S = 1.0
 """What a client is told whose request outlasted the drain."""
 ANSWER_S = 1.0
 """Time to send that."""
+
+BATCH_STORE_TIMEOUT_S = 2.0
+"""Nobody's request waits for this Redis call, and pieces of files are large."""
 
 logger = logging.getLogger(__name__)
 
@@ -121,16 +131,22 @@ class Gateway:
             facts=GatewayFacts(self.incarnation[:8], config.cluster, config.routing, SYSTEM_CLOCK.unix_ns() / 1e9),
         )
         self._journals = Journals(self.requests, JournalStore(self._store), gateway_incarnation=self.incarnation)
-        self.api = HttpApi(
-            self.requests,
-            journals=self._journals,
-            topology=self.topology,
-            metrics=metrics,
-            is_ready=self.is_ready,
-            door=self.door,
-            dashboard=Dashboard(self._feed, self.requests.log.history),
-            port=lambda: self.http_port,
+        # Its own too: files are larger still.
+        self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=BATCH_STORE_TIMEOUT_S)
+        files = FileStore(self._batch_store, room=Room(config.tenant_file_storage, config.file_storage))
+        self.batches = Batches(
+            BatchStore(self._batch_store, files),
+            files,
+            gateway_incarnation=self.incarnation,
+            app_of=self._app_of,
+            check_model=self._check_model,
+            on_rows=lambda outcome, num_rows: metrics.batch_rows.labels(outcome).inc(num_rows),
+            num_rows=config.batch_rows,
         )
+        file_routes = FilesApi(files, max_file_bytes=config.max_file_size).routes()
+        batch_routes = BatchesApi(self.batches.store, files, on_change=self.batches.poke).routes()
+        self._dashboard = Dashboard(self._feed, self.requests.log.history)
+        self.api = self._http_api(self.door, [*file_routes, *batch_routes])
         identity = rpc.identity()
         self._http = HttpServer(self.api.app(), identity=identity)
         self._admin = None if config.admin_port is None else HttpServer(self.api.admin_app(), identity=identity)
@@ -156,6 +172,29 @@ class Gateway:
         if self.topology.num_ready("decode", model) < self._config.min_decode:
             return False
         return self.topology.num_ready("prefill", model) >= self._min_prefill[model]
+
+    def _http_api(self, door: FrontDoor, more_routes: Sequence[BaseRoute] = ()) -> HttpApi:
+        return HttpApi(
+            self.requests,
+            journals=self._journals,
+            topology=self.topology,
+            metrics=self.metrics,
+            is_ready=self.is_ready,
+            door=door,
+            dashboard=self._dashboard,
+            port=lambda: self.http_port,
+            more_routes=more_routes,
+        )
+
+    def _app_of(self, key_digest: str) -> App:
+        """The HTTP API for rows of batches, which were sent with the key of this digest."""
+        return self._http_api(KeyedDoor(self.door, key_digest)).app()
+
+    def _check_model(self, key_digest: str, name: str | None) -> None:
+        """Raises Unauthenticated, PermissionDenied or NotFound where the key's owner may not ask the model."""
+        catalog = self.requests.catalog
+        self.door.check_model(self.door.key_with(key_digest), catalog.name_of(name), asked=name)
+        catalog.resolve(name)
 
     def _make_lane(self, model: str, name: str) -> Lane:
         config = self._config
@@ -193,6 +232,7 @@ class Gateway:
         self._quarantine.start()
         self._prefixes.start()
         self.topology.start()
+        self.batches.start()
         self._feed.start()
         self._tasks = [
             asyncio.create_task(self._follow_workers(), name="workers"),
@@ -211,7 +251,9 @@ class Gateway:
         leaving = Overloaded("the gateway is leaving", retry_after_s=LEAVING_RETRY_S)
         deadline = Deadline.after(self._config.drain_s)
         await self._grpc.set_serving(False)
+        leaving_batches = asyncio.create_task(self.batches.close(timeout_s=min(LEAVE_S, self._config.drain_s)))
         await asyncio.sleep(min(self._config.linger_s, self._config.drain_s))
+        await leaving_batches
         self.requests.refuse_new(leaving)
         if not await self.requests.wait_until_idle(timeout_s=deadline.remaining_s()):
             self.requests.end_all(leaving)
@@ -230,6 +272,7 @@ class Gateway:
         await self._prefixes.close()
         await self.door.close()
         await self._page_store.close()
+        await self._batch_store.close()
         await self._store.close()
 
     async def _tell_readiness(self) -> None:

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from gateway.answer_text import AnswerText
 from gateway.api_keys import ApiKey
@@ -108,7 +108,10 @@ class HttpRefusal(InvalidRequest):
 
 
 class HttpApi:
-    """All routes. `is_ready` says whether requests can be served now, `port` where the API is served."""
+    """All routes; `more_routes` ask for a key like the others.
+
+    `is_ready` says whether requests can be served now, `port` where the API is served.
+    """
 
     def __init__(
         self,
@@ -121,7 +124,9 @@ class HttpApi:
         door: FrontDoor,
         dashboard: Dashboard,
         port: Callable[[], int],
+        more_routes: Sequence[BaseRoute] = (),
     ) -> None:
+        self._more_routes = more_routes
         self._requests = requests
         self._dashboard = dashboard
         self._port = port
@@ -131,7 +136,7 @@ class HttpApi:
         self._is_ready = is_ready
         self._door = door
         self._created_unix_s = int(time.time())
-        self.routes: list[Route] = []
+        self.routes: list[BaseRoute] = []
         """What `app` serves; it fills them in."""
 
     def app(self) -> App:
@@ -145,8 +150,9 @@ class HttpApi:
             "/tokenize": _Endpoint(self._tokenize, self._metrics, self._requests.log),
             "/detokenize": _Endpoint(self._detokenize, self._metrics, self._requests.log),
         }
-        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
+        routes: list[BaseRoute] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
         routes += [
+            *self._more_routes,
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
             Route("/v1/responses/{name:path}", self._show_no_response, methods=["GET", "POST", "DELETE"]),

@@ -49,6 +49,26 @@ def connection_of(scope: MutableMapping[str, Any]) -> Connection:
     return connection
 
 
+def in_process_scope(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """The scope of a request that came on no connection: its client never leaves, but its task may be cancelled."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": None,
+        "state": {},
+        "extensions": {_EXTENSION: {"connection": Connection()}},
+    }
+
+
 class HttpServer:
     """Serves one ASGI application on one address; with an identity over TLS and nothing else."""
 

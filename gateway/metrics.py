@@ -204,6 +204,12 @@ class Metrics:
             ("asked", "answering", "reason"),
             registry=registry,
         )
+        self.batch_rows = Counter(
+            "tandem_batch_rows",
+            "Rows of batches by what came of asking them: completed, failed, expired, later.",
+            ("outcome",),
+            registry=registry,
+        )
         self._sent = Counter(
             "tandem_sent_attempts",
             "Attempts that a worker took, by role and worker.",

@@ -163,3 +163,62 @@ class Keys:
         NAME              string, 32 hex digits: another name of the journal of that name
         """
         return self.prefix + "journal:"
+
+    @property
+    def file_prefix(self) -> str:
+        """Start of the keys of files that clients have sent, and of those that batches have written.
+
+        FILE     hash, there once the file is complete: tenant, filename, purpose, bytes, chunks (decimal), created and
+                 expires (unix time in s)
+        FILE:N   string: its bytes, in chunks from 0
+
+        All of them expire with the file; those of a file that is still being sent, 10 min after the last of them.
+        """
+        return self.prefix + "file:"
+
+    @property
+    def files_prefix(self) -> str:
+        """Start of the keys of lists of tenants' files; the tenant's name follows.
+
+        Sorted sets of ids, all with score 0: ids are in the order in which files were made.
+        """
+        return self.prefix + "files:"
+
+    @property
+    def file_expiry(self) -> str:
+        """Sorted set of the ids of all files that take room; the score is when each expires, in unix ms."""
+        return self.prefix + "files.expiry"
+
+    @property
+    def file_sizes(self) -> str:
+        """Hash: id of a file that takes room → its size in bytes, a space, its tenant."""
+        return self.prefix + "files.sizes"
+
+    @property
+    def file_totals(self) -> str:
+        """Hash: tenant → bytes of its files; `*` → of all tenants' files."""
+        return self.prefix + "files.totals"
+
+    @property
+    def batch_prefix(self) -> str:
+        """Start of the keys of batches, which expire 31 days after their creation.
+
+        BATCH        hash, see `services.cluster.batches.Batch`; and what only scripts read:
+          lease          until when its owner has it, in unix ms by the clock of Redis
+          output_bytes, output_chunks, output_tail
+                         size of the file of answers so far, its chunks, and the size of the last of these
+          error_bytes, error_chunks, error_tail
+                         the same for the file of rows that failed
+        BATCH:done   string: bit N is 1 once row N has its one result; until the batch is over
+        """
+        return self.prefix + "batch:"
+
+    @property
+    def batches_prefix(self) -> str:
+        """Start of the keys of lists of tenants' batches, as those of files."""
+        return self.prefix + "batches:"
+
+    @property
+    def active_batches(self) -> str:
+        """Sorted set of the ids of batches that are not over; the score is when each was made, in unix ms."""
+        return self.prefix + "batches.active"

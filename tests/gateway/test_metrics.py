@@ -327,6 +327,7 @@ def all_moved():
     metrics.note_unlogged("slow")
     metrics.moves.labels("begun").inc()
     metrics.fallbacks.labels("large", "small", "overloaded").inc()
+    metrics.batch_rows.labels("completed").inc()
     metrics.watch_requests(lambda: {("tiny", "normal", "queued"): 1})
     facts = GpuFacts(temperature_c=60.0, free_bytes=4, total_bytes=5, num_uncorrected=0)
     return metrics.render([member("decode", "d-0", facts)]).decode()
