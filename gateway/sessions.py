@@ -228,6 +228,12 @@ class WorkerSession(ABC):
             error = WorkerUnavailable(f"{self.peer.worker_id} did not answer within {CONNECT_TIMEOUT_S:g} s")
         except WorkerUnavailable as own_error:
             error = own_error
+        except asyncio.CancelledError:
+            # gRPC tells whoever reads from a call that `check_silence` has ended as if this very task were cancelled.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            error = WorkerUnavailable(f"{self.peer.worker_id} was silent for {SILENCE_LIMIT_S:g} s")
         finally:
             self._break(error)
         raise error

@@ -389,6 +389,21 @@ async def test_no_decode_worker_is_said_at_once(make_system, worker_type, pair):
     assert int(response.headers["retry-after"]) >= 1
 
 
+async def test_a_worker_that_was_silent_and_is_still_listed_is_connected_again(make_system, worker_type, pair):
+    system = await make_system()
+    worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+    (member,) = system.gateway.topology.members()
+    silent = member.session
+    silent._heard_at_s -= 100
+    silent.check_silence(asyncio.get_running_loop().time())
+    assert not silent.is_up
+    await system.until(lambda: member.session is not silent and member.session.is_up)
+    assert member.is_listed
+    assert list(system.gateway.topology.members()) == [member]
+    assert (await system.complete()).status_code == 200
+    assert worker.attempts
+
+
 async def hold(attempt):
     """Takes the attempt, sends a token and then nothing."""
     attempt.emit(worker_pb2.Admitted())
