@@ -278,14 +278,17 @@ class DecodeLoop:
             self._rest()
             return False
         start_unix_ns = self._clock.unix_ns()
-        prepared = self._runner.prepare(StepPlan([self._item(work) for work in step]))
+        plan = StepPlan([self._item(work) for work in step])
+        is_usual = not plan.reports_prompts  # which takes longer than computing them
+        prepared = self._runner.prepare(plan)
         self._send()
         result = self._runner.compute(prepared)
         advances = tuple(map(self._apply, step, result.outcomes))
         paused = tuple(self._take_out(sequence) for sequence in self._due_to_pause())
         end_unix_ns = self._clock.unix_ns()
-        work = ((one.start, one.num_tokens) for one in step)
-        speeds.observe_step(work, (end_unix_ns - start_unix_ns) / 1e9, end_unix_ns / 1e9)
+        if is_usual:
+            work = ((one.start, one.num_tokens) for one in step)
+            speeds.observe_step(work, (end_unix_ns - start_unix_ns) / 1e9, end_unix_ns / 1e9)
         self._unsent = self._report(start_unix_ns, advances, paused)
         has_more = self._scheduler.has_any
         if not has_more:

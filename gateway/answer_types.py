@@ -3,7 +3,7 @@
 Nothing is built from them: `gateway.openai_types` writes answers as bytes, because every token goes through there.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -34,6 +34,12 @@ class PromptTokensDetails(_Exact):
     cached_tokens: int
 
 
+class CompletionTokensDetails(_Exact):
+    """Tokens of a chat answer that were thought and not said."""
+
+    reasoning_tokens: int
+
+
 class TokenUsage(_Exact):
     """Tokens of all answers together; a prompt with several answers counts once."""
 
@@ -41,6 +47,7 @@ class TokenUsage(_Exact):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(_Exact):
@@ -72,6 +79,7 @@ class Completion(_Exact):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: TokenUsage
+    service_tier: Literal["default"] | UnsetType = UNSET
 
 
 class CompletionChunkChoice(_Exact):
@@ -94,6 +102,7 @@ class CompletionChunk(_Exact):
     system_fingerprint: str
     choices: list[CompletionChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
+    service_tier: Literal["default"] | UnsetType = UNSET
 
 
 class TopLogprob(_Exact):
@@ -162,6 +171,7 @@ class ChatCompletion(_Exact):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: TokenUsage
+    service_tier: Literal["default"] | UnsetType = UNSET
 
 
 class FunctionDelta(_Exact):
@@ -209,6 +219,118 @@ class ChatCompletionChunk(_Exact):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
+    service_tier: Literal["default"] | UnsetType = UNSET
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """OpenAI's response object. Members without a meaning here are given back as they were sent."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    metadata: dict[str, str]
+    system_fingerprint: str
+
+
+class ResponseEvent(msgspec.Struct, kw_only=True):
+    """One event of a streamed response; `type` says what else is in it."""
+
+    type: str
+    sequence_number: int
+
+
+class InputTokens(_Exact):
+    """How many tokens the input of a response would have."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class StoredFile(_Exact):
+    """A file that a batch reads, or has written."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileList(_Exact):
+    """A page of files."""
+
+    object: Literal["list"]
+    data: list[StoredFile]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(_Exact):
+    """A file that is no more."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class RowCounts(_Exact):
+    """Rows of a batch."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class StoredBatch(_Exact):
+    """A file of requests that are answered when there is time."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: dict[str, Any] | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int | None
+    expires_at: int | None
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RowCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(_Exact):
+    """A page of batches."""
+
+    object: Literal["list"]
+    data: list[StoredBatch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DashboardPage(msgspec.Struct):
+    """What the dashboard's page reads; made for it alone, and changed with it."""
 
 
 class Tokens(_Exact):

@@ -12,7 +12,7 @@ import msgspec
 from gateway.validation import MAX_BODY_BYTES
 from services.runtime.errors import InvalidRequest
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """What rows may ask."""
 MAX_ROWS = 50_000
 MAX_ERRORS = 100

@@ -15,7 +15,8 @@ import msgspec
 from gateway import answer_types as answers
 from gateway.metrics import CONTENT_TYPE
 from gateway.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, StreamOptions, TokenizeRequest
-from gateway.request_fields import NAME_PATTERN, REF, SHARED_SCHEMAS, Schema, field_of
+from gateway.request_fields import FIELDS, NAME_PATTERN, REF, SHARED_SCHEMAS, Schema, field_of
+from gateway.responses_types import ResponsesRequest
 from gateway.validation import MAX_AFFINITY_CHARS, MAX_BODY_BYTES, MAX_BODY_READ_S, MAX_KEY_CHARS, SERVICE_CLASSES
 
 DISTRIBUTION = "tandem-serving"
@@ -27,6 +28,10 @@ EVERYWHERE = (400, 401, 431, 500)
 WITH_BODY = (*EVERYWHERE, 408, 413, 414, 415)
 WITH_MODEL = (*WITH_BODY, 403, 404, 429)
 GENERATING = (*WITH_MODEL, 409, 503, 504)
+
+STORED = (*EVERYWHERE, 404, 503)
+"""What Redis holds, and can be asked for only while it is there."""
+STORED_WITH_BODY = (*STORED, 408, 413)
 
 STATUSES: Mapping[int, str] = {
     200: "It worked.",
@@ -119,6 +124,32 @@ class Operation:
     needs_admin: bool = False
 
 
+_COUNTED: Schema = {
+    "type": "object",
+    "properties": {
+        "model": {"type": ["string", "null"]},
+        "input": FIELDS["input"].schema,
+        "instructions": {"type": ["string", "null"]},
+        "tools": {"type": ["array", "null"]},
+    },
+    "required": ["input"],
+}
+_FORM: Schema = {
+    "type": "object",
+    "properties": {
+        "purpose": {"const": "batch"},
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer"},
+    },
+    "required": ["purpose", "file"],
+}
+_PAGE: tuple[tuple[str, str, Schema], ...] = (
+    ("limit", "Entries of a page.", {"type": "integer", "minimum": 1, "maximum": 10_000}),
+    ("after", "The id of the entry before the first.", {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}),
+)
+_REQUEST_NAME = (("name", "Its id, or its number after an @."),)
+
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
         method="post",
@@ -143,6 +174,122 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=GENERATING,
         request_headers=tuple(REQUEST_HEADERS),
         answer_headers=_GENERATED,
+    ),
+    Operation(
+        method="post",
+        path="/v1/responses",
+        name="createResponse",
+        summary="Answers an input with a response object; nothing is stored.",
+        body=ResponsesRequest,
+        answer=answers.Response,
+        events=answers.ResponseEvent,
+        errors=GENERATING,
+        request_headers=tuple(REQUEST_HEADERS),
+        answer_headers=_GENERATED,
+    ),
+    Operation(
+        method="post",
+        path="/v1/responses/input_tokens",
+        name="countInputTokens",
+        summary="How many tokens the input of a response would have; what does not change that is not looked at.",
+        body=_COUNTED,
+        answer=answers.InputTokens,
+        errors=WITH_MODEL,
+        answer_headers=tuple(_LIMITS),
+    ),
+    *(
+        Operation(
+            method=method,
+            path="/v1/responses/{name}",
+            name=f"{method}Response",
+            summary="Always 404: nothing is stored.",
+            answer=None,
+            errors=(*EVERYWHERE, 404),
+            path_fields=(("name", "An id."),),
+        )
+        for method in ("get", "post", "delete")
+    ),
+    Operation(
+        method="post",
+        path="/v1/files",
+        name="createFile",
+        summary="Takes a file of requests, one JSON object in each line, for a batch.",
+        body=_FORM,
+        body_kind="multipart/form-data",
+        answer=answers.StoredFile,
+        errors=STORED_WITH_BODY,
+    ),
+    Operation(
+        method="get",
+        path="/v1/files",
+        name="listFiles",
+        summary="The tenant's files, latest first.",
+        answer=answers.FileList,
+        errors=STORED,
+        query=(*_PAGE, ("order", "By age.", {"enum": ["asc", "desc"]}), ("purpose", "Only these.", {"type": "string"})),
+    ),
+    Operation(
+        method="get",
+        path="/v1/files/{file_id}",
+        name="showFile",
+        summary="One file.",
+        answer=answers.StoredFile,
+        errors=STORED,
+        path_fields=(("file_id", "Its id."),),
+    ),
+    Operation(
+        method="delete",
+        path="/v1/files/{file_id}",
+        name="deleteFile",
+        summary="Forgets a file.",
+        answer=answers.DeletedFile,
+        errors=STORED,
+        path_fields=(("file_id", "Its id."),),
+    ),
+    Operation(
+        method="get",
+        path="/v1/files/{file_id}/content",
+        name="readFile",
+        summary="What is in a file.",
+        answer="application/octet-stream",
+        errors=STORED,
+        path_fields=(("file_id", "Its id."),),
+    ),
+    Operation(
+        method="post",
+        path="/v1/batches",
+        name="createBatch",
+        summary="Answers all requests of a file, when there is time.",
+        body={"$ref": REF.format(name="CreateBatch")},
+        answer=answers.StoredBatch,
+        errors=(*STORED_WITH_BODY, 429),
+    ),
+    Operation(
+        method="get",
+        path="/v1/batches",
+        name="listBatches",
+        summary="The tenant's batches, latest first.",
+        answer=answers.BatchList,
+        errors=STORED,
+        query=_PAGE,
+    ),
+    Operation(
+        method="get",
+        path="/v1/batches/{batch_id}",
+        name="showBatch",
+        summary="One batch.",
+        answer=answers.StoredBatch,
+        errors=STORED,
+        path_fields=(("batch_id", "Its id."),),
+    ),
+    Operation(
+        method="post",
+        path="/v1/batches/{batch_id}/cancel",
+        name="cancelBatch",
+        summary="Ends a batch; what is answered stays.",
+        answer=answers.StoredBatch,
+        errors=(*STORED_WITH_BODY, 409),
+        path_fields=(("batch_id", "Its id."),),
     ),
     Operation(
         method="post",
@@ -225,6 +372,32 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers.ClusterState,
         errors=(*EVERYWHERE, 403),
         needs_admin=True,
+    ),
+    Operation(
+        method="get",
+        path="/dashboard",
+        name="showDashboard",
+        summary="The dashboard; its scripts and styles are beside it.",
+        answer="text/html; charset=utf-8",
+        needs_key=False,
+    ),
+    *(
+        Operation(
+            method="get",
+            path=f"/dashboard/{path}",
+            name=name,
+            summary=summary,
+            answer=answer,
+            errors=(*EVERYWHERE, 403, *more),
+            path_fields=path_fields,
+            needs_admin=True,
+        )
+        for path, name, summary, answer, more, path_fields in (
+            ("data", "showDashboardData", "What the dashboard shows first.", answers.DashboardPage, (), ()),
+            ("events", "watchDashboard", "What has changed, each second.", "text/event-stream; charset=utf-8", (), ()),
+            ("requests", "listRequests", "Ended requests, latest first.", answers.DashboardPage, (), ()),
+            ("requests/{name}", "showRequest", "One ended request.", answers.DashboardPage, (404,), _REQUEST_NAME),
+        )
     ),
     Operation(
         method="get",
@@ -342,13 +515,20 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
         return described
     content: dict[str, Any] = {}
     if isinstance(operation.answer, str):
-        content[operation.answer] = {"schema": {"type": "object" if operation.answer == JSON else "string"}}
+        content[operation.answer] = {"schema": _whatever(operation.answer)}
     else:
         content[JSON] = {"schema": _schema_of(operation.answer)}
     if operation.events is not None:
         content[EVENTS] = {"schema": _event(operation.events)}
     described[200] = _answer(200, content, operation.answer_headers)
     return described
+
+
+def _whatever(media_type: str) -> Schema:
+    """The schema of an answer of which no more is said."""
+    if media_type.startswith(EVENTS):
+        return {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    return {"type": "object" if media_type == JSON else "string"}
 
 
 def _event(kind: type[msgspec.Struct]) -> Schema:

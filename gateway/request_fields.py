@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.openai_types import DEFAULT_COMPLETION_TOKENS
+from gateway.batch_rows import ENDPOINTS as BATCH_ENDPOINTS
+from gateway.openai_types import DEFAULT_COMPLETION_TOKENS, SERVICE_TIERS
+from gateway.responses_types import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
 from gateway.tool_requests import MAX_TOOL_DEPTH, MAX_TOOLS
 from gateway.validation import (
     DEFAULT_SERVICE_CLASS,
@@ -20,6 +22,7 @@ from gateway.validation import (
     MAX_NAME_CHARS,
     MAX_PENALTY,
     MAX_PRIORITY,
+    MAX_PROMPT_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MAX_SCHEMA_BYTES,
     MAX_SCHEMA_DEPTH,
@@ -113,25 +116,72 @@ _TOOL: Schema = {
                 "name": FUNCTION_NAME,
                 "description": {"type": ["string", "null"]},
                 "parameters": {"type": ["object", "null"], "description": "A JSON schema."},
-                "strict": {"description": "Accepted and not enforced."},
+                "strict": {
+                    "description": "The arguments keep to `parameters`, where one token of the model begins calls."
+                },
             },
             "required": ["name"],
         },
     },
     "required": ["type", "function"],
 }
-SHARED_SCHEMAS: Mapping[str, Schema] = {"Message": _MESSAGE, "Tool": _TOOL}
+_METADATA: Schema = {
+    "type": ["object", "null"],
+    "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE_CHARS},
+    "propertyNames": {"maxLength": MAX_METADATA_KEY_CHARS},
+    "maxProperties": MAX_METADATA,
+}
+_CREATE_BATCH: Schema = {
+    "type": "object",
+    "description": "Body of POST /v1/batches.",
+    "properties": {
+        "input_file_id": {"type": "string", "description": "A file with the purpose `batch`."},
+        "endpoint": {"type": "string", "enum": sorted(BATCH_ENDPOINTS), "description": "What every row asks."},
+        "completion_window": {"type": "string", "enum": ["24h"]},
+        "metadata": _METADATA,
+        "output_expires_after": {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {"anchor": {"const": "created_at"}, "seconds": {"type": "integer"}},
+                    "required": ["anchor", "seconds"],
+                    "additionalProperties": False,
+                },
+                {"type": "null"},
+            ]
+        },
+    },
+    "required": ["input_file_id", "endpoint", "completion_window"],
+    "additionalProperties": False,
+}
+SHARED_SCHEMAS: Mapping[str, Schema] = {"Message": _MESSAGE, "Tool": _TOOL, "CreateBatch": _CREATE_BATCH}
 """Parts of requests that are checked by hand and have no type."""
+_NAMED_FUNCTION: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": FUNCTION_NAME}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
 _TOOL_CHOICE: Schema = {
     "anyOf": [
         {"enum": ["none", "auto", "required"]},
+        _NAMED_FUNCTION,
         {
             "type": "object",
             "properties": {
-                "type": {"const": "function"},
-                "function": {"type": "object", "properties": {"name": FUNCTION_NAME}, "required": ["name"]},
+                "type": {"const": "allowed_tools"},
+                "allowed_tools": {
+                    "type": "object",
+                    "properties": {
+                        "mode": {"enum": ["auto", "required"]},
+                        "tools": _list_of(_NAMED_FUNCTION, MAX_TOOLS),
+                    },
+                    "required": ["mode", "tools"],
+                },
             },
-            "required": ["type", "function"],
+            "required": ["type", "allowed_tools"],
         },
         {"type": "null"},
     ]
@@ -254,16 +304,55 @@ FIELDS: Mapping[str, Field] = {
     "CompletionRequest.logprobs": _bounded(
         "Log-probabilities of this many likeliest tokens besides the chosen one.", 0, MAX_LOGPROBS
     ),
+    "prompt_logprobs": _bounded(
+        "Log-probabilities of the prompt's tokens and of so many likeliest at each place, "
+        f"{MAX_PROMPT_LOGPROBS} in all; not for streams or named requests.",
+        0,
+        MAX_LOGPROBS,
+    ),
     "top_logprobs": _bounded("So many likeliest tokens at each place; needs `logprobs`.", 0, MAX_LOGPROBS),
     "best_of": Field("Only with the value of `n`."),
-    "echo": _flag("The prompt's text comes before the answer; not with `logprobs`."),
+    "echo": _flag("The prompt's text comes before the answer; with `logprobs` its tokens' too, but not in a stream."),
     "tools": Field("Functions that the model may call.", {"items": _ref("Tool"), "maxItems": MAX_TOOLS}),
-    "tool_choice": Field("`none` or `auto`; a call cannot be forced, so the others are refused.", _TOOL_CHOICE),
-    "parallel_tool_calls": _flag("False: only the first call of an answer is passed on.", default=True),
+    "tool_choice": Field(
+        "`required`, a function, or some of them: the answer is calls whose arguments keep to `parameters`.",
+        _TOOL_CHOICE,
+    ),
+    "parallel_tool_calls": _flag("False: one call, or with `auto` the first of an answer.", default=True),
     "TokenizeRequest.prompt": Field("A text. Either this or `messages`."),
     "TokenizeRequest.messages": Field(
         "A conversation.", {"items": _ref("Message"), "minItems": 1, "maxItems": MAX_MESSAGES}
     ),
+    "prompt_cache_key": Field(
+        "Requests that belong together, as `user`, which it wins over.", {"maxLength": MAX_AFFINITY_CHARS}
+    ),
+    "service_tier": Field("Accepted; there is one tier.", {"enum": [*SERVICE_TIERS, None]}),
+    "include_obfuscation": Field("False or absent: nothing is padded here."),
+    "input": Field(
+        "A text, or a list of items: messages, calls of functions, their outputs, reasoning.",
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
+        is_required=True,
+    ),
+    "instructions": Field("A system message before the input."),
+    "max_output_tokens": _bounded(_MAX_TOKENS + "Absent: what fits into the context.", 1, MAX_TOKENS_EVER),
+    "max_tool_calls": Field("Of tools that run on a server, of which there are none."),
+    "text": Field("`format` is the form of the answer, as `response_format` of chats; no verbosity."),
+    "reasoning": Field("How much a model reasons cannot be chosen: only an absent effort, or `none`."),
+    "include": Field("`message.output_text.logprobs`, `reasoning.encrypted_content`."),
+    "metadata": Field("Given back.", _METADATA),
+    "store": Field("Nothing is stored, whatever it says."),
+    "safety_identifier": Field("Given back.", {"maxLength": MAX_AFFINITY_CHARS}),
+    "ResponsesRequest.tools": Field("Functions that the model may call: type, name, description, parameters.", {}),
+    "ResponsesRequest.tool_choice": Field("`none` or `auto`; a call cannot be forced."),
+    "ResponsesRequest.top_logprobs": _bounded("So many likeliest tokens at each place.", 0, MAX_LOGPROBS),
+    **{
+        f"ResponsesRequest.{name}": Field("Refused: the message says what to use instead.")
+        for name in (
+            *("background", "context_management", "conversation", "moderation", "previous_response_id", "prompt"),
+            *("truncation", "max_completion_tokens", "max_tokens", "messages", "n", "reasoning_effort"),
+            "response_format",
+        )
+    },
     "add_special_tokens": _flag("Those of the tokenizer's post-processor; not with `messages`.", default=True),
     "tokens": Field("Token ids.", {"type": "array", "items": TOKEN_ID}, is_required=True),
 }

@@ -185,12 +185,15 @@ class PrefillLoop:
             self._rest()
             return False
         start_unix_ns = self._clock.unix_ns()
-        result = self._runner.run(StepPlan([self._item(chunk) for chunk in chunks]))
+        plan = StepPlan([self._item(chunk) for chunk in chunks])
+        is_usual = not plan.reports_prompts
+        result = self._runner.run(plan)
         computed = tuple(map(self._apply, chunks, result.outcomes))
         self._report(start_unix_ns, computed)
-        # All that a step costs this thread is a part of what the next ones will take.
+        # All that a step costs this thread is a part of what the next ones will take; reporting a prompt costs more.
         end_s = self._clock.monotonic()
-        self.speedometer.observe_step(((chunk.start, chunk.num_tokens) for chunk in chunks), end_s - start_s, end_s)
+        if is_usual:
+            self.speedometer.observe_step(((chunk.start, chunk.num_tokens) for chunk in chunks), end_s - start_s, end_s)
         return len(self._scheduler) > 0
 
     def _item(self, chunk: Chunk) -> StepItem:

@@ -49,30 +49,24 @@ class ModelRunner:
         Raises InvariantViolated as `run` does.
         """
         _check_plan(plan, self._pool.layout.page_size)
-        reported = [item for item in plan.items if item.sequence.reports_prompt]
-        if reported:
-            others = StepPlan([item for item in plan.items if not item.sequence.reports_prompt])
-            return PreparedStep(plan, self._pack(others.items) if others.items else None, tuple(reported))
-        return PreparedStep(plan, self._pack(plan.items) if plan.items else None)
+        items = plan.items
+        if plan.reports_prompts:
+            items = [item for item in items if not item.sequence.reports_prompt]
+        return PreparedStep(plan, self._pack(items) if items else None)
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> StepResult:
         """Do the rest of `run`, most of it without the interpreter's lock."""
-        if step.reported:
-            return self._compute_reported(step)
-        if step.packed is None:
-            return StepResult([])
-        return StepResult([*self._outcomes(step.plan.items, step.packed)])
+        items = step.plan.items
+        if not step.plan.reports_prompts:
+            return StepResult([*self._outcomes(items, step.packed)])
+        # What is reported goes by itself, after all else: such requests are few, and cost what they cost.
+        others = iter(self._outcomes([item for item in items if not item.sequence.reports_prompt], step.packed))
+        return StepResult([self._report(item) if item.sequence.reports_prompt else next(others) for item in items])
 
-    def _compute_reported(self, step: PreparedStep) -> StepResult:
-        """What is reported goes by itself, after all else: such requests are few, and cost what they cost."""
-        others = [item for item in step.plan.items if not item.sequence.reports_prompt]
-        outcomes = iter(self._outcomes(others, step.packed) if step.packed is not None else ())
-        return StepResult(
-            [self._report(item) if item.sequence.reports_prompt else next(outcomes) for item in step.plan.items]
-        )
-
-    def _outcomes(self, items: list[StepItem], packed: _Packed) -> list[SampledToken | NonFiniteLogits | None]:
+    def _outcomes(self, items: list[StepItem], packed: _Packed | None) -> list[SampledToken | NonFiniteLogits | None]:
+        if packed is None:
+            return []
         sampled = iter(sample(self._logits(packed), [item.sequence for item in items if item.is_sampled]))
         return [next(sampled) if item.is_sampled else None for item in items]
 
@@ -166,11 +160,10 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step that is ready to be computed; `packed` has all of its items but those `reported`, if there are any."""
+    """A step that is ready to be computed; `packed` has all of its items but those that are reported, if any."""
 
     plan: StepPlan
     packed: _Packed | None
-    reported: tuple[StepItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

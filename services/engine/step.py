@@ -44,6 +44,11 @@ class StepPlan:
         """Tokens of all items."""
         return sum(item.num_scheduled_tokens for item in self.items)
 
+    @property
+    def reports_prompts(self) -> bool:
+        """Whether tokens of any prompt are reported."""
+        return any(item.sequence.reports_prompt for item in self.items)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:

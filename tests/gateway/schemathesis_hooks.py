@@ -25,7 +25,7 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         body["tokens"] = [token % 300 for token in body["tokens"]]
     if body.get("prompt") is not None and body.get("messages") is not None:
         del body["messages"]
-    if body.get("messages") is not None:
+    if isinstance(body.get("messages"), list):
         body["messages"] = [{"role": "user", "content": "hi"}, *body["messages"][1:2]]
         body.pop("add_special_tokens", None)
     if isinstance(body.get("prompt"), list):
