@@ -54,9 +54,16 @@ class CompletionLogprobs(_Exact):
     """Log-probabilities of a completion's tokens, one entry per token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class Candidate(_Exact):
+    """A token at a place of a prompt."""
+
+    logprob: float
+    decoded_token: str
 
 
 class CompletionChoice(_Exact):
@@ -67,6 +74,7 @@ class CompletionChoice(_Exact):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Candidate] | None] | UnsetType = UNSET
 
 
 class Completion(_Exact):
@@ -172,6 +180,7 @@ class ChatCompletion(_Exact):
     choices: list[ChatChoice]
     usage: TokenUsage
     service_tier: Literal["default"] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Candidate] | None] | UnsetType = UNSET
 
 
 class FunctionDelta(_Exact):

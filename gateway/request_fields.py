@@ -343,7 +343,7 @@ FIELDS: Mapping[str, Field] = {
     "store": Field("Nothing is stored, whatever it says."),
     "safety_identifier": Field("Given back.", {"maxLength": MAX_AFFINITY_CHARS}),
     "ResponsesRequest.tools": Field("Functions that the model may call: type, name, description, parameters.", {}),
-    "ResponsesRequest.tool_choice": Field("`none` or `auto`; a call cannot be forced."),
+    "ResponsesRequest.tool_choice": Field("As of chats, in the words of this API."),
     "ResponsesRequest.top_logprobs": _bounded("So many likeliest tokens at each place.", 0, MAX_LOGPROBS),
     **{
         f"ResponsesRequest.{name}": Field("Refused: the message says what to use instead.")
