@@ -292,20 +292,21 @@ class AcceptedCall:
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
-            "gen_ai.request.top_k": sampling.top_k,
             "gen_ai.request.seed": sampling.seed,
-            "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-            "gen_ai.request.presence_penalty": sampling.presence_penalty,
             "gen_ai.response.model": self.model,
             "gen_ai.response.finish_reasons": totals.finish_reasons,
             "gen_ai.usage.input_tokens": sum(map(len, prompts.values())),
             "gen_ai.usage.output_tokens": totals.completion_tokens,
             "gen_ai.usage.cache_read.input_tokens": totals.cached_tokens,
             "tandem.service_class": first.service_class,
-            "tandem.resumed_tokens": totals.completion_tokens - totals.new_tokens,
         }
-        if first.tenant:
-            said["tandem.tenant"] = first.tenant
-        if self.fallback:
-            said["tandem.fallback"] = self.fallback
+        rarely: dict[str, Value] = {
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+            "gen_ai.request.presence_penalty": sampling.presence_penalty,
+            "tandem.resumed_tokens": totals.completion_tokens - totals.new_tokens,
+            "tandem.tenant": first.tenant,
+            "tandem.fallback": self.fallback,
+        }
+        said.update((name, value) for name, value in rarely.items() if value)
         return said

@@ -92,5 +92,6 @@ class OverloadGuard:
 
     def _refused(self, verdict: Refuse) -> Overloaded:
         self._on_refusal(verdict.kind)
-        short = "the deadline cannot be met" if verdict.kind == "deadline" else "the cluster is full"
-        return Overloaded(f"{short}: {verdict.reason}", retry_after_s=verdict.retry_after_s)
+        if verdict.kind == "deadline":
+            return Overloaded(f"the deadline cannot be met: {verdict.reason}", retry_after_s=verdict.retry_after_s)
+        return Overloaded(f"the cluster is full: {verdict.reason}", retry_after_s=verdict.retry_after_s)

@@ -374,7 +374,7 @@ class AnswerSpans:
         return [
             Span(
                 phase.name,
-                context._replace(span_id=phase.span_id),
+                TraceContext(context.trace_id, phase.span_id, True, context.state),
                 context.span_id,
                 self._request.unix_ns(phase.start_s),
                 self._request.unix_ns(phase.end_s),
@@ -428,7 +428,7 @@ def _describe_route(attempt: Attempt, route: Route | None) -> dict[str, Value]:
         "tandem.cached_tokens": route.num_cached_tokens,
         "tandem.predicted_ttft_s": route.predicted_ttft_s,
         "tandem.predicted_itl_s": route.predicted_itl_s,
-        **{f"tandem.route.{name}": value for name, value in route.inputs.items()},
+        **{f"tandem.route.{name}": value for name, value in route.inputs.items() if value},
     }
 
 

@@ -118,6 +118,9 @@ class _Events:
         self._feed = feed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":  # which would wait for an end that does not come
+            await Response(media_type="text/event-stream")(scope, receive, send)
+            return
         task = asyncio.current_task()
         assert task is not None
         connection, has_left = connection_of(scope), False

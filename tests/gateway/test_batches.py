@@ -185,6 +185,32 @@ BODIES = {
 }
 
 
+async def test_whoever_waits_for_an_answer_goes_before_rows(make, script, worker_type):
+    system = await make(has_worker=False, batch_rows=4)
+    worker = worker_type("decode", "decode-0", script.decode)
+    worker.load.pages.free = 0  # so it has one request at a time
+    await system.add(worker)
+    script.held = {300}
+    async with client_of(system) as client:
+
+        async def request(token_id):
+            return await client.completions.create(model="tiny", prompt=[token_id], max_tokens=3)
+
+        first = asyncio.create_task(request(300))
+        await system.until(lambda: script.asked == [300])
+        batch = await created(client, [row(number) for number in range(8)])
+        await system.until(lambda: system.gateway.requests.num_queued == 4)
+        second = asyncio.create_task(request(301))
+        await system.until(lambda: system.gateway.requests.num_queued == 5)
+        script.gate.set()
+        await first
+        await second
+        assert script.asked == [300, 301]
+        worker.load.pages.free = 100
+        worker.sessions.load_changed()
+        await answered_once(client, batch, 8)
+
+
 async def test_every_endpoint_is_answered(make):
     system = await make()
     async with client_of(system) as client:

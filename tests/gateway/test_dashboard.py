@@ -118,6 +118,7 @@ async def test_a_failover_is_told(make_system: Any, worker_type: Any, pair: Any)
         await pair.event(attempt).wait()
         attempt.emit(worker_pb2.DecodeStarted())
         attempt.tokens(1, pair.answer[1:4])
+        await system.until(lambda: system.gateway.metrics.generated_tokens.total() >= 4)
         attempt.fail(InternalError("broken"))
 
     async def slow_start(attempt: Any) -> None:
@@ -270,6 +271,7 @@ async def test_updates_come_while_somebody_watches(make_system: Any, pair: Any) 
         assert {len(values) for values in update["series"].values()} == {1}
         assert [worker["id"] for worker in update["workers"]] == ["decode-0", "prefill-0"]
     await system.until(lambda: watched.num_watchers == 0)
+    assert (await system.http.head("/dashboard/events")).status_code == 200
 
 
 async def test_watchers_are_bounded(make_system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
