@@ -157,10 +157,7 @@ class AsyncClient:
         return messages.state_of(await self._unary(orders.DRAIN, request, timeout_s=timeout_s, is_tried_once=True))
 
     async def is_serving(self, *, timeout_s: float = 5.0) -> bool:
-        """Whether one of the gateways can be reached and takes requests. Needs no API key.
-
-        It tells a gateway that leaves from one that stays; whether there are workers is in `topology`.
-        """
+        """Whether one of the gateways can be reached, takes requests and has workers for them. Needs no API key."""
         request = wire_pb2.HealthCheckRequest(service=orders.INFERENCE_SERVICE)
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s

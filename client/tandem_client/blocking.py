@@ -161,10 +161,7 @@ class Client:
         return messages.state_of(self._unary(orders.DRAIN, request, timeout_s=timeout_s, is_tried_once=True))
 
     def is_serving(self, *, timeout_s: float = 5.0) -> bool:
-        """Whether one of the gateways can be reached and takes requests. Needs no API key.
-
-        It tells a gateway that leaves from one that stays; whether there are workers is in `topology`.
-        """
+        """Whether one of the gateways can be reached, takes requests and has workers for them. Needs no API key."""
         request = wire_pb2.HealthCheckRequest(service=orders.INFERENCE_SERVICE)
         deadline_s = time.monotonic() + timeout_s
         for turn in range(len(self._addresses)):
