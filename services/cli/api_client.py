@@ -6,12 +6,37 @@ import re
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from services.runtime.config import option, path, text, url
 from services.runtime.errors import ConfigError, TandemError
+from services.runtime.tls import client_context
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """Which gateway a command asks, and how it shows who is asking."""
+
+    url: str = option(url("http", "https"), default="http://127.0.0.1:8000", help="Address of the HTTP API.")
+    tls_ca: Path | None = option(
+        path(), default=None, help="PEM file of the CA to believe behind an https address; the system's if not given."
+    )
+    tls_cert: Path | None = option(
+        path(), default=None, help="PEM file of a certificate to show there; needs --tls-key."
+    )
+    tls_key: Path | None = option(path(), default=None, help="PEM file of its private key, without a passphrase.")
+    api_key: str | None = option(
+        text(), default=None, help="The key to show, where the gateway asks for one; an admin's for operators' pages."
+    )
+
+    def tls(self) -> ssl.SSLContext:
+        """Whom to believe and what to show. Raises ConfigError."""
+        return client_context(self.tls_cert, self.tls_key, self.tls_ca)
 
 
 class ApiUnreachable(TandemError):

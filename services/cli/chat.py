@@ -4,34 +4,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
-from services.cli.api_client import ApiRefused, ApiUnreachable, get_json, post_events
-from services.runtime.config import integer, number, option, path, text, url
+from services.cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json, post_events
+from services.runtime.config import integer, number, option, text
 from services.runtime.errors import TandemError
-from services.runtime.tls import client_context
 
 PROMPT = "> "
 Message = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatSettings:
+class ChatSettings(GatewaySettings):
     """Chats with a running cluster. Text from a pipe is one question; on a terminal an empty line or Ctrl-D ends it."""
 
-    url: str = option(url("http", "https"), default="http://127.0.0.1:8000", help="Address of the HTTP API.")
     model_name: str | None = option(
         text(), default=None, help="Model to talk to; the first of /v1/models if not given."
     )
-    tls_ca: Path | None = option(
-        path(), default=None, help="PEM file of the CA to believe behind an https address; the system's if not given."
-    )
-    tls_cert: Path | None = option(
-        path(), default=None, help="PEM file of a certificate to show there; needs --tls-key."
-    )
-    tls_key: Path | None = option(path(), default=None, help="PEM file of its private key, without a passphrase.")
-    api_key: str | None = option(text(), default=None, help="The key to show, where the gateway asks for one.")
     message: str | None = option(text(), default=None, help="Asks this one question and ends.")
     system: str | None = option(text(), default=None, help="System message that comes first.")
     max_tokens: int = option(integer(1), default=256, help="Longest answer in tokens.")
@@ -87,7 +76,7 @@ def run(settings: ChatSettings, stdin: TextIO, stdout: TextIO, stderr: TextIO) -
 
 def first_model(settings: ChatSettings) -> str:
     """Name of the first model that the server has."""
-    tls = client_context(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    tls = settings.tls()
     models = get_json(settings.url, "/v1/models", timeout_s=settings.timeout, api_key=settings.api_key, tls=tls)
     try:
         return str(models["data"][0]["id"])
@@ -108,7 +97,7 @@ class Chat:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._tls = client_context(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        self._tls = settings.tls()
         self._model = model
         self._stdout, self._stderr = stdout, stderr
         self._clock = clock

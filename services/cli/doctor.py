@@ -21,13 +21,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
-from services.cli.api_client import ApiRefused, ApiUnreachable, get_json, get_status
+from services.cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json, get_status
 from services.cluster.probe import RedisFacts, probe
 from services.engine.config import load_config
-from services.runtime.config import flag, number, option, path, text, url
+from services.runtime.config import flag, number, option, path, url
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
 from services.runtime.gpu_health import open_gpu
-from services.runtime.tls import client_context
 from services.scheduling.health import GpuState, judge_gpu
 
 DISTRIBUTION = "tandem-serving"
@@ -59,16 +58,11 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorSettings:
+class DoctorSettings(GatewaySettings):
     """Checks this machine and a deployment, and says what to do. Exit code 1 if something is wrong."""
 
     redis: str | None = option(
         url("redis", "rediss", "unix"), default=None, help="The cluster's Redis; not looked at if not given."
-    )
-    url: str = option(url("http", "https"), default="http://127.0.0.1:8000", help="Address of the HTTP API.")
-    api_key: str | None = option(text(), default=None, help="An admin's key, where the gateway asks for one.")
-    tls_ca: Path | None = option(
-        path(), default=None, help="PEM file of the CA to believe behind an https address; the system's if not given."
     )
     model: Path | None = option(path(), default=None, help="Checkpoint folder to look at, before a worker loads it.")
     json: bool = option(flag(), default=False, help="Prints the findings as a JSON list.")
@@ -279,7 +273,7 @@ def judge_redis(facts: RedisFacts) -> Iterator[Finding]:
 def gateway(settings: DoctorSettings) -> Iterator[Finding]:
     """Whether the gateway answers and can serve, and what its workers look like."""
     try:
-        tls = client_context(None, None, settings.tls_ca)
+        tls = settings.tls()
         is_ready = get_status(settings.url, "/ready", timeout_s=settings.timeout, tls=tls) == 200
         cluster = get_json(settings.url, "/cluster", timeout_s=settings.timeout, api_key=settings.api_key, tls=tls)
     except ApiUnreachable as error:

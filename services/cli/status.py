@@ -3,12 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
-from services.cli.api_client import get_json
-from services.runtime.config import flag, number, option, path, text, url
-from services.runtime.tls import client_context
+from services.cli.api_client import GatewaySettings, get_json
+from services.runtime.config import flag, number, option
 
 HEADINGS = (
     "WORKER",
@@ -29,25 +27,16 @@ NUMERIC = frozenset({"PID", "PAGES", "FREE", "CACHED", "RESERVED", "USED", "RUN"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusSettings:
+class StatusSettings(GatewaySettings):
     """Shows the workers of a running cluster. Exit code 1 if its gateway cannot be reached."""
 
-    url: str = option(url("http", "https"), default="http://127.0.0.1:8000", help="Address of the HTTP API.")
-    tls_ca: Path | None = option(
-        path(), default=None, help="PEM file of the CA to believe behind an https address; the system's if not given."
-    )
-    tls_cert: Path | None = option(
-        path(), default=None, help="PEM file of a certificate to show there; needs --tls-key."
-    )
-    tls_key: Path | None = option(path(), default=None, help="PEM file of its private key, without a passphrase.")
-    api_key: str | None = option(text(), default=None, help="An admin's key, where the gateway asks for one.")
     json: bool = option(flag(), default=False, help="Prints the answer as it is.")
     timeout: float = option(number(0.1, 600), default=5.0, help="Seconds to wait for the answer.")
 
 
 def run(settings: StatusSettings, stdout: TextIO) -> int:
     """Prints the cluster; returns the exit code. Raises ApiUnreachable or ApiRefused."""
-    tls = client_context(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    tls = settings.tls()
     cluster = get_json(settings.url, "/cluster", timeout_s=settings.timeout, api_key=settings.api_key, tls=tls)
     stdout.write(json.dumps(cluster, indent=2) + "\n" if settings.json else table(cluster))
     return 0

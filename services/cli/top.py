@@ -13,12 +13,10 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
-from services.cli.api_client import ApiUnreachable, get_json
-from services.runtime.config import flag, number, option, path, text, url
-from services.runtime.tls import client_context
+from services.cli.api_client import ApiUnreachable, GatewaySettings, get_json
+from services.runtime.config import flag, number, option
 
 EVERY_S = 1.0
 SECONDS = 60
@@ -34,25 +32,16 @@ HOME, END_OF_LINE, END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopSettings:
+class TopSettings(GatewaySettings):
     """Watches a gateway in the terminal: workers, figures, requests. `q` or Ctrl-C ends it."""
 
-    url: str = option(url("http", "https"), default="http://127.0.0.1:8000", help="Address of the HTTP API.")
-    tls_ca: Path | None = option(
-        path(), default=None, help="PEM file of the CA to believe behind an https address; the system's if not given."
-    )
-    tls_cert: Path | None = option(
-        path(), default=None, help="PEM file of a certificate to show there; needs --tls-key."
-    )
-    tls_key: Path | None = option(path(), default=None, help="PEM file of its private key, without a passphrase.")
-    api_key: str | None = option(text(), default=None, help="An admin's key, where the gateway asks for one.")
     once: bool = option(flag(), default=False, help="Prints one frame and ends, as it does where no terminal is.")
     timeout: float = option(number(0.1, 600), default=5.0, help="Seconds to wait for an answer.")
 
 
 def run(settings: TopSettings, stdin: TextIO, stdout: TextIO) -> int:
     """Shows frames until `q`; returns the exit code. Raises ApiUnreachable or ApiRefused for the first one."""
-    tls = client_context(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    tls = settings.tls()
 
     def read(place: str) -> Any:
         return get_json(settings.url, place, timeout_s=settings.timeout, api_key=settings.api_key, tls=tls)
