@@ -84,6 +84,7 @@ ANSWER_HEADERS: Mapping[str, tuple[str, Schema]] = {
     "X-Tandem-Fallback": ("In whose place another model answered, and why.", {"type": "string"}),
     "X-Tandem-Ignored": ("Members of the body that were ignored, separated by commas.", {"type": "string"}),
     "Retry-After": ("Seconds after which it may be worth trying again.", {"type": "integer", "minimum": 1}),
+    "X-Should-Retry": ("A conflict: the same again would meet the same.", {"type": "string", "const": "false"}),
     "WWW-Authenticate": ("How to show a key.", {"type": "string"}),
     **_LIMITS,
 }
@@ -94,7 +95,7 @@ HEADERS_OF_STATUS: Mapping[int, tuple[str, ...]] = {
     429: ("Retry-After",),
     503: ("Retry-After",),
 }
-_GENERATED = ("X-Request-Id", "X-Tandem-Model", "X-Tandem-Fallback", "X-Tandem-Ignored", *_LIMITS)
+_GENERATED = ("X-Request-Id", "X-Tandem-Model", "X-Tandem-Fallback", "X-Tandem-Ignored", "X-Should-Retry", *_LIMITS)
 
 
 @dataclass(frozen=True, kw_only=True)

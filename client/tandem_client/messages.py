@@ -29,7 +29,7 @@ _FINISH_REASONS = {
 }
 _UNFIT = (TypeError, ValueError, OverflowError)
 """What protobuf raises for a value that a field cannot hold."""
-_OPTIONAL = ("max_tokens", "temperature", "top_p", "seed", "repetition_penalty", "logprobs")
+_OPTIONAL = ("max_tokens", "temperature", "top_p", "seed", "repetition_penalty", "logprobs", "prompt_logprobs")
 
 
 def generate_request(request: Request) -> inference_pb2.GenerateRequest:
@@ -105,14 +105,19 @@ def delta_of(message: inference_pb2.GenerateResponse) -> Delta:
         text=message.text,
         token_ids=tuple(message.token_ids),
         first_index=message.first_index,
-        logprobs=tuple(
-            TokenLogprobs(entry.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in entry.top))
-            for entry in message.logprobs
-        ),
+        logprobs=_logprobs(message.logprobs),
+        prompt_logprobs=_logprobs(message.prompt_logprobs),
         finish_reason=_FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN)
         if message.finish_reason
         else None,
         usage=_usage(message.usage) if message.HasField("usage") else None,
+    )
+
+
+def _logprobs(entries: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(entry.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in entry.top))
+        for entry in entries
     )
 
 

@@ -193,6 +193,7 @@ class AnswerParts:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
@@ -200,6 +201,7 @@ class AnswerParts:
         self._texts.append(delta.text)
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs
+        self._prompt_logprobs += delta.prompt_logprobs
         self._last = delta
 
     def answer(self, request_id: str, model: str, fallback: str) -> Answer:
@@ -212,6 +214,7 @@ class AnswerParts:
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
             finish_reason=reason,
             usage=self._last.usage,
             model=model,

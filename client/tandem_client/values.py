@@ -79,6 +79,8 @@ class Request:
     """Added to the logits of these token ids."""
     logprobs: int | None = None
     """Log-probabilities of this many likeliest tokens besides the chosen one, in [0, 20]; none at all if None."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, which is computed anew for it; not for named requests."""
     json_schema: Mapping[str, Any] | str | None = None
     """The answer is JSON that keeps to this schema, a mapping or JSON text; {"type": "object"} is any object. Any text
     if None."""
@@ -125,6 +127,8 @@ class Delta:
     """Index in the answer of the first of `token_ids`. No gap and no repeat, across broken connections too."""
     logprobs: tuple[TokenLogprobs, ...]
     """One per token id if they were asked for, else none."""
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    """On the first delta, if they were asked for: one per token of the prompt from the second on."""
     finish_reason: FinishReason | None
     """Set on the last delta only, like `usage`."""
     usage: Usage | None
@@ -138,6 +142,7 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason
     usage: Usage | None
     model: str

@@ -177,6 +177,8 @@ def test_what_is_sent_twice_with_a_key_is_computed_once(client: openai.OpenAI) -
     with pytest.raises(openai.ConflictError) as caught:
         client.chat.completions.create(**{**asked, "seed": 2}, extra_headers={"Idempotency-Key": "order-4711"})
     assert caught.value.code == "idempotency_conflict"
+    # The client does not send again what could only meet the same.
+    assert caught.value.response.headers["x-should-retry"] == "false"
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
