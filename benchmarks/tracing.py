@@ -130,7 +130,8 @@ async def token_rate(cluster: Cluster, seconds: float) -> tuple[float, float]:
         while time.monotonic() - began_s < seconds:
             prompt = [random.randrange(5, 250) for _ in range(PROMPT_TOKENS)]  # nothing of it is cached
             message = request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True, seed=number)
-            num_tokens += len((await collect(stub, message)).token_ids)
+            answer = await collect(stub, message)  # others add to the sum meanwhile
+            num_tokens += len(answer.token_ids)
 
     async with cluster.inference() as stub:
         await asyncio.gather(*map(ask, range(NUM_STREAMS)))
