@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import re
-from abc import ABC, abstractmethod
+from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -52,7 +52,11 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class RequestBody(msgspec.Struct, kw_only=True):
+class _AbstractStruct(msgspec.StructMeta, ABCMeta):
+    """Makes types of bodies that are parts of others."""
+
+
+class RequestBody(msgspec.Struct, kw_only=True, metaclass=_AbstractStruct):
     """What all requests for answers have. None means absent, as OpenAI's clients send null for it."""
 
     model: str | None = None
@@ -80,9 +84,9 @@ class RequestBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     allow_fallback: bool | None = None
 
+    @abstractmethod
     def call(self) -> Call:
         """The call it asks for. Raises InvalidRequest."""
-        raise NotImplementedError
 
 
 class _ChoicesRequest(RequestBody, kw_only=True):

@@ -3,7 +3,10 @@
 import asyncio
 import json
 import math
+import os
 import socket
+import tracemalloc
+from pathlib import Path
 
 import grpc
 import pytest
@@ -665,9 +668,31 @@ async def test_no_decode_worker_is_told_at_once_over_grpc(make_system):
     assert refused.value.details() == "no decode worker is ready"
 
 
+async def test_a_body_of_tiny_chunks_costs_its_bytes(system, monkeypatch):
+    """What a chunk costs is gone with the next one (CVE-2025-23310), and its bytes count as those of any body."""
+    num_chunks = 50_000
+    monkeypatch.setattr("gateway.http_api.MAX_BODY_BYTES", num_chunks)
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    tracemalloc.start()
+    try:
+        for _ in range(num_chunks // 100):
+            writer.write(b"1\r\n \r\n" * 100)
+            await writer.drain()
+        most_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 20 * num_chunks
+    writer.write(b"1\r\n \r\n0\r\n\r\n")
+    async with asyncio.timeout(20):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+    writer.close()
+    await check_alive(system)
+
+
 # Frames of HTTP/2, as RFC 9113 has them: length, type, flags, stream; a reset is type 3, settings 4, ping 6, goaway 7.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEAD, RESET, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+DATA, HEAD, RESET, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM, END_HEADERS = 1, 4
 
 
@@ -731,6 +756,56 @@ async def test_streams_that_are_reset_at_once_leave_nothing(system):
         for number in range(1, 4000, 2)
     ]
     # The ping after it ends the connection where the resets did not.
+    await flooded(system, b"".join(heads) + frame(PING, b"12345678") * 1000)
+    assert system.gateway.requests.num_running == 0
+    assert system.workers["decode-0"].attempts == []
+    await check_alive(system)
+
+
+async def test_a_flood_of_settings_leaves_nothing(system):
+    # The pings after it end the connection where the settings did not.
+    await flooded(system, frame(SETTINGS) * 10_000 + frame(PING, b"12345678") * 1000)
+    await check_alive(system)
+
+
+def repeated_header() -> bytes:
+    """A value of 4,000 bytes that is kept in the table of headers and named 8,000 times: 32 MB in 12 KB."""
+    return b"\x40\x01x\x7f\xa1\x1e" + b"v" * 4000 + b"\xbe" * 8000
+
+
+HEADER_TRICKS = {
+    "table larger than allowed": b"\x3f\xe1\xff\xff\x03",
+    "number of endless zeros": b"\x3f" + b"\x80" * 10_000 + b"\x01",
+    "place that is none": b"\xff\xff\xff\xff\x0f",
+    "value named again and again": repeated_header(),
+}
+
+
+@pytest.mark.parametrize("name", HEADER_TRICKS)
+async def test_tricks_with_the_table_of_headers_are_refused(system, name):
+    """HPACK's (RFC 7541), such as those of CVE-2023-33953."""
+    head = frame(HEAD, call_head() + HEADER_TRICKS[name], flags=END_HEADERS, stream=1)
+    message = inference_pb2.GenerateRequest(text="a").SerializeToString()
+    call = frame(DATA, b"\x01" + len(message).to_bytes(4, "big") + message, flags=END_STREAM, stream=1)
+    before_bytes = resident_bytes()
+    said = await flooded(system, head + call + frame(PING, b"12345678") * 1000)
+    assert b"grpc-status\x010" not in said
+    assert system.workers["decode-0"].attempts == []
+    assert resident_bytes() - before_bytes < 16 << 20
+    await check_alive(system)
+
+
+def resident_bytes() -> int:
+    """Memory of this process, which is the gateway's."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_streams_that_the_server_must_reset_leave_nothing(system):
+    """Each is broken by its client so that we reset it, which no count of the client's resets sees (CVE-2025-8671)."""
+    heads = [
+        frame(HEAD, call_head(), flags=END_HEADERS, stream=number) + frame(WINDOW_UPDATE, bytes(4), stream=number)
+        for number in range(1, 4000, 2)
+    ]
     await flooded(system, b"".join(heads) + frame(PING, b"12345678") * 1000)
     assert system.gateway.requests.num_running == 0
     assert system.workers["decode-0"].attempts == []
