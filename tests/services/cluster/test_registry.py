@@ -106,7 +106,7 @@ async def test_a_worker_comes_changes_and_leaves(
     lease = new_lease(beat_s=60.0, ttl_s=180.0)  # so that no beat brings what should be published now
     await watcher.until(here)
     assert watcher.seen[-1].workers == (lease.record,)
-    assert lease.is_held
+    await until(lambda: lease.is_held, timeout_s=10)  # what Redis has done it tells the lease's thread a moment later
     lease.update(state="draining", running=3)
     await watcher.until(lambda view: view.workers[0].state == "draining")
     assert watcher.seen[-1].workers[0].running == 3
