@@ -55,10 +55,22 @@ WORD_PATTERN = (
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# Calls of functions look as those of Hermes do. The model was not taught any: it makes one where a grammar leaves
+# nothing else, which is enough to see how an application takes them.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}"
+    "{{ '<|system|>\\nYou may call these functions:\\n' }}"
+    "{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}"
+    "{{ 'A call is its name and arguments in JSON between <tool_call> and </tool_call>.<|end|>\\n' }}"
+    "{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\\n' + message['content'] | trim + '<|end|>\\n' }}"
+    "{{ '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>\\n' }}"
+    "{{ (message['content'] or '') | trim }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )

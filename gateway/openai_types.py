@@ -21,7 +21,7 @@ from gateway.response_format import json_schema_of
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning
-from gateway.tool_requests import forced_names, offered_tools, strict_names
+from gateway.tool_requests import forced_names, is_named, offered_tools, strict_names
 from gateway.validation import (
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
@@ -168,7 +168,7 @@ class ChatRequest(_ChoicesRequest, kw_only=True):
             tools=tools,
             must_call=forced_names(tools, self.tool_choice),
             strict_tools=strict_names(self.tools) if tools else frozenset(),
-            parallel_tool_calls=self.parallel_tool_calls is not False,
+            parallel_tool_calls=self.parallel_tool_calls is not False and not is_named(self.tool_choice),
             sampling=sampling,
             num_choices=1 if self.n is None else self.n,
             priority=0 if self.priority is None else self.priority,

@@ -53,6 +53,11 @@ def forced_names(offered: Sequence[Mapping[str, Any]] | None, choice: Any) -> fr
     return chosen.names or names_of(offered)
 
 
+def is_named(choice: Any) -> bool:
+    """Whether it names the function to call, which is then called once."""
+    return isinstance(choice, Mapping) and choice.get("type") == "function"
+
+
 def strict_names(tools: Sequence[Any] | None) -> frozenset[str]:
     """The names of those tools, which are checked, whose arguments must keep to their schemas in any call."""
     return frozenset(tool["function"]["name"] for tool in tools or () if tool["function"].get("strict"))

@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-import openai
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
@@ -24,7 +23,7 @@ class Verdict(BaseModel):
 
 
 @tool
-def clock(zone: str) -> str:
+def clock(zone: Literal["Europe/Rome", "UTC"]) -> str:
     """Says how late it is in a time zone."""
     return f"12:00 in {zone}"
 
@@ -73,7 +72,12 @@ async def test_structured_output_with_the_raw_answer(chat: ChatOpenAI) -> None:
     assert Verdict.model_validate_json(answer["raw"].content) == answer["parsed"]
 
 
-def test_tools_need_a_model_that_was_taught_them(chat: ChatOpenAI) -> None:
-    # The demo model was not; what happens with one that was is in tests/gateway/test_chat_tools.py.
-    with pytest.raises(openai.BadRequestError, match="chat template has no tools"):
-        chat.bind_tools([clock]).invoke(ASK)
+def test_a_tool_is_called_and_its_result_taken(chat: ChatOpenAI) -> None:
+    asked = chat.model_copy(update={"max_tokens": 200})
+    called = asked.bind_tools([clock], tool_choice="any", parallel_tool_calls=False).invoke(ASK)
+    (call,) = called.tool_calls
+    assert (call["name"], called.invalid_tool_calls) == ("clock", [])
+    assert call["args"]["zone"] in ("Europe/Rome", "UTC")
+    answer = chat.bind_tools([clock], tool_choice="none").invoke([*ASK, called, clock.invoke(call)])
+    assert answer.tool_calls == []
+    assert answer.content

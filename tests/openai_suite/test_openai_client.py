@@ -1,6 +1,8 @@
 """The official `openai` package against a real cluster, unmodified. Reads as a list of what works."""
 
 import asyncio
+import io
+import json
 import time
 from typing import Literal
 
@@ -23,6 +25,19 @@ class Verdict(BaseModel):
     language: Literal["python", "c", "rust"]
     is_function: bool
     stars: int = Field(ge=1, le=5)
+
+
+CLOCK = {
+    "name": "clock",
+    "description": "The time in a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Delft", "Turin"]}, "hours": {"enum": [12, 24]}},
+        "required": ["city", "hours"],
+        "additionalProperties": False,
+    },
+}
+"""With arguments that a model which was not taught any functions fills in with few tokens."""
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -135,6 +150,113 @@ def test_an_object_that_was_cut_off_is_told(client: openai.OpenAI) -> None:
         client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Verdict, max_completion_tokens=3)
 
 
+# --- functions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_is_called_and_its_result_taken(client: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "tools": [{"type": "function", "function": CLOCK}], "temperature": 0}
+    answer = client.chat.completions.create(**asked, messages=ASK, tool_choice="required", parallel_tool_calls=False)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls or ()
+    assert call.function.name == "clock"
+    assert_is_clock(call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "12:00"}
+    heard = [*ASK, choice.message.model_dump(exclude_none=True), result]
+    after = client.chat.completions.create(**asked, messages=heard, tool_choice="none", max_completion_tokens=8)
+    assert after.choices[0].message.tool_calls is None
+    assert after.choices[0].finish_reason in ("stop", "length")
+
+
+def test_a_call_is_streamed_and_parsed(client: openai.OpenAI) -> None:
+    tool = openai.pydantic_function_tool(Verdict)
+    named = {"type": "function", "function": {"name": "Verdict"}}
+    asked = {"model": MODEL, "messages": ASK, "tools": [tool], "tool_choice": named, "temperature": 0}
+    with client.chat.completions.stream(**asked) as stream:
+        deltas = [event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert len(deltas) > 1
+    assert "".join(deltas) == call.function.arguments
+    assert isinstance(call.function.parsed_arguments, Verdict)
+
+
+def assert_is_clock(arguments: str) -> None:
+    said = json.loads(arguments)
+    assert said.keys() == {"city", "hours"}
+    assert said["city"] in ("Delft", "Turin")
+    assert said["hours"] in (12, 24)
+
+
+# --- responses -------------------------------------------------------------------------------------------------------
+
+
+def test_a_response_and_its_stream(client: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "instructions": "Be brief.", "input": "Write a loop.", "temperature": 0}
+    answer = client.responses.create(**asked, max_output_tokens=16)
+    assert answer.id.startswith("resp_")
+    assert (answer.status, answer.incomplete_details and answer.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    with client.responses.stream(**asked, max_output_tokens=16) as stream:
+        events = list(stream)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == answer.output_text
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.usage.output_tokens == answer.usage.output_tokens == 16
+
+
+def test_a_response_is_parsed(client: openai.OpenAI) -> None:
+    answer = client.responses.parse(model=MODEL, input="Judge this.", text_format=Verdict, temperature=0)
+    assert isinstance(answer.output_parsed, Verdict)
+
+
+def test_a_response_calls_a_function(client: openai.OpenAI) -> None:
+    tool = {"type": "function", "strict": True, **CLOCK}
+    answer = client.responses.create(
+        model=MODEL, input="What time is it?", tools=[tool], tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = answer.output
+    assert (call.type, call.name) == ("function_call", "clock")
+    assert_is_clock(call.arguments)
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}
+    after = client.responses.create(
+        model=MODEL, input=[call.model_dump(exclude_none=True), output], tools=[tool], max_output_tokens=16
+    )
+    assert after.usage is not None
+    assert after.usage.input_tokens > 0
+
+
+# --- files and batches -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_requests_is_answered(client: openai.OpenAI) -> None:
+    body = {"model": MODEL, "messages": ASK, "max_completion_tokens": 4}
+    lines = [
+        json.dumps({"custom_id": f"row-{n}", "method": "POST", "url": "/v1/chat/completions", "body": body})
+        for n in range(5)
+    ]
+    given = client.files.create(file=("rows.jsonl", io.BytesIO("\n".join(lines).encode())), purpose="batch")
+    assert client.files.content(given.id).text.splitlines() == lines
+    batch = client.batches.create(
+        input_file_id=given.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"for": "this"}
+    )
+    end = time.monotonic() + 60
+    while batch.status not in ("completed", "failed", "expired", "cancelled"):
+        assert time.monotonic() < end, batch
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    assert (batch.status, batch.metadata) == ("completed", {"for": "this"})
+    assert batch.request_counts is not None
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (5, 0)
+    assert batch.output_file_id is not None
+    results = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert sorted(result["custom_id"] for result in results) == [f"row-{n}" for n in range(5)]
+    assert all(result["response"]["status_code"] == 200 for result in results)
+    assert client.files.delete(given.id).deleted
+
+
 # --- completions -----------------------------------------------------------------------------------------------------
 
 
@@ -168,12 +290,23 @@ def test_the_raw_response_has_our_headers(client: openai.OpenAI) -> None:
     assert answer._request_id == raw.headers["x-request-id"]
 
 
-def test_what_is_sent_twice_with_a_key_is_computed_once(client: openai.OpenAI) -> None:
+def test_what_is_sent_twice_with_a_key_is_computed_once(
+    client: openai.OpenAI, cluster: Cluster, keys: dict[str, str]
+) -> None:
+    def num_generated() -> float:
+        metrics = httpx.get(f"{cluster.http}/metrics", headers={"authorization": f"Bearer {keys['operator']}"}).text
+        return sum(
+            float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("tandem_generated_tokens_total")
+        )
+
+    before = num_generated()
     asked = {"model": MODEL, "messages": ASK, "max_completion_tokens": 8, "temperature": 1}
     first, again = (
         client.chat.completions.create(**asked, extra_headers={"Idempotency-Key": "order-4711"}) for _ in range(2)
     )
     assert (again.id, again.choices) == (first.id, first.choices)
+    assert first.usage is not None
+    assert num_generated() - before == first.usage.completion_tokens
     with pytest.raises(openai.ConflictError) as caught:
         client.chat.completions.create(**{**asked, "seed": 2}, extra_headers={"Idempotency-Key": "order-4711"})
     assert caught.value.code == "idempotency_conflict"
@@ -200,9 +333,8 @@ def test_a_bad_value_is_a_bad_request_that_names_it(client: openai.OpenAI) -> No
 def test_what_is_not_served_is_refused_in_words(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="text only"):
         client.embeddings.create(model=MODEL, input="a", encoding_format="float")
-    tool = {"type": "function", "function": {"name": "clock"}}
-    with pytest.raises(openai.BadRequestError, match="chat template has no tools") as caught:
-        client.chat.completions.create(model=MODEL, messages=ASK, tools=[tool])
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=ASK, modalities=["text", "audio"])
     assert caught.value.code == "unsupported_parameter"
 
 
