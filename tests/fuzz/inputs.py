@@ -14,7 +14,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from protos import inference_pb2
+from protos import cluster_pb2, inference_pb2
 
 MAX_TOKENS = 3
 CONTEXT_TOKENS = 2048
@@ -51,7 +51,13 @@ HEADER_VALUES = (
     "multipart/form-data; boundary=x", "0", "-1", "99999999999999999999", "00-" + "0" * 32 + "-" + "0" * 16 + "-01",
     "100-continue", "critical", "batch", "true", "maybe", "a\tb", "\xe9\xff", "%00", "../..", "1:2", "bytes=0-1",
 )  # fmt: skip
+API_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/batches", "/tokenize", "/detokenize")
+ANSWERING_PATHS = API_PATHS[:3]
+"""Those that answer with tokens."""
 PATHS = (
+    "/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/files?limit=x", "/v1/batches", "/v1/batches/x",
+    "/v1/batches/x/cancel", "/v1/batches?after=x", "/tokenize", "/detokenize", "/openapi.json", "/dashboard",
+    "/dashboard/app.js", "/dashboard/data", "/dashboard/events", "/dashboard/requests/1",
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/embeddings",
     "/v1/responses", "/v1/responses/x", "/v1/responses/input_tokens", "/v1/", "/v1", "/", "//",
     "/health", "/ready", "/metrics", "/cluster", "/docs", "/../etc/passwd", "/v1/models/%00", "/v1/models/tandem-demo",
@@ -102,13 +108,19 @@ class Inputs:
         """The next one."""
         kinds: tuple[Callable[[], HttpInput], ...] = (
             self._wrong_member, self._wrong_member, self._wrong_member, self._wrong_bytes, self._wrong_headers,
-            self._wrong_line, self._wrong_framing, self._leaving, self._nested,
+            self._wrong_line, self._wrong_framing, self._leaving, self._nested, self._wrong_form,
         )  # fmt: skip
         return self._random.choice(kinds)()
 
     def _body(self) -> tuple[str, dict[str, Any]]:
         one = self._random
-        path = one.choice(["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+        path = one.choice([*ANSWERING_PATHS, *API_PATHS])
+        if path == "/v1/batches":
+            return path, {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"}
+        if path == "/tokenize":
+            return path, {"prompt": self._word()}
+        if path == "/detokenize":
+            return path, {"tokens": one.choices([0, 1, 77, 2**40], k=one.randint(0, 20))}
         common: dict[str, Any] = {_limits_of(path)[0]: one.randint(1, MAX_TOKENS), "temperature": one.choice([0, 1])}
         if one.random() < 0.3:
             common["stream"] = True
@@ -158,7 +170,9 @@ class Inputs:
         data = self._request(method, path, b"", version=version)
         if self._random.random() < 0.2:
             data = bytes(self._random.randrange(256) for _ in range(self._random.randint(1, 200))) + b"\r\n\r\n"
-        return HttpInput(f"line {method} {path[:40]}", data, may_be_short=True)
+            return HttpInput("random bytes", data, may_be_short=True)
+        leaves = 200 if path == "/dashboard/events" else None  # which has no end
+        return HttpInput(f"line {method} {path[:40]}", data, leaves=leaves)
 
     def _wrong_framing(self) -> HttpInput:
         path, body = self._body()
@@ -176,14 +190,16 @@ class Inputs:
                 [],
             ]
         )
+        is_short = False
         if framing and framing[0][0] == "transfer-encoding":
-            sizes = self._random.choice(
+            size = self._random.choice(
                 [b"%x" % len(text), b"zz", b"-1", b"%x" % (len(text) + 50), b"FFFFFFFFFFFFFFFFF"]
             )
-            text = sizes + b"\r\n" + text + b"\r\n0\r\n\r\n"
+            is_short = size == b"%x" % (len(text) + 50)
+            text = size + b"\r\n" + text + b"\r\n0\r\n\r\n"
         head = "".join(f"{name}: {value}\r\n" for name, value in [("host", "x"), *framing])
         data = f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + text
-        return HttpInput("framing", data, may_be_short=True)
+        return HttpInput(f"framing {framing}", data, may_be_short=is_short)
 
     def _leaving(self) -> HttpInput:
         path, body = self._body()
@@ -198,6 +214,29 @@ class Inputs:
         opening, closing = self._random.choice([("[", "]"), ('{"a":', "}")])
         text = f'{{"max_tokens": 1, "prompt": "a", "{name}": {opening * depth}1{closing * depth}}}'
         return HttpInput(f"nested {name} {depth}", self._request("POST", "/v1/completions", text.encode()))
+
+    def _wrong_form(self) -> HttpInput:
+        part = 'content-disposition: form-data; name="{}"{}\r\n\r\n{}\r\n'
+        parts = [("purpose", "", "batch"), ("file", '; filename="rows.jsonl"', "{}\n" * 3)]
+        if self._random.random() < 0.3:
+            parts.append(
+                (self._random.choice(["file", "purpose", "expires_after[seconds]", "", "x"]), "", self._word())
+            )
+        body = bytearray("".join(f"--x\r\n{part.format(*each)}" for each in parts).encode() + b"--x--\r\n")
+        for _ in range(self._random.randint(0, 4)):
+            body[self._random.randrange(len(body))] = self._random.choice([0, 0x0A, 0x0D, 0x22, 0x2D, 0x3B, 0x80, 0xFF])
+        if self._random.random() < 0.2:
+            del body[self._random.randrange(len(body)) :]
+        kinds = (
+            "; boundary=x",
+            "; boundary=",
+            "",
+            "; boundary*=x; boundary*0=y",
+            '; boundary="x',
+            "; boundary=" + "x" * 300,
+        )
+        kind = "multipart/form-data" + self._random.choice((kinds[0], *kinds))
+        return HttpInput("form", self._request("POST", "/v1/files", bytes(body), headers=[("content-type", kind)]))
 
     def _request(
         self,
@@ -232,6 +271,8 @@ class Inputs:
                 "Detokenize",
                 "ListModels",
                 "Nothing",
+                "Cluster/GetTopology",
+                "Cluster/Drain",
             ]
         )
         what, message = self._message(method)
@@ -244,7 +285,8 @@ class Inputs:
             metadata.append((name, "".join(letter for letter in value if letter.isprintable()).strip()))
             what += f" {name}"
         timeout_s = self._random.choice([0.001, 0.01]) if self._random.random() < 0.05 else 20.0
-        return GrpcInput(what, method, message, tuple(metadata), timeout_s, leaves=self._random.random() < 0.1)
+        path = method if "/" in method else f"Inference/{method}"
+        return GrpcInput(what, path, message, tuple(metadata), timeout_s, leaves=self._random.random() < 0.1)
 
     def _message(self, method: str) -> tuple[str, bytes]:
         one = self._random
@@ -263,6 +305,8 @@ class Inputs:
             message = inference_pb2.DetokenizeRequest(
                 token_ids=one.choices([0, 1, 77, 2**32 - 1], k=one.randint(0, 20))
             )
+        elif method == "Cluster/Drain":
+            message = cluster_pb2.DrainRequest(worker_id=self._word())
         else:
             message = inference_pb2.ListModelsRequest()
         what = method
@@ -309,6 +353,8 @@ def _limits_of(path: str) -> tuple[str, ...]:
 
 def _bound_json(path: str, body: dict[str, Any]) -> None:
     """No valid request for many tokens."""
+    if path not in ANSWERING_PATHS:
+        return
     limits = _limits_of(path)
     for name in limits:
         value = body.get(name, "absent")
@@ -321,6 +367,8 @@ def _bound_json(path: str, body: dict[str, Any]) -> None:
 
 
 def _is_bounded(path: str, data: bytes) -> bool:
+    if path not in ANSWERING_PATHS:
+        return True
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):

@@ -22,7 +22,7 @@ def test_no_call_asks_for_a_long_answer() -> None:
     inputs = Inputs(8)
     for _ in range(3000):
         given = inputs.grpc()
-        if given.method in ("Generate", "GenerateUnary"):
+        if given.method in ("Inference/Generate", "Inference/GenerateUnary"):
             try:
                 message = inference_pb2.GenerateRequest.FromString(given.message)
             except Exception:  # noqa: BLE001 - bytes that are no message are refused, whatever the library calls it
