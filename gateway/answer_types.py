@@ -418,6 +418,8 @@ class Worker(_Exact):
     exact: bool
     arithmetic: str
     layout: str
+    version: str
+    clock_ahead_s: float | None
     pages: Pages
     running: int
     waiting: int
@@ -434,5 +436,6 @@ class RequestCounts(_Exact):
 class ClusterState(_Exact):
     """The cluster as this gateway sees it now."""
 
+    version: str
     workers: list[Worker]
     requests: RequestCounts

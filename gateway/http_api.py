@@ -79,6 +79,7 @@ from services.runtime.errors import (
     TandemError,
     Unauthenticated,
 )
+from services.runtime.version import version
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What probes ask, which have no key."""
@@ -460,6 +461,7 @@ class HttpApi:
         return _json(
             {
                 "workers": [_worker_json(member) for member in self._topology.members()],
+                "version": version(),
                 "requests": {"queued": self._requests.num_queued, "running": self._requests.num_running},
             }
         )
@@ -861,6 +863,8 @@ def _worker_json(member: Member) -> dict[str, Any]:
         "exact": member.is_exact,
         "arithmetic": member.arithmetic,
         "layout": record.layout_fingerprint,
+        "version": record.version,
+        "clock_ahead_s": load.clock_ahead_s,
         "pages": {
             "total": load.pages_total,
             "free": load.pages_free,

@@ -7,7 +7,6 @@ answers against it. Who adds a route adds an `Operation`; who adds a field adds 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -18,8 +17,8 @@ from gateway.openai_types import ChatRequest, CompletionRequest, DetokenizeReque
 from gateway.request_fields import FIELDS, NAME_PATTERN, REF, SHARED_SCHEMAS, Schema, field_of
 from gateway.responses_types import ResponsesRequest
 from gateway.validation import MAX_AFFINITY_CHARS, MAX_BODY_BYTES, MAX_BODY_READ_S, MAX_KEY_CHARS, SERVICE_CLASSES
+from services.runtime.version import version
 
-DISTRIBUTION = "tandem-serving"
 JSON = "application/json"
 EVENTS = "text/event-stream"
 
@@ -428,7 +427,7 @@ def document(*, asks_for_keys: bool) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "Tandem",
-            "version": metadata.version(DISTRIBUTION),
+            "version": version(),
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": paths,

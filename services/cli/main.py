@@ -3,12 +3,11 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 
 from services.runtime.config import load
 from services.runtime.errors import ConfigError, ModelError, TandemError
+from services.runtime.version import version
 
-DISTRIBUTION = "tandem-serving"
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
@@ -62,7 +61,7 @@ def _run(argv: list[str]) -> int:
         print(HELP, end="")
         return 0 if argv else EXIT_BAD_INPUT
     if command in ("version", "--version", "-V"):
-        print(f"tandem {metadata.version(DISTRIBUTION)}")
+        print(f"tandem {version()}")
         return 0
     if command not in COMMANDS:
         names = ", ".join((*COMMANDS, "version", "help"))

@@ -52,6 +52,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Annotated[str, msgspec.Meta(pattern=INCARNATION_PATTERN)]
     """32 hex digits, new at each start."""
     started_unix_ns: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    version: ShortText = ""
+    """Of this project; empty: unknown."""
     state: Literal["starting", "ready", "draining"]
     model: ShortText
     exact: bool

@@ -11,6 +11,7 @@ from services.runtime.config import choice, integer, join_host_port, number, opt
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
+from services.runtime.version import version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,7 @@ class WorkerConfig:
             "address": "",
             "incarnation": incarnation,
             "started_unix_ns": SYSTEM_CLOCK.unix_ns(),
+            "version": version(),
             "state": "starting",
             "model": self.model_name or self.model.resolve().name,
             "exact": False,

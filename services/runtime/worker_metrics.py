@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from protos import cluster_pb2, worker_pb2
+from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import ConfigError
 from services.runtime.gpu_use import GpuUse
 from services.runtime.span_metrics import SpanCounts
@@ -98,6 +99,7 @@ class Load:
             running_by_class=self.running_by_class,
             num_preempted=self.num_preempted,
             state=state,
+            unix_ms=SYSTEM_CLOCK.unix_ns() // 1_000_000,
         )
         self.speeds.set_in(message)
         return message

@@ -3,7 +3,6 @@
 import json
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +11,10 @@ from services.cli import doctor
 from services.cli.doctor import Finding, Level
 from services.cli.main import main
 from services.cluster.probe import RedisFacts
+from services.runtime.version import version
 
 WORKER = {"id": "d0", "role": "decode", "state": "ready", "model": "m", "layout": "a", "arithmetic": "x", "gpu": None}
+WORKER |= {"version": version(), "clock_ahead_s": 0.01, "address": ""}
 PREFILL = WORKER | {"id": "p0", "role": "prefill"}
 
 
@@ -23,10 +24,12 @@ def bad(found: Any) -> list[Finding]:
 
 def test_a_sound_deployment(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
     api.routes["GET /ready"] = (200, {})
-    api.routes["GET /cluster"] = (200, {"workers": [WORKER, PREFILL]})
-    found = list(doctor.gateway(doctor.DoctorSettings(url=api.url)))
-    assert [finding.level for finding in found] == [Level.OK, Level.OK]
-    assert "1 prefill and 1 decode" in found[1].what
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reached = PREFILL | {"address": f"127.0.0.1:{server.getsockname()[1]}"}
+        api.routes["GET /cluster"] = (200, {"version": version(), "workers": [WORKER, reached]})
+        found = list(doctor.gateway(doctor.DoctorSettings(url=api.url)))
+    assert [finding.level for finding in found] == [Level.OK] * 3
+    assert "1 prefill and 1 decode" in found[2].what
     assert main(["doctor", "--url", api.url, "--json"]) in (0, 1)  # this machine may have its own troubles
     subjects = {finding["subject"] for finding in json.loads(capsys.readouterr().out)}
     assert subjects >= {"python", "machine", "gpu", "copying", "gateway", "workers"}
@@ -54,17 +57,31 @@ def test_nobody_is_there(capsys: pytest.CaptureFixture[str]) -> None:
         (200, [WORKER, PREFILL, WORKER | {"id": "d1", "state": "lost", "layout": "b"}], Level.NOTE, "d1 is lost"),
         (200, [PREFILL, WORKER | {"gpu": {"state": "out", "reasons": ["xid_79"]}}], Level.BAD, "d0 is out: xid_79"),
         (200, [PREFILL, WORKER | {"gpu": {"state": "degraded", "reasons": ["hot"]}}], Level.NOTE, "degraded: hot"),
+        (200, [PREFILL, WORKER | {"clock_ahead_s": -3.0}], Level.NOTE, "d0 is 3.0 s behind"),
+        (200, [PREFILL, WORKER | {"version": "0.0"}], Level.NOTE, "0.0 (d0)"),
+        (200, [PREFILL, WORKER | {"version": ""}], Level.NOTE, "unknown (d0)"),
     ],
 )
 def test_what_is_wrong_with_the_workers(api: Any, status: int, workers: list[Any], level: Level, words: str) -> None:
     api.routes["GET /ready"] = (status, {})
-    api.routes["GET /cluster"] = (200, {"workers": workers})
+    api.routes["GET /cluster"] = (200, {"version": version(), "workers": workers})
     found = bad(doctor.gateway(doctor.DoctorSettings(url=api.url)))
     named = [finding for finding in found if words in f"{finding.what} {finding.advice}"]
     assert [finding.level for finding in named] == [level]
     assert all(finding.advice for finding in found)
     if status == 200 and workers:
         assert len(found) == 1
+
+
+def test_a_worker_that_cannot_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    (found,) = doctor.ports([WORKER | {"address": f"127.0.0.1:{port}"}], timeout_s=5)
+    assert (found.level, found.what) == (
+        Level.NOTE,
+        f"d0 at 127.0.0.1:{port} cannot be reached from here: Connection refused",
+    )
+    assert "--advertise-host" in found.advice
 
 
 def test_a_gateway_that_asks_for_a_key(api: Any) -> None:
@@ -93,16 +110,6 @@ def test_what_is_wrong_with_redis(facts: dict[str, Any], level: Level, words: st
     values = {name: getattr(SOUND, name) for name in RedisFacts.__slots__} | facts
     (found,) = bad(doctor.judge_redis(RedisFacts(**values)))
     assert (found.level, words in found.what) == (level, True)
-
-
-def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
-    assert [finding.what for finding in doctor.machine() if finding.level is Level.BAD] == [
-        f"{tmp_path} has 64 MiB left"
-    ]
-    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "none")
-    assert any("tcp" in finding.advice for finding in doctor.machine() if finding.level is Level.BAD)
 
 
 def test_model_folders(tmp_path: Path) -> None:
