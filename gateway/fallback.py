@@ -4,7 +4,7 @@
     allowed          the same for `fallback_after_s` without a worker, or until it fails for want of one; then the next
                      model that has a worker and can take the call, checked and tokenized anew; and so on
 
-As soon as one answer of the call has something for the client, all of them stay with that model. Where no other model
+As soon as a client may have seen something of one answer, all of them stay with that model. Where no other model
 can take the call, it waits on as if it had not been allowed, and what it fails with is what the first model said.
 Knows neither HTTP nor how a model finds a worker.
 """

@@ -51,7 +51,8 @@ class UpSettings:
     admin_port: int | None = option(
         integer(0, 65535),
         default=None,
-        help="One more HTTP port on this machine's own address, for /metrics and /cluster without a key.",
+        help="One more HTTP port on this machine's own address, with /dashboard, /metrics, /cluster and the probes "
+        "without a key.",
     )
     tls_cert: Path | None = option(
         path(), default=None, help="PEM file of the certificate that this process shows; needs --tls-key."

@@ -28,13 +28,24 @@ def test_no_flag_is_named_that_does_not_exist() -> None:
     assert set(re.findall(r"`(--[a-z][a-z-]*)", HANDBOOK)) - known - {"--help"} == set()
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/operations.md", "docs/dashboard.md"]
-)
-def test_every_link_and_file_name_leads_somewhere(name: str) -> None:
-    page = ROOT / name
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "client/README.md", "demo/README.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+
+
+def anchors(page: Path) -> set[str]:
+    """As a page on a forge has them: of each heading its words in small letters, joined by hyphens."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_and_file_name_leads_somewhere(page: Path) -> None:
     text = page.read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if "://" not in link:
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
     files = re.findall(r"`((?:gateway|kv_transfer|services|protos|prefill_worker|decode_worker)/[\w/]+\.\w+)`", text)
     assert [file for file in files if not (ROOT / file).exists()] == []
