@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import socket
 import tracemalloc
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from gateway import http_server
 from gateway.admission import AdmissionQueue, Lane
 from gateway.catalog import load_catalog
 from gateway.catalog_file import ModelEntry
@@ -514,42 +516,103 @@ async def test_more_connections_than_may_be_are_refused(system, monkeypatch):
 
 
 RAW_HTTP = {
-    "connect": (b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n", b"HTTP/1.1 40"),
-    "garbage": (b"\x16\x03\x01 what\r\n\r\n", b"HTTP/1.1 400"),
-    "endless-header": (b"GET / HTTP/1.1\r\nx: " + b"a" * 100_000, b"HTTP/1.1 431"),
+    "connect": (b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    "garbage": (b"\x16\x03\x01 what\r\n\r\n", 400),
+    "endless-header": (b"GET / HTTP/1.1\r\nx: " + b"a" * 100_000, 431),
     "long-url": (
         b"POST /v1/completions?" + b"a" * 9000 + b" HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
-        b"HTTP/1.1 414",
+        414,
     ),
-    "endless-url": (b"GET /" + b"a" * 100_000, b"HTTP/1.1 431"),
+    "endless-url": (b"GET /" + b"a" * 100_000, 431),
     "both-lengths": (
         b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"HTTP/1.1 400",
+        400,
     ),
     "two-lengths": (
         b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcde",
-        b"HTTP/1.1 400",
+        400,
     ),
-    "negative-length": (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", b"HTTP/1.1 400"),
-    "bad-chunk": (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", b"HTTP/1.1 "),
-    "cr-in-header": (b"GET /health HTTP/1.1\r\nhost: x\r\nx-request-id: a\rb\r\n\r\n", b"HTTP/1.1 400"),
+    "negative-length": (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", 400),
+    "bad-chunk": (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+    "bad-chunk-end": (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nabc0\r\n\r\n", 400),
+    "two-codings": (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
+    "cr-in-header": (b"GET /health HTTP/1.1\r\nhost: x\r\nx-request-id: a\rb\r\n\r\n", 400),
 }
 
 
 @pytest.mark.parametrize("row", RAW_HTTP, ids=RAW_HTTP)
 async def test_raw_http(system, row):
-    sent, expected = RAW_HTTP[row]
-    answer = await raw(system, sent)
-    assert answer.startswith(expected), answer[:200]
+    sent, status = RAW_HTTP[row]
+    answer = await raw(system, sent, at_most=-1)
+    head = answer.partition(b"\r\n\r\n")[0]
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    assert b"\r\nconnection: close" in head
+    assert answer.count(b"HTTP/1.1 ") == 1
     await check_alive(system)
 
 
-async def raw(system, sent: bytes) -> bytes:
+ASKED = b'{"prompt": "a"}'
+WISHES = {
+    "h2c": b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEA\r\n",
+    "websocket": b"Upgrade: websocket\r\nConnection: upgrade\r\nSec-WebSocket-Key: x\r\n",
+    "two": b"upgrade: h2c\r\nupgrade: a/1, b/2\r\nconnection: keep-alive, upgrade\r\n",
+}
+WITH_BODY = {
+    "length": b"content-length: %d\r\n\r\n%b" % (len(ASKED), ASKED),
+    "chunks": b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(ASKED), ASKED),
+}
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 13, 1 << 16])
+@pytest.mark.parametrize("body", WITH_BODY)
+@pytest.mark.parametrize("wish", WISHES)
+async def test_a_wish_for_another_protocol_is_passed_over(system, monkeypatch, wish, body, piece_bytes):
+    """RFC 9110, 7.8; Java's own client wishes for HTTP/2 with every request."""
+    whole, num_taken = http_server._BoundedProtocol.data_received, 0
+
+    def in_pieces(protocol, data):
+        nonlocal num_taken
+        for start in range(0, len(data), piece_bytes):
+            whole(protocol, data[start : start + piece_bytes])
+        num_taken += len(data)
+
+    monkeypatch.setattr(http_server._BoundedProtocol, "data_received", in_pieces)
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + WISHES[wish] + WITH_BODY[body]
+    head = request[: request.index(b"\r\n\r\n") + 4]
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    try:
+        writer.write(request)
+        assert await one_answer(reader) == (200, "ok")
+        writer.write(request * 3)
+        assert [await one_answer(reader) for _ in range(3)] == [(200, "ok")] * 3
+        num_taken = 0
+        writer.write(head)
+        await system.until(lambda: num_taken == len(head))
+        writer.write(request.removeprefix(head))
+        assert await one_answer(reader) == (200, "ok")
+        writer.write(re.sub(b"(?i)(connection: )", rb"\1close, ", request))
+        assert await one_answer(reader) == (200, "ok")
+        assert await reader.read() == b""
+    finally:
+        writer.close()
+
+
+async def one_answer(reader) -> tuple[int, str]:
+    """Status and text of the next answer of a connection."""
+    async with asyncio.timeout(5):
+        head = await reader.readuntil(b"\r\n\r\n")
+        found = re.search(rb"content-length: (\d+)", head)
+        answer = json.loads(await reader.readexactly(int(found[1])))
+    return int(head.split()[1]), answer["choices"][0]["text"]
+
+
+async def raw(system, sent: bytes, at_most: int = 4096) -> bytes:
+    """What the HTTP port says to this; all that it says before it closes the connection, if `at_most` is -1."""
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     try:
         writer.write(sent)
         async with asyncio.timeout(5):
-            return await reader.read(4096)
+            return await reader.read(at_most)
     finally:
         writer.close()
 
