@@ -509,18 +509,22 @@ async def _named_events(
     tally = _UsageTally(reader.generations)
     begun: set[int] = set()
     before = event_id(reader.request_id, reader.positions)
+
+    def skip(choice: int, num_tokens: int, *, has_all: bool) -> None:
+        """The client has so many tokens of this answer; `has_all`: also the text that was held back until its end."""
+        begun.add(choice)
+        answer = reader.answers[choice]
+        token_ids = answer.token_ids[:num_tokens]
+        logprobs = answer.logprobs and answer.logprobs[:num_tokens]
+        text = _text_of(new_text(reader.generations[choice]), token_ids, has_all=has_all)
+        writer.skip(choice, token_ids, text, logprobs)
+        tally.skip(choice, num_tokens)
+
     async with contextlib.aclosing(reader.parts()) as parts:
         async for part in parts:
             if part.choice not in begun:
-                begun.add(part.choice)
-                answer = reader.answers[part.choice]
-                token_ids = answer.token_ids[: part.delta.first_index]
-                logprobs = answer.logprobs and answer.logprobs[: part.delta.first_index]
                 # A last part comes alone where the client has all of the text, or where none was held back.
-                has_all = part.delta.finish_reason is not None
-                text = _text_of(new_text(reader.generations[part.choice]), token_ids, has_all=has_all)
-                writer.skip(part.choice, token_ids, text, logprobs)
-                tally.skip(part.choice, part.delta.first_index)
+                skip(part.choice, part.delta.first_index, has_all=part.delta.finish_reason is not None)
             # The connection may be cut between any two events, so each has an id.
             opening = writer.opening(part.choice) if part.is_first else b""
             if opening:
@@ -531,6 +535,9 @@ async def _named_events(
             before = part.event_id
             yield opening + event
     if writer.has_usage:
+        # What the writer counts itself is of all answers, also those that the client has to their ends.
+        for choice in {*range(len(reader.answers))} - begun:
+            skip(choice, len(reader.answers[choice].token_ids), has_all=True)
         yield writer.usage_chunk(reader.usages())
 
 
@@ -718,8 +725,10 @@ class _Exchange:
             self._timer = loop.call_later(SLOW_CLIENT_LIMIT_S / 4, self._check_progress, task)
 
     def _lose_client(self, task: "asyncio.Task[Any]") -> None:
-        self._is_client_lost = True
-        task.cancel()
+        if not self._is_client_lost:
+            # Told again, the task would break off what it does to end.
+            self._is_client_lost = True
+            task.cancel()
 
     async def _discard_body(self) -> None:
         """Reads on for a moment: closing at once would reset the connection before the answer is read."""

@@ -751,6 +751,8 @@ def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
         if _TOKEN_ID.fullmatch(key) is None:
             raise InvalidRequest("keys of logit_bias must be token ids", field="logit_bias", code="invalid_value")
         converted[int(key)] = bias
+    if len(converted) != len(biases):
+        raise InvalidRequest("two keys of logit_bias are one token id", field="logit_bias", code="duplicate_key")
     return converted
 
 
