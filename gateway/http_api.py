@@ -23,6 +23,7 @@ from starlette.routing import BaseRoute, Route
 
 from gateway.answer_text import AnswerText
 from gateway.api_keys import ApiKey
+from gateway.bodies import Bodies, Claim
 from gateway.calls import AcceptedCall, Call, Delta, Generation, TenantTicket, Usage
 from gateway.catalog import ServedModel, header_value
 from gateway.dashboard.pages import Dashboard
@@ -45,9 +46,9 @@ from gateway.openai_types import (
     TokenizeRequest,
     Whole,
     Writer,
-    canonical,
     parse,
     parse_members,
+    parse_named,
     system_fingerprint,
 )
 from gateway.openapi import document_bytes
@@ -91,6 +92,9 @@ LINGER_S = 2.0
 SLOW_CLIENT_LIMIT_S = 30.0
 """A client that takes nothing for so long is dropped."""
 
+_NAMING = (b"idempotency-key", b"last-event-id", b"x-request-id")
+"""Headers of requests that have a name, whose answers others may read too."""
+
 logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
@@ -125,12 +129,14 @@ class HttpApi:
         door: FrontDoor,
         dashboard: Dashboard,
         port: Callable[[], int],
+        bodies: Bodies,
         more_routes: Sequence[BaseRoute] = (),
     ) -> None:
         self._more_routes = more_routes
         self._requests = requests
         self._dashboard = dashboard
         self._port = port
+        self._bodies = bodies
         self._journals = journals
         self._topology = topology
         self._metrics = metrics
@@ -222,7 +228,7 @@ class HttpApi:
         """How many tokens the input of a response would have."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
         with own_words():
-            call = parse(await exchange.read_body(), ResponsesRequest)[0].call()
+            call = await self._bodies.take(exchange.read_body, lambda body: parse(body, ResponsesRequest)[0].call())
             model = await self._let_in_free(exchange, key, call.model)
             messages = call.messages or ()
             token_ids = await encode_conversation(model.tokenizer, messages, call.tools, max_chars=MAX_BODY_BYTES)
@@ -231,13 +237,13 @@ class HttpApi:
 
     async def _refuse_embeddings(self, exchange: "_Exchange") -> None:
         self._door.authenticate(exchange.all_headers(b"authorization"))
-        await exchange.read_body()
+        await self._bodies.take(exchange.read_body, len)
         raise InvalidRequest("this server generates text only; it has no embeddings", code="unsupported_endpoint")
 
     async def _tokenize(self, exchange: "_Exchange") -> None:
         """Token ids of a text, or of a conversation as it would be generated from."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
-        request, _ = parse_members(await exchange.read_body(), TokenizeRequest)
+        request, tools = await self._bodies.take(exchange.read_body, _read_tokenize)
         model = await self._let_in_free(exchange, key, request.model)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("exactly one of prompt and messages is needed", field="prompt", code="invalid_value")
@@ -249,7 +255,6 @@ class HttpApi:
                     field="add_special_tokens",
                     code="unsupported_parameter",
                 )
-            tools = offered_tools(request.tools, None)
             token_ids = await encode_conversation(model.tokenizer, request.messages, tools, max_chars=MAX_BODY_BYTES)
         else:
             assert request.prompt is not None
@@ -267,7 +272,7 @@ class HttpApi:
     async def _detokenize(self, exchange: "_Exchange") -> None:
         """The text of token ids, special ones shown."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
-        request, _ = parse_members(await exchange.read_body(), DetokenizeRequest)
+        request, _ = await self._bodies.take(exchange.read_body, lambda body: parse_members(body, DetokenizeRequest))
         model = await self._let_in_free(exchange, key, request.model)
         token_ids = request.tokens
         if token_ids is None:
@@ -290,9 +295,10 @@ class HttpApi:
     async def _generate(self, exchange: "_Exchange", body_type: type[Body], writer_type: type[Writer]) -> None:
         """From the body of a request to the end of its answer."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
-        body = await exchange.read_body()
-        request, ignored = parse(body, body_type)
-        call = request.call()
+        is_named = any(exchange.optional_header(name) is not None for name in _NAMING)
+        request, ignored, call, digest = await self._bodies.take(
+            exchange.read_body, lambda body: _read_call(body, body_type, writer_type, is_named=is_named)
+        )
         call.service_class = _service_class(call, exchange)
         session = exchange.optional_header(b"x-session-id")
         if session is not None:
@@ -303,7 +309,7 @@ class HttpApi:
         call.request_id = exchange.optional_header(b"x-request-id")
         call.traceparent = exchange.header(b"traceparent")
         call.tracestate = ",".join(exchange.all_headers(b"tracestate"))
-        ask = _ask(exchange, call, body, request, writer_type)
+        ask = _ask(exchange, call, digest, request, writer_type)
         if ignored:
             exchange.add_header(b"x-tandem-ignored", ",".join(ignored))
         if ask is not None:
@@ -465,6 +471,23 @@ class HttpApi:
         )
 
 
+def _read_call(
+    body: bytes, body_type: type[Body], writer_type: type[Writer], *, is_named: bool
+) -> tuple[Body, list[str], Call, str]:
+    """The request, the names of members that are ignored, the call, and of a request with a name its digest."""
+    if not is_named:
+        request, ignored = parse(body, body_type)
+        return request, ignored, request.call(), ""
+    request, ignored, canonical = parse_named(body, body_type)
+    return request, ignored, request.call(), digest_of(writer_type.object_name, canonical)
+
+
+def _read_tokenize(body: bytes) -> tuple[TokenizeRequest, list[dict[str, Any]] | None]:
+    """The request, and the tools that go with its messages."""
+    request, _ = parse_members(body, TokenizeRequest)
+    return request, None if request.messages is None else offered_tools(request.tools, None)
+
+
 def _read_permission(exchange: "_Exchange", call: Call) -> None:
     """X-Allow-Fallback, for clients that cannot add a field to the body, which would count. Raises InvalidRequest."""
     said = exchange.optional_header(b"x-allow-fallback")
@@ -486,7 +509,7 @@ def _service_class(call: Call, exchange: "_Exchange") -> str:
     return call.service_class or named
 
 
-def _ask(exchange: "_Exchange", call: Call, body: bytes, request: Body, writer_type: type[Writer]) -> Ask | None:
+def _ask(exchange: "_Exchange", call: Call, digest: str, request: Body, writer_type: type[Writer]) -> Ask | None:
     """What a request with a name asks for; None for one without. Raises InvalidRequest."""
     key = exchange.optional_header(b"idempotency-key")
     last_event_id = exchange.optional_header(b"last-event-id")
@@ -497,7 +520,6 @@ def _ask(exchange: "_Exchange", call: Call, body: bytes, request: Body, writer_t
         call.idempotency_key = key
     if last_event_id is not None and not request.stream:
         raise InvalidRequest("Last-Event-ID needs stream to be true", field="Last-Event-ID", code="invalid_event_id")
-    digest = digest_of(writer_type.object_name, canonical(body))
     position = None if last_event_id is None else writer_type.journal_event_id(last_event_id)
     return ask_for(call, digest, last_event_id=position)
 
@@ -599,7 +621,7 @@ class _Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.has_started = False
         self.is_unread = True
-        """The body was not asked for yet."""
+        """The end of the body was not seen yet."""
         self._headers: HeaderPairs = scope["headers"]
         self._connection = connection_of(scope)
         self._url_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
@@ -640,16 +662,17 @@ class _Exchange:
         """Adds a header to the answer."""
         self._answer_headers.append((name, value.encode("latin-1")))
 
-    async def read_body(self) -> bytes:
+    async def read_body(self, claim: Claim) -> bytes:
         """The whole body. Raises HttpRefusal for what is no body of ours, before reading more than is allowed."""
         self._check_head()
-        self.is_unread = False
         task = asyncio.current_task()
         assert task is not None
         # A bare timer instead of asyncio.timeout: nearly always the body is here already.
         timer = asyncio.get_running_loop().call_later(MAX_BODY_READ_S, self._lose_client, task)
         try:
-            return await self._receive_body()
+            body = await self._receive_body(claim)
+            self.is_unread = False
+            return body
         except asyncio.CancelledError:
             if self._is_client_lost and task.uncancel() == 0:
                 raise HttpRefusal(
@@ -758,7 +781,7 @@ class _Exchange:
                 f"the body must have at most {MAX_BODY_BYTES} bytes", http_status=413, code="request_too_large"
             )
 
-    async def _receive_body(self) -> bytes:
+    async def _receive_body(self, claim: Claim) -> bytes:
         body = bytearray()
         while True:
             message = await self._receive()
@@ -766,6 +789,7 @@ class _Exchange:
                 raise RequestCancelled("the client left")
             part: bytes = message.get("body", b"")
             self._check_size(len(body) + len(part))
+            claim(len(part))
             if not message.get("more_body"):
                 return bytes(body + part) if body else part
             body += part

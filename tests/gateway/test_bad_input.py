@@ -6,6 +6,7 @@ import math
 import os
 import re
 import socket
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from gateway.catalog_file import ModelEntry
 from gateway.lifecycle import Policies, Requests
 from gateway.metrics import Metrics
 from gateway.openai_types import ChatRequest, CompletionRequest, parse
+from gateway.tool_requests import check_conversation
 from gateway.topology import Topology
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import status
@@ -282,6 +284,15 @@ def check_request(catalog):
     return check
 
 
+def test_too_many_messages_are_refused_before_they_are_looked_at():
+    class Unread(dict):
+        def get(self, *_):
+            raise AssertionError
+
+    with pytest.raises(InvalidRequest, match="messages has 2049 entries"):
+        check_conversation([Unread()] * 2049, max_chars=10)
+
+
 GOOD = {
     "nul-in-prompt": {"prompt": "a\x00\x1b[31mb"},
     "zalgo": {"prompt": "Z̷̧͉̈́a̸̢͝l̵g̶o̴ \u202e reversed \u200d ﷺ"},
@@ -429,6 +440,75 @@ async def test_body_at_the_limit_is_read(system, post):
     assert len(full) == 8 * 1024 * 1024
     assert (await post("/v1/completions", full)).status_code == 200
     check_error(await post("/v1/completions", full + b" "), 413)
+
+
+LONG_BODIES = {
+    "completions": ("/v1/completions", {"prompt": "a"}),
+    "chat": ("/v1/chat/completions", {"messages": OK}),
+    "responses": ("/v1/responses", {"input": "a"}),
+    "input-tokens": ("/v1/responses/input_tokens", {"input": "a"}),
+    "tokenize": ("/tokenize", {"messages": OK}),
+    "detokenize": ("/detokenize", {"tokens": [5]}),
+}
+
+
+@pytest.mark.parametrize("row", LONG_BODIES, ids=LONG_BODIES)
+@pytest.mark.parametrize("headers", [{}, {"x-request-id": "mine"}], ids=["unnamed", "named"])
+async def test_long_bodies_are_decoded_once_and_beside_the_event_loop(system, post, monkeypatch, row, headers):
+    path, body = LONG_BODIES[row]
+    short = json.dumps(body)
+    long = short + " " * (256 * 1024 - len(short))
+    loads, threads = json.loads, []
+
+    def spy(text, **options):
+        threads.append(threading.get_ident())
+        return loads(text, **options)
+
+    for text, is_here in ((long, True), (long + " ", False)):
+        threads.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr("gateway.openai_types.json.loads", spy)
+            response = await post(path, text.encode(), headers)
+        assert response.status_code == 200, response.text
+        assert [thread == threading.get_ident() for thread in threads] == [is_here]
+        headers = {name: "another" for name in headers}
+
+
+async def test_bodies_find_no_room_beyond_their_memory(make_system, worker_type, pair_type, tokenizer):
+    room = 8 * 1024 * 1024
+    system = await make_system(body_memory=room)
+    pair = pair_type([*tokenizer.encode("ok", add_special_tokens=False).ids, 1])
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    bodies = system.gateway.api._bodies
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    held = ASKED.ljust(room - 1000)
+    try:
+        # What is announced only takes no room.
+        writer.write(head % (len(held) + 1) + held)
+        await system.until(lambda: bodies.num_bytes == len(held))
+        assert (await system.http.post("/v1/completions", content=ASKED.ljust(1000))).status_code == 200
+        assert bodies.num_bytes == len(held)
+        refused = await system.http.post("/v1/completions", content=ASKED.ljust(1001))
+        check_error(refused, 503, code="server_overloaded")
+        assert refused.headers["retry-after"] == "1"
+        assert refused.headers["connection"] == "close"
+        writer.write(b" ")
+        assert await one_answer(reader) == (200, "ok")
+    finally:
+        writer.close()
+    assert bodies.num_bytes == 0
+    assert (await system.http.post("/v1/completions", content=ASKED.ljust(room))).status_code == 200
+
+
+async def test_the_room_of_a_body_that_is_broken_off_is_free_again(system):
+    bodies = system.gateway.api._bodies
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    writer.write(head + ASKED)
+    await system.until(lambda: bodies.num_bytes == len(ASKED))
+    writer.close()
+    await system.until(lambda: bodies.num_bytes == 0)
 
 
 async def test_body_in_tiny_chunks(system):
