@@ -52,7 +52,7 @@ from gateway.openai_types import (
     system_fingerprint,
 )
 from gateway.openapi import document_bytes
-from gateway.request_log import RequestLog
+from gateway.request_log import RequestLog, code_of
 from gateway.responses_types import ResponsesRequest, own_words
 from gateway.responses_writer import ResponsesWriter
 from gateway.sessions import TokenLogprobs
@@ -168,7 +168,7 @@ class HttpApi:
             *self._admin_pages(has_api=True),
         ]
         self.routes = routes
-        starlette = Starlette(routes=routes, exception_handlers=_HANDLERS)
+        starlette = Starlette(routes=routes, exception_handlers=self._handlers())
         # A path that is nearly right is a mistake to be told of, not to be sent elsewhere.
         starlette.router.redirect_slashes = False
 
@@ -184,9 +184,28 @@ class HttpApi:
 
     def admin_app(self) -> App:
         """What operators read, for an address of its own that asks for no key."""
-        pages = Starlette(routes=[*self._probes(), *self._admin_pages(has_api=False)], exception_handlers=_HANDLERS)
+        routes = [*self._probes(), *self._admin_pages(has_api=False)]
+        pages = Starlette(routes=routes, exception_handlers=self._handlers())
         pages.router.redirect_slashes = False
         return pages
+
+    def _handlers(self) -> dict[Any, Any]:
+        """What answers the errors of routes that are Starlette's, which logs those that are faults of ours."""
+        return {HTTPException: self._routing_error, TandemError: self._error_response, 500: self._error_response}
+
+    async def _error_response(self, request: Request, error: Exception) -> Response:
+        if not isinstance(error, RequestCancelled):
+            self._metrics.note_refusal(code_of(error))
+        return _error_answer(error)
+
+    async def _routing_error(self, request: Request, error: Exception) -> Response:
+        """404 and 405, which the router raises."""
+        assert isinstance(error, HTTPException)
+        name = HTTPStatus(error.status_code).name.lower()
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        self._metrics.note_refusal(name)
+        detail = {"message": f"{error.detail}: {request.url.path[:200]}", "type": kind, "param": None, "code": name}
+        return _json({"error": detail}, http_status=error.status_code, headers=error.headers)
 
     def _probes(self) -> list[Route]:
         return [Route("/health", self._show_health), Route("/ready", self._show_readiness)]
@@ -823,7 +842,7 @@ def _note_error(error: Exception) -> str:
     """Logs what is not the client's business; gives the error's public code."""
     if not isinstance(error, TandemError):
         logger.error("a request failed", exc_info=error)
-    return str(status.openai_error(error)["error"]["code"])
+    return code_of(error)
 
 
 def _http_status(error: BaseException) -> int:
@@ -855,25 +874,9 @@ def _error_headers(error: BaseException, *, closes: bool = False) -> HeaderPairs
     return headers
 
 
-async def _error_response(request: Request, error: Exception) -> Response:
-    return _error_answer(error)
-
-
 def _error_answer(error: Exception) -> Response:
     headers = {key.decode(): value.decode() for key, value in _error_headers(error)}
     return Response(_error_body(error), _http_status(error), headers, media_type="application/json")
-
-
-async def _routing_error(request: Request, error: Exception) -> Response:
-    """404 and 405, which the router raises."""
-    assert isinstance(error, HTTPException)
-    name = HTTPStatus(error.status_code).name.lower()
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    detail = {"message": f"{error.detail}: {request.url.path[:200]}", "type": kind, "param": None, "code": name}
-    return _json({"error": detail}, http_status=error.status_code, headers=error.headers)
-
-
-_HANDLERS: dict[Any, Any] = {HTTPException: _routing_error, TandemError: _error_response, 500: _error_response}
 
 
 def _json(value: Any, *, http_status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
