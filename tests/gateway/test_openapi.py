@@ -349,6 +349,15 @@ async def test_files_and_batches_keep_to_the_document(system):
     check(missing.json(), schema_of("/v1/batches/{batch_id}", 404, method="get"))
 
 
+async def test_a_body_may_find_no_room(system, monkeypatch):
+    monkeypatch.setattr(system.gateway.api._bodies, "_max_bytes", 0)
+    paths = [operation.path for operation in OPERATIONS if operation.method == "post" and "{" not in operation.path]
+    for path in sorted({*paths} - {"/v1/files", "/v1/batches"}):
+        response = await system.http.post(path, json={})
+        assert response.status_code == 503, path
+        check(response.json(), schema_of(path, 503))
+
+
 async def test_refusals_have_their_headers(make_system, tmp_path):
     limited, other = new_key(), new_key()
     keys = tmp_path / "keys.toml"
