@@ -31,7 +31,8 @@ from gateway.grpc_api import (
     register,
 )
 from gateway.history import History
-from gateway.http_api import App, HttpApi
+from gateway.http_api import HttpApi
+from gateway.http_exchange import App
 from gateway.http_server import HttpServer
 from gateway.journals import Journals
 from gateway.lifecycle import Policies, Requests

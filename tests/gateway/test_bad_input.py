@@ -521,7 +521,7 @@ async def test_body_in_tiny_chunks(system):
 
 
 async def test_body_that_never_comes(system, monkeypatch):
-    monkeypatch.setattr("gateway.http_api.MAX_BODY_READ_S", 0.3)
+    monkeypatch.setattr("gateway.http_exchange.MAX_BODY_READ_S", 0.3)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
     answer = await raw(system, head)
     assert answer.startswith(b"HTTP/1.1 408")
@@ -529,7 +529,7 @@ async def test_body_that_never_comes(system, monkeypatch):
 
 
 async def test_body_that_was_announced_and_never_comes(system, monkeypatch):
-    monkeypatch.setattr("gateway.http_api.MAX_BODY_READ_S", 0.3)
+    monkeypatch.setattr("gateway.http_exchange.MAX_BODY_READ_S", 0.3)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\nexpect: 100-continue\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(head)
@@ -816,7 +816,7 @@ async def test_no_decode_worker_is_told_at_once_over_grpc(make_system):
 async def test_a_body_of_tiny_chunks_costs_its_bytes(system, monkeypatch):
     """What a chunk costs is gone with the next one (CVE-2025-23310), and its bytes count as those of any body."""
     num_chunks = 50_000
-    monkeypatch.setattr("gateway.http_api.MAX_BODY_BYTES", num_chunks)
+    monkeypatch.setattr("gateway.http_exchange.MAX_BODY_BYTES", num_chunks)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
     tracemalloc.start()

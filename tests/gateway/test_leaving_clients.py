@@ -8,7 +8,7 @@ import socket
 import grpc
 import pytest
 
-from gateway.http_api import _Exchange
+from gateway.http_exchange import Exchange
 from gateway.http_server import connection_of, in_process_scope
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc
@@ -217,7 +217,7 @@ def buffered_bytes(system):
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_client_that_reads_nothing_is_dropped_and_disturbs_nobody(make_system, worker_type, monkeypatch, name):
-    monkeypatch.setattr("gateway.http_api.SLOW_CLIENT_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.http_exchange.SLOW_CLIENT_LIMIT_S", 1.5)
     system = await make_system()
     decode = await system.add(worker_type("decode", "decode-0", flood))
     for server in system.gateway._http._server.servers:
@@ -263,7 +263,7 @@ async def test_a_client_that_takes_nothing_and_then_leaves_is_lost_once():
     began, is_cleaning, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def serve():
-        with _Exchange(scope, None, None).cancelled_on_disconnect():
+        with Exchange(scope, None, None).cancelled_on_disconnect():
             try:
                 began.set()
                 await asyncio.Event().wait()
