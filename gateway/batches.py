@@ -29,7 +29,7 @@ from gateway.batch_rows import (
     unanswered_line,
 )
 from gateway.fan_out import all_of
-from gateway.http_api import App
+from gateway.http_exchange import App
 from gateway.http_server import in_process_scope
 from services.cluster.batches import Batch, BatchStore, Reply, Result, Status, has_result
 from services.cluster.files import FileStore

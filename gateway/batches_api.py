@@ -26,7 +26,7 @@ from gateway.files_api import (
     no_room,
     route,
 )
-from gateway.http_api import HttpRefusal
+from gateway.http_exchange import HttpRefusal
 from services.cluster.batches import MAX_ACTIVE, Batch, BatchRefused, BatchStore, Order, Reply, Status
 from services.cluster.files import FILE_TTL_S, FilesFull, FileStore, new_id
 from services.runtime.errors import InvalidRequest, NotFound, RateLimited, RequestCancelled

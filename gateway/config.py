@@ -99,6 +99,11 @@ class GatewayConfig:
         default=60.0,
         help="Longest wait for room, in seconds; batch requests wait until their deadline.",
     )
+    body_memory: int = option(
+        size_bytes(8 * 2**20),
+        default=256 * 2**20,
+        help="What the bodies of HTTP requests that are being sent and read may take together; more are refused.",
+    )
     max_attempts: int = option(integer(1, 100), default=3, help="Attempts without a new token before a request fails.")
     failover_wait_s: float = option(
         number(0, 86_400), default=30.0, help="Longest wait for a worker to go on with an answer, in seconds."

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.api_keys import ApiKey
-from gateway.http_api import HttpRefusal
+from gateway.http_exchange import HttpRefusal
 from gateway.multipart import FormReader, boundary_of
 from services.cluster.files import CHUNK_BYTES, FILE_TTL_S, MAX_FILES, MAX_PAGE, File, FilesFull, FileStore, new_id
 from services.runtime.errors import InvalidRequest, NotFound, Overloaded, RequestCancelled, StoreUnavailable

@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute
 from gateway.admission import AdmissionQueue, Lane
 from gateway.batches import LEAVE_S, Batches
 from gateway.batches_api import BatchesApi
+from gateway.bodies import Bodies
 from gateway.cache_hints import CacheHints
 from gateway.candidates import RoomLimits
 from gateway.catalog import load_catalog
@@ -30,7 +31,8 @@ from gateway.grpc_api import (
     register,
 )
 from gateway.history import History
-from gateway.http_api import App, HttpApi
+from gateway.http_api import HttpApi
+from gateway.http_exchange import App
 from gateway.http_server import HttpServer
 from gateway.journals import Journals
 from gateway.lifecycle import Policies, Requests
@@ -145,6 +147,7 @@ class Gateway:
         )
         file_routes = FilesApi(files, max_file_bytes=config.max_file_size).routes()
         batch_routes = BatchesApi(self.batches.store, files, on_change=self.batches.poke).routes()
+        self._bodies = Bodies(config.body_memory)
         self._dashboard = Dashboard(self._feed, self.requests.log.history)
         self.api = self._http_api(self.door, [*file_routes, *batch_routes])
         identity = rpc.identity()
@@ -183,6 +186,7 @@ class Gateway:
             door=door,
             dashboard=self._dashboard,
             port=lambda: self.http_port,
+            bodies=self._bodies,
             more_routes=more_routes,
         )
 

@@ -7,10 +7,8 @@ is `gateway.lifecycle`'s business.
 import asyncio
 import contextlib
 import functools
-import logging
-import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -23,13 +21,14 @@ from starlette.routing import BaseRoute, Route
 
 from gateway.answer_text import AnswerText
 from gateway.api_keys import ApiKey
-from gateway.calls import AcceptedCall, Call, Delta, Generation, TenantTicket, Usage
+from gateway.bodies import Bodies
+from gateway.calls import AcceptedCall, Call, Delta, Generation, Usage
 from gateway.catalog import ServedModel, header_value
 from gateway.dashboard.pages import Dashboard
 from gateway.fallback import Stream, begun
 from gateway.fan_out import all_of, merged
 from gateway.front_door import FrontDoor
-from gateway.http_server import connection_of
+from gateway.http_exchange import App, Endpoint, Exchange, Receive, Scope, Send, error_answer, header_values, note_error
 from gateway.journal import digest_of, event_id
 from gateway.journals import Ask, Journals, Reader, ask_for
 from gateway.lifecycle import Requests
@@ -45,13 +44,13 @@ from gateway.openai_types import (
     TokenizeRequest,
     Whole,
     Writer,
-    canonical,
     parse,
     parse_members,
+    parse_named,
     system_fingerprint,
 )
 from gateway.openapi import document_bytes
-from gateway.request_log import RequestLog
+from gateway.request_log import code_of
 from gateway.responses_types import ResponsesRequest, own_words
 from gateway.responses_writer import ResponsesWriter
 from gateway.sessions import TokenLogprobs
@@ -60,7 +59,6 @@ from gateway.tool_requests import encode_conversation, offered_tools
 from gateway.topology import Member, Topology
 from gateway.validation import (
     MAX_BODY_BYTES,
-    MAX_BODY_READ_S,
     MAX_NAME_CHARS,
     check_affinity_key,
     check_idempotency_key,
@@ -70,11 +68,9 @@ from gateway.validation import (
 )
 from services.runtime import status
 from services.runtime.errors import (
-    AlreadyExists,
     InvalidRequest,
     NotFound,
     PermissionDenied,
-    RateLimited,
     RequestCancelled,
     TandemError,
     Unauthenticated,
@@ -86,27 +82,8 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 API_PREFIX = "/v1/"
 API_PATHS = frozenset({"/tokenize", "/detokenize", "/openapi.json"})
 """What any key may ask beside what begins with the prefix; they are where other servers have them."""
-MAX_HEADERS = 100
-MAX_URL_BYTES = 8 * 1024
-LINGER_S = 2.0
-SLOW_CLIENT_LIMIT_S = 30.0
-"""A client that takes nothing for so long is dropped."""
-
-logger = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-HeaderPairs = list[tuple[bytes, bytes]]
-
-
-class HttpRefusal(InvalidRequest):
-    """A request that HTTP's own rules refuse, with the status for it. Its connection is closed."""
-
-    def __init__(self, message: str, *, http_status: int, code: str) -> None:
-        super().__init__(message, code=code)
-        self.http_status = http_status
+_NAMING = (b"idempotency-key", b"last-event-id", b"x-request-id")
+"""Headers of requests that have a name, whose answers others may read too."""
 
 
 class HttpApi:
@@ -126,12 +103,14 @@ class HttpApi:
         door: FrontDoor,
         dashboard: Dashboard,
         port: Callable[[], int],
+        bodies: Bodies,
         more_routes: Sequence[BaseRoute] = (),
     ) -> None:
         self._more_routes = more_routes
         self._requests = requests
         self._dashboard = dashboard
         self._port = port
+        self._bodies = bodies
         self._journals = journals
         self._topology = topology
         self._metrics = metrics
@@ -144,13 +123,13 @@ class HttpApi:
     def app(self) -> App:
         """The ASGI application, to be run by `gateway.http_server`."""
         fast: dict[str, App] = {
-            "/v1/completions": _Endpoint(self._completions, self._metrics, self._requests.log),
-            "/v1/chat/completions": _Endpoint(self._chat_completions, self._metrics, self._requests.log),
-            "/v1/responses": _Endpoint(self._responses, self._metrics, self._requests.log),
-            "/v1/responses/input_tokens": _Endpoint(self._count_input, self._metrics, self._requests.log),
-            "/v1/embeddings": _Endpoint(self._refuse_embeddings, self._metrics, self._requests.log),
-            "/tokenize": _Endpoint(self._tokenize, self._metrics, self._requests.log),
-            "/detokenize": _Endpoint(self._detokenize, self._metrics, self._requests.log),
+            "/v1/completions": Endpoint(self._completions, self._metrics, self._requests.log),
+            "/v1/chat/completions": Endpoint(self._chat_completions, self._metrics, self._requests.log),
+            "/v1/responses": Endpoint(self._responses, self._metrics, self._requests.log),
+            "/v1/responses/input_tokens": Endpoint(self._count_input, self._metrics, self._requests.log),
+            "/v1/embeddings": Endpoint(self._refuse_embeddings, self._metrics, self._requests.log),
+            "/tokenize": Endpoint(self._tokenize, self._metrics, self._requests.log),
+            "/detokenize": Endpoint(self._detokenize, self._metrics, self._requests.log),
         }
         routes: list[BaseRoute] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in fast.items()]
         routes += [
@@ -163,7 +142,7 @@ class HttpApi:
             *self._admin_pages(has_api=True),
         ]
         self.routes = routes
-        starlette = Starlette(routes=routes, exception_handlers=_HANDLERS)
+        starlette = Starlette(routes=routes, exception_handlers=self._handlers())
         # A path that is nearly right is a mistake to be told of, not to be sent elsewhere.
         starlette.router.redirect_slashes = False
 
@@ -179,9 +158,28 @@ class HttpApi:
 
     def admin_app(self) -> App:
         """What operators read, for an address of its own that asks for no key."""
-        pages = Starlette(routes=[*self._probes(), *self._admin_pages(has_api=False)], exception_handlers=_HANDLERS)
+        routes = [*self._probes(), *self._admin_pages(has_api=False)]
+        pages = Starlette(routes=routes, exception_handlers=self._handlers())
         pages.router.redirect_slashes = False
         return pages
+
+    def _handlers(self) -> dict[Any, Any]:
+        """What answers the errors of routes that are Starlette's, which logs those that are faults of ours."""
+        return {HTTPException: self._routing_error, TandemError: self._error_response, 500: self._error_response}
+
+    async def _error_response(self, request: Request, error: Exception) -> Response:
+        if not isinstance(error, RequestCancelled):
+            self._metrics.note_refusal(code_of(error))
+        return error_answer(error)
+
+    async def _routing_error(self, request: Request, error: Exception) -> Response:
+        """404 and 405, which the router raises."""
+        assert isinstance(error, HTTPException)
+        name = HTTPStatus(error.status_code).name.lower()
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        self._metrics.note_refusal(name)
+        detail = {"message": f"{error.detail}: {request.url.path[:200]}", "type": kind, "param": None, "code": name}
+        return _json({"error": detail}, http_status=error.status_code, headers=error.headers)
 
     def _probes(self) -> list[Route]:
         return [Route("/health", self._show_health), Route("/ready", self._show_readiness)]
@@ -200,45 +198,45 @@ class HttpApi:
         if path in OPEN_PATHS or self._dashboard.is_open(path):
             return None
         try:
-            key = self._door.authenticate(_values(scope["headers"], b"authorization"))
+            key = self._door.authenticate(header_values(scope["headers"], b"authorization"))
             if not path.startswith(API_PREFIX) and path not in API_PATHS:
                 self._door.check_admin(key)
         except (Unauthenticated, PermissionDenied) as error:
-            self._metrics.note_refusal(_note_error(error))
-            return _error_answer(error)
+            self._metrics.note_refusal(note_error(error))
+            return error_answer(error)
         scope["state"] = {**scope.get("state", {}), "key": key}
         return None
 
-    async def _completions(self, exchange: "_Exchange") -> None:
+    async def _completions(self, exchange: Exchange) -> None:
         await self._generate(exchange, CompletionRequest, CompletionWriter)
 
-    async def _chat_completions(self, exchange: "_Exchange") -> None:
+    async def _chat_completions(self, exchange: Exchange) -> None:
         await self._generate(exchange, ChatRequest, ChatWriter)
 
-    async def _responses(self, exchange: "_Exchange") -> None:
+    async def _responses(self, exchange: Exchange) -> None:
         with own_words():
             await self._generate(exchange, ResponsesRequest, ResponsesWriter)
 
-    async def _count_input(self, exchange: "_Exchange") -> None:
+    async def _count_input(self, exchange: Exchange) -> None:
         """How many tokens the input of a response would have."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
         with own_words():
-            call = parse(await exchange.read_body(), ResponsesRequest)[0].call()
+            call = await self._bodies.take(exchange.read_body, lambda body: parse(body, ResponsesRequest)[0].call())
             model = await self._let_in_free(exchange, key, call.model)
             messages = call.messages or ()
             token_ids = await encode_conversation(model.tokenizer, messages, call.tools, max_chars=MAX_BODY_BYTES)
         document = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
         await exchange.answer(200, msgspec.json.encode(document))
 
-    async def _refuse_embeddings(self, exchange: "_Exchange") -> None:
+    async def _refuse_embeddings(self, exchange: Exchange) -> None:
         self._door.authenticate(exchange.all_headers(b"authorization"))
-        await exchange.read_body()
+        await self._bodies.take(exchange.read_body, len)
         raise InvalidRequest("this server generates text only; it has no embeddings", code="unsupported_endpoint")
 
-    async def _tokenize(self, exchange: "_Exchange") -> None:
+    async def _tokenize(self, exchange: Exchange) -> None:
         """Token ids of a text, or of a conversation as it would be generated from."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
-        request, _ = parse_members(await exchange.read_body(), TokenizeRequest)
+        request, tools = await self._bodies.take(exchange.read_body, _read_tokenize)
         model = await self._let_in_free(exchange, key, request.model)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("exactly one of prompt and messages is needed", field="prompt", code="invalid_value")
@@ -250,7 +248,6 @@ class HttpApi:
                     field="add_special_tokens",
                     code="unsupported_parameter",
                 )
-            tools = offered_tools(request.tools, None)
             token_ids = await encode_conversation(model.tokenizer, request.messages, tools, max_chars=MAX_BODY_BYTES)
         else:
             assert request.prompt is not None
@@ -265,10 +262,10 @@ class HttpApi:
         document = {"count": len(token_ids), "max_model_len": max_tokens, "tokens": token_ids}
         await exchange.answer(200, msgspec.json.encode(document))
 
-    async def _detokenize(self, exchange: "_Exchange") -> None:
+    async def _detokenize(self, exchange: Exchange) -> None:
         """The text of token ids, special ones shown."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
-        request, _ = parse_members(await exchange.read_body(), DetokenizeRequest)
+        request, _ = await self._bodies.take(exchange.read_body, lambda body: parse_members(body, DetokenizeRequest))
         model = await self._let_in_free(exchange, key, request.model)
         token_ids = request.tokens
         if token_ids is None:
@@ -278,7 +275,7 @@ class HttpApi:
         text = decode() if len(token_ids) <= LONG_TEXT_CHARS else await asyncio.to_thread(decode)
         await exchange.answer(200, msgspec.json.encode({"prompt": text}))
 
-    async def _let_in_free(self, exchange: "_Exchange", key: ApiKey, name: str | None) -> ServedModel:
+    async def _let_in_free(self, exchange: Exchange, key: ApiKey, name: str | None) -> ServedModel:
         """The model of a request that generates nothing; it counts as one all the same."""
         catalog = self._requests.catalog
         self._door.check_model(key, catalog.name_of(name), asked=name)
@@ -288,12 +285,13 @@ class HttpApi:
         exchange.add_limits(ticket)
         return catalog.resolve(name)
 
-    async def _generate(self, exchange: "_Exchange", body_type: type[Body], writer_type: type[Writer]) -> None:
+    async def _generate(self, exchange: Exchange, body_type: type[Body], writer_type: type[Writer]) -> None:
         """From the body of a request to the end of its answer."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
-        body = await exchange.read_body()
-        request, ignored = parse(body, body_type)
-        call = request.call()
+        is_named = any(exchange.optional_header(name) is not None for name in _NAMING)
+        request, ignored, call, digest = await self._bodies.take(
+            exchange.read_body, lambda body: _read_call(body, body_type, writer_type, is_named=is_named)
+        )
         call.service_class = _service_class(call, exchange)
         session = exchange.optional_header(b"x-session-id")
         if session is not None:
@@ -304,7 +302,7 @@ class HttpApi:
         call.request_id = exchange.optional_header(b"x-request-id")
         call.traceparent = exchange.header(b"traceparent")
         call.tracestate = ",".join(exchange.all_headers(b"tracestate"))
-        ask = _ask(exchange, call, body, request, writer_type)
+        ask = _ask(exchange, call, digest, request, writer_type)
         if ignored:
             exchange.add_header(b"x-tandem-ignored", ",".join(ignored))
         if ask is not None:
@@ -329,7 +327,7 @@ class HttpApi:
                         await exchange.answer(200, writer.whole(answers))
 
     async def _generate_named(
-        self, exchange: "_Exchange", key: ApiKey, ask: Ask, request: Body, writer_type: type[Writer]
+        self, exchange: Exchange, key: ApiKey, ask: Ask, request: Body, writer_type: type[Writer]
     ) -> None:
         """The same for a request with a name, whose answer others may read too."""
         async with self._journals.attach(ask) as reader:
@@ -401,7 +399,7 @@ class HttpApi:
                 yield opening + writer.chunk(choice, delta, tally.take(choice, delta))
         yield writer.usage_chunk(tally.all()) if writer.has_usage else b""
 
-    async def _stream(self, exchange: "_Exchange", events: AsyncGenerator[bytes, None], writer: Writer) -> None:
+    async def _stream(self, exchange: Exchange, events: AsyncGenerator[bytes, None], writer: Writer) -> None:
         """Sends all events and the end. An error before the first event is raised, a later one is an event."""
         try:
             async with contextlib.aclosing(events):
@@ -411,7 +409,7 @@ class HttpApi:
         except Exception as error:
             if not exchange.has_started:
                 raise
-            self._metrics.note_refusal(_note_error(error))
+            self._metrics.note_refusal(note_error(error))
             await exchange.send_event(writer.error(status.openai_error(error)))
             await exchange.end_events()
             return
@@ -467,20 +465,37 @@ class HttpApi:
         )
 
 
-def _read_permission(exchange: "_Exchange", call: Call) -> None:
+def _read_call(
+    body: bytes, body_type: type[Body], writer_type: type[Writer], *, is_named: bool
+) -> tuple[Body, list[str], Call, str]:
+    """The request, the names of members that are ignored, the call, and of a request with a name its digest."""
+    if not is_named:
+        request, ignored = parse(body, body_type)
+        return request, ignored, request.call(), ""
+    request, ignored, canonical = parse_named(body, body_type)
+    return request, ignored, request.call(), digest_of(writer_type.object_name, canonical)
+
+
+def _read_tokenize(body: bytes) -> tuple[TokenizeRequest, list[dict[str, Any]] | None]:
+    """The request, and the tools that go with its messages."""
+    request, _ = parse_members(body, TokenizeRequest)
+    return request, None if request.messages is None else offered_tools(request.tools, None)
+
+
+def _read_permission(exchange: Exchange, call: Call) -> None:
     """X-Allow-Fallback, for clients that cannot add a field to the body, which would count. Raises InvalidRequest."""
     said = exchange.optional_header(b"x-allow-fallback")
     if said is not None and call.allow_fallback is None:
         call.allow_fallback = check_permission(said, field_name="X-Allow-Fallback")
 
 
-def _add_model_headers(exchange: "_Exchange", model: str, fallback: str) -> None:
+def _add_model_headers(exchange: Exchange, model: str, fallback: str) -> None:
     exchange.add_header(b"x-tandem-model", header_value(model))
     if fallback:
         exchange.add_header(b"x-tandem-fallback", header_value(fallback))
 
 
-def _service_class(call: Call, exchange: "_Exchange") -> str:
+def _service_class(call: Call, exchange: Exchange) -> str:
     """From the body or the header. Raises InvalidRequest where both are there and differ."""
     named = exchange.header(b"x-service-class").strip().lower()
     if named and call.service_class and named != call.service_class:
@@ -488,7 +503,7 @@ def _service_class(call: Call, exchange: "_Exchange") -> str:
     return call.service_class or named
 
 
-def _ask(exchange: "_Exchange", call: Call, body: bytes, request: Body, writer_type: type[Writer]) -> Ask | None:
+def _ask(exchange: Exchange, call: Call, digest: str, request: Body, writer_type: type[Writer]) -> Ask | None:
     """What a request with a name asks for; None for one without. Raises InvalidRequest."""
     key = exchange.optional_header(b"idempotency-key")
     last_event_id = exchange.optional_header(b"last-event-id")
@@ -499,7 +514,6 @@ def _ask(exchange: "_Exchange", call: Call, body: bytes, request: Body, writer_t
         call.idempotency_key = key
     if last_event_id is not None and not request.stream:
         raise InvalidRequest("Last-Event-ID needs stream to be true", field="Last-Event-ID", code="invalid_event_id")
-    digest = digest_of(writer_type.object_name, canonical(body))
     position = None if last_event_id is None else writer_type.journal_event_id(last_event_id)
     return ask_for(call, digest, last_event_id=position)
 
@@ -511,18 +525,22 @@ async def _named_events(
     tally = _UsageTally(reader.generations)
     begun: set[int] = set()
     before = event_id(reader.request_id, reader.positions)
+
+    def skip(choice: int, num_tokens: int, *, has_all: bool) -> None:
+        """The client has so many tokens of this answer; `has_all`: also the text that was held back until its end."""
+        begun.add(choice)
+        answer = reader.answers[choice]
+        token_ids = answer.token_ids[:num_tokens]
+        logprobs = answer.logprobs and answer.logprobs[:num_tokens]
+        text = _text_of(new_text(reader.generations[choice]), token_ids, has_all=has_all)
+        writer.skip(choice, token_ids, text, logprobs)
+        tally.skip(choice, num_tokens)
+
     async with contextlib.aclosing(reader.parts()) as parts:
         async for part in parts:
             if part.choice not in begun:
-                begun.add(part.choice)
-                answer = reader.answers[part.choice]
-                token_ids = answer.token_ids[: part.delta.first_index]
-                logprobs = answer.logprobs and answer.logprobs[: part.delta.first_index]
                 # A last part comes alone where the client has all of the text, or where none was held back.
-                has_all = part.delta.finish_reason is not None
-                text = _text_of(new_text(reader.generations[part.choice]), token_ids, has_all=has_all)
-                writer.skip(part.choice, token_ids, text, logprobs)
-                tally.skip(part.choice, part.delta.first_index)
+                skip(part.choice, part.delta.first_index, has_all=part.delta.finish_reason is not None)
             # The connection may be cut between any two events, so each has an id.
             opening = writer.opening(part.choice) if part.is_first else b""
             if opening:
@@ -533,6 +551,9 @@ async def _named_events(
             before = part.event_id
             yield opening + event
     if writer.has_usage:
+        # What the writer counts itself is of all answers, also those that the client has to their ends.
+        for choice in {*range(len(reader.answers))} - begun:
+            skip(choice, len(reader.answers[choice].token_ids), has_all=True)
         yield writer.usage_chunk(reader.usages())
 
 
@@ -586,263 +607,6 @@ class _UsageTally:
     def all(self) -> list[tuple[Usage, Any]]:
         """(usage, prompt) of each answer."""
         return [(usage, self._prompts[choice]) for choice, usage in self._usages.items()]
-
-
-class _Exchange:
-    """One request and its answer, on ASGI itself: this path is the one that every token takes."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.has_started = False
-        self.is_unread = True
-        """The body was not asked for yet."""
-        self._headers: HeaderPairs = scope["headers"]
-        self._connection = connection_of(scope)
-        self._url_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
-        self._receive = receive
-        self._send = send
-        self._answer_headers: HeaderPairs = []
-        self._sending_since_s: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_client_lost = False
-
-    def header(self, name: bytes) -> str:
-        """The value of a header, or an empty text."""
-        return self.optional_header(name) or ""
-
-    def optional_header(self, name: bytes) -> str | None:
-        """The value of a header; None if it is absent."""
-        for key, value in self._headers:
-            if key == name:
-                return value.decode("latin-1")
-        return None
-
-    def all_headers(self, name: bytes) -> list[str]:
-        """All values of a header."""
-        return _values(self._headers, name)
-
-    def add_limits(self, ticket: TenantTicket | None) -> None:
-        """Tells what is left of the tenant's limits."""
-        if ticket is not None:
-            for name, value in ticket.headers:
-                self.add_header(name.encode(), value)
-
-    def add_trace(self, traceparent: str) -> None:
-        """Tells the client which span is its request's, if any is."""
-        if traceparent:
-            self.add_header(b"traceparent", traceparent)
-
-    def add_header(self, name: bytes, value: str) -> None:
-        """Adds a header to the answer."""
-        self._answer_headers.append((name, value.encode("latin-1")))
-
-    async def read_body(self) -> bytes:
-        """The whole body. Raises HttpRefusal for what is no body of ours, before reading more than is allowed."""
-        self._check_head()
-        self.is_unread = False
-        task = asyncio.current_task()
-        assert task is not None
-        # A bare timer instead of asyncio.timeout: nearly always the body is here already.
-        timer = asyncio.get_running_loop().call_later(MAX_BODY_READ_S, self._lose_client, task)
-        try:
-            return await self._receive_body()
-        except asyncio.CancelledError:
-            if self._is_client_lost and task.uncancel() == 0:
-                raise HttpRefusal(
-                    f"the body did not arrive within {MAX_BODY_READ_S:g} s", http_status=408, code="request_timeout"
-                ) from None
-            raise
-        finally:
-            timer.cancel()
-
-    async def answer(
-        self, http_status: int, body: bytes, extra: HeaderPairs | None = None, *, is_unread: bool = False
-    ) -> None:
-        """Sends a complete answer. `is_unread`: the request's body was not read, and its sender may still be at it."""
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            *self._answer_headers,
-            *(extra or ()),
-        ]
-        self.has_started = True
-        await self._send({"type": "http.response.start", "status": http_status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body, "more_body": is_unread})
-        if is_unread:
-            await self._discard_body()
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def send_event(self, event: bytes) -> None:
-        """Sends server-sent events; begins the answer with the first."""
-        if not self.has_started:
-            self.has_started = True
-            headers = [
-                (b"content-type", b"text/event-stream; charset=utf-8"),
-                (b"cache-control", b"no-cache"),
-                (b"x-accel-buffering", b"no"),
-                *self._answer_headers,
-            ]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        self._sending_since_s = asyncio.get_running_loop().time()
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
-        self._sending_since_s = None
-
-    async def end_events(self) -> None:
-        """Ends a stream of events."""
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    @contextlib.contextmanager
-    def cancelled_on_disconnect(self) -> Iterator[None]:
-        """Raises RequestCancelled in this task if the client goes away, or takes nothing for too long."""
-        task = asyncio.current_task()
-        assert task is not None
-        if self._connection.is_lost:
-            raise RequestCancelled("the client left")
-        self._connection.on_lost = functools.partial(self._lose_client, task)
-        self._check_progress(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._is_client_lost and task.uncancel() == 0:
-                raise RequestCancelled("the client left") from None
-            raise
-        finally:
-            self._connection.on_lost = None
-            if self._timer is not None:
-                self._timer.cancel()
-
-    def _check_progress(self, task: "asyncio.Task[Any]") -> None:
-        """Looks now and then whether one piece has been on its way for too long."""
-        loop = asyncio.get_running_loop()
-        since_s = self._sending_since_s
-        if since_s is not None and loop.time() - since_s > SLOW_CLIENT_LIMIT_S:
-            self._lose_client(task)
-        else:
-            self._timer = loop.call_later(SLOW_CLIENT_LIMIT_S / 4, self._check_progress, task)
-
-    def _lose_client(self, task: "asyncio.Task[Any]") -> None:
-        self._is_client_lost = True
-        task.cancel()
-
-    async def _discard_body(self) -> None:
-        """Reads on for a moment: closing at once would reset the connection before the answer is read."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                while (await self._receive()).get("more_body"):
-                    pass
-
-    def _check_head(self) -> None:
-        if len(self._headers) > MAX_HEADERS:
-            raise HttpRefusal("too many headers", http_status=431, code="request_head_too_large")
-        if self._url_bytes > MAX_URL_BYTES:
-            raise HttpRefusal("the URL is too long", http_status=414, code="url_too_long")
-        encoding = self.header(b"content-encoding")
-        if encoding and encoding.lower() != "identity":
-            raise HttpRefusal("send the body without content-encoding", http_status=415, code="unsupported_encoding")
-        content_type = self.header(b"content-type").partition(";")[0].strip().lower()
-        if content_type and content_type != "application/json":
-            raise HttpRefusal("send application/json", http_status=415, code="unsupported_media_type")
-        length = self.header(b"content-length")
-        if length:
-            self._check_size(int(length) if length.isascii() and length.isdigit() else MAX_BODY_BYTES + 1)
-
-    def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > MAX_BODY_BYTES:
-            raise HttpRefusal(
-                f"the body must have at most {MAX_BODY_BYTES} bytes", http_status=413, code="request_too_large"
-            )
-
-    async def _receive_body(self) -> bytes:
-        body = bytearray()
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise RequestCancelled("the client left")
-            part: bytes = message.get("body", b"")
-            self._check_size(len(body) + len(part))
-            if not message.get("more_body"):
-                return bytes(body + part) if body else part
-            body += part
-
-
-class _Endpoint:
-    """An ASGI endpoint that answers every error with OpenAI's object."""
-
-    def __init__(self, serve: Callable[[_Exchange], Awaitable[None]], metrics: Metrics, log: RequestLog) -> None:
-        self._serve = serve
-        self._metrics = metrics
-        self._log = log
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = _Exchange(scope, receive, send)
-        try:
-            await self._serve(exchange)
-        except RequestCancelled:
-            return
-        except Exception as error:  # noqa: BLE001 - the boundary: every request gets an answer
-            self._metrics.note_refusal(_note_error(error))
-            if isinstance(error, TandemError):
-                self._log.note_refusal(error)
-            if not exchange.has_started:
-                is_unread = exchange.is_unread or isinstance(error, HttpRefusal)
-                headers = _error_headers(error, closes=is_unread)
-                await exchange.answer(_http_status(error), _error_body(error), headers, is_unread=is_unread)
-
-
-def _note_error(error: Exception) -> str:
-    """Logs what is not the client's business; gives the error's public code."""
-    if not isinstance(error, TandemError):
-        logger.error("a request failed", exc_info=error)
-    return str(status.openai_error(error)["error"]["code"])
-
-
-def _http_status(error: BaseException) -> int:
-    return error.http_status if isinstance(error, HttpRefusal) else status.http_status(error)
-
-
-def _error_body(error: BaseException) -> bytes:
-    return msgspec.json.encode(status.openai_error(error))
-
-
-def _values(headers: HeaderPairs, name: bytes) -> list[str]:
-    return [value.decode("latin-1") for key, value in headers if key == name]
-
-
-def _error_headers(error: BaseException, *, closes: bool = False) -> HeaderPairs:
-    headers: HeaderPairs = []
-    if closes:
-        headers.append((b"connection", b"close"))
-    if isinstance(error, Unauthenticated):
-        headers.append((b"www-authenticate", b'Bearer realm="tandem"'))
-    if isinstance(error, RateLimited):
-        headers += [(name.encode(), value.encode()) for name, value in error.headers]
-    retry_after_s = status.retry_after_s(error)
-    if retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
-    elif isinstance(error, AlreadyExists):
-        # OpenAI's clients send again what met a conflict, and another body would meet it for as long as they do.
-        headers.append((b"x-should-retry", b"false"))
-    return headers
-
-
-async def _error_response(request: Request, error: Exception) -> Response:
-    return _error_answer(error)
-
-
-def _error_answer(error: Exception) -> Response:
-    headers = {key.decode(): value.decode() for key, value in _error_headers(error)}
-    return Response(_error_body(error), _http_status(error), headers, media_type="application/json")
-
-
-async def _routing_error(request: Request, error: Exception) -> Response:
-    """404 and 405, which the router raises."""
-    assert isinstance(error, HTTPException)
-    name = HTTPStatus(error.status_code).name.lower()
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    detail = {"message": f"{error.detail}: {request.url.path[:200]}", "type": kind, "param": None, "code": name}
-    return _json({"error": detail}, http_status=error.status_code, headers=error.headers)
-
-
-_HANDLERS: dict[Any, Any] = {HTTPException: _routing_error, TandemError: _error_response, 500: _error_response}
 
 
 def _json(value: Any, *, http_status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -150,12 +151,42 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._connection.on_lost()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        rest: memoryview | None = memoryview(data)
+        try:
+            while rest is not None:
+                rest = self._feed(rest)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+            return
         if not self._is_in_head:
             return
         self._num_head_bytes += len(data)
         if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(431, "the head of the request is too large", "request_head_too_large")
+
+    def _feed(self, data: memoryview) -> memoryview | None:
+        """Parses; what is left of it after a head that wishes for another protocol, which is read without the wish."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if not self._should_upgrade():
+                return None
+            headers = [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] != b"upgrade"]
+            line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.scope["http_version"].encode())
+            # A parser that has seen `Connection: close` takes no second head.
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.parser.feed_data(line + b"".join(headers) + b"\r\n")
+            return data[upgrade.args[0] :]
+        return None
+
+    def _should_upgrade(self) -> bool:
+        """Whether a head for which httptools, which then skips the body, sees an upgrade is to be read again.
+
+        uvicorn begins no request for it then. CONNECT is such a head too, and refused as it is.
+        """
+        return bool(self.parser.get_method() != b"CONNECT")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

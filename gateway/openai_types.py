@@ -212,7 +212,21 @@ Members = TypeVar("Members", bound=msgspec.Struct)
 
 def parse_members(body: bytes, body_type: type[Members]) -> tuple[Members, list[str]]:
     """The body by its type alone, and the names of members that are ignored. Raises InvalidRequest as `parse` does."""
+    return _converted(_decode_strictly(body), body_type)
+
+
+def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
+    """The request, and the names of members that are ignored. Raises InvalidRequest that names the member."""
+    return _parsed(_decode_strictly(body), body_type)
+
+
+def parse_named(body: bytes, body_type: type[Body]) -> tuple[Body, list[str], bytes]:
+    """As `parse`, and the body without what makes no difference: white space and the order of members."""
     members = _decode_strictly(body)
+    return *_parsed(members, body_type), json.dumps(members, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _converted(members: dict[str, Any], body_type: type[Members]) -> tuple[Members, list[str]]:
     try:
         request = msgspec.convert(members, body_type)
     except msgspec.ValidationError as error:
@@ -223,9 +237,8 @@ def parse_members(body: bytes, body_type: type[Members]) -> tuple[Members, list[
     return request, check_not_refused(unread)
 
 
-def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
-    """The request, and the names of members that are ignored. Raises InvalidRequest that names the member."""
-    request, ignored = parse_members(body, body_type)
+def _parsed(members: dict[str, Any], body_type: type[Body]) -> tuple[Body, list[str]]:
+    request, ignored = _converted(members, body_type)
     if request.user:
         check_affinity_key(request.user, field_name="user")
     if request.prompt_cache_key:
@@ -245,11 +258,6 @@ def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
             code="unsupported_parameter",
         )
     return request, ignored
-
-
-def canonical(body: bytes) -> bytes:
-    """A body that was parsed, without what makes no difference: white space and the order of members."""
-    return json.dumps(_decode_strictly(body), sort_keys=True, separators=(",", ":")).encode()
 
 
 class Whole(msgspec.Struct):
@@ -751,6 +759,8 @@ def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
         if _TOKEN_ID.fullmatch(key) is None:
             raise InvalidRequest("keys of logit_bias must be token ids", field="logit_bias", code="invalid_value")
         converted[int(key)] = bias
+    if len(converted) != len(biases):
+        raise InvalidRequest("two keys of logit_bias are one token id", field="logit_bias", code="duplicate_key")
     return converted
 
 

@@ -24,9 +24,9 @@ EVENTS = "text/event-stream"
 
 EVERYWHERE = (400, 401, 431, 500)
 """Any request may be no valid HTTP, or meet a fault of ours."""
-WITH_BODY = (*EVERYWHERE, 408, 413, 414, 415)
+WITH_BODY = (*EVERYWHERE, 408, 413, 414, 415, 503)
 WITH_MODEL = (*WITH_BODY, 403, 404, 429)
-GENERATING = (*WITH_MODEL, 409, 503, 504)
+GENERATING = (*WITH_MODEL, 409, 504)
 
 STORED = (*EVERYWHERE, 404, 503)
 """What Redis holds, and can be asked for only while it is there."""

@@ -228,8 +228,10 @@ class ResponsesRequest(RequestBody, kw_only=True):
         if wanted is None or wanted.get("type") != "json_schema":
             return None if wanted is None else {"type": wanted.get("type")}
         schema = {key: wanted[key] for key in ("name", "schema", "strict", "description") if key in wanted}
-        if not isinstance(schema.get("description"), str | None):
+        description = schema.get("description")
+        if not isinstance(description, str | None):
             _fail("text.format.description", "a text")
+        check_text(description or "", field_name="text.format.description")
         return {"type": "json_schema", "json_schema": schema}
 
 
@@ -240,8 +242,8 @@ def own_words() -> Iterator[None]:
         yield
     except InvalidRequest as error:
         if not isinstance(error, _MovedMember):
-            error.message = _own_words(error.message)
-            error.field = error.field and _own_words(error.field)
+            error.message = in_own_words(error.message)
+            error.field = error.field and in_own_words(error.field)
         raise
 
 
@@ -383,7 +385,8 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
         check_text(value, field_name="metadata")
 
 
-def _own_words(text: str) -> str:
+def in_own_words(text: str) -> str:
+    """What an error of the chat API says, or a member's name there, as it is said here."""
     for pattern, name in _RENAMED:
         text = pattern.sub(name, text)
     return text

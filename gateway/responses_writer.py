@@ -17,7 +17,7 @@ from gateway.answer_parts import AnswerParts, ReasoningTokens
 from gateway.calls import Delta, Usage
 from gateway.journal import event_id_error
 from gateway.openai_types import Head, Whole, Writer, shown_logprobs
-from gateway.responses_types import ResponsesRequest
+from gateway.responses_types import ResponsesRequest, in_own_words
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import Arguments, CallStart, Piece, Reasoning
@@ -158,11 +158,12 @@ class ResponsesWriter(Writer):
         """What went wrong, and the response as far as it has come."""
         error = error_object["error"]
         self._has_place = -1
-        self._event("error", code=error["code"], message=error["message"], param=error["param"])
+        message, param = in_own_words(error["message"]), error["param"] and in_own_words(error["param"])
+        self._event("error", code=error["code"], message=message, param=param)
         if self._open is not None:
             self._open.status = "incomplete"
         code = "rate_limit_exceeded" if error["type"] == "rate_limit_error" else "server_error"
-        failed = self._document("failed", error={"code": code, "message": error["message"]})
+        failed = self._document("failed", error={"code": code, "message": message})
         self._event("response.failed", response=failed)
         return self._written()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Never
 
 from gateway.tokenization import ModelTokenizer
-from gateway.validation import MAX_NAME_CHARS, check_messages, check_text
+from gateway.validation import MAX_MESSAGES, MAX_NAME_CHARS, check_messages, check_text
 from services.runtime.answer_form import CalledFunction
 from services.runtime.errors import InvalidRequest
 from services.structured.grammar import ANY_OBJECT
@@ -101,7 +101,8 @@ def check_conversation(
     An earlier call's arguments, which travel as JSON in a text, become the object that they stand for. `tools` count
     towards `max_chars` too.
     """
-    plain = [_without_calls(message) for message in messages]
+    # Too many are refused before they are looked at.
+    plain = messages if len(messages) > MAX_MESSAGES else [_without_calls(message) for message in messages]
     checked = check_messages(plain, max_chars=max_chars)
     num_chars = sum(len(message["content"]) for message in checked) + len(_text(tools or [], "tools"))
     for number, message in enumerate(messages):

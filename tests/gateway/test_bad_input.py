@@ -4,19 +4,23 @@ import asyncio
 import json
 import math
 import os
+import re
 import socket
+import threading
 import tracemalloc
 from pathlib import Path
 
 import grpc
 import pytest
 
+from gateway import http_server
 from gateway.admission import AdmissionQueue, Lane
 from gateway.catalog import load_catalog
 from gateway.catalog_file import ModelEntry
 from gateway.lifecycle import Policies, Requests
 from gateway.metrics import Metrics
 from gateway.openai_types import ChatRequest, CompletionRequest, parse
+from gateway.tool_requests import check_conversation
 from gateway.topology import Topology
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import status
@@ -122,6 +126,8 @@ BAD_VALUES = {
         {"x": 1},
         {"-1": 1},
         {"1000000": 1},
+        {"1": 5, "01": -5},
+        {"0": 1, "-0": 1},
         {"1": 101},
         {"1": -101},
         {"1": True},
@@ -278,6 +284,15 @@ def check_request(catalog):
     return check
 
 
+def test_too_many_messages_are_refused_before_they_are_looked_at():
+    class Unread(dict):
+        def get(self, *_):
+            raise AssertionError
+
+    with pytest.raises(InvalidRequest, match="messages has 2049 entries"):
+        check_conversation([Unread()] * 2049, max_chars=10)
+
+
 GOOD = {
     "nul-in-prompt": {"prompt": "a\x00\x1b[31mb"},
     "zalgo": {"prompt": "Z̷̧͉̈́a̸̢͝l̵g̶o̴ \u202e reversed \u200d ﷺ"},
@@ -427,6 +442,75 @@ async def test_body_at_the_limit_is_read(system, post):
     check_error(await post("/v1/completions", full + b" "), 413)
 
 
+LONG_BODIES = {
+    "completions": ("/v1/completions", {"prompt": "a"}),
+    "chat": ("/v1/chat/completions", {"messages": OK}),
+    "responses": ("/v1/responses", {"input": "a"}),
+    "input-tokens": ("/v1/responses/input_tokens", {"input": "a"}),
+    "tokenize": ("/tokenize", {"messages": OK}),
+    "detokenize": ("/detokenize", {"tokens": [5]}),
+}
+
+
+@pytest.mark.parametrize("row", LONG_BODIES, ids=LONG_BODIES)
+@pytest.mark.parametrize("headers", [{}, {"x-request-id": "mine"}], ids=["unnamed", "named"])
+async def test_long_bodies_are_decoded_once_and_beside_the_event_loop(system, post, monkeypatch, row, headers):
+    path, body = LONG_BODIES[row]
+    short = json.dumps(body)
+    long = short + " " * (256 * 1024 - len(short))
+    loads, threads = json.loads, []
+
+    def spy(text, **options):
+        threads.append(threading.get_ident())
+        return loads(text, **options)
+
+    for text, is_here in ((long, True), (long + " ", False)):
+        threads.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr("gateway.openai_types.json.loads", spy)
+            response = await post(path, text.encode(), headers)
+        assert response.status_code == 200, response.text
+        assert [thread == threading.get_ident() for thread in threads] == [is_here]
+        headers = {name: "another" for name in headers}
+
+
+async def test_bodies_find_no_room_beyond_their_memory(make_system, worker_type, pair_type, tokenizer):
+    room = 8 * 1024 * 1024
+    system = await make_system(body_memory=room)
+    pair = pair_type([*tokenizer.encode("ok", add_special_tokens=False).ids, 1])
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    bodies = system.gateway.api._bodies
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    held = ASKED.ljust(room - 1000)
+    try:
+        # What is announced only takes no room.
+        writer.write(head % (len(held) + 1) + held)
+        await system.until(lambda: bodies.num_bytes == len(held))
+        assert (await system.http.post("/v1/completions", content=ASKED.ljust(1000))).status_code == 200
+        assert bodies.num_bytes == len(held)
+        refused = await system.http.post("/v1/completions", content=ASKED.ljust(1001))
+        check_error(refused, 503, code="server_overloaded")
+        assert refused.headers["retry-after"] == "1"
+        assert refused.headers["connection"] == "close"
+        writer.write(b" ")
+        assert await one_answer(reader) == (200, "ok")
+    finally:
+        writer.close()
+    assert bodies.num_bytes == 0
+    assert (await system.http.post("/v1/completions", content=ASKED.ljust(room))).status_code == 200
+
+
+async def test_the_room_of_a_body_that_is_broken_off_is_free_again(system):
+    bodies = system.gateway.api._bodies
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    writer.write(head + ASKED)
+    await system.until(lambda: bodies.num_bytes == len(ASKED))
+    writer.close()
+    await system.until(lambda: bodies.num_bytes == 0)
+
+
 async def test_body_in_tiny_chunks(system):
     async def chunks():
         for byte in b'{"prompt": "a", "max_tokens": 5}':
@@ -437,7 +521,7 @@ async def test_body_in_tiny_chunks(system):
 
 
 async def test_body_that_never_comes(system, monkeypatch):
-    monkeypatch.setattr("gateway.http_api.MAX_BODY_READ_S", 0.3)
+    monkeypatch.setattr("gateway.http_exchange.MAX_BODY_READ_S", 0.3)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
     answer = await raw(system, head)
     assert answer.startswith(b"HTTP/1.1 408")
@@ -445,7 +529,7 @@ async def test_body_that_never_comes(system, monkeypatch):
 
 
 async def test_body_that_was_announced_and_never_comes(system, monkeypatch):
-    monkeypatch.setattr("gateway.http_api.MAX_BODY_READ_S", 0.3)
+    monkeypatch.setattr("gateway.http_exchange.MAX_BODY_READ_S", 0.3)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\nexpect: 100-continue\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(head)
@@ -514,42 +598,103 @@ async def test_more_connections_than_may_be_are_refused(system, monkeypatch):
 
 
 RAW_HTTP = {
-    "connect": (b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n", b"HTTP/1.1 40"),
-    "garbage": (b"\x16\x03\x01 what\r\n\r\n", b"HTTP/1.1 400"),
-    "endless-header": (b"GET / HTTP/1.1\r\nx: " + b"a" * 100_000, b"HTTP/1.1 431"),
+    "connect": (b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    "garbage": (b"\x16\x03\x01 what\r\n\r\n", 400),
+    "endless-header": (b"GET / HTTP/1.1\r\nx: " + b"a" * 100_000, 431),
     "long-url": (
         b"POST /v1/completions?" + b"a" * 9000 + b" HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
-        b"HTTP/1.1 414",
+        414,
     ),
-    "endless-url": (b"GET /" + b"a" * 100_000, b"HTTP/1.1 431"),
+    "endless-url": (b"GET /" + b"a" * 100_000, 431),
     "both-lengths": (
         b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"HTTP/1.1 400",
+        400,
     ),
     "two-lengths": (
         b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcde",
-        b"HTTP/1.1 400",
+        400,
     ),
-    "negative-length": (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", b"HTTP/1.1 400"),
-    "bad-chunk": (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", b"HTTP/1.1 "),
-    "cr-in-header": (b"GET /health HTTP/1.1\r\nhost: x\r\nx-request-id: a\rb\r\n\r\n", b"HTTP/1.1 400"),
+    "negative-length": (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", 400),
+    "bad-chunk": (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+    "bad-chunk-end": (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nabc0\r\n\r\n", 400),
+    "two-codings": (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
+    "cr-in-header": (b"GET /health HTTP/1.1\r\nhost: x\r\nx-request-id: a\rb\r\n\r\n", 400),
 }
 
 
 @pytest.mark.parametrize("row", RAW_HTTP, ids=RAW_HTTP)
 async def test_raw_http(system, row):
-    sent, expected = RAW_HTTP[row]
-    answer = await raw(system, sent)
-    assert answer.startswith(expected), answer[:200]
+    sent, status = RAW_HTTP[row]
+    answer = await raw(system, sent, at_most=-1)
+    head = answer.partition(b"\r\n\r\n")[0]
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    assert b"\r\nconnection: close" in head
+    assert answer.count(b"HTTP/1.1 ") == 1
     await check_alive(system)
 
 
-async def raw(system, sent: bytes) -> bytes:
+ASKED = b'{"prompt": "a"}'
+WISHES = {
+    "h2c": b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEA\r\n",
+    "websocket": b"Upgrade: websocket\r\nConnection: upgrade\r\nSec-WebSocket-Key: x\r\n",
+    "two": b"upgrade: h2c\r\nupgrade: a/1, b/2\r\nconnection: keep-alive, upgrade\r\n",
+}
+WITH_BODY = {
+    "length": b"content-length: %d\r\n\r\n%b" % (len(ASKED), ASKED),
+    "chunks": b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(ASKED), ASKED),
+}
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 13, 1 << 16])
+@pytest.mark.parametrize("body", WITH_BODY)
+@pytest.mark.parametrize("wish", WISHES)
+async def test_a_wish_for_another_protocol_is_passed_over(system, monkeypatch, wish, body, piece_bytes):
+    """RFC 9110, 7.8; Java's own client wishes for HTTP/2 with every request."""
+    whole, num_taken = http_server._BoundedProtocol.data_received, 0
+
+    def in_pieces(protocol, data):
+        nonlocal num_taken
+        for start in range(0, len(data), piece_bytes):
+            whole(protocol, data[start : start + piece_bytes])
+        num_taken += len(data)
+
+    monkeypatch.setattr(http_server._BoundedProtocol, "data_received", in_pieces)
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + WISHES[wish] + WITH_BODY[body]
+    head = request[: request.index(b"\r\n\r\n") + 4]
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    try:
+        writer.write(request)
+        assert await one_answer(reader) == (200, "ok")
+        writer.write(request * 3)
+        assert [await one_answer(reader) for _ in range(3)] == [(200, "ok")] * 3
+        num_taken = 0
+        writer.write(head)
+        await system.until(lambda: num_taken == len(head))
+        writer.write(request.removeprefix(head))
+        assert await one_answer(reader) == (200, "ok")
+        writer.write(re.sub(b"(?i)(connection: )", rb"\1close, ", request))
+        assert await one_answer(reader) == (200, "ok")
+        assert await reader.read() == b""
+    finally:
+        writer.close()
+
+
+async def one_answer(reader) -> tuple[int, str]:
+    """Status and text of the next answer of a connection."""
+    async with asyncio.timeout(5):
+        head = await reader.readuntil(b"\r\n\r\n")
+        found = re.search(rb"content-length: (\d+)", head)
+        answer = json.loads(await reader.readexactly(int(found[1])))
+    return int(head.split()[1]), answer["choices"][0]["text"]
+
+
+async def raw(system, sent: bytes, at_most: int = 4096) -> bytes:
+    """What the HTTP port says to this; all that it says before it closes the connection, if `at_most` is -1."""
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     try:
         writer.write(sent)
         async with asyncio.timeout(5):
-            return await reader.read(4096)
+            return await reader.read(at_most)
     finally:
         writer.close()
 
@@ -671,7 +816,7 @@ async def test_no_decode_worker_is_told_at_once_over_grpc(make_system):
 async def test_a_body_of_tiny_chunks_costs_its_bytes(system, monkeypatch):
     """What a chunk costs is gone with the next one (CVE-2025-23310), and its bytes count as those of any body."""
     num_chunks = 50_000
-    monkeypatch.setattr("gateway.http_api.MAX_BODY_BYTES", num_chunks)
+    monkeypatch.setattr("gateway.http_exchange.MAX_BODY_BYTES", num_chunks)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
     tracemalloc.start()

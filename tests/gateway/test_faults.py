@@ -526,7 +526,7 @@ async def test_slow_reader_costs_bounded_memory_and_disturbs_nobody(make_system,
 
 
 async def test_reader_that_takes_nothing_is_dropped(make_system, worker_type, answer, monkeypatch):
-    monkeypatch.setattr("gateway.http_api.SLOW_CLIENT_LIMIT_S", 0.3)
+    monkeypatch.setattr("gateway.http_exchange.SLOW_CLIENT_LIMIT_S", 0.3)
     system = await make_system()
 
     async def floods(attempt):

@@ -307,6 +307,22 @@ async def test_those_who_waited_in_vain_count_as_such(make_system, worker_type):
     assert (await figures_of(system))["tandem_overload_refusals_total", {"reason": "wait"}] == 1
 
 
+async def test_every_error_that_is_answered_counts(make_system):
+    system = await make_system()
+    asked = {
+        ("POST", "/v1/completions"): (400, "invalid_json"),
+        ("GET", "/v1/models/nope"): (404, "model_not_found"),
+        ("GET", "/v1/files/file-nope"): (404, "file_not_found"),
+        ("GET", "/v1/responses/nope"): (404, "response_not_found"),
+        ("GET", "/v2"): (404, "not_found"),
+        ("PUT", "/v1/completions"): (405, "method_not_allowed"),
+    }
+    for (method, path), (http_status, code) in asked.items():
+        answer = await system.http.request(method, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (http_status, code)
+        assert (await figures_of(system))["tandem_refused_requests_total", {"code": code}] == 1
+
+
 def all_moved():
     """A gateway's page on which each figure has a value."""
     metrics = Metrics()

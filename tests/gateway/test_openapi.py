@@ -127,16 +127,22 @@ LIMITS_IN_THE_DOCUMENT = {
     "MAX_AFFINITY_CHARS": TEXT["user"]["maxLength"],
     "MAX_TOKENS_EVER": TEXT["max_tokens"]["maximum"],
 }
-IN_WORDS = {"MAX_PROMPT_LOGPROBS", "MAX_BODY_BYTES", "MAX_BODY_READ_S", "MAX_SCHEMA_BYTES", "MAX_SCHEMA_DEPTH"}
+IN_WORDS = {
+    "MAX_PROMPT_LOGPROBS": "at each place, {} in all",
+    "MAX_BODY_BYTES": "body has more than {} bytes",
+    "MAX_BODY_READ_S": "did not arrive within {:g} s",
+    "MAX_SCHEMA_BYTES": "schema has at most {} bytes",
+    "MAX_SCHEMA_DEPTH": "bytes and {} levels",
+}
 NOT_A_CLIENTS = {"MAX_REPORTED_FIELDS"}
 
 
 def test_every_limit_is_in_the_document():
     limits = {name: value for name, value in vars(validation).items() if name.startswith("MAX_")}
-    assert LIMITS_IN_THE_DOCUMENT.keys() | IN_WORDS | NOT_A_CLIENTS == limits.keys()
+    assert LIMITS_IN_THE_DOCUMENT.keys() | IN_WORDS.keys() | NOT_A_CLIENTS == limits.keys()
     assert {name: limits[name] for name in LIMITS_IN_THE_DOCUMENT} == LIMITS_IN_THE_DOCUMENT
-    for name in IN_WORDS:
-        assert re.search(rf"\b{limits[name]:g}\b|\b{limits[name]}\b", json.dumps(DOCUMENT)), name
+    for name, words in IN_WORDS.items():
+        assert words.format(limits[name]) in json.dumps(DOCUMENT), name
 
 
 def bounds_of(field: str, schema: Any) -> list[tuple[str, Any, Any]]:
@@ -341,6 +347,15 @@ async def test_files_and_batches_keep_to_the_document(system):
     check(deleted.json(), schema_of("/v1/files/{file_id}", method="delete"))
     missing = await system.http.get("/v1/batches/nobody")
     check(missing.json(), schema_of("/v1/batches/{batch_id}", 404, method="get"))
+
+
+async def test_a_body_may_find_no_room(system, monkeypatch):
+    monkeypatch.setattr(system.gateway.api._bodies, "_max_bytes", 0)
+    paths = [operation.path for operation in OPERATIONS if operation.method == "post" and "{" not in operation.path]
+    for path in sorted({*paths} - {"/v1/files", "/v1/batches"}):
+        response = await system.http.post(path, json={})
+        assert response.status_code == 503, path
+        check(response.json(), schema_of(path, 503))
 
 
 async def test_refusals_have_their_headers(make_system, tmp_path):

@@ -1,7 +1,11 @@
 """/v1/responses: answers whole and streamed as the official client reads them, streams that go on, refusals."""
 
 import asyncio
+import copy
+import functools
 import json
+import operator
+from typing import Any
 
 import openai
 import pydantic
@@ -641,6 +645,11 @@ REFUSED = {
         "text.format",
         "missing_required_parameter",
     ),
+    "format-description-surrogate": (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {}, "description": "\ud800"}}},
+        "text.format.description",
+        "invalid_encoding",
+    ),
     "format-text": ({"text": {"format": "json"}}, "text.format", "invalid_type"),
     "text-text": ({"text": "json"}, "text", "invalid_type"),
     "input-missing": ({"input": None}, "input", "missing_required_parameter"),
@@ -847,6 +856,61 @@ async def test_error_in_a_stream_is_an_event_and_a_failed_response(make_system, 
     async with openai.AsyncOpenAI(base_url=f"{system.base_url}/v1", api_key="none", max_retries=0) as client:
         kinds = [event.type async for event in await client.responses.create(model="tiny", input="a", stream=True)]
     assert kinds[-2:] == ["error", "response.failed"]
+
+
+async def test_error_in_a_stream_names_the_member_of_this_api(make_system, worker_type, monkeypatch):
+    system = await make_system()
+    broken = InvalidRequest("response_format cannot go on", field="response_format")
+    # Workers' own errors come without the member's name.
+    monkeypatch.setattr(status, "from_wire", lambda *_: broken)
+
+    async def decode(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        attempt.tokens(0, [40])
+        attempt.fail(broken)
+
+    await system.add(worker_type("decode", "decode-0", decode))
+    for headers in (None, {"x-request-id": "mine"}):
+        *_, error, failed = [event for event, _ in await ask_streamed(system, headers)]
+        assert (error["param"], error["message"]) == ("text.format", "text.format cannot go on")
+        assert failed["response"]["error"]["message"] == error["message"]
+
+
+GIVEN_BACK = [
+    *[
+        [name]
+        for name in ("instructions", "prompt_cache_key", "safety_identifier", "user", "service_tier", "tool_choice")
+    ],
+    ["metadata", "a"],
+    ["reasoning", "effort"],
+    ["text", "format", "type"],
+    ["text", "format", "name"],
+    ["text", "format", "schema", "title"],
+    ["text", "format", "description"],
+    ["tool_choice", "name"],
+    ["tools", 0, "name"],
+    ["tools", 0, "description"],
+    ["tools", 0, "parameters", "title"],
+]
+WITH_ALL: dict[str, Any] = {
+    "metadata": {},
+    "reasoning": {},
+    "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}},
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "tool_choice": {"type": "function", "name": "f"},
+}
+
+
+@pytest.mark.parametrize("path", GIVEN_BACK, ids=lambda path: ".".join(map(str, path)))
+def test_half_a_surrogate_pair_in_what_is_given_back_is_refused(path):
+    call_for(**WITH_ALL)
+    body = copy.deepcopy(WITH_ALL)
+    *outer, last = path
+    functools.reduce(operator.getitem, outer, body)[last] = "half \ud800"
+    with pytest.raises(InvalidRequest) as refused, own_words():
+        call_for(**body)
+    assert status.openai_error(refused.value)["error"]["param"] is None or path[0] in refused.value.field
 
 
 async def test_error_before_the_first_event_is_a_status(make_system, worker_type):
