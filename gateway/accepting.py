@@ -33,7 +33,7 @@ from gateway.validation import (
 from services.runtime import telemetry
 from services.runtime.answer_form import AnswerForm
 from services.runtime.clock import Clock, Deadline
-from services.runtime.errors import AlreadyExists, InvalidRequest, TandemError
+from services.runtime.errors import AlreadyExists, InvalidRequest, Overloaded
 from services.structured.compiler import FormChecks
 from services.structured.grammar import UnusableSchema
 
@@ -74,12 +74,12 @@ class Acceptance:
         self._draw_id = _id_source().__next__
         self._num_calls = 0
         self._active_ids: set[str] = set()
-        self._closed_by: TandemError | None = None
+        self._closed_by: Overloaded | None = None
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
-    def close(self, error: TandemError) -> None:
-        """Refuses every call from now on with `error`."""
+    def close(self, error: Overloaded) -> None:
+        """Refuses every call from now on with an error like this one."""
         self._closed_by = error
 
     def limits(self, model: ServedModel) -> ModelLimits:
@@ -283,7 +283,8 @@ class Acceptance:
 
     def _check_open(self) -> None:
         if self._closed_by is not None:
-            raise self._closed_by
+            # One error for all would be one refusal for the log, and its traceback would keep every call.
+            raise Overloaded(self._closed_by.message, retry_after_s=self._closed_by.retry_after_s)
 
     def _check(self, call: Call) -> None:
         """What does not depend on the model."""

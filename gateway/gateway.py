@@ -213,7 +213,6 @@ class Gateway:
             targets=_targets(config),
             decodes=decodes,
             clock=SYSTEM_CLOCK,
-            on_refusal=self.metrics.note_overload,
         )
         return Lane(name, waiting, guard)
 

@@ -23,11 +23,12 @@ from gateway.attempts import Attempt, CrowdedOut
 from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall
 from gateway.candidates import Candidates, PrefixHints, RoomLimits
 from gateway.catalog import ModelCatalog, ServedModel
+from gateway.config import SLOW_REQUEST_S
 from gateway.history import History
 from gateway.metrics import STATES, Metrics, RequestFigures
 from gateway.moves import Moves
 from gateway.recovery import QuarantineList, Recovery
-from gateway.request_log import SLOW_REQUEST_S, AnswerTrace, Phase, RequestLog, code_of, outcome_of
+from gateway.request_log import AnswerTrace, Phase, RequestLog, code_of, outcome_of
 from gateway.running import RunningRequest
 from gateway.sessions import HandedOff, PrefillSession
 from gateway.topology import Topology
@@ -240,8 +241,8 @@ class Requests:
         self.log.close()
         return is_idle
 
-    def refuse_new(self, error: TandemError) -> None:
-        """Answers every new call with `error`; what runs goes on."""
+    def refuse_new(self, error: Overloaded) -> None:
+        """Answers every new call with an error like this one; what runs goes on."""
         self._accepting.close(error)
 
     def end_all(self, error: TandemError) -> None:
@@ -360,10 +361,11 @@ class Requests:
                     return attempt
                 place.come_back()
         request.generation.deadline.check()
-        self._metrics.note_overload("wait")
         if request.is_resumed:
-            raise Overloaded("no worker came in time to go on with the answer", retry_after_s=NO_WORKER_RETRY_S)
-        raise Overloaded("no worker had room in time", retry_after_s=NO_WORKER_RETRY_S)
+            what = "no worker came in time to go on with the answer"
+        else:
+            what = "no worker had room in time"
+        raise Overloaded(what, retry_after_s=NO_WORKER_RETRY_S, reason="wait")
 
     def _take_room(self, request: RunningRequest, route: Route | None) -> bool:
         """Keeps a place for the request where it would go now. False: there is none, or it is kept for others."""
