@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from gateway.calls import AcceptedCall, Call, Generation, StoredCall, StoredChoice, TenantTicket, Totals
 from gateway.catalog import ModelCatalog, ServedModel
 from gateway.response_format import answer_form
@@ -22,6 +24,7 @@ from gateway.validation import (
     check_name,
     check_num_choices,
     check_priority,
+    check_prompt_logprobs,
     check_prompt_token_ids,
     check_sampling,
     check_service_class,
@@ -371,10 +374,15 @@ class Acceptance:
         first_seed: int,
         form: AnswerForm | None,
     ) -> list[Sampling]:
-        """Sampling of every answer: for each prompt, its choices with seeds derived from the call's."""
-        return [
+        """Sampling of every answer: for each prompt, its choices with seeds derived from the call's.
+
+        The first choice of each prompt reports it, for all of them.
+        """
+        asked = call.sampling
+        silent = msgspec.structs.replace(asked, prompt_logprobs=None)
+        samplings = [
             complete_sampling(
-                call.sampling,
+                silent if choice else asked,
                 limits,
                 num_prompt_tokens=len(token_ids),
                 seed=_choice_seed(first_seed, choice),
@@ -384,6 +392,14 @@ class Acceptance:
             for token_ids in prompts
             for choice in range(call.num_choices)
         ]
+        # A chat shows its prompt once, completions show theirs in each choice.
+        num_times = 1 if call.messages is not None else call.num_choices
+        check_prompt_logprobs(
+            asked,
+            num_shown_tokens=num_times * sum(map(len, prompts)),
+            field_name=call.field_prefix + call.prompt_logprobs_field,
+        )
+        return samplings
 
     def _take_id(self, asked: str) -> str:
         request_id = asked or self._draw_id()

@@ -138,7 +138,7 @@ def ask_for(call: Call, digest: str, *, last_event_id: str | None = None) -> Ask
         # Megabytes that a journal would have to hold, of a request that is quickly repeated.
         raise InvalidRequest(
             "log-probabilities of prompts do not go with a request that has a name or an idempotency key",
-            field="prompt_logprobs",
+            field=call.field_prefix + call.prompt_logprobs_field,
             code="unsupported_parameter",
         )
     if call.idempotency_key:
