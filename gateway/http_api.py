@@ -89,6 +89,8 @@ MAX_HEADERS = 100
 MAX_URL_BYTES = 8 * 1024
 LINGER_S = 2.0
 SLOW_CLIENT_LIMIT_S = 30.0
+MANY_LOGPROBS = 256
+"""Tokens with log-probabilities that take at most 20 ms to write, about."""
 """A client that takes nothing for so long is dropped."""
 
 logger = logging.getLogger(__name__)
@@ -325,7 +327,7 @@ class HttpApi:
                     else:
                         pairs = zip(accepted.generations, streams, strict=True)
                         answers = await all_of([self._whole(generation, stream) for generation, stream in pairs])
-                        await exchange.answer(200, writer.whole(answers))
+                        await exchange.answer(200, await _body(writer, answers))
 
     async def _generate_named(
         self, exchange: "_Exchange", key: ApiKey, ask: Ask, request: Body, writer_type: type[Writer]
@@ -346,7 +348,7 @@ class HttpApi:
                     writer.go_on_after(last_event_id)
                 await self._stream(exchange, _named_events(reader, writer, self._requests.new_text), writer)
             else:
-                await exchange.answer(200, writer.whole(await _wholes(reader)))
+                await exchange.answer(200, await _body(writer, await _wholes(reader)))
 
     def _writer(
         self,
@@ -500,6 +502,15 @@ def _ask(exchange: "_Exchange", call: Call, body: bytes, request: Body, writer_t
     digest = digest_of(writer_type.object_name, canonical(body))
     position = None if last_event_id is None else writer_type.journal_event_id(last_event_id)
     return ask_for(call, digest, last_event_id=position)
+
+
+async def _body(writer: Writer, answers: Sequence[Whole]) -> bytes:
+    """The body of an answer that is not streamed."""
+    num_entries = sum(len(answer.logprobs or ()) + len(answer.prompt_logprobs or ()) for answer in answers)
+    if num_entries < MANY_LOGPROBS:
+        return writer.whole(answers)
+    # Seconds at the bounds, in which nobody else's tokens would go out.
+    return await asyncio.to_thread(writer.whole, answers)
 
 
 async def _named_events(
