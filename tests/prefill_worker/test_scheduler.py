@@ -275,6 +275,19 @@ def test_short_prompts_go_before_what_is_left_of_a_long_one_but_not_for_ever() -
     assert s.next_step() == [Chunk("long", 25, 15, True), Chunk(OLDEST_EVERY - 3, 0, 1, False)]
 
 
+def test_of_prompts_that_are_reported_a_step_has_few_tokens() -> None:
+    s = ChunkScheduler(chunk_tokens=100, reported_tokens=8)
+    s.add("a", num_tokens=5, is_reported=True)
+    s.add("plain", num_tokens=6)
+    s.add("b", num_tokens=7, is_reported=True)
+    s.add("c", num_tokens=20, is_reported=True)
+    assert s.next_step() == [Chunk("a", 0, 5, True), Chunk("plain", 0, 6, True), Chunk("b", 0, 3, False)]
+    assert s.next_step() == [Chunk("b", 3, 4, True), Chunk("c", 0, 4, False)]
+    s.remove("c")
+    s.add("c", num_tokens=20)
+    assert s.next_step() == [Chunk("c", 0, 20, True)]
+
+
 def test_a_removed_prompt_is_in_no_later_step() -> None:
     s = ChunkScheduler(chunk_tokens=8)
     s.add("a", num_tokens=20)
