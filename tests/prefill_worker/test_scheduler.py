@@ -259,6 +259,26 @@ def test_a_computed_prompt_overtakes_the_queue_where_its_pages_fit() -> None:
     assert queue.promised_pages == 8
 
 
+def test_what_is_not_ready_counts_and_holds_nobody_up() -> None:
+    queue = PromptQueue(max_waiting=2, num_pages=8, ahead_tokens=1)
+    queue.enter("a", PromptSize(16, 8), is_ready=False)
+    queue.enter("b", PromptSize(100, 8))
+    with pytest.raises(Overloaded):
+        queue.enter("c", PromptSize(1, 1), is_ready=False)
+    assert (queue.num_waiting, queue.waiting_tokens) == (2, 116)
+    assert queue.next_turns() == ["b"]
+    queue.leave("b")
+    assert queue.next_turns() == []
+    queue.make_ready("a")
+    queue.make_ready("a")
+    assert queue.next_turns() == ["a"]
+    queue.leave("a")
+    queue.enter("d", PromptSize(1, 1), is_ready=False)
+    queue.leave("d")
+    queue.make_ready("d")
+    assert (queue.next_turns(), queue.waiting_tokens, queue.promised_pages) == ([], 0, 0)
+
+
 def test_short_prompts_go_before_what_is_left_of_a_long_one_but_not_for_ever() -> None:
     s = ChunkScheduler(chunk_tokens=16)
     s.add("long", num_tokens=40)
