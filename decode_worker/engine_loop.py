@@ -334,6 +334,7 @@ class DecodeLoop:
             num_pages=len(sequence.page_table),
             has_run=has_run,
             now_s=self._clock.monotonic(),
+            is_reported=sequence.reports_prompt,
         )
 
     def _due_to_pause(self) -> list[Sequence]:

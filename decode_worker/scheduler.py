@@ -259,6 +259,7 @@ class _Entry:
     num_shortages: int = 0
     """How often it gave way for want of pages."""
     added_s: float = 0.0
+    is_reported: bool = False
 
     @property
     def is_sequence(self) -> bool:
@@ -303,8 +304,9 @@ class BatchScheduler:
         page_size: int,
         is_exact: bool = False,
         min_prefill_tokens: int = 16,
+        reported_tokens: int | None = None,
     ) -> None:
-        """`is_exact`: tokens of an answer may be computed again in chunks."""
+        """`is_exact`: tokens of an answer may be computed again in chunks. `reported_tokens` as in ChunkScheduler."""
         assert min(max_batch, step_tokens, min_prefill_tokens) > 0, "a step computes something"
         self._max_batch = max_batch
         self._step_tokens = step_tokens
@@ -312,7 +314,7 @@ class BatchScheduler:
         self._is_exact = is_exact
         self._min_prefill_tokens = min(min_prefill_tokens, step_tokens)
         self._watermark = watermark_pages(num_pages)
-        self._chunks = ChunkScheduler(chunk_tokens=step_tokens)
+        self._chunks = ChunkScheduler(chunk_tokens=step_tokens, reported_tokens=reported_tokens)
         self._entries: dict[Hashable, _Entry] = {}
         self._line: list[tuple[tuple[int, int, int], Hashable]] = []
         """By rank."""
@@ -366,6 +368,7 @@ class BatchScheduler:
         num_pages: int = 0,
         has_run: bool = False,
         now_s: float = 0.0,
+        is_reported: bool = False,
     ) -> None:
         """Adds a sequence with at least one uncomputed token, which holds `num_pages` pages.
 
@@ -374,7 +377,9 @@ class BatchScheduler:
         assert progress.num_computed_tokens < progress.num_tokens, "a sequence has something to compute"
         assert progress.num_chunked_tokens <= progress.num_tokens, "the chunks are part of the sequence"
         rank = (service_class, 0, next(self._numbers)) if has_run else self._new_rank(service_class)
-        self._insert(_Entry(key, service_class, rank, progress, max_num_tokens, num_pages, added_s=now_s))
+        entry = _Entry(key, service_class, rank, progress, max_num_tokens, num_pages, added_s=now_s)
+        entry.is_reported = is_reported
+        self._insert(entry)
         self._waiting_tokens += _uncomputed_in_chunks(progress)
 
     def remove(self, key: Hashable) -> None:
@@ -466,6 +471,7 @@ class BatchScheduler:
             num_tokens=progress.num_chunked_tokens,
             service_class=entry.service_class,
             now_s=entry.added_s,
+            is_reported=entry.is_reported,
         )
 
     def _give_way(self, entry: _Entry, reason: Literal["place", "no_page"]) -> None:

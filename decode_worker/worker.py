@@ -36,7 +36,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.engine.engine import EngineParts, check_fits, check_token_ids
 from services.engine.prefix import PageKey, cache_salt
 from services.engine.sequence import Grammar, Sampling, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken
+from services.engine.step import PROMPT_ROWS, NonFiniteLogits, SampledToken
 from services.engine.swap import SwapSpace
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
@@ -259,6 +259,7 @@ class DecodeWorker:
                 num_pages=parts.pool.num_pages,
                 page_size=self._page_size,
                 is_exact=parts.model.exact,
+                reported_tokens=PROMPT_ROWS,
             ),
             is_exact=parts.model.exact,
             clock=clock,

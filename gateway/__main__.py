@@ -14,8 +14,8 @@ def main() -> None:
     process.die_with_parent()
     settings = config.load(GatewayConfig, sys.argv[1:], prog="python -m gateway")
     logs.setup(settings.log_level, service="gateway")
-    telemetry.setup("gateway", settings.otlp, sample=settings.trace_sample)
     rpc.set_identity(None if settings.tls is None else Identity(settings.tls, roles=("gateway",)))
+    telemetry.setup("gateway", settings.otlp, sample=settings.trace_sample)
     try:
         process.run_async(serve(settings))
     finally:

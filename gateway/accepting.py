@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from gateway.calls import AcceptedCall, Call, Generation, StoredCall, StoredChoice, TenantTicket, Totals
 from gateway.catalog import ModelCatalog, ServedModel
 from gateway.response_format import answer_form
@@ -22,6 +24,7 @@ from gateway.validation import (
     check_name,
     check_num_choices,
     check_priority,
+    check_prompt_logprobs,
     check_prompt_token_ids,
     check_sampling,
     check_service_class,
@@ -33,7 +36,7 @@ from gateway.validation import (
 from services.runtime import telemetry
 from services.runtime.answer_form import AnswerForm
 from services.runtime.clock import Clock, Deadline
-from services.runtime.errors import AlreadyExists, InvalidRequest, TandemError
+from services.runtime.errors import AlreadyExists, InvalidRequest, Overloaded
 from services.structured.compiler import FormChecks
 from services.structured.grammar import UnusableSchema
 
@@ -74,12 +77,12 @@ class Acceptance:
         self._draw_id = _id_source().__next__
         self._num_calls = 0
         self._active_ids: set[str] = set()
-        self._closed_by: TandemError | None = None
+        self._closed_by: Overloaded | None = None
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
-    def close(self, error: TandemError) -> None:
-        """Refuses every call from now on with `error`."""
+    def close(self, error: Overloaded) -> None:
+        """Refuses every call from now on with an error like this one."""
         self._closed_by = error
 
     def limits(self, model: ServedModel) -> ModelLimits:
@@ -283,7 +286,8 @@ class Acceptance:
 
     def _check_open(self) -> None:
         if self._closed_by is not None:
-            raise self._closed_by
+            # One error for all would be one refusal for the log, and its traceback would keep every call.
+            raise Overloaded(self._closed_by.message, retry_after_s=self._closed_by.retry_after_s)
 
     def _check(self, call: Call) -> None:
         """What does not depend on the model."""
@@ -370,10 +374,15 @@ class Acceptance:
         first_seed: int,
         form: AnswerForm | None,
     ) -> list[Sampling]:
-        """Sampling of every answer: for each prompt, its choices with seeds derived from the call's."""
-        return [
+        """Sampling of every answer: for each prompt, its choices with seeds derived from the call's.
+
+        The first choice of each prompt reports it, for all of them.
+        """
+        asked = call.sampling
+        silent = msgspec.structs.replace(asked, prompt_logprobs=None)
+        samplings = [
             complete_sampling(
-                call.sampling,
+                silent if choice else asked,
                 limits,
                 num_prompt_tokens=len(token_ids),
                 seed=_choice_seed(first_seed, choice),
@@ -383,6 +392,14 @@ class Acceptance:
             for token_ids in prompts
             for choice in range(call.num_choices)
         ]
+        # A chat shows its prompt once, completions show theirs in each choice.
+        num_times = 1 if call.messages is not None else call.num_choices
+        check_prompt_logprobs(
+            asked,
+            num_shown_tokens=num_times * sum(map(len, prompts)),
+            field_name=call.field_prefix + call.prompt_logprobs_field,
+        )
+        return samplings
 
     def _take_id(self, asked: str) -> str:
         request_id = asked or self._draw_id()

@@ -87,6 +87,7 @@ class Call(msgspec.Struct, kw_only=True):
     idempotency_key: str = ""
     field_prefix: str = ""
     prompt_field: str = "prompt"
+    prompt_logprobs_field: str = "prompt_logprobs"
     allow_fallback: bool | None = None
     allowed_models: Set[str] | None = None
 

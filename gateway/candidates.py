@@ -264,7 +264,7 @@ class Candidates:
         return prefill_queue_s(route.prefills[0] if route.is_remote else decode) <= limits.ahead_s
 
     def _cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:
-        if request.generation.sampling.prompt_logprobs is not None and not request.is_resumed:
+        if request.generation.sampling.prompt_logprobs is not None and not request.log.next_index:
             return {}  # All of the prompt is computed.
         cached = dict(self._hints.cached_tokens(request)) if self._hints is not None else {}
         for view in self._topology.prefill_views(request.generation.model) if request.is_resumed else ():

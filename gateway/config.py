@@ -11,6 +11,9 @@ from services.runtime.tls import TlsFiles, tls_files
 from services.scheduling.queue import STRATEGIES
 from services.scheduling.routing import POLICY_NAMES
 
+SLOW_REQUEST_S = 10.0
+"""Requests that take so long get words about where the time went."""
+
 
 @dataclass(frozen=True)
 class GatewayConfig:
@@ -167,7 +170,7 @@ class GatewayConfig:
     log_level: str = option(choice(*LEVELS), default="info", help="Least level of log records.")
     slow_request_s: float = option(
         number(0, 86_400),
-        default=10.0,
+        default=SLOW_REQUEST_S,
         help="Requests that take so long get a line more in the log, which tells where the time went; 0: none does.",
     )
 

@@ -1,8 +1,9 @@
 """The answers of one call from the first of its models that takes it: `large -> small`, before the first token.
 
     not allowed      the model that was asked for, however long that takes
-    allowed          the same for `fallback_after_s` without a worker, or until it fails for want of one; then the next
-                     model that has a worker and can take the call, checked and tokenized anew; and so on
+    allowed          the same until it has had no place at its workers for `fallback_after_s`, at once where it has no
+                     worker, or until it fails for want of one; then the next model that has a worker and can take the
+                     call, checked and tokenized anew; and so on
 
 As soon as a client may have seen something of one answer, all of them stay with that model. Where no other model
 can take the call, it waits on as if it had not been allowed, and what it fails with is what the first model said.
@@ -110,8 +111,14 @@ async def _refusal(runs: Runs, accepted: AcceptedCall, starts: Sequence["_Start"
         if not totals.placed and clock.monotonic() >= totals.waiting_since_s + after_s:
             instead = await runs.prepare_fallback(accepted)
             if instead is not None and not _has_begun(firsts):
-                kind = Overloaded if is_served else WorkerUnavailable
-                return _Refusal(kind("no worker had room in time", retry_after_s=RETRY_AFTER_S), instead)
+                return _Refusal(_impatience(is_served=is_served), instead)
+
+
+def _impatience(*, is_served: bool) -> TandemError:
+    what = "no worker had room in time"
+    if is_served:
+        return Overloaded(what, retry_after_s=RETRY_AFTER_S, reason="wait")
+    return WorkerUnavailable(what, retry_after_s=RETRY_AFTER_S)
 
 
 def _has_begun(firsts: Sequence["asyncio.Task[Delta]"]) -> bool:

@@ -217,7 +217,6 @@ class Gateway:
             targets=_targets(config),
             decodes=decodes,
             clock=SYSTEM_CLOCK,
-            on_refusal=self.metrics.note_overload,
         )
         return Lane(name, waiting, guard)
 
@@ -294,7 +293,7 @@ class Gateway:
         watch = cast(AsyncGenerator[Membership, None], watch_workers(self._store))
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
-                self.topology.take_membership(membership.workers)
+                self.topology.take_membership(membership.workers, is_stale=membership.is_stale)
                 self._note_strangers(membership.workers)
 
     def _note_strangers(self, workers: Iterable[WorkerRecord]) -> None:

@@ -91,22 +91,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ResumeRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Streams the rest of an answer."""
-        key = _authenticate(self._door, context)
-        tenant = self._door.tenant_of(key, request.tenant)
-        deadline = rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S)
-        ask = ask_to_resume(
-            request.request_id,
-            tenant,
-            next_index=request.next_index,
-            remaining_s=deadline.remaining_s(),
-            ticket=self._door.ticket(tenant),
-            trace=telemetry.extract(_metadata(context, "traceparent") or "", _metadata(context, "tracestate") or ""),
-        )
         model = _AnsweringModel()
-        async with contextlib.aclosing(self._named(ask, key, context, model)) as responses:
-            async for response in responses:
-                await model.tell(context)
-                yield response
+        with self._requests.refusals_noted():
+            async with contextlib.aclosing(self._rest(request, context, model)) as responses:
+                async for response in responses:
+                    await model.tell(context)
+                    yield response
 
     async def GenerateUnary(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -148,6 +138,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     async for delta in deltas:
                         yield _response(accepted.request_id, delta)
 
+    async def _rest(
+        self, request: inference_pb2.ResumeRequest, context: Context, model: "_AnsweringModel"
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        key = _authenticate(self._door, context)
+        tenant = self._door.tenant_of(key, request.tenant)
+        deadline = rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S)
+        ask = ask_to_resume(
+            request.request_id,
+            tenant,
+            next_index=request.next_index,
+            remaining_s=deadline.remaining_s(),
+            ticket=self._door.ticket(tenant),
+            trace=telemetry.extract(_metadata(context, "traceparent") or "", _metadata(context, "tracestate") or ""),
+        )
+        async with contextlib.aclosing(self._named(ask, key, context, model)) as responses:
+            async for response in responses:
+                yield response
+
     async def _named(
         self, ask: Ask, key: ApiKey, context: Context, model: "_AnsweringModel"
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
@@ -171,46 +179,49 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """The models that the caller's key allows, under each of their names."""
-        key = _authenticate(self._door, context)
-        models = []
-        for name, model in sorted(self._requests.catalog.names()):
-            if not key.allows_model(model.name):
-                continue
-            limits = self._requests.limits(model)
-            models.append(
-                inference_pb2.Model(
-                    name=name,
-                    context_length_tokens=limits.context_length_tokens,
-                    vocab_size=limits.vocab_size,
-                    created_unix_s=self._created_unix_s,
+        with self._requests.refusals_noted():
+            key = _authenticate(self._door, context)
+            models = []
+            for name, model in sorted(self._requests.catalog.names()):
+                if not key.allows_model(model.name):
+                    continue
+                limits = self._requests.limits(model)
+                models.append(
+                    inference_pb2.Model(
+                        name=name,
+                        context_length_tokens=limits.context_length_tokens,
+                        vocab_size=limits.vocab_size,
+                        created_unix_s=self._created_unix_s,
+                    )
                 )
-            )
-        return inference_pb2.ListModelsResponse(models=models)
+            return inference_pb2.ListModelsResponse(models=models)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a text."""
-        await self._let_in(request.model, context)
-        tokenizer = self._requests.catalog.resolve(request.model).tokenizer
-        check_text(request.text, field_name="text", max_chars=MAX_BODY_BYTES)
-        token_ids = await tokenizer.encode(request.text, add_special_tokens=not request.without_special_tokens)
-        return inference_pb2.TokenizeResponse(token_ids=token_ids)
+        with self._requests.refusals_noted():
+            await self._let_in(request.model, context)
+            tokenizer = self._requests.catalog.resolve(request.model).tokenizer
+            check_text(request.text, field_name="text", max_chars=MAX_BODY_BYTES)
+            token_ids = await tokenizer.encode(request.text, add_special_tokens=not request.without_special_tokens)
+            return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """Text of token ids."""
-        await self._let_in(request.model, context)
-        model = self._requests.catalog.resolve(request.model)
-        token_ids = list(request.token_ids)
-        check_token_ids(token_ids, model.limits, field_name="token_ids")
-        skips_special = not request.with_special_tokens
-        if len(token_ids) <= LONG_TEXT_CHARS:
-            text = model.tokenizer.decode(token_ids, skip_special_tokens=skips_special)
-        else:
-            text = await asyncio.to_thread(model.tokenizer.decode, token_ids, skip_special_tokens=skips_special)
-        return inference_pb2.DetokenizeResponse(text=text)
+        with self._requests.refusals_noted():
+            await self._let_in(request.model, context)
+            model = self._requests.catalog.resolve(request.model)
+            token_ids = list(request.token_ids)
+            check_token_ids(token_ids, model.limits, field_name="token_ids")
+            skips_special = not request.with_special_tokens
+            if len(token_ids) <= LONG_TEXT_CHARS:
+                text = model.tokenizer.decode(token_ids, skip_special_tokens=skips_special)
+            else:
+                text = await asyncio.to_thread(model.tokenizer.decode, token_ids, skip_special_tokens=skips_special)
+            return inference_pb2.DetokenizeResponse(text=text)
 
     async def _let_in(self, model: str, context: Context) -> None:
         """A call that generates nothing counts as a request too."""

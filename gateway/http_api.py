@@ -84,6 +84,8 @@ API_PATHS = frozenset({"/tokenize", "/detokenize", "/openapi.json"})
 """What any key may ask beside what begins with the prefix; they are where other servers have them."""
 _NAMING = (b"idempotency-key", b"last-event-id", b"x-request-id")
 """Headers of requests that have a name, whose answers others may read too."""
+MANY_LOGPROBS = 256
+"""Tokens with log-probabilities that take at most 20 ms to write, about."""
 
 
 class HttpApi:
@@ -324,7 +326,7 @@ class HttpApi:
                     else:
                         pairs = zip(accepted.generations, streams, strict=True)
                         answers = await all_of([self._whole(generation, stream) for generation, stream in pairs])
-                        await exchange.answer(200, writer.whole(answers))
+                        await exchange.answer(200, await _body(writer, answers))
 
     async def _generate_named(
         self, exchange: Exchange, key: ApiKey, ask: Ask, request: Body, writer_type: type[Writer]
@@ -345,7 +347,7 @@ class HttpApi:
                     writer.go_on_after(last_event_id)
                 await self._stream(exchange, _named_events(reader, writer, self._requests.new_text), writer)
             else:
-                await exchange.answer(200, writer.whole(await _wholes(reader)))
+                await exchange.answer(200, await _body(writer, await _wholes(reader)))
 
     def _writer(
         self,
@@ -516,6 +518,15 @@ def _ask(exchange: Exchange, call: Call, digest: str, request: Body, writer_type
         raise InvalidRequest("Last-Event-ID needs stream to be true", field="Last-Event-ID", code="invalid_event_id")
     position = None if last_event_id is None else writer_type.journal_event_id(last_event_id)
     return ask_for(call, digest, last_event_id=position)
+
+
+async def _body(writer: Writer, answers: Sequence[Whole]) -> bytes:
+    """The body of an answer that is not streamed."""
+    num_entries = sum(len(answer.logprobs or ()) + len(answer.prompt_logprobs or ()) for answer in answers)
+    if num_entries < MANY_LOGPROBS:
+        return writer.whole(answers)
+    # Seconds at the bounds, in which nobody else's tokens would go out.
+    return await asyncio.to_thread(writer.whole, answers)
 
 
 async def _named_events(

@@ -29,8 +29,8 @@ LOGPROB_COST_BYTES = 160
 
 
 MAX_FALLBACK_CHARS = 1024
-MAX_TRACEPARENT_CHARS = 55
 """Of what is said of a fallback: two names of models and a reason are fewer."""
+MAX_TRACEPARENT_CHARS = 55
 
 
 class Shown(IntEnum):

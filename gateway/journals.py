@@ -138,7 +138,7 @@ def ask_for(call: Call, digest: str, *, last_event_id: str | None = None) -> Ask
         # Megabytes that a journal would have to hold, of a request that is quickly repeated.
         raise InvalidRequest(
             "log-probabilities of prompts do not go with a request that has a name or an idempotency key",
-            field="prompt_logprobs",
+            field=call.field_prefix + call.prompt_logprobs_field,
             code="unsupported_parameter",
         )
     if call.idempotency_key:
@@ -453,7 +453,16 @@ class Journals:
 
     def _note_trace(self, journal: Journal, accepted: AcceptedCall) -> None:
         journal.spans = accepted.span
-        journal.traceparent = accepted.span.told_traceparent or journal.traceparent
+        told, record = accepted.span.told_traceparent, journal.record
+        if not told or told == journal.traceparent:
+            return
+        journal.traceparent = told
+        if journal.call is not None and record is not None:
+            # Whoever goes on with it next goes on with this one.
+            stored = msgspec.structs.replace(journal.call, traceparent=told)
+            record.call = encode_call(stored, created_unix_s=journal.created_unix_s)
+            record.is_in_redis = False
+            self._writer.post(record)
 
     async def _wait_for_earlier(self, journal: Journal) -> None:
         """A generation of this id that was told to end gives the id back before the next one takes it."""

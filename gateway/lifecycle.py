@@ -11,6 +11,7 @@ away from a worker that is leaving.
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,17 +23,19 @@ from gateway.attempts import Attempt, CrowdedOut
 from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall
 from gateway.candidates import Candidates, PrefixHints, RoomLimits
 from gateway.catalog import ModelCatalog, ServedModel
+from gateway.config import SLOW_REQUEST_S
 from gateway.history import History
 from gateway.metrics import STATES, Metrics, RequestFigures
 from gateway.moves import Moves
 from gateway.recovery import QuarantineList, Recovery
-from gateway.request_log import SLOW_REQUEST_S, AnswerTrace, Phase, RequestLog, code_of, outcome_of
+from gateway.request_log import AnswerTrace, Phase, RequestLog, code_of, outcome_of
 from gateway.running import RunningRequest
 from gateway.sessions import HandedOff, PrefillSession
 from gateway.topology import Topology
 from gateway.tracing import AnswerSpans, Tracing
 from gateway.validation import DEFAULT_SERVICE_CLASS, SERVICE_CLASSES, ModelLimits
 from services.cluster.placement import Placement, State
+from services.cluster.registry import LEASE_TTL_S
 from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import (
@@ -141,7 +144,7 @@ class Requests:
     ) -> None:
         self.catalog = catalog
         self.num_running = 0
-        self._num_before_queue = 0
+        self._before_queue: Counter[Lane] = Counter()
         """Requests that wait until there is a worker at all."""
         self.log = RequestLog(metrics, clock=clock, slow_s=slow_request_s, history=history)
         self._topology = topology
@@ -183,7 +186,7 @@ class Requests:
     @property
     def num_queued(self) -> int:
         """Requests that wait for a place."""
-        return sum(map(len, self._queues.values())) + self._num_before_queue
+        return sum(map(len, self._queues.values())) + self._before_queue.total()
 
     def limits(self, model: ServedModel) -> ModelLimits:
         """The model's limits, or less where no worker in rotation has pages for so much."""
@@ -238,8 +241,8 @@ class Requests:
         self.log.close()
         return is_idle
 
-    def refuse_new(self, error: TandemError) -> None:
-        """Answers every new call with `error`; what runs goes on."""
+    def refuse_new(self, error: Overloaded) -> None:
+        """Answers every new call with an error like this one; what runs goes on."""
         self._accepting.close(error)
 
     def end_all(self, error: TandemError) -> None:
@@ -272,7 +275,7 @@ class Requests:
                 yield request.last_delta()
                 return
             if not request.is_resumed:
-                await self._until_served(generation)
+                await self._until_served(request)
             while not request.is_finished:
                 try:
                     attempt = await self._place(request)
@@ -358,10 +361,11 @@ class Requests:
                     return attempt
                 place.come_back()
         request.generation.deadline.check()
-        self._metrics.note_overload("wait")
         if request.is_resumed:
-            raise Overloaded("no worker came in time to go on with the answer", retry_after_s=NO_WORKER_RETRY_S)
-        raise Overloaded("no worker had room in time", retry_after_s=NO_WORKER_RETRY_S)
+            what = "no worker came in time to go on with the answer"
+        else:
+            what = "no worker had room in time"
+        raise Overloaded(what, retry_after_s=NO_WORKER_RETRY_S, reason="wait")
 
     def _take_room(self, request: RunningRequest, route: Route | None) -> bool:
         """Keeps a place for the request where it would go now. False: there is none, or it is kept for others."""
@@ -509,28 +513,28 @@ class Requests:
             return generation.deadline  # It takes what others leave, whenever that is.
         return generation.deadline.sooner(Deadline(generation.arrived_s + policies.max_queue_wait_s, self._clock))
 
-    async def _until_served(self, generation: Generation) -> None:
-        """Waits while a model's workers are only away for a moment, which is as long as their leases last.
+    async def _until_served(self, request: RunningRequest) -> None:
+        """Waits while a model's workers are only away for a moment, and no longer than a lease lasts.
 
-        Raises WorkerUnavailable where there are none, DeadlineExceeded.
+        Raises WorkerUnavailable where there are none, Overloaded where as many wait as may, and what ended the request.
         """
-        if self.is_served(generation.model):
-            return
-        self._num_before_queue += 1
-        try:
-            async with (
-                asyncio.timeout(generation.deadline.remaining_s()),
-                contextlib.aclosing(self._topology.changes()) as changes,
-            ):
-                async for _ in changes:
-                    if self.is_served(generation.model):
-                        return
-                    if not self._topology.is_away("decode", generation.model):
-                        raise WorkerUnavailable("no decode worker is ready", retry_after_s=NO_WORKER_RETRY_S)
-        except TimeoutError:
-            generation.deadline.check()
-        finally:
-            self._num_before_queue -= 1
+        model, lane, queue_entry = request.generation.model, request.lane, request.queue_entry
+
+        def is_decided() -> bool:
+            return self.is_served(model) or not self._topology.is_away("decode", model)
+
+        if not is_decided():
+            if len(lane.queue) + self._before_queue[lane] >= lane.queue.max_waiting:
+                raise lane.guard.when_full(queue_entry)
+            patience = Deadline(queue_entry.arrived_s + LEASE_TTL_S, self._clock)
+            self._before_queue[lane] += 1
+            try:
+                with self._topology.watched(request.mailbox.nudge):
+                    await request.mailbox.rest(patience.remaining_s(), until=is_decided)
+            finally:
+                self._before_queue[lane] -= 1
+        if not self.is_served(model):
+            raise WorkerUnavailable("no decode worker is ready", retry_after_s=NO_WORKER_RETRY_S)
 
     def _note_placed(self, request: RunningRequest, attempt: Attempt, route: Route, asked_s: float) -> None:
         """Books that workers took the request, after they were asked at `asked_s`."""

@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from gateway.topology import Member
 from services.runtime.fast_metrics import Counts, Distributions, FastRegistry
 from services.runtime.span_metrics import SpanCounts
+from services.runtime.tls_metrics import CertificateEnd
 from services.scheduling.breakers import CircuitState
 from services.scheduling.health import GpuState
 
@@ -290,6 +291,7 @@ class Metrics:
         )
         self._pages = Gauge("tandem_kv_pages", "KV pages by worker and state.", (*worker, "state"), registry=registry)
         registry.register(SpanCounts())
+        registry.register(CertificateEnd())
         gpus = (self._gpus, self._gpu_temperatures, self._gpu_memory, self._gpu_errors)
         self._of_workers = (self._workers, self._pages, self._circuits, *gpus)
         self._circuit: Callable[[str], CircuitState] = lambda worker_id: "closed"

@@ -116,9 +116,11 @@ class CompletionRequest(_ChoicesRequest, kw_only=True):
                 "best_of is only supported with the value of n", field="best_of", code="unsupported_parameter"
             )
         sampling = _sampling(self, max_tokens=self.max_tokens, logprobs=self.logprobs)
+        prompt_logprobs_field = "prompt_logprobs"
         if self.echo and self.logprobs is not None:
             _check_whole(self, "echo with logprobs", field="echo")
-            sampling.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
+            if self.prompt_logprobs is None or self.logprobs > self.prompt_logprobs:
+                sampling.prompt_logprobs, prompt_logprobs_field = self.logprobs, "logprobs"
         if self.max_tokens is None:
             sampling.max_tokens = min(max(DEFAULT_COMPLETION_TOKENS, sampling.min_tokens), MAX_TOKENS_EVER)
         return Call(
@@ -132,6 +134,7 @@ class CompletionRequest(_ChoicesRequest, kw_only=True):
             tenant=self.tenant or "",
             affinity_key=self.prompt_cache_key or self.user or "",
             cache_salt=self.cache_salt or "",
+            prompt_logprobs_field=prompt_logprobs_field,
             allow_fallback=self.allow_fallback,
         )
 
@@ -584,6 +587,13 @@ class CompletionWriter(ChoicesWriter):
         self._echoed = _prompts(request.prompt) if request.echo else []
         self._num_logprobs = request.logprobs or 0
         self._num_choices = request.n or 1
+
+    def whole(self, answers: Sequence[Whole]) -> bytes:
+        """The body; what the first answer to a prompt has of it is in the others too."""
+        for answer in answers:
+            first = answers[answer.index - answer.index % self._num_choices]
+            answer.prompt_logprobs = first.prompt_logprobs
+        return super().whole(answers)
 
     def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
         """Offsets go on after these tokens."""

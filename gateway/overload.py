@@ -25,14 +25,12 @@ class OverloadGuard:
         targets: Targets,
         decodes: Callable[[], Sequence[WorkerView]],
         clock: Clock,
-        on_refusal: Callable[[str], None] = lambda kind: None,
     ) -> None:
         self._policy = policy
         self._queue = queue
         self._targets = targets
         self._decodes = decodes
         self._clock = clock
-        self._on_refusal = on_refusal
         self._random = random.Random()
 
     def check(self, entry: QueueEntry, route: Route | None = None) -> Admit:
@@ -43,7 +41,7 @@ class OverloadGuard:
         load = self._load(entry, route)
         verdict = self._policy.judge(entry, load, self._targets, self._clock.monotonic(), jitter=self._random.random())
         if isinstance(verdict, Refuse):
-            raise self._refused(verdict)
+            raise _refused(verdict)
         return verdict
 
     def when_full(self, entry: QueueEntry) -> Overloaded:
@@ -51,7 +49,7 @@ class OverloadGuard:
         verdict = self._policy.when_full(
             entry, self._load(entry, None), self._clock.monotonic(), jitter=self._random.random()
         )
-        return self._refused(verdict)
+        return _refused(verdict)
 
     def may_start(self, entry: QueueEntry, route: Route) -> bool:
         """Whether its turn may come now that there is room; False: that is kept for requests that cannot wait."""
@@ -90,8 +88,9 @@ class OverloadGuard:
             step_s=route.predicted_itl_s,
         )
 
-    def _refused(self, verdict: Refuse) -> Overloaded:
-        self._on_refusal(verdict.kind)
-        if verdict.kind == "deadline":
-            return Overloaded(f"the deadline cannot be met: {verdict.reason}", retry_after_s=verdict.retry_after_s)
-        return Overloaded(f"the cluster is full: {verdict.reason}", retry_after_s=verdict.retry_after_s)
+
+def _refused(verdict: Refuse) -> Overloaded:
+    what = f"the cluster is full: {verdict.reason}"
+    if verdict.kind == "deadline":
+        what = f"the deadline cannot be met: {verdict.reason}"
+    return Overloaded(what, retry_after_s=verdict.retry_after_s, reason=verdict.kind)

@@ -306,7 +306,7 @@ FIELDS: Mapping[str, Field] = {
     ),
     "prompt_logprobs": _bounded(
         "Log-probabilities of the prompt's tokens and of so many likeliest at each place, "
-        f"{MAX_PROMPT_LOGPROBS} in all; not for streams or named requests.",
+        f"{MAX_PROMPT_LOGPROBS} in all answers together; not for streams or named requests.",
         0,
         MAX_LOGPROBS,
     ),

@@ -25,15 +25,14 @@ from typing import Any, Literal
 from weakref import WeakSet
 
 from gateway.calls import AcceptedCall, Call, Generation
+from gateway.config import SLOW_REQUEST_S
 from gateway.history import MAX_STEPS, AnswerStory, History, Row
 from gateway.metrics import Metrics
 from services.runtime import status
 from services.runtime.clock import Clock
-from services.runtime.errors import InternalError, RequestCancelled, TandemError
+from services.runtime.errors import InternalError, Overloaded, RequestCancelled, TandemError
 from services.runtime.logs import LineBudget, request_fields
 
-SLOW_REQUEST_S = 10.0
-"""Requests that take so long get words about where the time went."""
 SUMMARY_S = 10.0
 """Requests without lines are counted in one line for so long."""
 REFUSED_PER_S, REFUSED_BURST = 2.0, 50
@@ -91,7 +90,7 @@ class AnswerTrace:
 
     __slots__ = (
         *("cached_tokens", "code", "finish_reason", "name", "new_tokens", "num_attempts", "num_moves", "outcome"),
-        *("prompt_tokens", "story", "waterfall", "workers", "_log", "_opened"),
+        *("overload", "prompt_tokens", "story", "waterfall", "workers", "_log", "_opened"),
     )
 
     def __init__(self, name: str, arrived_s: float, log: "RequestLog", opened: "_OpenCall") -> None:
@@ -103,7 +102,7 @@ class AnswerTrace:
         self.workers: dict[str, None] = {}
         """Ids, in the order in which they came."""
         self.prompt_tokens = self.cached_tokens = self.new_tokens = 0
-        self.finish_reason = self.code = ""
+        self.finish_reason = self.code = self.overload = ""
         self.outcome: Outcome = "finished"
         self._log = log
         self._opened = opened
@@ -133,6 +132,7 @@ class AnswerTrace:
         self.story.ended_us = sum(self.waterfall.until(self._log.now_s()).values())
         self.outcome = outcome_of(error, was_placed=self.num_attempts > 0)
         self.code = "" if error is None else code_of(error)
+        self.overload = overload_of(error)
         self._opened.ended.append(self)
         self._log.has_line(error)
 
@@ -151,7 +151,10 @@ class _OpenCall:
 
 @dataclass(slots=True)
 class Summary:
-    """What a line says of a request. Times in microseconds; `workers` in the order in which they came."""
+    """What a line says of a request. Times in microseconds; `workers` in the order in which they came.
+
+    `overload` is what was short, where the cluster was full; only counted.
+    """
 
     outcome: Outcome
     code: str
@@ -165,6 +168,7 @@ class Summary:
     finish_reasons: tuple[str, ...] = ()
     answers: tuple[AnswerStory, ...] = ()
     """Of the model that answered."""
+    overload: str = ""
 
     @property
     def total_us(self) -> int:
@@ -242,7 +246,7 @@ class RequestLog:
         self.has_line(error)
         total_us = 0 if arrived_s is None else max(0, round((self.now_s() - arrived_s) * 1e6))
         phases: dict[Phase, int] = {"queue": total_us, "prefill": 0, "transfer": 0, "decode": 0}
-        summary = Summary(outcome_of(error, was_placed=False), code_of(error), phases)
+        summary = Summary(outcome_of(error, was_placed=False), code_of(error), phases, overload=overload_of(error))
         names = {}
         if call is not None:
             names = _names(call.request_id or "", call.traceparent, model or call.model or "", call.service_class)
@@ -295,6 +299,8 @@ class RequestLog:
 
     def _write(self, summary: Summary, names: dict[str, str], *, num_answers: int) -> None:
         """The line, or one more in the count of those that have none."""
+        if summary.overload:
+            self._metrics.note_overload(summary.overload)
         is_good = self.history.note_end(summary.outcome, summary.answers)
         if summary.outcome == "refused" and not self._refused.take(self.now_s()):
             self._left_out[summary.code] += 1
@@ -389,6 +395,11 @@ def code_of(error: BaseException) -> str:
     return str(status.openai_error(error)["error"]["code"])
 
 
+def overload_of(error: BaseException | None) -> str:
+    """What was short, where it was that; else empty."""
+    return error.reason if isinstance(error, Overloaded) else ""
+
+
 def in_words(summary: Summary) -> str:
     """Where the time of a request went, in the order in which it happened."""
     phases = summary.phases_us
@@ -429,10 +440,11 @@ def _summary(call: AcceptedCall, opened: _OpenCall, error: BaseException | None,
             reasons[trace.finish_reason] = None
         # Whatever ended one of them badly ended the others, which were cancelled.
         if trace.outcome != "finished" and summary.outcome in ("finished", "cancelled"):
-            summary.outcome, summary.code = trace.outcome, trace.code
+            summary.outcome, summary.code, summary.overload = trace.outcome, trace.code, trace.overload
     summary.workers, summary.finish_reasons, summary.answers = tuple(workers), tuple(reasons), tuple(answers)
     if error is not None:
         summary.outcome, summary.code = outcome_of(error, was_placed=summary.num_attempts > 0), code_of(error)
+        summary.overload = overload_of(error)
     elif summary.outcome == "refused" and summary.num_attempts:
         summary.outcome = "failed"
     return summary

@@ -5,6 +5,7 @@ happens to Redis. Knows no request; does not choose among workers.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from gateway.sessions import DecodeSession, Load, Peer, PrefillSession, WorkerSession
-from services.cluster.registry import WorkerRecord
+from services.cluster.registry import LEASE_TTL_S, WorkerRecord
 from services.runtime.errors import NotFound, WorkerUnavailable
 from services.runtime.gpu_health import GpuFacts
 from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
@@ -67,6 +68,8 @@ class Member:
     is_exact: bool = False
     gpu: GpuJudgement = GPU_OK
     gpu_facts: GpuFacts | None = None
+    changed_at_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    """When its session last came up, broke or said something, on the event loop's clock; at first, when it came."""
 
     @property
     def arithmetic(self) -> str:
@@ -116,7 +119,9 @@ class Topology:
         self._mismatched: set[tuple[str, str]] = set()
         self._usual: dict[str, tuple[float, UsualSpeeds]] = {}
         """By model, with the time at which it was found."""
-        self._watchers: set[asyncio.Event] = set()
+        self._watchers: set[Callable[[], None]] = set()
+        self._stale_since_s: float | None = None
+        """Since when nobody can say who is registered, on the event loop's clock."""
         self._note_gpu: Callable[[str, GpuJudgement], None] = lambda worker_id, judgement: None
         self._silence_check: asyncio.Task[None] | None = None
 
@@ -137,8 +142,12 @@ class Topology:
         """Calls `note(worker_id, judgement)` when a worker's GPU is judged otherwise; ok when the process has left."""
         self._note_gpu = note
 
-    def take_membership(self, records: Iterable[WorkerRecord]) -> None:
+    def take_membership(self, records: Iterable[WorkerRecord], *, is_stale: bool = False) -> None:
         """Follows the registry: sessions to new processes begin, workers that left and cannot be reached go."""
+        if not is_stale:
+            self._stale_since_s = None
+        elif self._stale_since_s is None:
+            self._stale_since_s = asyncio.get_running_loop().time()
         listed = {(record.role, record.id): record for record in records}
         for (listed_role, worker_id), record in listed.items():
             self._take_record(self._roles[listed_role], worker_id, record)
@@ -215,15 +224,18 @@ class Topology:
         return sum(1 for _ in self._ready(role_name, model))
 
     def is_away(self, role_name: Role, model: str) -> bool:
-        """Whether a worker of a model has lost its session and is still registered: it may be back in a moment.
+        """Whether a worker of a model has just lost its session and is still registered: it may be back in a moment.
 
-        One that is starting is not: nobody knows how long that takes.
+        One that is starting is not: nobody knows how long that takes. Nor is one that cannot be reached for longer than
+        a lease lasts, whether it goes on to renew its own or Redis is away and cannot say that it is over.
         """
-        members = self._roles[role_name].members.values()
+        since_s = asyncio.get_running_loop().time() - LEASE_TTL_S
+        if self._stale_since_s is not None and self._stale_since_s < since_s:
+            return False
         return any(
             member.state == "lost" and member.is_listed and not member.is_drain_asked and member.record.model == model
-            for member in members
-            if member.record.state == "ready"
+            for member in self._roles[role_name].members.values()
+            if member.record.state == "ready" and member.changed_at_s >= since_s
         )
 
     def is_alive(self, incarnation: str) -> bool:
@@ -300,14 +312,20 @@ class Topology:
     async def changes(self) -> AsyncGenerator[None, None]:
         """Yields at once, and again after each change."""
         changed = asyncio.Event()
-        self._watchers.add(changed)
-        try:
+        with self.watched(changed.set):
             while True:
                 yield
                 await changed.wait()
                 changed.clear()
+
+    @contextlib.contextmanager
+    def watched(self, note: Callable[[], None]) -> Iterator[None]:
+        """Calls `note` after each change, until the block is left."""
+        self._watchers.add(note)
+        try:
+            yield
         finally:
-            self._watchers.discard(changed)
+            self._watchers.discard(note)
 
     def _take_record(self, role: _Role, worker_id: str, record: WorkerRecord) -> None:
         member = role.members.get(worker_id)
@@ -315,6 +333,7 @@ class Topology:
             member.record = record
             if member.keeper is None:
                 # While it was starting it had no address.
+                member.changed_at_s = asyncio.get_running_loop().time()
                 member.session = self._new_session(role, record)
         else:
             self._forget(role, worker_id)
@@ -332,9 +351,10 @@ class Topology:
 
     def _session_changed(self, role: _Role, session: WorkerSession) -> None:
         member = role.members.get(session.peer.worker_id)
-        facts = session.gpu
-        if facts is not None and member is not None and member.session is session and facts is not member.gpu_facts:
-            self._judge_gpu(member, facts)
+        if member is not None and member.session is session:
+            member.changed_at_s = asyncio.get_running_loop().time()
+            if session.gpu is not None and session.gpu is not member.gpu_facts:
+                self._judge_gpu(member, session.gpu)
         self._changed()
 
     def _judge_gpu(self, member: Member, facts: GpuFacts) -> None:
@@ -422,8 +442,8 @@ class Topology:
 
     def _changed(self) -> None:
         self._on_change()
-        for watcher in self._watchers:
-            watcher.set()
+        for note in self._watchers:
+            note()
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,10 +202,6 @@ def complete_sampling(
     if room < 1 or max_tokens > room or asked.min_tokens > max_tokens:
         num_wanted = max(asked.max_tokens or 1, asked.min_tokens)
         raise _context_length_exceeded(num_prompt_tokens, num_wanted, limits, field_name)
-    if asked.prompt_logprobs is not None:
-        num_entries = num_prompt_tokens * (1 + asked.prompt_logprobs)
-        if num_entries > MAX_PROMPT_LOGPROBS:
-            raise _invalid("prompt_logprobs", num_entries, f"at most {MAX_PROMPT_LOGPROBS} probabilities of a prompt")
     return Sampling(
         max_tokens=max_tokens,
         min_tokens=asked.min_tokens,
@@ -225,6 +221,18 @@ def complete_sampling(
         prompt_logprobs=asked.prompt_logprobs,
         form=form,
     )
+
+
+def check_prompt_logprobs(asked: AskedSampling, *, num_shown_tokens: int, field_name: str) -> None:
+    """Raises InvalidRequest if a call whose answers show so many tokens of prompts would show too much of them."""
+    num_entries = num_shown_tokens * (1 + (asked.prompt_logprobs or 0))
+    if asked.prompt_logprobs is not None and num_entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{field_name} asks for {num_entries} log-probabilities of prompts; the most is {MAX_PROMPT_LOGPROBS} in "
+            "all answers of a call together",
+            field=field_name,
+            code="invalid_value",
+        )
 
 
 def check_with_form(

@@ -12,6 +12,7 @@ from services.engine.pages import PageAllocator, PageChanges, PageCounts, PageLe
 from services.engine.prefix import KeyChain
 from services.engine.sequence import FinishReason, Sequence
 from services.engine.step import (
+    PROMPT_ROWS,
     NonFiniteLogits,
     PromptTokens,
     SampledToken,
@@ -105,7 +106,7 @@ class PrefillLoop:
         self._page_size = page_size
         self._clock = clock
         self._on_report = on_report
-        self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens)
+        self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens, reported_tokens=PROMPT_ROWS)
         self.speedometer = Speedometer()
         self._leases: dict[Hashable, PageLease] = {}
         self._sequences: dict[Hashable, Sequence] = {}
@@ -139,6 +140,7 @@ class PrefillLoop:
             num_tokens=num_tokens,
             service_class=service_class,
             now_s=self._clock.monotonic(),
+            is_reported=sequence.reports_prompt,
         )
         return CachedPrefix(sequence.num_computed_tokens, tuple(cached))
 

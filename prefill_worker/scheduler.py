@@ -54,6 +54,8 @@ class PromptQueue:
         self._patience_tokens = 8 * ahead_tokens if patience_tokens is None else patience_tokens
         self._sizes: dict[Hashable, PromptSize] = {}
         """Of those without a turn."""
+        self._unready: dict[Hashable, int] = {}
+        """Service classes of those that cannot have a turn yet."""
         self._line = Line()
         self._passed: dict[int, tuple[Hashable, int]] = {}
         """By class, its oldest waiting prompt and the tokens that had their turn since it is that."""
@@ -84,15 +86,29 @@ class PromptQueue:
         """Pages of all prompts that have a turn."""
         return self._num_pages - self._free_pages
 
-    def enter(self, key: Hashable, size: PromptSize, *, service_class: int = DEFAULT_CLASS) -> None:
-        """Queues a prompt that fits into the pool when it is alone. Raises Overloaded when the queue is full."""
+    def enter(
+        self, key: Hashable, size: PromptSize, *, service_class: int = DEFAULT_CLASS, is_ready: bool = True
+    ) -> None:
+        """Queues a prompt that fits into the pool when it is alone. Raises Overloaded when the queue is full.
+
+        One that is not ready counts, and stands in line from `make_ready` on: nobody waits for what it waits for.
+        """
         self._check_new(key)
         assert 0 < size.num_pages <= self._num_pages, "who lets it in has checked that it fits"
         if len(self._sizes) >= self._max_waiting:
             raise Overloaded(f"the prefill queue is full ({self._max_waiting} prompts)")
         self._sizes[key] = size
-        self._line.add(key, service_class=service_class, num_tokens=size.num_tokens, cost=size.num_tokens)
+        self._unready[key] = service_class
         self._waiting_tokens += size.num_tokens
+        if is_ready:
+            self.make_ready(key)
+
+    def make_ready(self, key: Hashable) -> None:
+        """From now on it may have its turn. Others than those that wait for this are ignored."""
+        service_class = self._unready.pop(key, None)
+        if service_class is not None:
+            num_tokens = self._sizes[key].num_tokens
+            self._line.add(key, service_class=service_class, num_tokens=num_tokens, cost=num_tokens)
 
     def enter_computed(self, key: Hashable, size: PromptSize) -> bool:
         """Gives a prompt whose pages are computed its turn at once: nobody waits longer for a step because of it.
@@ -113,7 +129,7 @@ class PromptQueue:
     def next_turns(self) -> list[Hashable]:
         """Gives every turn that can be given now."""
         turns: list[Hashable] = []
-        while self._sizes:
+        while self._line:
             key = self._next()
             if key is None or self._sizes[key].num_pages > self._free_pages:
                 break
@@ -171,6 +187,7 @@ class PromptQueue:
         """Takes a prompt out, waiting or not, and gives its pages back. O(1); unknown keys are ignored."""
         waiting = self._sizes.pop(key, None)
         if waiting is not None:
+            self._unready.pop(key, None)
             self._line.discard(key)
             self._waiting_tokens -= waiting.num_tokens
         inside = self._inside.pop(key, None)

@@ -285,7 +285,7 @@ class PrefillWorker:
         attempt.former = self._former_of(spec)
         try:
             if attempt.former is None:
-                self._queue.enter(spec.key, self._size(attempt), service_class=spec.service_class)
+                self._enter(attempt)
         except TandemError:
             self._attempts.end(spec.key)
             self._metrics.count_attempt("refused")
@@ -294,6 +294,11 @@ class PrefillWorker:
         self._tasks.add(attempt.task)
         attempt.task.add_done_callback(lambda task: self._ended(attempt, task))
         self._give_turns()
+
+    def _enter(self, attempt: _Attempt) -> None:
+        spec = attempt.spec
+        is_ready = not _needs_grammar(spec)
+        self._queue.enter(spec.key, self._size(attempt), service_class=spec.service_class, is_ready=is_ready)
 
     def _former_of(self, spec: AttemptSpec[Sampling]) -> _Kept | None:
         former = self._kept.get(spec.key.request_id)
@@ -344,6 +349,8 @@ class PrefillWorker:
         page_ids = None if attempt.former is None else await self._take_over(attempt, attempt.former)
         if page_ids is None:
             attempt.grammar = await self._grammar(attempt.spec)
+            self._queue.make_ready(attempt.spec.key)
+            self._give_turns()
             await attempt.has_turn.wait()
         attempt.transfer = await self._links.reserve(
             attempt.decode_address,
@@ -377,7 +384,7 @@ class PrefillWorker:
             return page_ids
         self._forget(former)
         self._queue.leave(attempt.spec.key)
-        self._queue.enter(attempt.spec.key, self._size(attempt), service_class=attempt.spec.service_class)
+        self._enter(attempt)
         self._give_turns()
         return None
 
@@ -476,8 +483,8 @@ class PrefillWorker:
         return prefix
 
     async def _grammar(self, spec: AttemptSpec[Sampling]) -> Grammar | None:
-        """What the first token must keep to. An attempt that has emitted tokens samples nothing here."""
-        if spec.form is None or spec.emitted_token_ids:
+        """What the first token must keep to."""
+        if spec.form is None or not _needs_grammar(spec):
             return None
         assert self._grammars is not None, "such a request was refused"
         return await self._grammars.begin(spec.form, eos_token_ids=spec.eos_token_ids)
@@ -593,6 +600,11 @@ class PrefillWorker:
         for attempt in self._attempts:
             self._fail(attempt, error)
             attempt.task.cancel()
+
+
+def _needs_grammar(spec: AttemptSpec[Sampling]) -> bool:
+    """An attempt that has emitted tokens samples nothing here."""
+    return spec.form is not None and not spec.emitted_token_ids
 
 
 class Servicer(worker_pb2_grpc.PrefillWorkerServicer):

@@ -21,7 +21,15 @@ from services.engine.model import Model, load_model
 from services.engine.pages import PageAllocator, PageLayout, PageLease, PagePool, num_pages_for
 from services.engine.runner import ModelRunner
 from services.engine.sequence import FinishReason, Grammar, Sampling, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult, with_whole_prompt
+from services.engine.step import (
+    PROMPT_ROWS,
+    NonFiniteLogits,
+    SampledToken,
+    StepItem,
+    StepPlan,
+    StepResult,
+    with_whole_prompt,
+)
 from services.runtime.errors import ConfigError, InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -291,11 +299,14 @@ class Engine:
 
     def _plan(self) -> StepPlan:
         plan = StepPlan()
-        budget_tokens = self._chunk_tokens
+        budget_tokens, num_reportable = self._chunk_tokens, PROMPT_ROWS
         for sequence in self._running:
             num_prompt_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
             # After the prompt one token at a time, emitted ones too: their KV then comes from the same computation.
             num_tokens = min(num_prompt_left, budget_tokens) if num_prompt_left > 0 else 1
+            if sequence.reports_prompt:
+                num_tokens = min(num_tokens, num_reportable)
+                num_reportable -= num_tokens
             if num_tokens > 0:
                 plan.items.append(StepItem(sequence, num_tokens))
                 budget_tokens -= num_tokens if num_prompt_left > 0 else 0

@@ -17,12 +17,16 @@ from services.engine.attention import AttentionBatch
 from services.engine.model import Model
 from services.engine.pages import PagePool, num_pages_for
 from services.engine.sampling import report, rows_are_finite, sample
-from services.engine.step import NonFiniteLogits, PromptTokens, SampledToken, StepItem, StepPlan, StepResult
+from services.engine.step import (
+    PROMPT_ROWS,
+    NonFiniteLogits,
+    PromptTokens,
+    SampledToken,
+    StepItem,
+    StepPlan,
+    StepResult,
+)
 from services.runtime.errors import InvariantViolated
-
-PROMPT_ROWS = 64
-"""Of a prompt that is reported, so many tokens are computed at a time: [64, V] logits are 80 MB of float64 for the
-largest vocabularies, a whole chunk's would be gigabytes."""
 
 
 class ModelRunner:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -80,8 +81,10 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sample
 
 def report(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> list[SampledToken]:
     """Say how likely token i was by row i of `logits` [R, V] float32, and which the `count` likeliest were there."""
-    logprobs = logits.to(torch.float64).log_softmax(dim=-1).cpu()
-    return [_report(row, token_id, count) for row, token_id in zip(logprobs, token_ids, strict=True)]
+    logprobs = logits.to(torch.float64).log_softmax(dim=-1)
+    own: list[float] = logprobs.gather(1, _index(token_ids, logits.device)[:, None])[:, 0].tolist()
+    tops = _top_tokens(logprobs, count)
+    return [SampledToken(*one) for one in zip(token_ids, own, tops, strict=True)]
 
 
 def rows_are_finite(logits: torch.Tensor) -> torch.Tensor:
@@ -380,22 +383,28 @@ def _logprob_reports(
     asking = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
     if not asking:
         return {}
-    logprobs = logits[_index(asking, logits.device)].to(torch.float64).log_softmax(dim=-1).cpu()
-    return {
-        row: _report(logprobs[i], chosen[row], sequences[row].sampling.logprobs or 0) for i, row in enumerate(asking)
-    }
+    counts = [sequences[row].sampling.logprobs or 0 for row in asking]
+    reports = report(logits[_index(asking, logits.device)], [chosen[row] for row in asking], max(counts))
+    return {row: replace(one, top=one.top[:count]) for row, one, count in zip(asking, reports, counts, strict=True)}
 
 
-def _report(logprobs: torch.Tensor, token_id: int, count: int) -> SampledToken:
-    count = min(count, len(logprobs))
-    top: list[tuple[int, float]] = []
-    if count:
-        # topk leaves open which of equal values it takes; all that reach its last value are put in order instead.
-        reach = logprobs >= logprobs.topk(count).values[-1]
-        ids = reach.nonzero()[:, 0]
-        order = logprobs[ids].sort(descending=True, stable=True).indices[:count]
-        top = [(int(id_), float(logprobs[id_])) for id_ in ids[order]]
-    return SampledToken(token_id, float(logprobs[token_id]), tuple(top))
+def _top_tokens(logprobs: torch.Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """Return of each row of `logprobs` [R, V] its `count` likeliest tokens, of equal ones the lower id first."""
+    num_tokens = logprobs.shape[1]
+    count = min(count, num_tokens)
+    if not count:
+        return [()] * len(logprobs)
+    # Whole rows stay where they are: [R, V] is large, and most of the time on a GPU.
+    values, ids = logprobs.topk(min(count + 1, num_tokens))
+    tops = []
+    for row, (row_ids, row_values) in enumerate(zip(ids.tolist(), values.tolist(), strict=True)):
+        if count < num_tokens and row_values[count] == row_values[count - 1]:
+            # topk leaves open which of equal values it takes.
+            reaching = (logprobs[row] >= values[row, count]).nonzero()[:, 0]
+            row_ids, row_values = reaching.tolist(), logprobs[row, reaching].tolist()
+        top = sorted(zip(row_ids, row_values, strict=True), key=lambda one: (-one[1], one[0]))
+        tops.append(tuple(top[:count]))
+    return tops
 
 
 def _index(values: SequenceOf[int], device: torch.device) -> torch.Tensor:

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field, replace
 from services.engine.sequence import Sequence
 from services.runtime.errors import InvalidRequest, TandemError
 
+PROMPT_ROWS = 64
+"""So many tokens of prompts that are reported are computed at a time, and in a step, for which all others in it wait:
+[64, V] logits are 80 MB of float64 for the largest vocabularies, a whole chunk's would be gigabytes."""
+
 
 class NonFiniteLogits(TandemError):
     """The model gave NaN or infinity for a sequence, or nothing was left to choose from: no token can be trusted."""

@@ -46,7 +46,11 @@ class PermissionDenied(InvalidRequest):
 
 
 class Overloaded(TandemError):
-    """There is no room in the cluster now."""
+    """There is no room in the cluster now. `reason` is one of a few words for what is short; empty: nobody has said."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, reason: str = "") -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.reason = reason
 
 
 class NoFreePages(Overloaded):

@@ -46,6 +46,7 @@ class GpuWatch:
         self._facts: GpuFacts | None = None
         self._message: worker_pb2.GpuFacts | None = None
         self._use: GpuUse | None = None
+        self._reads_use = True
         self._asked_s: float | None = None
         """When the reading began that is under way. None: there is none."""
         # A daemon: the process must not wait for it.
@@ -90,11 +91,20 @@ class GpuWatch:
     def _read(self, reader: GpuReader) -> None:
         self._asked_s = self._clock.monotonic()
         try:
-            facts, self._use = reader.read(), reader.read_use()
+            facts = reader.read()
+            if facts != self._facts:
+                self._facts, self._message = facts, gpu_message(facts)
+            if self._reads_use:
+                self._read_use(reader)
         finally:
             self._asked_s = None
-        if facts != self._facts:
-            self._facts, self._message = facts, gpu_message(facts)
+
+    def _read_use(self, reader: GpuReader) -> None:
+        try:
+            self._use = reader.read_use()
+        except Exception:  # whatever a module of another version does: nothing is decided by these figures
+            logger.exception("how much the GPU does is not read any more")
+            self._reads_use, self._use = False, None
 
 
 def gpu_message(facts: GpuFacts) -> worker_pb2.GpuFacts:

@@ -23,6 +23,8 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from services.runtime import rpc
+
 EXPORT_TIMEOUT_S = 2.0
 SHUTDOWN_TIMEOUT_S = 3.0
 MAX_QUEUED_SPANS = 8192
@@ -103,10 +105,7 @@ class Exporter:
         names = {"service.name": service_name} | ({"service.instance.id": instance_id} if instance_id else {})
         _describe(self._resource.attributes, names)
         target = otlp_url.split("://", 1)[-1].split("/", 1)[0]
-        if otlp_url.startswith("https"):
-            self._channel = grpc.secure_channel(target, grpc.ssl_channel_credentials())
-        else:
-            self._channel = grpc.insecure_channel(target)
+        self._channel = rpc.make_outside_channel(target, has_tls=otlp_url.startswith("https"))
         self._stub = trace_service_pb2_grpc.TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
@@ -162,7 +161,7 @@ class Exporter:
 def setup(service_name: str, otlp_url: str | None, *, instance_id: str = "", sample: float = 1.0) -> None:
     """Sends this process's spans to an OTLP gRPC collector such as http://127.0.0.1:4317. None: no spans.
 
-    Called once, in `__main__`. `sample`, from 0 to 1: see `root`.
+    Called once, in `__main__`, after `rpc.set_identity`. `sample`, from 0 to 1: see `root`.
     """
     global _exporter
     if otlp_url is None:

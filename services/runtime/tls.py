@@ -57,6 +57,8 @@ MAX_FILE_BYTES = 1 << 20
 NUM_READS = 3
 """Files that change while they are read are read again, so often."""
 EXPIRES_SOON_S = 7 * 86_400.0
+SAY_EVERY_NS = 86_400 * 10**9
+"""So often it is said that the certificate expires soon, for as long as it does."""
 
 _YOUNG_NS = 2_000_000_000
 """A file written less than this before it was read may have changed once more without another time stamp."""
@@ -139,36 +141,47 @@ class Identity:
         entry.sni_callback = choose  # called without a name too
         return entry
 
+    def end_unix_s(self) -> float:
+        """When the certificate expires, in seconds since 1970."""
+        return ssl.cert_time_to_seconds(self._look().expires)
+
     def _look(self) -> "_Loaded":
         with self._lock:
-            stamp = _stamp_of(self._files)
-            if stamp == self._stamp and self._is_settled:
-                return self._loaded
-            try:
-                self._stamp, loaded = _load(self._files, self._roles)
-            except ConfigError as error:
-                self._stamp = stamp
-                if error.message != self._error:
-                    self._error = error.message
-                    logger.error("the TLS certificate stays as it was", extra={"error": error.message})
-                return self._loaded
-            finally:
-                self._is_settled = not self._is_young(self._stamp)
-            self._error = ""
-            if loaded.pem != self._loaded.pem:
-                self._loaded = loaded
-                logger.info("the TLS certificate was read again", extra={"expires": loaded.expires})
+            self._read_again()
+            if self._clock.unix_ns() - self._noted_unix_ns >= SAY_EVERY_NS:
                 self._note_expiry()
             return self._loaded
+
+    def _read_again(self) -> None:
+        stamp = _stamp_of(self._files)
+        if stamp == self._stamp and self._is_settled:
+            return
+        try:
+            self._stamp, loaded = _load(self._files, self._roles)
+        except ConfigError as error:
+            self._stamp = stamp
+            if error.message != self._error:
+                self._error = error.message
+                logger.error("the TLS certificate stays as it was", extra={"error": error.message})
+            return
+        finally:
+            self._is_settled = not self._is_young(self._stamp)
+        self._error = ""
+        if loaded.pem != self._loaded.pem:
+            self._loaded = loaded
+            logger.info("the TLS certificate was read again", extra={"expires": loaded.expires})
+            self._note_expiry()
 
     def _is_young(self, stamp: tuple[int, ...]) -> bool:
         now_ns = self._clock.unix_ns()
         return any(abs(now_ns - changed_ns) < _YOUNG_NS for changed_ns in stamp[::3])
 
     def _note_expiry(self) -> None:
-        left_s = ssl.cert_time_to_seconds(self._loaded.expires) - self._clock.unix_ns() / 1e9
+        self._noted_unix_ns = self._clock.unix_ns()
+        left_s = ssl.cert_time_to_seconds(self._loaded.expires) - self._noted_unix_ns / 1e9
         if left_s < EXPIRES_SOON_S:
-            logger.warning("the TLS certificate expires soon", extra={"expires": self._loaded.expires})
+            what = "the TLS certificate expires soon" if left_s > 0 else "the TLS certificate has expired"
+            logger.warning(what, extra={"expires": self._loaded.expires})
 
 
 def check_caller(service: str, roles: frozenset[str] | None) -> None:

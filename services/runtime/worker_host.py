@@ -160,9 +160,9 @@ def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], C
     """A worker process from its settings to its end: logs, traces, parent, signals, event loop. Raises what ends it."""
     logs.setup(settings.log_level, service=service, worker_id=settings.id)
     process.be_nice(settings.nice)
-    telemetry.setup(service, settings.otlp, instance_id=settings.id)
     process.die_with_parent()
     set_identity(worker_identity(settings, role=service.removesuffix("-worker")))
+    telemetry.setup(service, settings.otlp, instance_id=settings.id)
 
     async def run() -> None:
         with process.stop_signals() as stop:

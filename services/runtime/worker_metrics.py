@@ -14,6 +14,7 @@ from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import ConfigError
 from services.runtime.gpu_use import GpuUse
 from services.runtime.span_metrics import SpanCounts
+from services.runtime.tls_metrics import CertificateEnd
 from services.runtime.worker_config import WorkerConfig
 
 # A step is between some 100 microseconds (a tiny model) and seconds (a long chunk on few cores).
@@ -172,6 +173,7 @@ class WorkerMetrics:
             "tandem_attempts", "Attempts by how they ended.", ("worker", "outcome"), registry=self.registry
         )
         self.registry.register(SpanCounts())
+        self.registry.register(CertificateEnd())
 
     def note_step(self, *, seconds: float, num_sequences: int, num_tokens: int) -> None:
         """One engine step has ended, with so many sequences and tokens of them."""

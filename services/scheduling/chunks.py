@@ -174,9 +174,15 @@ class ChunkScheduler:
     prompt waiting.
     """
 
-    def __init__(self, *, chunk_tokens: int, targets: StepTargets = DEFAULT_TARGETS) -> None:
+    def __init__(
+        self, *, chunk_tokens: int, reported_tokens: int | None = None, targets: StepTargets = DEFAULT_TARGETS
+    ) -> None:
+        """`reported_tokens`: a step has at most so many tokens of prompts that are reported, which cost far more."""
         assert chunk_tokens > 0, "a step computes something"
+        assert reported_tokens is None or reported_tokens > 0, "a prompt gets on"
         self._chunk_tokens = chunk_tokens
+        self._reported_tokens = chunk_tokens if reported_tokens is None else reported_tokens
+        self._reported: set[Hashable] = set()
         self._targets = targets
         self._line = Line()
         self._ends: dict[Hashable, int] = {}
@@ -199,10 +205,13 @@ class ChunkScheduler:
         start: int = 0,
         service_class: int = DEFAULT_CLASS,
         now_s: float = 0.0,
+        is_reported: bool = False,
     ) -> None:
         """Makes a prompt of `num_tokens` tokens ready, those before `start` being there already."""
         assert key not in self._line, "a prompt is added once"
         assert 0 <= start < num_tokens, "something of a prompt is left to compute"
+        if is_reported:
+            self._reported.add(key)
         self._ends[key] = num_tokens
         cost = self._cost(start, num_tokens)
         self._line.add(key, service_class=service_class, num_tokens=num_tokens - start, cost=cost)
@@ -213,6 +222,7 @@ class ChunkScheduler:
         """Forgets a prompt. O(1); unknown keys are ignored."""
         self._line.discard(key)
         self._ends.pop(key, None)
+        self._reported.discard(key)
 
     def next_step(
         self,
@@ -237,16 +247,20 @@ class ChunkScheduler:
         room = _Room(most, speed, part_s, self._targets.whole_s, has_overhead=busy_s is None)
         oldest = self._line.oldest()
         chunks: list[Chunk] = []
+        num_reportable = self._reported_tokens
         while self._line:
             is_owed = not chunks and self._is_owed(oldest)
             key = oldest if is_owed else self._line.shortest()
             start, end = self._span(key)
-            num_tokens = room.fitting(start, end, is_first=not chunks)
+            is_reported = key in self._reported
+            part_end = min(end, start + num_reportable) if is_reported else end
+            num_tokens = room.fitting(start, part_end, is_first=not chunks)
             is_last = start + num_tokens == end
             # Those that end in this step would wait for one that does not.
             if num_tokens == 0 or (chunks and not is_last and speed is not None):
                 break
             room.take(start, num_tokens)
+            num_reportable -= num_tokens if is_reported else 0
             chunks.append(self._advance(key, num_tokens))
             if not is_last:
                 break

@@ -174,6 +174,11 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def max_waiting(self) -> int:
+        """The bound, which only resumed requests pass."""
+        return self._max_waiting
+
     def __contains__(self, key: Hashable) -> bool:
         return key in self._waiting
 

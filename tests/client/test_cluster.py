@@ -158,6 +158,27 @@ async def test_a_stream_that_is_closed_leaves_nothing_running(world: World) -> N
                     return
 
 
+@pytest.mark.parametrize("name", ["idempotency_key", "request_id"])
+async def test_a_named_stream_survives_its_gateway(world: World, name: str) -> None:
+    sampling = {"max_tokens": LONG, "seed": 11, "ignore_eos": True}
+    async with AsyncClient(world.address, retries=PATIENT) as client:
+        expected = await client.generate(Request("class Stack:", **sampling))  # type: ignore[arg-type]
+    with world.gateway() as gateway:
+        async with AsyncClient([gateway.address, world.address], retries=PATIENT) as client:
+            request = Request("class Stack:", **{name: next(names)}, **sampling)  # type: ignore[arg-type]
+            token_ids: list[int] = []
+            text = ""
+            stream = client.stream(request)
+            async for delta in stream:
+                token_ids += delta.token_ids
+                text += delta.text
+                if gateway.process.poll() is None and len(token_ids) >= 5:
+                    assert len(token_ids) < LONG
+                    gateway.kill()
+            assert stream._order.course.resumes
+    assert (tuple(token_ids), text) == (expected.token_ids, expected.text)
+
+
 async def test_another_client_goes_on_with_a_named_request(world: World) -> None:
     request = Request("import os", max_tokens=60, seed=3, ignore_eos=True, idempotency_key=next(names))
     async with AsyncClient(world.address, retries=PATIENT) as first, first.stream(request) as stream:

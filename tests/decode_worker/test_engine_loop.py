@@ -129,6 +129,7 @@ class Bench:
         replays_in_chunks: bool = False,
         num_slots: int = 0,
         slot_bytes: int = 1,
+        reported_tokens: int | None = None,
     ) -> None:
         self.allocator = PageAllocator(num_pages)
         self.runner = FakeRunner(self.allocator, replays_in_chunks=replays_in_chunks)
@@ -145,6 +146,7 @@ class Bench:
                 page_size=PAGE_SIZE,
                 is_exact=replays_in_chunks,
                 min_prefill_tokens=1,
+                reported_tokens=reported_tokens,
             ),
             is_exact=replays_in_chunks,
             clock=ManualClock(),
@@ -541,6 +543,16 @@ def test_a_prompt_that_is_reported_is_computed_though_it_is_cached(num_pages: in
     num_computed = sum(advance.num_tokens for advance in bench.advances("b"))
     assert (num_computed > len(prompt) + 2) == (num_pages < 64)
     bench.until_rest()
+
+
+def test_a_step_reports_few_tokens_of_a_prompt() -> None:
+    bench = Bench(reported_tokens=4)
+    reported = Sequence("b", list(range(3, 22)), sampling=Sampling(max_tokens=3, prompt_logprobs=0))
+    bench.loop.start(reported, salt=SALT, service_class=2)
+    bench.local("plain", [1] * 10, max_tokens=1)
+    bench.run()
+    assert [advance.num_tokens for advance in bench.advances("b")] == [4, 4, 4, 4, 3, 1, 1]
+    assert [advance.num_tokens for advance in bench.advances("plain")] == [10]
 
 
 def test_pages_that_were_not_sealed_are_not_found() -> None:

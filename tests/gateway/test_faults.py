@@ -641,6 +641,85 @@ async def test_nobody_waits_beyond_the_deadline_for_a_worker(make_system, worker
     assert system.gateway.requests.num_queued == 0
 
 
+HOURS_S = 3600.0
+
+
+@pytest.fixture
+def lose(monkeypatch):
+    """Breaks the stream to a worker, whose lease goes on, for ever; `wait_s` is how long requests wait, `away_s` how
+    long a worker counts as away for a moment."""
+
+    async def lose(system, worker, *, wait_s=HOURS_S, away_s=HOURS_S):
+        monkeypatch.setattr("gateway.lifecycle.LEASE_TTL_S", wait_s)
+        monkeypatch.setattr("gateway.topology.LEASE_TTL_S", away_s)
+        monkeypatch.setattr(DecodeSession, "run", lambda session: asyncio.Event().wait())
+        worker.sessions.close()
+        await system.until(lambda: system.gateway.topology.num_ready("decode") == 0)
+
+    return lose
+
+
+async def test_a_worker_that_cannot_be_reached_is_not_waited_for_as_long_as_its_lease_is_renewed(
+    make_system, worker_type, pair, lose
+):
+    system = await make_system()
+    worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+    await lose(system, worker, wait_s=0.3)
+    assert (await system.complete()).json()["error"]["message"] == "no decode worker is ready"
+    assert [member.is_listed for member in system.gateway.topology.members()] == [True]
+
+
+async def test_nobody_waits_for_a_worker_that_has_been_away_for_longer_than_a_lease_lasts(
+    make_system, worker_type, pair, lose
+):
+    system = await make_system()
+    worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+    await lose(system, worker, away_s=0.2)
+    await system.until(lambda: not system.gateway.topology.is_away("decode", "tiny"))
+    assert (await system.complete()).status_code == 503
+    assert [member.is_listed for member in system.gateway.topology.members()] == [True]
+
+
+async def test_nobody_waits_for_a_worker_while_redis_has_been_away_for_longer_than_a_lease_lasts(
+    make_system, worker_type, pair, lose
+):
+    """Nobody can say then whether it is registered still."""
+    with EmbeddedRedis(port=_free_port()) as redis:
+        system = await make_system(redis=redis.url)
+        worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+        topology = system.gateway.topology
+        redis.kill()
+        await system.until(lambda: topology._stale_since_s is not None)
+        topology._stale_since_s -= HOURS_S + 1
+        await lose(system, worker)
+        assert (await system.complete()).status_code == 503
+        redis.start()
+        await system.until(lambda: topology._stale_since_s is None)
+
+
+async def test_those_who_wait_for_a_worker_count_in_the_queues_bound(make_system, worker_type, pair, lose):
+    system = await make_system(max_queued_requests=1)
+    worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+    await lose(system, worker)
+    waiting = asyncio.create_task(system.complete())
+    await system.until(lambda: system.gateway.requests.num_queued == 1)
+    refused = await system.complete()
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "overloaded_error")
+    assert system.gateway.requests.num_queued == 1
+    waiting.cancel()
+    await system.until(lambda: system.gateway.requests.num_queued == 0)
+
+
+async def test_who_waits_for_a_worker_is_told_that_the_gateway_leaves(make_system, worker_type, pair, lose):
+    system = await make_system(drain_s=0.0)
+    worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+    await lose(system, worker)
+    waiting = asyncio.create_task(system.complete())
+    await system.until(lambda: system.gateway.requests.num_queued == 1)
+    await system.gateway.stop()
+    assert (await waiting).json()["error"]["message"] == "the gateway is leaving"
+
+
 async def test_draining_worker_gets_no_new_request(make_system, worker_type, pair):
     system = await make_system()
     leaving = await system.add(worker_type("decode", "decode-0", pair.decode))

@@ -300,6 +300,13 @@ async def test_refusals_for_want_of_room_count_by_what_is_short(make_system, wor
     assert (await figures_of(system))["tandem_overload_refusals_total", {"reason": "queue"}] == 1
 
 
+async def test_a_call_that_is_refused_counts_once_whatever_number_of_answers_it_asked_for(make_system, worker_type):
+    system = await make_system(max_queued_requests=0, max_queue_wait_s=0.1)
+    await system.add(worker_type("decode", "decode-0", refuses))
+    assert (await system.complete(n=4)).status_code == 503
+    assert (await figures_of(system))["tandem_overload_refusals_total"] == 1
+
+
 async def test_those_who_waited_in_vain_count_as_such(make_system, worker_type):
     system = await make_system(max_queue_wait_s=0.1)
     await system.add(worker_type("decode", "decode-0", refuses))

@@ -1,11 +1,14 @@
 """Log-probabilities of prompts: vLLM's field, and what evaluations ask completions for (echo with logprobs)."""
 
 import asyncio
+import threading
+from types import SimpleNamespace
 
 import grpc
 import pytest
 from openai.types import Completion
 
+from gateway.openai_types import CompletionWriter
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.errors import WorkerUnavailable
 
@@ -49,8 +52,47 @@ async def test_a_chat_has_them_beside_its_choices(system):
     spec = system.workers["prefill-0"].attempts[0].spec
     told = response.json()["prompt_logprobs"]
     assert told[0] is None
-    assert [str(token_id) in entry for token_id, entry in zip(spec.prompt_token_ids[1:], told[1:], strict=True)]
+    assert all(str(token_id) in entry for token_id, entry in zip(spec.prompt_token_ids[1:], told[1:], strict=True))
     assert len(response.json()["choices"]) == 2
+
+
+def asking(system):
+    """Choices of the call whose workers were asked to report the prompt."""
+    specs = [attempt.spec for attempt in system.workers["prefill-0"].attempts]
+    return {int(spec.id.request_id.rsplit(".", 1)[1]) for spec in specs if spec.sampling.HasField("prompt_logprobs")}
+
+
+async def test_each_prompt_is_reported_once_and_shown_in_each_choice(system):
+    response = await system.complete(prompt=[[10, 11], [10, 12, 13]], prompt_logprobs=0, n=2)
+    choices = response.json()["choices"]
+    shown = [[list(entry or ()) for entry in choice["prompt_logprobs"]] for choice in choices]
+    assert shown == [[[], ["11"]], [[], ["11"]], [[], ["12"], ["13"]], [[], ["12"], ["13"]]]
+    assert asking(system) == {0, 2}
+
+
+async def test_an_echo_is_of_the_prompt_in_each_choice(system):
+    response = await system.complete(prompt=[10, 11, 12], echo=True, logprobs=0, n=2, max_tokens=1)
+    told = [choice["logprobs"]["token_logprobs"] for choice in response.json()["choices"]]
+    assert told == [[None, -1.0, -2.0, -0.5]] * 2
+    assert asking(system) == {0}
+
+
+async def test_a_chat_asks_for_its_prompt_once(system):
+    body = {"messages": [{"role": "user", "content": "hello"}], "prompt_logprobs": 1, "n": 3}
+    response = await system.http.post("/v1/chat/completions", json=body)
+    assert (response.status_code, asking(system)) == (200, {0})
+
+
+async def test_long_answers_are_not_written_on_the_event_loop(system, monkeypatch):
+    threads = []
+    write = CompletionWriter.whole
+    monkeypatch.setattr("gateway.http_api.MANY_LOGPROBS", 3)
+    monkeypatch.setattr(
+        CompletionWriter, "whole", lambda *args: threads.append(threading.current_thread()) or write(*args)
+    )
+    for prompt in ([10, 11, 12], [10, 11, 12, 13]):
+        assert (await system.complete(prompt=prompt, prompt_logprobs=0)).status_code == 200
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_without_the_wish_there_is_nothing(system):
@@ -114,6 +156,51 @@ async def test_at_the_limit_and_one_past_it(make_system, pair, monkeypatch):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
+@pytest.mark.parametrize(("max_entries", "status"), [(20, 200), (19, 400)])
+async def test_the_limit_is_that_of_all_answers_together(make_system, pair, monkeypatch, max_entries, status):
+    """Two prompts of two and three tokens, one entry more for each of them than was asked for, in two choices each."""
+    monkeypatch.setattr("gateway.validation.MAX_PROMPT_LOGPROBS", max_entries)
+    system = await make_system()
+    await system.add_pair(pair)
+    response = await system.complete(prompt=[[10, 11], [10, 12, 13]], prompt_logprobs=1, n=2)
+    assert response.status_code == status
+
+
+@pytest.mark.parametrize(("max_entries", "status"), [(0, 400), (1, 200)])
+async def test_a_chats_prompt_counts_once(make_system, pair, monkeypatch, max_entries, status):
+    system = await make_system()
+    await system.add_pair(pair)
+    body = {"messages": [{"role": "user", "content": "hello"}], "n": 2}
+    num_tokens = (await system.http.post("/v1/chat/completions", json=body)).json()["usage"]["prompt_tokens"]
+    monkeypatch.setattr("gateway.validation.MAX_PROMPT_LOGPROBS", num_tokens - 1 + max_entries)
+    response = await system.http.post("/v1/chat/completions", json={**body, "prompt_logprobs": 0})
+    assert response.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("wish", "field"),
+    [
+        ({"prompt_logprobs": 2}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 2}, "logprobs"),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
+    ],
+)
+async def test_who_asks_for_too_much_is_told_what_of_the_request_did(system, monkeypatch, wish, field):
+    monkeypatch.setattr("gateway.validation.MAX_PROMPT_LOGPROBS", 5)
+    error = (await system.complete(prompt=[10, 11], **wish)).json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field} asks for 6 log-probabilities of prompts; the most is 5")
+
+
+async def test_over_grpc_too_much_is_named_as_there(system, monkeypatch):
+    monkeypatch.setattr("gateway.validation.MAX_PROMPT_LOGPROBS", 5)
+    sampling = inference_pb2.SamplingParams(prompt_logprobs=2)
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[10, 11]), sampling=sampling)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"sampling\.prompt_logprobs asks for 6"):
+            await inference_pb2_grpc.InferenceStub(channel).GenerateUnary(request, timeout=20)
+
+
 async def test_they_come_once_when_the_worker_dies_after_the_first_token(make_system, worker_type, pair, answer):
     system = await make_system()
 
@@ -131,6 +218,23 @@ async def test_they_come_once_when_the_worker_dies_after_the_first_token(make_sy
     assert list(second.attempts[0].spec.emitted_token_ids) == answer[:1]
     assert choice["token_ids"] == answer
     assert len(choice["prompt_logprobs"]) == 3
+
+
+@pytest.mark.parametrize(("num_tokens", "num_cached"), [(0, 0), (1, 3)])
+async def test_after_a_failure_a_prompt_that_was_not_reported_counts_as_computed_again(
+    system, pair, num_tokens, num_cached
+):
+    request = SimpleNamespace(
+        generation=SimpleNamespace(
+            model="tiny", sampling=SimpleNamespace(prompt_logprobs=0), prompt_token_ids=[10, 11, 12]
+        ),
+        is_resumed=True,
+        log=SimpleNamespace(next_index=num_tokens),
+        has_kept_prompt=lambda peer: True,
+    )
+    candidates = system.gateway.requests._candidates
+    candidates._hints = None
+    assert candidates._cached_tokens(request).get("prefill-0", 0) == num_cached
 
 
 async def test_a_worker_that_leaves_them_out_is_not_believed(make_system, worker_type, answer):

@@ -160,13 +160,48 @@ async def test_a_refusal_has_its_line(make_system, pair, output):
     assert line["workers"] == []
 
 
-@pytest.mark.parametrize("body", ["{", '{"prompt": [5], "model": 7}', '{"prompt": [5], "no_such_field": {}}'])
-async def test_what_is_not_understood_has_its_line(make_system, output, body):
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ("{", 400, "invalid_json"),
+        ('{"prompt": [5], "model": 7}', 400, "invalid_type"),
+        ('{"prompt": [5], "no_such_field": {}}', 503, "worker_unavailable"),  # It is understood: there is no worker.
+    ],
+)
+async def test_what_is_not_understood_has_its_line(make_system, output, body, status, code):
     system = await make_system()
     reply = await system.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     line = await the_line(system, output)
-    assert reply.status_code == (400 if line["outcome"] == "refused" and line["code"] != "worker_unavailable" else 503)
-    assert line["outcome"] == "refused"
+    assert (reply.status_code, line["outcome"], line["code"]) == (status, "refused", code)
+
+
+async def test_each_call_that_a_leaving_gateway_refuses_counts(make_system, output):
+    system = await make_system()
+    leaving = Overloaded("the gateway is leaving", retry_after_s=1.0)
+    system.gateway.requests.refuse_new(leaving)
+    for _ in range(3):
+        refused = await system.complete()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    await system.until(lambda: len(entries(output, "request")) == 3)
+    assert leaving.__traceback__ is None
+
+
+@pytest.mark.parametrize("method", ["Resume", "Tokenize", "Detokenize"])
+async def test_each_method_of_grpc_that_refuses_has_its_line(make_system, output, method):
+    system = await make_system()
+    request_type, code = {
+        "Resume": (inference_pb2.ResumeRequest, "invalid_value"),
+        "Tokenize": (inference_pb2.TokenizeRequest, "model_not_found"),
+        "Detokenize": (inference_pb2.DetokenizeRequest, "model_not_found"),
+    }[method]
+    request = request_type() if method == "Resume" else request_type(model="no-such-model")
+    async with rpc.make_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        call = getattr(inference_pb2_grpc.InferenceStub(channel), method)(request)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await (anext(aiter(call)) if method == "Resume" else call)
+    line = await the_line(system, output)
+    assert (line["outcome"], line["code"]) == ("refused", code)
+    assert f'tandem_refused_requests_total{{code="{code}"}} 1.0' in (await system.http.get("/metrics")).text
 
 
 async def test_what_grpc_does_not_understand_has_its_line(make_system, output):

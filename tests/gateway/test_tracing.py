@@ -528,6 +528,22 @@ async def test_who_attaches_to_a_request_and_the_request_link_to_one_another(mak
     assert told == [telemetry.inject(request.context), telemetry.inject(attach.context)]
 
 
+async def test_who_resumes_what_was_resumed_links_to_the_last_one(make_system, worker_type, answer, spans):
+    script, named, requests = Gated(answer), {"idempotency-key": "order"}, []
+    for number in range(3):
+        system = await make_system()
+        if not requests:
+            await system.add(worker_type("decode", "decode-0", script.decode))
+        await system.until(lambda: system.gateway.topology.num_ready("decode", "tiny") == 1)  # noqa: B023 - of this turn
+        await read_some(system, named)
+        request, trace = await trace_of(system, spans, num_requests=number + 1)
+        check(request, trace)
+        requests.append(request)
+        await system.flush_journals()
+    links = [link_of(request) for request in requests]
+    assert links == [[], *([(earlier.context.span_id, "resumed")] for earlier in requests[:2])]
+
+
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 async def test_who_resumes_a_request_links_to_what_it_was(make_system, worker_type, answer, spans, where):
     system = await make_system()

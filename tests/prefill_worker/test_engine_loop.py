@@ -6,7 +6,7 @@ from prefill_worker.engine_loop import CachedPrefix, ComputedChunk, PrefillLoop,
 from services.engine.pages import PageAllocator, PageChanges
 from services.engine.prefix import page_keys
 from services.engine.sequence import Sampling, Sequence
-from services.engine.step import NonFiniteLogits, PromptTokens, SampledToken, StepPlan, StepResult
+from services.engine.step import PROMPT_ROWS, NonFiniteLogits, PromptTokens, SampledToken, StepPlan, StepResult
 from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated, NoFreePages
 from tests.fake_reports import with_reports
@@ -246,6 +246,18 @@ def test_a_prompt_that_is_reported_is_computed_though_it_is_cached() -> None:
     token = chunks[-1].outcome
     assert isinstance(token, SampledToken)
     assert [told.token_id for told in token.prompt] == prompt[1:]
+
+
+def test_a_step_reports_few_tokens_of_prompts() -> None:
+    """All that is in the step waits for them."""
+    bench = Bench(chunk_tokens=512)
+    for key, length in (("a", 40), ("b", 40), ("c", 150)):
+        reported = Sequence(key, [1] * length, sampling=Sampling(max_tokens=1, prompt_logprobs=0))
+        bench.loop.begin(reported, salt=SALT)
+    bench.run()
+    steps = [sum(chunk.num_tokens for chunk in report.chunks) for report in bench.reports if report.chunks]
+    assert sum(steps) == 230
+    assert max(steps) <= PROMPT_ROWS
 
 
 def test_another_salt_shares_nothing() -> None:

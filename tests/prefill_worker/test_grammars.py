@@ -51,6 +51,20 @@ async def test_what_is_kept_is_not_for_another_schema(make_bench: Make, grammars
         assert len(grammars.begun) == num_begun
 
 
+async def test_nobody_waits_for_anothers_grammar(make_bench: Make, grammars: FakeGrammars) -> None:
+    bench = make_bench(grammars=grammars)
+    grammars.gate.clear()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1, 2] * 20, **ASKED)
+    await bench.until(lambda: bool(grammars.begun))
+    assert bench.worker.load().waiting == 1
+    gateway.prefill("free", [1] * 41, cache_salt="other")
+    await gateway.event("free", "handed_off")
+    grammars.gate.set()
+    await gateway.event("r", "handed_off")
+    await bench.until_free()
+
+
 async def test_cancelled_while_the_grammar_is_made(make_bench: Make, grammars: FakeGrammars) -> None:
     bench = make_bench(grammars=grammars)
     grammars.gate.clear()

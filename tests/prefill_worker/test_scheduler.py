@@ -259,6 +259,26 @@ def test_a_computed_prompt_overtakes_the_queue_where_its_pages_fit() -> None:
     assert queue.promised_pages == 8
 
 
+def test_what_is_not_ready_counts_and_holds_nobody_up() -> None:
+    queue = PromptQueue(max_waiting=2, num_pages=8, ahead_tokens=1)
+    queue.enter("a", PromptSize(16, 8), is_ready=False)
+    queue.enter("b", PromptSize(100, 8))
+    with pytest.raises(Overloaded):
+        queue.enter("c", PromptSize(1, 1), is_ready=False)
+    assert (queue.num_waiting, queue.waiting_tokens) == (2, 116)
+    assert queue.next_turns() == ["b"]
+    queue.leave("b")
+    assert queue.next_turns() == []
+    queue.make_ready("a")
+    queue.make_ready("a")
+    assert queue.next_turns() == ["a"]
+    queue.leave("a")
+    queue.enter("d", PromptSize(1, 1), is_ready=False)
+    queue.leave("d")
+    queue.make_ready("d")
+    assert (queue.next_turns(), queue.waiting_tokens, queue.promised_pages) == ([], 0, 0)
+
+
 def test_short_prompts_go_before_what_is_left_of_a_long_one_but_not_for_ever() -> None:
     s = ChunkScheduler(chunk_tokens=16)
     s.add("long", num_tokens=40)
@@ -273,6 +293,19 @@ def test_short_prompts_go_before_what_is_left_of_a_long_one_but_not_for_ever() -
     for _ in range(OLDEST_EVERY - 3):  # two have been without it
         assert [chunk.num_tokens for chunk in s.next_step()] == [8, 8]
     assert s.next_step() == [Chunk("long", 25, 15, True), Chunk(OLDEST_EVERY - 3, 0, 1, False)]
+
+
+def test_of_prompts_that_are_reported_a_step_has_few_tokens() -> None:
+    s = ChunkScheduler(chunk_tokens=100, reported_tokens=8)
+    s.add("a", num_tokens=5, is_reported=True)
+    s.add("plain", num_tokens=6)
+    s.add("b", num_tokens=7, is_reported=True)
+    s.add("c", num_tokens=20, is_reported=True)
+    assert s.next_step() == [Chunk("a", 0, 5, True), Chunk("plain", 0, 6, True), Chunk("b", 0, 3, False)]
+    assert s.next_step() == [Chunk("b", 3, 4, True), Chunk("c", 0, 4, False)]
+    s.remove("c")
+    s.add("c", num_tokens=20)
+    assert s.next_step() == [Chunk("c", 0, 20, True)]
 
 
 def test_a_removed_prompt_is_in_no_later_step() -> None:

@@ -8,9 +8,18 @@ import pytest
 import torch
 
 from services.engine.engine import Engine, EngineParts, load_engine
-from services.engine.runner import PROMPT_ROWS
+from services.engine.sampling import report
 from services.engine.sequence import Sampling, Sequence
-from services.engine.step import NonFiniteLogits, PromptTokens, SampledToken, StepItem, StepPlan, with_whole_prompt
+from services.engine.step import (
+    PROMPT_ROWS,
+    NonFiniteLogits,
+    PromptTokens,
+    SampledToken,
+    StepItem,
+    StepPlan,
+    StepResult,
+    with_whole_prompt,
+)
 
 VARIANT = "qwen3-qk-norm"
 LENGTHS = (1, 2, PROMPT_ROWS - 1, PROMPT_ROWS, PROMPT_ROWS + 1, 2 * PROMPT_ROWS, 200)
@@ -67,6 +76,31 @@ def test_chunks_and_neighbours_make_no_difference(parts: EngineParts, random_ids
         sequence = engine.add(prompt, Sampling(max_tokens=1, temperature=0, prompt_logprobs=2))
         said.append(first_tokens(engine, [sequence])[0].prompt)
     assert said[0] == said[1] == said[2]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 40, 99])
+def test_of_equally_likely_tokens_the_lower_ids_come_first(count: int) -> None:
+    logits = torch.randint(-2, 3, (30, 40), generator=torch.Generator().manual_seed(1)).float()
+    logits[0] = torch.arange(40).float()
+    logprobs = logits.double().log_softmax(-1)
+    for row, told in enumerate(report(logits, [row for row in range(30)], count)):
+        order = sorted(range(40), key=lambda token_id: (-float(logprobs[row, token_id]), token_id))[:count]
+        assert told == SampledToken(row, float(logprobs[row, row]), tuple((i, float(logprobs[row, i])) for i in order))
+
+
+def test_a_step_reports_few_tokens_of_prompts(
+    parts: EngineParts, random_ids: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, run, steps = Engine(parts, chunk_tokens=512), type(parts.runner).run, []
+
+    def counted(runner: Any, plan: StepPlan) -> StepResult:
+        steps.append(sum(item.num_scheduled_tokens for item in plan.items if item.sequence.reports_prompt))
+        return run(runner, plan)
+
+    monkeypatch.setattr(type(parts.runner), "run", counted)
+    asked = [engine.add(random_ids(90), Sampling(max_tokens=1, prompt_logprobs=0)) for _ in range(2)]
+    assert [len(token.prompt) for token in first_tokens(engine, asked)] == [89, 89]
+    assert max(steps) == PROMPT_ROWS
 
 
 def test_who_asks_nothing_is_told_nothing(parts: EngineParts, random_ids: Callable[..., list[int]]) -> None:

@@ -1,13 +1,17 @@
 """Fixtures of the runtime's tests: a real OTLP receiver."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from tests.certificates import Authority
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,34 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
 @pytest.fixture
 async def otlp_receiver() -> AsyncIterator[OtlpReceiver]:
-    receiver = OtlpReceiver()
+    async with _receiving(None) as receiver:
+        yield receiver
+
+
+@pytest.fixture
+async def tls_otlp_receiver(authority: Authority) -> AsyncIterator[OtlpReceiver]:
+    """One that shows a certificate of the tests' own CA, and asks for one."""
+    files = authority.issue("collector")
+    pair = (files.key.read_bytes(), files.cert.read_bytes())
+    credentials = grpc.ssl_server_credentials([pair], authority.path.read_bytes(), require_client_auth=True)
+    async with _receiving(credentials) as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@contextlib.asynccontextmanager
+async def _receiving(credentials: grpc.ServerCredentials | None) -> AsyncIterator[OtlpReceiver]:
+    receiver, address = OtlpReceiver(), "127.0.0.1:0"
     server = grpc.aio.server()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
-    receiver.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    if credentials is None:
+        receiver.url = f"http://127.0.0.1:{server.add_insecure_port(address)}"
+    else:
+        receiver.url = f"https://127.0.0.1:{server.add_secure_port(address, credentials)}"
     await server.start()
     yield receiver
     await server.stop(None)

@@ -150,6 +150,19 @@ def test_a_fault_of_the_reader_ends_the_watch_and_not_the_worker(readings, monke
     assert "the GPU is not watched any more" in caplog.text
 
 
+def test_a_fault_of_the_figures_that_nothing_depends_on_ends_them_and_not_the_watch(
+    watch, readings, monkeypatch, caplog
+):
+    readings.one()
+    monkeypatch.setattr(GpuReader, "read_use", lambda self: 1 / 0)
+    readings.nvml.errors = {name: LOST for name in readings.nvml.answers}
+    readings.one()
+    assert (watch.message().is_lost, watch.use()) == (True, None)
+    readings.one()
+    assert watch._thread.is_alive()
+    assert [record.message for record in caplog.records] == ["how much the GPU does is not read any more"]
+
+
 def test_the_gpu_of_a_uuid_is_watched_and_without_one_there_is_no_thread(monkeypatch):
     nvml = Nvml()
     monkeypatch.setattr(gpu_watch, "open_gpu", lambda device: gpu_health.open_gpu(device, nvml=nvml))

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.runtime import telemetry
+from services.runtime import rpc, telemetry
 from services.runtime.telemetry import Event, Link, Span, TraceContext
+from services.runtime.tls import Identity
+from tests.certificates import Authority
 from tests.stopwatch import Stopwatch
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -141,6 +143,18 @@ def test_a_tracestate_that_nobody_must_pass_on_is_left_out(state: str, kept: boo
     context = telemetry.extract(TRACEPARENT, state)
     assert context is not None
     assert context.state == (state if kept else "")
+
+
+async def test_a_collector_is_believed_as_the_clusters_own_processes_are(
+    tls_otlp_receiver: Any, authority: Authority
+) -> None:
+    rpc.set_identity(Identity(authority.issue("gateway", roles=["gateway"]), roles=["gateway"]))
+    try:
+        telemetry.setup("gateway", tls_otlp_receiver.url)
+    finally:
+        rpc.set_identity(None)
+    telemetry.export([span("request", root())])
+    await tls_otlp_receiver.wait_for(1)
 
 
 @pytest.mark.parametrize("collector", ["nobody", "slow"])

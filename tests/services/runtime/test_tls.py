@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from services.runtime.clock import ManualClock
 from services.runtime.config import load
 from services.runtime.errors import ConfigError, PermissionDenied, TandemError, Unauthenticated
 from services.runtime.tls import Identity, TlsFiles, check_caller, client_context, pinned_context, roles_of, tls_files
+from services.runtime.tls_metrics import CertificateEnd
 from services.runtime.worker_config import WorkerConfig
 from services.runtime.worker_host import worker_identity
 from tests.certificates import Authority, serial_of
@@ -261,6 +263,28 @@ def test_an_end_that_is_near_is_logged(authority: Authority, caplog: pytest.LogC
     assert not caplog.records
     Identity(authority.issue("near", days=(-1, 6)))
     assert [record.message for record in caplog.records] == ["the TLS certificate expires soon"]
+
+
+def test_an_end_that_comes_near_is_logged_once_a_day_and_in_the_metrics(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = time.time()
+    clock = ManualClock(unix_ns=round((now_s + 43_200) * 1e9))
+    rpc.set_identity(Identity(authority.issue("aging", days=(-1, 10)), clock=clock))
+    ends = []
+    for _ in range(12 * 24):
+        clock.advance(3600)
+        ends += [sample.value for family in CertificateEnd().collect() for sample in family.samples]
+    assert [record.message for record in caplog.records] == [
+        *["the TLS certificate expires soon"] * 7,
+        *["the TLS certificate has expired"] * 3,
+    ]
+    assert len(ends) == 12 * 24
+    assert ends == pytest.approx([now_s + 10 * 86_400] * len(ends), abs=60)
+
+
+def test_without_a_certificate_there_is_no_end_of_one() -> None:
+    assert [family.samples for family in CertificateEnd().collect()] == [[]]
 
 
 # ---- on the wire
