@@ -873,14 +873,24 @@ def call_head(**more: str) -> bytes:
     )
 
 
-async def flooded(system, frames: bytes) -> bytes:
-    """What the gRPC port says to these frames until it has nothing more to say."""
+LAST_PING = b"the last"
+
+
+def whole_call(stream: int, head: bytes) -> bytes:
+    """A call with its message, on this stream."""
+    message = inference_pb2.GenerateRequest(text="a").SerializeToString()
+    data = b"\x00" + len(message).to_bytes(4, "big") + message
+    return frame(HEAD, head, flags=END_HEADERS, stream=stream) + frame(DATA, data, flags=END_STREAM, stream=stream)
+
+
+async def flooded(system, frames: bytes, *, until=(PING, LAST_PING), times: int = 1) -> bytes:
+    """What the gRPC port says to these frames and a ping, up to its end or that it has said `until` so often."""
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.grpc_port)
     said = bytearray()
     try:
-        writer.write(PREFACE + frame(SETTINGS) + frames)
+        writer.write(PREFACE + frame(SETTINGS) + frames + frame(PING, LAST_PING))
         async with asyncio.timeout(10):
-            while part := await reader.read(65536):
+            while kinds_in(said).count(until) < times and (part := await reader.read(65536)):
                 said += part
     except ConnectionResetError:
         pass
@@ -906,21 +916,52 @@ async def test_a_flood_of_pings_ends_the_connection(system):
     await check_alive(system)
 
 
-async def test_streams_that_are_reset_at_once_leave_nothing(system):
-    heads = [
-        frame(HEAD, call_head(), flags=END_HEADERS, stream=number) + frame(RESET, bytes(4), stream=number)
-        for number in range(1, 4000, 2)
-    ]
-    # The ping after it ends the connection where the resets did not.
-    await flooded(system, b"".join(heads) + frame(PING, b"12345678") * 1000)
-    assert system.gateway.requests.num_running == 0
-    assert system.workers["decode-0"].attempts == []
+async def check_nothing_is_left(system):
+    requests = system.gateway.requests
+    await system.until(lambda: (requests.num_running, requests.num_queued) == (0, 0))
+    await system.until(
+        lambda: not any(member.session.num_open_attempts for member in system.gateway.topology.members())
+    )
     await check_alive(system)
 
 
+async def test_streams_that_are_reset_at_once_leave_nothing(system):
+    """Whole calls, each taken back in the next frame (CVE-2023-44487)."""
+    calls = [
+        whole_call(number, call_head()) + frame(RESET, (8).to_bytes(4, "big"), stream=number)
+        for number in range(1, 4000, 2)
+    ]
+    await flooded(system, b"".join(calls))
+    await check_nothing_is_left(system)
+
+
+async def test_streams_that_are_reset_while_they_run_leave_nothing(make_system, worker_type):
+    async def hold(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        await asyncio.Event().wait()
+
+    system = await make_system()
+    worker = await system.add(worker_type("decode", "decode-0", hold))
+    _, writer = await asyncio.open_connection("127.0.0.1", system.gateway.grpc_port)
+    writer.write(PREFACE + frame(SETTINGS))
+    try:
+        for number in range(0, 100, 20):
+            streams = range(2 * number + 1, 2 * number + 41, 2)
+            writer.write(b"".join(whole_call(stream, call_head()) for stream in streams))
+            await system.until(lambda number=number: len(worker.attempts) == number + 20)
+            writer.write(b"".join(frame(RESET, (8).to_bytes(4, "big"), stream=stream) for stream in streams))
+            await system.until(lambda number=number: len(worker.cancelled) == number + 20)
+    finally:
+        writer.close()
+    requests = system.gateway.requests
+    await system.until(lambda: (requests.num_running, requests.num_queued) == (0, 0))
+
+
 async def test_a_flood_of_settings_leaves_nothing(system):
-    # The pings after it end the connection where the settings did not.
-    await flooded(system, frame(SETTINGS) * 10_000 + frame(PING, b"12345678") * 1000)
+    before_bytes = resident_bytes()
+    # Each is acknowledged, or the connection ends.
+    await flooded(system, frame(SETTINGS) * 10_000, until=(SETTINGS, b""), times=10_000)
+    assert resident_bytes() - before_bytes < 16 << 20
     await check_alive(system)
 
 
@@ -940,11 +981,8 @@ HEADER_TRICKS = {
 @pytest.mark.parametrize("name", HEADER_TRICKS)
 async def test_tricks_with_the_table_of_headers_are_refused(system, name):
     """HPACK's (RFC 7541), such as those of CVE-2023-33953."""
-    head = frame(HEAD, call_head() + HEADER_TRICKS[name], flags=END_HEADERS, stream=1)
-    message = inference_pb2.GenerateRequest(text="a").SerializeToString()
-    call = frame(DATA, b"\x01" + len(message).to_bytes(4, "big") + message, flags=END_STREAM, stream=1)
     before_bytes = resident_bytes()
-    said = await flooded(system, head + call + frame(PING, b"12345678") * 1000)
+    said = await flooded(system, whole_call(1, call_head() + HEADER_TRICKS[name]))
     assert b"grpc-status\x010" not in said
     assert system.workers["decode-0"].attempts == []
     assert resident_bytes() - before_bytes < 16 << 20
@@ -958,14 +996,11 @@ def resident_bytes() -> int:
 
 async def test_streams_that_the_server_must_reset_leave_nothing(system):
     """Each is broken by its client so that we reset it, which no count of the client's resets sees (CVE-2025-8671)."""
-    heads = [
-        frame(HEAD, call_head(), flags=END_HEADERS, stream=number) + frame(WINDOW_UPDATE, bytes(4), stream=number)
-        for number in range(1, 4000, 2)
+    calls = [
+        whole_call(number, call_head()) + frame(WINDOW_UPDATE, bytes(4), stream=number) for number in range(1, 4000, 2)
     ]
-    await flooded(system, b"".join(heads) + frame(PING, b"12345678") * 1000)
-    assert system.gateway.requests.num_running == 0
-    assert system.workers["decode-0"].attempts == []
-    await check_alive(system)
+    await flooded(system, b"".join(calls))
+    await check_nothing_is_left(system)
 
 
 async def said_to(system, head: bytes) -> bytes:
