@@ -5,6 +5,7 @@ An edge. Files pass through in pieces; their content is not looked at here.
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -263,7 +264,7 @@ def list_limit(said: str | None, *, default: int) -> int:
     """How many entries a page has; OpenAI's own maximum is cut to ours. Raises InvalidRequest."""
     if said is None:
         return default
-    if not (said.isascii() and said.isdecimal() and 1 <= int(said[:9]) <= 10_000):
+    if not re.fullmatch("[0-9]{1,5}", said) or not 1 <= int(said) <= 10_000:
         raise InvalidRequest("limit must be an integer from 1 to 10000", field="limit", code="invalid_value")
     return min(int(said), MAX_PAGE)
 

@@ -62,7 +62,8 @@ async def test_files_are_listed_in_order_by_purpose_and_in_pages(system, client)
     assert (page.has_more, [file.id for file in page.data]) == (True, ids[:2])
     assert (await client.files.list(purpose="batch_output")).data == []
     assert len((await client.files.list(purpose="batch")).data) == 3
-    for query in ("order=up", "limit=0", "limit=10001", "limit=-1", "after=a%2Fb"):
+    long = "limit=000000001" + "9" * 4300
+    for query in ("order=up", "limit=0", "limit=10001", "limit=-1", "limit=000000001", long, "after=a%2Fb"):
         response = await system.http.get(f"/v1/files?{query}")
         assert response.status_code == 400
         assert response.json()["error"]["param"] == query.partition("=")[0]
