@@ -14,7 +14,7 @@ import redis
 
 import gateway.batches
 from gateway.api_keys import ApiKey, digest_of_key, toml_entry
-from gateway.batch_rows import ENDPOINTS, MAX_CUSTOM_ID_CHARS, MAX_ERRORS, MAX_ROWS, Checker, FileWrong
+from gateway.batch_rows import ENDPOINTS, MAX_CUSTOM_ID_CHARS, MAX_ERRORS, MAX_ROWS, Checker, FileWrong, Line, row_of
 from protos import worker_pb2
 from services.cluster.embedded import EmbeddedRedis
 from services.cluster.files import Room
@@ -240,7 +240,11 @@ async def test_all_that_is_wrong_with_a_file_is_told_by_its_lines(make):
         jsonl([row(10, model="nobody")]),
         b'{"custom_id": "\xff", "method": "POST"}\n',
         b"[" * 100_000 + b"\n",
-        jsonl([row(11)]),
+        jsonl([row(11)]).replace(b"{", b'{"custom_id": 5, ', 1),
+        jsonl([row(12)]).replace(b'"POST"', b'1, "method": "POST"'),
+        jsonl([row(13)]).replace(b"{", b'{"x": {"b": {}, "b": {}}, ', 1),
+        jsonl([row(14)]).replace(b'"body"', b'"body": {"prompt": "b"}, "bo\\u0064y"'),
+        jsonl([row(15)]),
     ]
     async with client_of(system) as client:
         batch = await until_status(client, await created(client, b"".join(bad)), *OVER)
@@ -263,9 +267,22 @@ async def test_all_that_is_wrong_with_a_file_is_told_by_its_lines(make):
         (14, "model_not_found", "body.model"),
         (15, "invalid_json_line", None),
         (16, "invalid_json_line", None),
+        (17, "duplicate_key", None),
+        (18, "duplicate_key", None),
+        (19, "duplicate_key", None),
+        (20, "duplicate_key", None),
     ]
     assert batch.errors.object == "list"
     assert "line 7" in batch.errors.data[5].message
+
+
+def test_what_a_row_does_not_need_may_be_anything():
+    others = b'"x": "{}", "y": %s, "z": {"body": {}}, "body": {}}' % (b"9" * 5000)
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", ' + others
+    checker = Checker("/v1/completions", lambda model: None)
+    checker.check(1, line)
+    assert checker.finish() == 1
+    assert bytes(row_of(line).body) == b"{}"
 
 
 def test_a_file_has_rows_but_not_too_many_and_not_all_its_errors_are_looked_for():
@@ -616,10 +633,99 @@ async def test_a_batch_without_its_file_fails(make):
     assert [error.code for error in batch.errors.data] == ["input_file_gone"]
 
 
-async def test_a_row_that_is_put_off_comes_again_after_its_time():
-    tries = iter([(429, {"retry-after": "7"}), (503, {}), (0, {}), (504, {}), (504, {}), (400, {})])
-    row = gateway.batches._Row(0, b"")
+def test_a_row_that_is_put_off_comes_again_after_its_time():
+    never = {"retry-after": "60", "x-should-retry": "false"}
+    tries = iter([(429, {"retry-after": "7"}), (503, {}), (0, {}), (504, {}), (504, {}), (400, {}), (429, never)])
+    row = gateway.batches._Row(0, 0, 0)
     later = [gateway.batches._later_s(gateway.batches.RowAnswer(*each, b""), row) for each in tries]
-    assert later == [7.0, 1.0, 1.0, 60.0, 120.0, None]
+    assert later == [7.0, 1.0, 1.0, 60.0, 120.0, None, None]
     row.num_timeouts = gateway.batches.MAX_TIMEOUTS - 1
     assert gateway.batches._later_s(gateway.batches.RowAnswer(504, {}, b""), row) is None
+
+
+@pytest.fixture
+def pending():
+    """Two rows."""
+
+    async def rows():
+        for number in range(2):
+            yield number, Line(number + 1, 3 * number, b"%d\n" % number)
+
+    async def read(row):
+        return b"read again at %d" % row.start
+
+    return gateway.batches._Pending(rows(), 2, read)
+
+
+async def test_the_row_whose_time_comes_first_is_next_whenever_it_was_put_off(pending):
+    (first, line), (second, _) = await pending.take(), await pending.take()
+    assert line == b"0\n"
+    pending.put_off(first, 3600.0)
+    waiting = asyncio.create_task(pending.is_due())
+    await asyncio.sleep(0)
+    pending.put_off(second, 0.01)
+    async with asyncio.timeout(10):
+        assert await waiting
+    assert await pending.take() == (second, b"read again at 3")
+    waiting = asyncio.create_task(pending.is_due())
+    await asyncio.sleep(0)
+    pending.close()
+    async with asyncio.timeout(10):
+        assert not await waiting
+
+
+async def test_no_line_is_read_before_its_row_has_a_slot(make, script):
+    system = await make(batch_rows=2)
+    script.held = {5, 6}
+    async with client_of(system) as client:
+        first = await created(client, [row(0), row(1)])
+        await system.until(lambda: len(script.running) == 2)
+        lines = [row(number) for number in range(2, 6)]
+        second = await created(client, lines)
+        await until_status(client, second, "in_progress")
+        run = system.gateway.batches._runs[second.id]
+        await system.until(lambda: system.gateway.batches.slots._waiters)
+        assert run._pending._num_in_file == 4
+        script.gate.set()
+        await answered_once(client, first, 2)
+        assert (await until_status(client, second, *OVER)).request_counts.completed == 4
+
+
+async def test_a_row_that_its_tenant_may_never_ask_is_refused_at_once(make, keys):
+    keys.write_text(keys.read_text() + "tokens_per_minute = 20\n")
+    system = await make(api_keys=keys)
+    async with client_of(system, "tandem-acme") as acme:
+        batch = await created(acme, [row(0), row(1, max_tokens=100)])
+        batch = await until_status(acme, batch, *OVER)
+        assert counts(batch) == (2, 1, 1)
+        (line,) = await lines(acme, batch.error_file_id)
+    assert line["custom_id"] == "row-1"
+    assert line["response"]["status_code"] == 429
+    assert "this request alone may need 103" in line["response"]["body"]["error"]["message"]
+
+
+async def test_a_batch_that_cannot_be_worked_on_fails_after_some_tries(make, monkeypatch):
+    def broken(line):
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr(gateway.batches, "row_of", broken)
+    system = await make()
+    system.gateway.batches.store.lease_s = 0.2
+    async with client_of(system) as client:
+        batch = await until_status(client, await created(client, [row(0)]), *OVER)
+        assert batch.status == "failed"
+        assert [error.code for error in batch.errors.data] == ["internal_error"]
+        epoch = (await system.gateway.batches.store.find(batch.id)).epoch
+    assert epoch == gateway.batches.MAX_FAULTS
+
+
+async def test_a_batch_that_cannot_be_read_keeps_no_other_waiting(make):
+    system = await make(batch_rows=0)
+    batches = system.gateway.batches
+    async with client_of(system) as client:
+        odd = await created(client, [row(0)])
+        change(system, odd, status="of a later version")
+        batches.num_rows = 1
+        batches.slots = asyncio.Semaphore(1)
+        batches.start()
+        await answered_once(client, await created(client, [row(0)]), 1)
