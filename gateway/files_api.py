@@ -21,8 +21,7 @@ from services.cluster.files import CHUNK_BYTES, FILE_TTL_S, MAX_FILES, MAX_PAGE,
 from services.runtime.errors import InvalidRequest, NotFound, Overloaded, RequestCancelled, StoreUnavailable
 
 PURPOSE = "batch"
-"""Of what clients send; what batches write has `OUTPUT_PURPOSE`."""
-OUTPUT_PURPOSE = "batch_output"
+"""Of what clients send; what batches write has `batch_output`."""
 MAX_FILENAME_CHARS = 255
 MAX_FIELD_BYTES = 256
 """Of a form's field that is no file."""
