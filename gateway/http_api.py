@@ -70,7 +70,6 @@ from gateway.validation import (
 )
 from services.runtime import status
 from services.runtime.errors import (
-    AlreadyExists,
     InvalidRequest,
     NotFound,
     PermissionDenied,
@@ -816,7 +815,7 @@ def _error_headers(error: BaseException, *, closes: bool = False) -> HeaderPairs
     retry_after_s = status.retry_after_s(error)
     if retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
-    elif isinstance(error, AlreadyExists):
+    elif _http_status(error) == HTTPStatus.CONFLICT:
         # OpenAI's clients send again what met a conflict, and another body would meet it for as long as they do.
         headers.append((b"x-should-retry", b"false"))
     return headers
