@@ -157,6 +157,15 @@ class Checker:
         return None
 
 
+def has_repeats(text: str) -> bool:
+    """Whether an object of a JSON text has a member twice. Raises RecursionError."""
+    try:
+        json.loads(text, object_pairs_hook=_check_repeats, parse_int=str)  # int() refuses long ones
+    except _Repeated:
+        return True
+    return False
+
+
 def row_of(line: bytes) -> Row:
     """The row of a line that was checked before."""
     return msgspec.json.decode(line, type=Row)
@@ -188,13 +197,11 @@ def _repeats_error(line: bytes, body: msgspec.Raw, number: int) -> LineError | N
     """About members of a line that are there twice; the body's own are checked when it is asked, as any request's."""
     try:
         # Nothing but an object looks like one, so whatever else is replaced was an empty one or in a text.
-        without_body = line.replace(bytes(body), b"null").decode()
-        json.loads(without_body, object_pairs_hook=_check_repeats, parse_int=str)  # int() refuses long ones
-    except _Repeated:
-        return LineError("duplicate_key", "A member of this line appears twice.", line=number)
+        if not has_repeats(line.replace(bytes(body), b"null").decode()):
+            return None
     except RecursionError:
         return LineError("invalid_json_line", "This line is nested too deeply.", line=number)
-    return None
+    return LineError("duplicate_key", "A member of this line appears twice.", line=number)
 
 
 def _check_repeats(pairs: list[tuple[str, Any]]) -> None:

@@ -17,7 +17,14 @@ from gateway.metrics import CONTENT_TYPE
 from gateway.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, StreamOptions, TokenizeRequest
 from gateway.request_fields import FIELDS, NAME_PATTERN, REF, SHARED_SCHEMAS, Schema, field_of
 from gateway.responses_types import ResponsesRequest
-from gateway.validation import MAX_AFFINITY_CHARS, MAX_BODY_BYTES, MAX_BODY_READ_S, MAX_KEY_CHARS, SERVICE_CLASSES
+from gateway.validation import (
+    MAX_AFFINITY_CHARS,
+    MAX_BODY_BYTES,
+    MAX_BODY_READ_S,
+    MAX_KEY_CHARS,
+    MAX_UPLOAD_S,
+    SERVICE_CLASSES,
+)
 
 DISTRIBUTION = "tandem-serving"
 JSON = "application/json"
@@ -39,7 +46,7 @@ STATUSES: Mapping[int, str] = {
     401: "No API key, or one that is not known or has expired.",
     403: "The API key does not allow this.",
     404: "No such model, or nothing is known of the stream that is to go on.",
-    408: f"The body did not arrive within {MAX_BODY_READ_S:g} s.",
+    408: f"The body did not arrive within {MAX_BODY_READ_S:g} s, a file within {MAX_UPLOAD_S:g} s.",
     409: "Another request has this id, or had this key.",
     413: f"The body has more than {MAX_BODY_BYTES} bytes.",
     414: "The URL is too long.",

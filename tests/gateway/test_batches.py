@@ -13,6 +13,7 @@ import pytest
 import redis
 
 import gateway.batches
+import gateway.batches_api
 from gateway.api_keys import ApiKey, digest_of_key, toml_entry
 from gateway.batch_rows import ENDPOINTS, MAX_CUSTOM_ID_CHARS, MAX_ERRORS, MAX_ROWS, Checker, FileWrong, Line, row_of
 from protos import worker_pb2
@@ -328,12 +329,50 @@ async def test_a_batch_that_is_asked_for_wrongly_is_not_made(make):
             response = await system.http.post("/v1/batches", json=right | changes)
             assert response.status_code == (404 if "input_file_id" in changes else 400), response.text
             assert response.json()["error"]["param"] == param, response.text
-        for body, status in ((b"{", 400), (b"[" * 60_000, 400), (b"\xff", 400), (b"x" * 65_537, 413)):
-            assert (await system.http.post("/v1/batches", content=body)).status_code == status
+        twice = json.dumps(right).replace("{", '{"endpoint": "/v1/responses", ').encode()
+        for body, status, code in (
+            (b"{", 400, "invalid_json"),
+            (b"[" * 60_000, 400, "invalid_type"),
+            (b"[]", 400, "invalid_type"),
+            (b"\xff", 400, "invalid_json"),
+            (json.dumps(right | {"metadata": {"a": "\ud800"}}).encode(), 400, "invalid_json"),
+            (twice, 400, "duplicate_key"),
+            (b"x" * 65_537, 413, "request_too_large"),
+        ):
+            response = await system.http.post("/v1/batches", content=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         assert (await client.batches.list()).data == []
 
 
-async def test_batches_are_listed_the_newest_first_and_in_pages(make):
+async def test_a_body_that_does_not_come_is_not_waited_for(make, monkeypatch):
+    monkeypatch.setattr(gateway.batches_api, "MAX_BODY_READ_S", 0.2)
+    system = await make(has_worker=False)
+    for path in ("/v1/batches", "/v1/batches/batch_x/cancel"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+        writer.write(f"POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: 10\r\n\r\n".encode())
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+
+
+async def test_a_batch_is_made_once_where_redis_answers_too_late(make, monkeypatch):
+    system = await make(has_worker=False, batch_rows=0)
+    store = system.gateway.batches.store
+    create, times = store.create, []
+
+    async def late(*args, **kwargs):
+        times.append(await create(*args, **kwargs))
+        if len(times) == 1:
+            raise StoreUnavailable("Redis did not answer in time")
+        return times[-1]
+
+    monkeypatch.setattr(store, "create", late)
+    async with client_of(system) as client:
+        batch = await created(client, [row(0)])
+        assert [one.id for one in times] == [batch.id, batch.id]
+        assert [one.id for one in (await client.batches.list()).data] == [batch.id]
+
+
+async def test_batches_are_listed_the_newest_first_and_in_pages(make, monkeypatch):
     system = await make(has_worker=False)
     async with client_of(system) as client:
         ids = [(await created(client, [row(0)])).id for _ in range(5)]
@@ -342,6 +381,9 @@ async def test_batches_are_listed_the_newest_first_and_in_pages(make):
         assert [batch.id for batch in page.data] == [ids[2], ids[1]]
         assert page.has_more
         assert not (await client.batches.list(limit=2, after=ids[2])).has_more
+        assert len((await client.batches.list(limit=10_000)).data) == 5
+        monkeypatch.setattr(gateway.batches_api, "MAX_LIST_LIMIT", 4)
+        assert len((await client.batches.list(limit=10_000)).data) == 4
         for query in ("limit=0", "limit=x", "after=*"):
             assert (await system.http.get(f"/v1/batches?{query}")).status_code == 400
         with pytest.raises(openai.NotFoundError):
@@ -363,8 +405,9 @@ async def test_a_cancelled_batch_frees_its_workers_and_keeps_what_it_has(make, s
         assert {line["custom_id"] for line in await lines(client, batch.output_file_id)} == {"row-0", "row-1"}
         await system.until(lambda: set(system.workers["decode-0"].cancelled) == script.running)
         assert system.gateway.requests.num_running == 0
-        with pytest.raises(openai.ConflictError, match="is cancelled cannot be"):
+        with pytest.raises(openai.ConflictError, match="is cancelled cannot be") as refused:
             await client.batches.cancel(batch.id)
+        assert refused.value.response.headers["x-should-retry"] == "false"
         with pytest.raises(openai.NotFoundError):
             await client.batches.cancel("batch_none")
 

@@ -9,6 +9,7 @@ import pytest
 import gateway.files_api
 from gateway.files_api import MAX_UPLOADS
 from services.cluster.files import CHUNK_BYTES, Room
+from services.runtime.errors import StoreUnavailable
 
 LARGEST = 3 * CHUNK_BYTES
 
@@ -187,6 +188,26 @@ async def test_a_sender_that_is_slow_or_leaves_keeps_no_place(system, monkeypatc
         return await files.num_bytes() == 0
 
     await until(is_empty)
+
+
+async def test_a_file_is_kept_once_or_not_at_all_where_redis_answers_too_late(system, client, monkeypatch):
+    monkeypatch.setattr(gateway.files_api, "STORE_PATIENCE_S", 0.5)
+    files = system.gateway.batches.files
+    commit, is_late = files.commit, iter([True, False])
+
+    async def late(*args, **kwargs):
+        file = await commit(*args, **kwargs)
+        if next(is_late, True):
+            raise StoreUnavailable("Redis did not answer in time")
+        return file
+
+    monkeypatch.setattr(files, "commit", late)
+    file = await sent(client)
+    assert [one.id for one in (await client.files.list()).data] == [file.id]
+    with pytest.raises(openai.InternalServerError) as refused:
+        await sent(client)
+    assert refused.value.status_code == 503
+    assert [one.id for one in (await client.files.list()).data] == [file.id]
 
 
 async def test_only_so_many_files_are_taken_at_once(system):
