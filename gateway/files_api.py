@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +21,14 @@ from gateway.http_api import HttpRefusal
 from gateway.multipart import FormReader, boundary_of
 from gateway.validation import MAX_UPLOAD_S
 from services.cluster.files import CHUNK_BYTES, FILE_TTL_S, MAX_FILES, MAX_PAGE, File, FilesFull, FileStore, new_id
-from services.runtime.errors import InvalidRequest, NotFound, Overloaded, RequestCancelled, StoreUnavailable
+from services.runtime.errors import (
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    RateLimited,
+    RequestCancelled,
+    StoreUnavailable,
+)
 
 PURPOSE = "batch"
 """Of what clients send; what batches write has `batch_output`."""
@@ -31,6 +39,8 @@ MAX_FORM_BYTES = 64 * 1024
 """Of a form beside its file."""
 MAX_UPLOADS = 8
 """At once on this gateway."""
+MAX_UPLOADS_OF_TENANT = 2
+"""Of these; one that sends slowly leaves room for others."""
 MIN_TTL_S = 3600
 RETRY_AFTER_S = 5.0
 STORE_PATIENCE_S = 4.0
@@ -48,7 +58,8 @@ class FilesApi:
     def __init__(self, files: FileStore, *, max_file_bytes: int) -> None:
         self._files = files
         self._max_file_bytes = max_file_bytes
-        self._uploads = asyncio.Semaphore(MAX_UPLOADS)
+        self._uploads: Counter[str] = Counter()
+        """Under way, by tenant."""
 
     def routes(self) -> list[Route]:
         """For the HTTP API, which asks for the key."""
@@ -59,14 +70,13 @@ class FilesApi:
         ]
 
     async def _upload(self, request: Request) -> Response:
-        if self._uploads.locked():
-            raise Overloaded(f"{MAX_UPLOADS} files are being sent to this gateway already", retry_after_s=RETRY_AFTER_S)
         boundary = boundary_of(request.headers.get("content-type", ""))
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_file_bytes + MAX_FORM_BYTES:
             raise self._too_large()
-        upload = _Upload(self._files, new_id("file-"), _tenant(request), self._max_file_bytes)
-        async with self._uploads:
+        tenant = _tenant(request)
+        upload = _Upload(self._files, new_id("file-"), tenant, self._max_file_bytes)
+        with self._upload_place(tenant):
             try:
                 async with asyncio.timeout(MAX_UPLOAD_S):
                     file = await self._receive(FormReader(self._body(request), boundary), upload)
@@ -77,6 +87,24 @@ class FilesApi:
                 await upload.drop()
                 raise
         return json_response(file_object(file))
+
+    @contextlib.contextmanager
+    def _upload_place(self, tenant: str) -> Iterator[None]:
+        """Raises Overloaded or RateLimited where there is none."""
+        if self._uploads.total() >= MAX_UPLOADS:
+            raise Overloaded(f"{MAX_UPLOADS} files are being sent to this gateway already", retry_after_s=RETRY_AFTER_S)
+        if self._uploads[tenant] >= MAX_UPLOADS_OF_TENANT:
+            raise RateLimited(
+                f"a tenant may send at most {MAX_UPLOADS_OF_TENANT} files to a gateway at once",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._uploads[tenant] += 1
+        try:
+            yield
+        finally:
+            self._uploads[tenant] -= 1
+            if not self._uploads[tenant]:
+                del self._uploads[tenant]
 
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
         num_bytes = 0
@@ -147,7 +175,7 @@ class FilesApi:
 
     async def _chunks(self, file: File) -> AsyncGenerator[bytes, None]:
         for index in range(file.num_chunks):
-            data = await self._files.chunk(file.id, index)
+            data = await heard(functools.partial(self._files.chunk, file.id, index))
             if data is None:
                 # The client sees a body shorter than was said: no answer can be taken for the whole file.
                 raise StoreUnavailable(f"a chunk of file {file.id} is gone")

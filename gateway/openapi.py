@@ -225,7 +225,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=_FORM,
         body_kind="multipart/form-data",
         answer=answers.StoredFile,
-        errors=STORED_WITH_BODY,
+        errors=(*STORED_WITH_BODY, 429),
     ),
     Operation(
         method="get",
