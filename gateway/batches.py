@@ -338,7 +338,7 @@ class BatchRun:
     async def _ask_next(self, pending: "_Pending") -> "tuple[_Row, str, RowAnswer] | None":
         """The next row, its custom_id and what the API answers to it; None: there is none, or none is begun any more.
 
-        Its line is in memory only while it has a slot.
+        The lines of rows that wait for a slot are not in memory.
         """
         async with contextlib.AsyncExitStack() as held:
             async with pending.turn:
