@@ -395,7 +395,8 @@ async def test_a_cancelled_batch_frees_its_workers_and_keeps_what_it_has(make, s
     script.held = {5 + 2, 5 + 3}
     async with client_of(system) as client:
         batch = await created(client, [row(number) for number in range(10)])
-        await system.until(lambda: len(script.running) == 2)
+        await system.until(lambda: len(script.asked) == 4)
+        await until_completed(client, batch, 2)
         cancelled = await client.batches.cancel(batch.id)
         assert cancelled.status == "cancelling"
         assert cancelled.cancelling_at
