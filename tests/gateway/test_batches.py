@@ -754,13 +754,18 @@ async def test_a_batch_that_cannot_be_worked_on_fails_after_some_tries(make, mon
 
     monkeypatch.setattr(gateway.batches, "row_of", broken)
     system = await make()
-    system.gateway.batches.store.lease_s = 0.2
+    batches = system.gateway.batches
+    batches.store.lease_s = 600.0
     async with client_of(system) as client:
-        batch = await until_status(client, await created(client, [row(0)]), *OVER)
-        assert batch.status == "failed"
-        assert [error.code for error in batch.errors.data] == ["internal_error"]
-        epoch = (await system.gateway.batches.store.find(batch.id)).epoch
-    assert epoch == gateway.batches.MAX_FAULTS
+        batch = await created(client, [row(0)])
+        for num_faults in range(1, gateway.batches.MAX_FAULTS):
+            await system.until(lambda num=num_faults: batches.faults[batch.id] == num and not batches._runs)
+            assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+            change(system, batch, lease=0)
+        batch = await until_status(client, batch, *OVER)
+    assert batch.status == "failed"
+    assert [error.code for error in batch.errors.data] == ["internal_error"]
+    assert batches.faults[batch.id] == gateway.batches.MAX_FAULTS
 
 
 async def test_a_batch_that_cannot_be_read_keeps_no_other_waiting(make):
