@@ -4,8 +4,9 @@ Data in, data out. Knows no store and no time.
 """
 
 import hashlib
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,11 +25,9 @@ EXPIRED = ("batch_expired", "This request could not be executed before the compl
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One line: a request as it would come over HTTP. `body` is as the client wrote it."""
+    """What a line says that its batch does not. `body` is as the client wrote it."""
 
     custom_id: str
-    method: str
-    url: str
     body: msgspec.Raw
 
 
@@ -49,19 +48,28 @@ class FileWrong(Exception):
         self.errors = errors
 
 
-async def lines_of(chunks: AsyncIterator[bytes]) -> AsyncGenerator[tuple[int, bytes], None]:
-    """(number from 1, line) of all lines that are not blank. Raises FileWrong for one that is too long."""
+class Line(NamedTuple):
+    """A line of a file. `number` counts from 1, `start` is where it begins."""
+
+    number: int
+    start: int
+    data: bytes
+
+
+async def lines_of(chunks: AsyncIterator[bytes]) -> AsyncGenerator[Line, None]:
+    """All lines that are not blank. Raises FileWrong for one that is too long."""
     rest = b""
-    number = 0
+    number = start = 0
     async for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             number += 1
             if line.strip():
-                yield number, line
+                yield Line(number, start, line)
+            start += len(line) + 1
         _check_length(rest, number + 1)
     if rest.strip():
-        yield number + 1, rest
+        yield Line(number + 1, start, rest)
 
 
 def _check_length(line: bytes, number: int) -> None:
@@ -129,7 +137,7 @@ class Checker:
             return LineError("invalid_url", rule, "url", number)
         if "body" not in members:
             return _missing("body", number)
-        return self._body_error(members["body"], number)
+        return self._body_error(members["body"], number) or _repeats_error(line, members["body"], number)
 
     def _body_error(self, body: msgspec.Raw, number: int) -> LineError | None:
         try:
@@ -147,6 +155,15 @@ class Checker:
         except InvalidRequest as error:
             return LineError(error.code or "model_not_found", error.message, "body.model", number)
         return None
+
+
+def has_repeats(text: str) -> bool:
+    """Whether an object of a JSON text has a member twice. Raises RecursionError."""
+    try:
+        json.loads(text, object_pairs_hook=_check_repeats, parse_int=str)  # int() refuses long ones
+    except _Repeated:
+        return True
+    return False
 
 
 def row_of(line: bytes) -> Row:
@@ -170,6 +187,26 @@ class _Body(msgspec.Struct):
 
     model: str | None = None
     stream: Any = None
+
+
+class _Repeated(Exception):
+    """A member is there twice."""
+
+
+def _repeats_error(line: bytes, body: msgspec.Raw, number: int) -> LineError | None:
+    """About members of a line that are there twice; the body's own are checked when it is asked, as any request's."""
+    try:
+        # Nothing but an object looks like one, so whatever else is replaced was an empty one or in a text.
+        if not has_repeats(line.replace(bytes(body), b"null").decode()):
+            return None
+    except RecursionError:
+        return LineError("invalid_json_line", "This line is nested too deeply.", line=number)
+    return LineError("duplicate_key", "A member of this line appears twice.", line=number)
+
+
+def _check_repeats(pairs: list[tuple[str, Any]]) -> None:
+    if len(dict(pairs)) != len(pairs):
+        raise _Repeated
 
 
 def _missing(name: str, number: int) -> LineError:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Literal, TypeVar
@@ -21,8 +21,8 @@ from gateway.batch_rows import (
     EXPIRED,
     Checker,
     FileWrong,
+    Line,
     LineError,
-    Row,
     lines_of,
     result_line,
     row_of,
@@ -56,6 +56,8 @@ MAX_TIMEOUTS = 8
 TIMEOUT_RETRY_S = 60.0
 """After the first time; twice as long after each further one."""
 MAX_UNANSWERED_AT_ONCE = 500
+MAX_FAULTS = 3
+"""So often a gateway tries a batch that it fails to work on by a fault of its own; then the batch has failed."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +71,11 @@ class _Left(Exception):
 
 @dataclass(slots=True)
 class _Row:
-    """A row that waits for its answer."""
+    """A row that has no result, and where its line is in the input."""
 
     number: int
-    line: bytes
+    start: int
+    num_bytes: int
     num_timeouts: int = 0
 
 
@@ -115,6 +118,8 @@ class Batches:
         """Shared by all batches; whoever has waited longest is next, so each gets as much as the others."""
         self._gateway_incarnation = gateway_incarnation
         self._poll_s = poll_s
+        self.faults: Counter[str] = Counter()
+        """Of our own making, by batch."""
         self._runs: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
@@ -148,9 +153,13 @@ class Batches:
     async def _follow(self) -> None:
         while True:
             self._has_news.clear()
-            with contextlib.suppress(StoreUnavailable):
+            try:
                 while len(self._runs) < MAX_OWNED and await self._claim():
                     pass
+            except StoreUnavailable:
+                pass
+            except Exception:  # root of the task: one batch that cannot be read keeps no other waiting
+                logger.exception("a batch cannot be claimed")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_s):
                     await self._has_news.wait()
@@ -198,7 +207,8 @@ class BatchRun:
         self._end: Status | None = None
         """Why the rows end before all are answered: the batch is cancelled, or its time is over."""
         self._work: asyncio.Task[None] | None = None
-        self._rows: asyncio.Task[list[None]] | None = None
+        self._rows: asyncio.Task[None] | None = None
+        self._pending: _Pending | None = None
 
     async def run(self) -> None:
         """Works until the batch is over, is another's, or is let go. Raises nothing."""
@@ -214,6 +224,12 @@ class BatchRun:
                 await self._store.release(self.batch)
         except Exception:  # a loop's root; nobody renews the claim, so after a while it is tried again
             logger.exception("a batch cannot be worked on", extra=extra)
+            faults = self._batches.faults
+            faults[self.batch.id] += 1
+            if faults[self.batch.id] >= MAX_FAULTS:
+                wrong = LineError("internal_error", "The server has failed to work on this batch, again and again.")
+                with contextlib.suppress(StoreUnavailable):
+                    await self._store.advance(self.batch, Status.FAILED, errors=_json((wrong,)))
         finally:
             keeping.cancel()
             await asyncio.wait((keeping,))
@@ -221,10 +237,12 @@ class BatchRun:
     def leave(self) -> None:
         """No row is begun any more; the batch is let go when those that run have ended."""
         self._leaving.set()
+        if self._pending is not None:
+            self._pending.close()
 
     def stop(self) -> None:
         """It is let go at once."""
-        self._leaving.set()
+        self.leave()
         if self._work is not None and not self._has_stopped:
             self._has_stopped = True  # a second cancellation would interrupt what the first one ends
             self._work.cancel()
@@ -254,7 +272,7 @@ class BatchRun:
             assert outcome
             await self._advance(Status(outcome))
         except FileWrong as wrong:
-            await self._advance(Status.FAILED, errors=msgspec.json.encode(wrong.errors).decode())
+            await self._advance(Status.FAILED, errors=_json(wrong.errors))
 
     async def _count_rows(self) -> int:
         """Checks the whole file; 0 where the batch was cancelled meanwhile. Raises FileWrong."""
@@ -262,43 +280,43 @@ class BatchRun:
         checker = Checker(self.batch.order.endpoint, lambda model: self._batches.check_model(digest, model))
         try:
             async with contextlib.aclosing(self._input()) as chunks, contextlib.aclosing(lines_of(chunks)) as lines:
-                async for number, line in lines:
+                async for line in lines:
                     if self._end is not None:
                         return 0
-                    checker.check(number, line)
+                    checker.check(line.number, line.data)
         except Unauthenticated as error:
             raise FileWrong(LineError("invalid_api_key", error.message)) from error
         return checker.finish()
 
     async def _answer_rows(self) -> Status | None:
         """Answers what has no result yet. What the batch comes to; None: it was cancelled. Raises FileWrong."""
-        async with contextlib.aclosing(self._unanswered()) as unanswered:
-            pending = _Pending(unanswered, self._pause)
-            work = all_of([self._answer(pending) for _ in range(self._batches.num_rows)])
-            self._rows = asyncio.create_task(work, name=f"rows of {self.batch.id}")
-            if self._end is not None:
-                self._rows.cancel()
+        if self._end is None:
+            rows = self._rows = asyncio.create_task(self._ask_rows(), name=f"rows of {self.batch.id}")
             try:
-                await asyncio.wait((self._rows,))
+                await asyncio.wait((rows,))
             finally:
-                self._rows.cancel()
-                await asyncio.wait((self._rows,))
+                rows.cancel()
+                await asyncio.wait((rows,))
         if self._end is not None:
             return Status.EXPIRED if self._end is Status.EXPIRED else None
-        self._rows.result()
+        rows.result()
         if self._leaving.is_set():
             raise _Left
         return Status.COMPLETED
 
+    async def _ask_rows(self) -> None:
+        bits = await self._done_rows()
+        num_rows = self._total - int.from_bytes(bits).bit_count()
+        async with contextlib.aclosing(self._unanswered(bits)) as unanswered:
+            self._pending = _Pending(unanswered, num_rows, self._line_of)
+            if self._leaving.is_set():
+                self._pending.close()
+            await all_of([self._answer(self._pending) for _ in range(self._batches.num_rows)])
+
     async def _answer(self, pending: "_Pending") -> None:
         """One of those who answer the rows, side by side."""
-        while not self._leaving.is_set() and (row := await pending.next()) is not None:
-            async with self._batches.slots:
-                await self._has_claim.wait()
-                if self._leaving.is_set():
-                    return
-                asked = row_of(row.line)
-                answer = await ask(self._app, asked)
+        while (answered := await self._ask_next(pending)) is not None:
+            row, custom_id, answer = answered
             later_s = _later_s(answer, row)
             if later_s is not None:
                 pending.put_off(row, later_s)
@@ -308,7 +326,7 @@ class BatchRun:
             line = result_line(
                 self.batch.id,
                 row.number,
-                asked.custom_id,
+                custom_id,
                 status=answer.status,
                 request_id=answer.headers.get("x-request-id", ""),
                 body=answer.body,
@@ -316,6 +334,23 @@ class BatchRun:
             has_failed = answer.status != 200
             await self._record([Result(row.number, line, has_failed)])
             self._batches.on_rows("failed" if has_failed else "completed", 1)
+
+    async def _ask_next(self, pending: "_Pending") -> "tuple[_Row, str, RowAnswer] | None":
+        """The next row, its custom_id and what the API answers to it; None: there is none, or none is begun any more.
+
+        The lines of rows that wait for a slot are not in memory.
+        """
+        async with contextlib.AsyncExitStack() as held:
+            async with pending.turn:
+                if not await pending.is_due():
+                    return None
+                await held.enter_async_context(self._batches.slots)
+                await self._has_claim.wait()
+                if self._leaving.is_set():
+                    return None
+                row, line = await pending.take()
+            asked = row_of(line)
+            return row, asked.custom_id, await ask(self._app, self.batch.order.endpoint, bytes(asked.body))
 
     async def _record(self, results: list[Result], *, beyond_room: bool = False) -> None:
         """Waits for Redis and for room, as long as it takes. Raises FileWrong or _Left where it would be in vain."""
@@ -339,11 +374,11 @@ class BatchRun:
         """Rows that have no result get one that says why."""
         code, message = EXPIRED
         results: list[Result] = []
-        async with contextlib.aclosing(self._unanswered()) as unanswered:
-            async for row in unanswered:
-                custom_id = row_of(row.line).custom_id
-                line = unanswered_line(self.batch.id, row.number, custom_id, code=code, message=message)
-                results.append(Result(row.number, line, has_failed=True))
+        async with contextlib.aclosing(self._unanswered(await self._done_rows())) as unanswered:
+            async for number, line in unanswered:
+                custom_id = row_of(line.data).custom_id
+                said = unanswered_line(self.batch.id, number, custom_id, code=code, message=message)
+                results.append(Result(number, said, has_failed=True))
                 if len(results) == MAX_UNANSWERED_AT_ONCE:
                     await self._record(results, beyond_room=True)
                     self._batches.on_rows("expired", len(results))
@@ -351,17 +386,29 @@ class BatchRun:
         await self._record(results, beyond_room=True)
         self._batches.on_rows("expired", len(results))
 
-    async def _unanswered(self) -> AsyncGenerator[_Row, None]:
-        """The rows without a result when this began. Raises FileWrong."""
+    async def _done_rows(self) -> bytes:
+        """Which rows have a result now. Raises FileWrong."""
         bits = await self._surely(lambda: self._store.done_rows(self.batch))
         if len(bits) != (self._total + 7) // 8:
             raise _forgotten()
+        return bits
+
+    async def _unanswered(self, bits: bytes) -> AsyncGenerator[tuple[int, Line], None]:
+        """(number, line) of the rows without a result. Raises FileWrong."""
         number = 0
         async with contextlib.aclosing(self._input()) as chunks, contextlib.aclosing(lines_of(chunks)) as lines:
-            async for _, line in lines:
+            async for line in lines:
                 if not has_result(bits, number):
-                    yield _Row(number, line)
+                    yield number, line
                 number += 1
+
+    async def _line_of(self, row: _Row) -> bytes:
+        """Reads a row's line again. Raises FileWrong where the file is gone."""
+        order = self.batch.order
+        line = await self._surely(lambda: self._files.read(order.input_file_id, row.start, row.num_bytes))
+        if len(line) != row.num_bytes:
+            raise _input_gone()
+        return line
 
     async def _input(self) -> AsyncGenerator[bytes, None]:
         """The file of rows. Raises FileWrong where it is gone."""
@@ -433,33 +480,64 @@ class BatchRun:
 
 
 class _Pending:
-    """The rows that are to be asked: those of the file in order, and those that were put off once their time comes."""
+    """The rows that are to be asked: those of the file in order, and those that were put off once their time comes.
 
-    def __init__(self, rows: AsyncIterator[_Row], pause: Callable[[float], Awaitable[None]]) -> None:
+    `rows` are `num_rows`, in the file; `read` reads the line of one that was put off. Whoever has the `turn` may wait
+    for a row and take it.
+    """
+
+    def __init__(
+        self, rows: AsyncIterator[tuple[int, Line]], num_rows: int, read: Callable[[_Row], Awaitable[bytes]]
+    ) -> None:
+        self.turn = asyncio.Lock()
         self._rows = rows
-        self._pause = pause
+        self._num_in_file = num_rows
+        self._read = read
         self._later: list[tuple[float, int, _Row]] = []
-        self._taking = asyncio.Lock()
+        self._is_closed = False
+        self._has_news = asyncio.Event()
 
-    async def next(self) -> _Row | None:
-        """The next one; None: there is none now, and any that is put off is put off by somebody who will take it."""
+    async def is_due(self) -> bool:
+        """Waits until a row can be taken; False: there is none, and any that will be put off is put off by somebody who
+        will take it.
+        """
         loop = asyncio.get_running_loop()
-        async with self._taking:
-            if not self._later or self._later[0][0] > loop.time():
-                row = await anext(self._rows, None)
-                if row is not None or not self._later:
-                    return row
-                await self._pause(self._later[0][0] - loop.time())
-            return heappop(self._later)[2]
+        while not self._is_closed:
+            if self._num_in_file:
+                return True
+            if not self._later:
+                return False
+            wait_s = self._later[0][0] - loop.time()
+            if wait_s <= 0:
+                return True
+            self._has_news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._has_news.wait()
+        return False
+
+    async def take(self) -> tuple[_Row, bytes]:
+        """A row that is due, and its line."""
+        if self._later and self._later[0][0] <= asyncio.get_running_loop().time():
+            row = heappop(self._later)[2]
+            return row, await self._read(row)
+        self._num_in_file -= 1
+        number, line = await anext(self._rows)
+        return _Row(number, line.start, len(line.data)), line.data
 
     def put_off(self, row: _Row, later_s: float) -> None:
         """It comes again after so long."""
         heappush(self._later, (asyncio.get_running_loop().time() + later_s, row.number, row))
+        self._has_news.set()
+
+    def close(self) -> None:
+        """No row is taken any more."""
+        self._is_closed = True
+        self._has_news.set()
 
 
-async def ask(app: App, row: Row) -> RowAnswer:
+async def ask(app: App, endpoint: str, body: bytes) -> RowAnswer:
     """What the HTTP API answers to a row."""
-    body = bytes(row.body)
     headers = [(b"content-type", b"application/json"), (b"x-service-class", b"batch")]
     messages = [{"type": "http.request", "body": body, "more_body": False}]
     status = 0
@@ -477,7 +555,7 @@ async def ask(app: App, row: Row) -> RowAnswer:
         else:
             parts.append(message["body"])
 
-    await app(in_process_scope(row.method, row.url, headers), receive, send)
+    await app(in_process_scope("POST", endpoint, headers), receive, send)
     return RowAnswer(status, answer_headers, b"".join(parts))
 
 
@@ -486,7 +564,7 @@ def _later_s(answer: RowAnswer, row: _Row) -> float | None:
     if answer.status == 504:
         row.num_timeouts += 1
         return TIMEOUT_RETRY_S * 2 ** (row.num_timeouts - 1) if row.num_timeouts < MAX_TIMEOUTS else None
-    if answer.status not in (0, 429, 503):
+    if answer.status not in (0, 429, 503) or answer.headers.get("x-should-retry") == "false":
         return None
     said = answer.headers.get("retry-after", "")
     return float(said) if said.isdecimal() else DEFAULT_RETRY_S
@@ -498,3 +576,7 @@ def _input_gone() -> FileWrong:
 
 def _forgotten() -> FileWrong:
     return FileWrong(LineError("results_lost", "Results of this batch were lost; what is left is in its files."))
+
+
+def _json(errors: Sequence[LineError]) -> str:
+    return msgspec.json.encode(errors).decode()

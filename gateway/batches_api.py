@@ -3,6 +3,8 @@
 An edge: what is asked for is noted in the store, and `gateway.batches` does it, on this gateway or another.
 """
 
+import asyncio
+import functools
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -13,20 +15,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.api_keys import ApiKey
-from gateway.batch_rows import ENDPOINTS
+from gateway.batch_rows import ENDPOINTS, has_repeats
 from gateway.files_api import (
     PURPOSE,
     checked_after,
     checked_ttl_s,
     find_file,
+    heard,
     is_id,
     json_response,
     list_limit,
     list_object,
     no_room,
     route,
+    too_slow,
 )
 from gateway.http_exchange import HttpRefusal
+from gateway.validation import MAX_BODY_READ_S
 from services.cluster.batches import MAX_ACTIVE, Batch, BatchRefused, BatchStore, Order, Reply, Status
 from services.cluster.files import FILE_TTL_S, FilesFull, FileStore, new_id
 from services.runtime.errors import InvalidRequest, NotFound, RateLimited, RequestCancelled
@@ -34,6 +39,7 @@ from services.runtime.errors import InvalidRequest, NotFound, RateLimited, Reque
 WINDOWS_S = {"24h": 86_400}
 MAX_REQUEST_BYTES = 64 * 1024
 DEFAULT_LIST_LIMIT = 20
+MAX_LIST_LIMIT = 100
 RETRY_AFTER_S = 60.0
 
 MetadataKey = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -97,10 +103,11 @@ class BatchesApi:
             metadata="" if asked.metadata is None else msgspec.json.encode(asked.metadata).decode(),
             output_ttl_s=ttl_s,
         )
+        make = functools.partial(
+            self._batches.create, new_id("batch_"), order, output_id=new_id("file-"), error_id=new_id("file-")
+        )
         try:
-            batch = await self._batches.create(
-                new_id("batch_"), order, output_id=new_id("file-"), error_id=new_id("file-")
-            )
+            batch = await heard(make)
         except FilesFull as full:
             raise no_room(full, self._files) from None
         except BatchRefused:
@@ -116,7 +123,7 @@ class BatchesApi:
         batches, has_more = await self._batches.page(
             key.tenant,
             after=checked_after(query.get("after")),
-            limit=list_limit(query.get("limit"), default=DEFAULT_LIST_LIMIT),
+            limit=list_limit(query.get("limit"), default=DEFAULT_LIST_LIMIT, most=MAX_LIST_LIMIT),
         )
         return json_response(list_object([batch_object(batch) for batch in batches], has_more=has_more))
 
@@ -171,7 +178,7 @@ _STAMPED = tuple(status.value for status in Status if status is not Status.VALID
 
 def _parse(body: bytes) -> CreateBatch:
     try:
-        return msgspec.json.decode(body, type=CreateBatch)
+        asked = msgspec.json.decode(body, type=CreateBatch)
     except msgspec.ValidationError as error:
         # Its words end with a place, such as `$.metadata[...]`, or with a member's name.
         what = str(error).partition(" - at `")[0]
@@ -180,6 +187,9 @@ def _parse(body: bytes) -> CreateBatch:
         raise InvalidRequest(f"{field}: {what}" if field else what, field=field or None, code="invalid_type") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest("the body is not valid JSON", code="invalid_json") from error
+    if has_repeats(body.decode()):
+        raise InvalidRequest("a member of the body appears twice", code="duplicate_key")
+    return asked
 
 
 def _invalid(field: str, rule: str) -> InvalidRequest:
@@ -187,15 +197,20 @@ def _invalid(field: str, rule: str) -> InvalidRequest:
 
 
 async def _body(request: Request) -> bytes:
-    """The whole body. Raises HttpRefusal for one that is too large."""
+    """The whole body. Raises HttpRefusal for one that is too large or does not come."""
     body = b""
     try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MAX_REQUEST_BYTES:
-                raise HttpRefusal(
-                    f"the body must have at most {MAX_REQUEST_BYTES} bytes", http_status=413, code="request_too_large"
-                )
+        async with asyncio.timeout(MAX_BODY_READ_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_REQUEST_BYTES:
+                    raise HttpRefusal(
+                        f"the body must have at most {MAX_REQUEST_BYTES} bytes",
+                        http_status=413,
+                        code="request_too_large",
+                    )
+    except TimeoutError:
+        raise too_slow(MAX_BODY_READ_S) from None
     except ClientDisconnect:
         raise RequestCancelled("the client left") from None
     return body

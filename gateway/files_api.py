@@ -5,8 +5,11 @@ An edge. Files pass through in pieces; their content is not looked at here.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+import functools
+import re
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -16,12 +19,19 @@ from starlette.routing import Route
 from gateway.api_keys import ApiKey
 from gateway.http_exchange import HttpRefusal
 from gateway.multipart import FormReader, boundary_of
+from gateway.validation import MAX_UPLOAD_S
 from services.cluster.files import CHUNK_BYTES, FILE_TTL_S, MAX_FILES, MAX_PAGE, File, FilesFull, FileStore, new_id
-from services.runtime.errors import InvalidRequest, NotFound, Overloaded, RequestCancelled, StoreUnavailable
+from services.runtime.errors import (
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    RateLimited,
+    RequestCancelled,
+    StoreUnavailable,
+)
 
 PURPOSE = "batch"
-"""Of what clients send; what batches write has `OUTPUT_PURPOSE`."""
-OUTPUT_PURPOSE = "batch_output"
+"""Of what clients send; what batches write has `batch_output`."""
 MAX_FILENAME_CHARS = 255
 MAX_FIELD_BYTES = 256
 """Of a form's field that is no file."""
@@ -29,9 +39,15 @@ MAX_FORM_BYTES = 64 * 1024
 """Of a form beside its file."""
 MAX_UPLOADS = 8
 """At once on this gateway."""
-MAX_UPLOAD_S = 120.0
+MAX_UPLOADS_OF_TENANT = 2
+"""Of these; one that sends slowly leaves room for others."""
 MIN_TTL_S = 3600
 RETRY_AFTER_S = 5.0
+STORE_PATIENCE_S = 4.0
+"""With a Redis that does not answer: time for one more try after one that timed out."""
+STORE_RETRY_S = 0.25
+
+T = TypeVar("T")
 
 _FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
 
@@ -42,7 +58,8 @@ class FilesApi:
     def __init__(self, files: FileStore, *, max_file_bytes: int) -> None:
         self._files = files
         self._max_file_bytes = max_file_bytes
-        self._uploads = asyncio.Semaphore(MAX_UPLOADS)
+        self._uploads: Counter[str] = Counter()
+        """Under way, by tenant."""
 
     def routes(self) -> list[Route]:
         """For the HTTP API, which asks for the key."""
@@ -53,26 +70,41 @@ class FilesApi:
         ]
 
     async def _upload(self, request: Request) -> Response:
-        if self._uploads.locked():
-            raise Overloaded(f"{MAX_UPLOADS} files are being sent to this gateway already", retry_after_s=RETRY_AFTER_S)
         boundary = boundary_of(request.headers.get("content-type", ""))
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_file_bytes + MAX_FORM_BYTES:
             raise self._too_large()
-        upload = _Upload(self._files, new_id("file-"), _tenant(request), self._max_file_bytes)
-        async with self._uploads:
+        tenant = _tenant(request)
+        upload = _Upload(self._files, new_id("file-"), tenant, self._max_file_bytes)
+        with self._upload_place(tenant):
             try:
                 async with asyncio.timeout(MAX_UPLOAD_S):
                     file = await self._receive(FormReader(self._body(request), boundary), upload)
             except TimeoutError:
                 await upload.drop()
-                raise HttpRefusal(
-                    f"the body did not arrive within {MAX_UPLOAD_S:g} s", http_status=408, code="request_timeout"
-                ) from None
+                raise too_slow(MAX_UPLOAD_S) from None
             except BaseException:
                 await upload.drop()
                 raise
         return json_response(file_object(file))
+
+    @contextlib.contextmanager
+    def _upload_place(self, tenant: str) -> Iterator[None]:
+        """Raises Overloaded or RateLimited where there is none."""
+        if self._uploads.total() >= MAX_UPLOADS:
+            raise Overloaded(f"{MAX_UPLOADS} files are being sent to this gateway already", retry_after_s=RETRY_AFTER_S)
+        if self._uploads[tenant] >= MAX_UPLOADS_OF_TENANT:
+            raise RateLimited(
+                f"a tenant may send at most {MAX_UPLOADS_OF_TENANT} files to a gateway at once",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._uploads[tenant] += 1
+        try:
+            yield
+        finally:
+            self._uploads[tenant] -= 1
+            if not self._uploads[tenant]:
+                del self._uploads[tenant]
 
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
         num_bytes = 0
@@ -143,7 +175,7 @@ class FilesApi:
 
     async def _chunks(self, file: File) -> AsyncGenerator[bytes, None]:
         for index in range(file.num_chunks):
-            data = await self._files.chunk(file.id, index)
+            data = await heard(functools.partial(self._files.chunk, file.id, index))
             if data is None:
                 # The client sees a body shorter than was said: no answer can be taken for the whole file.
                 raise StoreUnavailable(f"a chunk of file {file.id} is gone")
@@ -188,7 +220,8 @@ class _Upload:
             raise InvalidRequest("the file is empty", field="file", code="empty_file")
         if self._buffer:
             await self._put(bytes(self._buffer))
-        file = await self._files.commit(
+        commit = functools.partial(
+            self._files.commit,
             self._id,
             self._tenant,
             filename=filename,
@@ -197,15 +230,16 @@ class _Upload:
             num_bytes=self._num_bytes,
             ttl_s=ttl_s,
         )
+        file = await heard(commit)
         if file is None:
             raise StoreUnavailable("Redis has forgotten a part of a file that was being sent")
         return file
 
     async def drop(self) -> None:
-        """Nothing of it is kept; what Redis cannot be told now expires by itself."""
+        """Nothing of it is kept; what Redis cannot be told now expires by itself, if late."""
         if self._num_chunks:
             with contextlib.suppress(StoreUnavailable):
-                await self._files.delete(self._id, self._tenant)
+                await heard(lambda: self._files.delete(self._id, self._tenant))
 
     async def _put(self, data: bytes) -> None:
         self._num_chunks += 1
@@ -213,6 +247,27 @@ class _Upload:
             await self._files.put_chunk(self._id, self._tenant, self._num_chunks - 1, data)
         except FilesFull as full:
             raise no_room(full, self._files) from None
+
+
+async def heard(call: Callable[[], Awaitable[T]]) -> T:
+    """Says to Redis what may be said twice until it answers: a time-out does not tell whether it was done.
+
+    Raises StoreUnavailable where there is no answer within STORE_PATIENCE_S.
+    """
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + STORE_PATIENCE_S
+    while True:
+        try:
+            return await call()
+        except StoreUnavailable:
+            if loop.time() >= until_s:
+                raise
+            await asyncio.sleep(STORE_RETRY_S)
+
+
+def too_slow(limit_s: float) -> HttpRefusal:
+    """What a client is told whose body does not come."""
+    return HttpRefusal(f"the body did not arrive within {limit_s:g} s", http_status=408, code="request_timeout")
 
 
 def no_room(full: FilesFull, files: FileStore) -> HttpRefusal:
@@ -259,13 +314,13 @@ def list_object(entries: list[dict[str, Any]], *, has_more: bool) -> dict[str, A
     }
 
 
-def list_limit(said: str | None, *, default: int) -> int:
-    """How many entries a page has; OpenAI's own maximum is cut to ours. Raises InvalidRequest."""
+def list_limit(said: str | None, *, default: int, most: int = MAX_PAGE) -> int:
+    """How many entries a page has; OpenAI's own maximum is cut to `most`. Raises InvalidRequest."""
     if said is None:
         return default
-    if not (said.isascii() and said.isdecimal() and 1 <= int(said[:9]) <= 10_000):
+    if not re.fullmatch("[0-9]{1,5}", said) or not 1 <= int(said) <= 10_000:
         raise InvalidRequest("limit must be an integer from 1 to 10000", field="limit", code="invalid_value")
-    return min(int(said), MAX_PAGE)
+    return min(int(said), most)
 
 
 def checked_after(said: str | None) -> str:

@@ -215,7 +215,7 @@ class Ticket(TenantTicket):
         on_refusal: Callable[[str], None],
     ) -> None:
         self.hold = secrets.token_hex(12)
-        self.headers: Sequence[tuple[str, str]] = ()
+        self.headers: list[tuple[str, str]] = []
         self._limiter = limiter
         self._tenant = tenant
         self._limits = limits
@@ -286,6 +286,7 @@ class Ticket(TenantTicket):
             what = f"{most} tokens per minute"
             if num_tokens > most > 0:
                 what += f", and this request alone may need {num_tokens}"
+                self.headers.append(("x-should-retry", "false"))
         else:
             assert limit == REQUESTS, limit
             what = f"{most} requests per minute"

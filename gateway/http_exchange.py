@@ -9,6 +9,7 @@ import functools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -22,7 +23,6 @@ from gateway.request_log import RequestLog, code_of
 from gateway.validation import MAX_BODY_BYTES, MAX_BODY_READ_S
 from services.runtime import status
 from services.runtime.errors import (
-    AlreadyExists,
     InvalidRequest,
     RateLimited,
     RequestCancelled,
@@ -289,7 +289,7 @@ def _error_headers(error: BaseException, *, closes: bool = False) -> HeaderPairs
     retry_after_s = status.retry_after_s(error)
     if retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
-    elif isinstance(error, AlreadyExists):
+    elif _http_status(error) == HTTPStatus.CONFLICT:
         # OpenAI's clients send again what met a conflict, and another body would meet it for as long as they do.
         headers.append((b"x-should-retry", b"false"))
     return headers

@@ -12,10 +12,15 @@ from email.policy import compat32
 
 from services.runtime.errors import InvalidRequest
 
-MAX_PART_HEAD_BYTES = 4096
+MAX_PART_HEAD_BYTES = 2560
+"""A filename of 255 letters of three bytes, percent-encoded, and what is around it."""
+MAX_CONTENT_TYPE_CHARS = 256
+"""The parser of parameters takes time by the square of their length."""
 MAX_BOUNDARY_CHARS = 70
 """RFC 2046, 5.1.1."""
 _HEAD_PARSER = HeaderParser(policy=compat32)
+_UNREADABLE = (ValueError, TypeError)
+"""Of parameters as in RFC 2231: encodings that decode nothing, and parts of which only some have a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +36,8 @@ def boundary_of(content_type: str) -> bytes:
     head = Message()
     head["content-type"] = content_type
     boundary = ""
-    with contextlib.suppress(ValueError):  # parameters may name encodings (RFC 2231), also such that decode nothing
-        if head.get_content_type() == "multipart/form-data":
+    with contextlib.suppress(*_UNREADABLE):
+        if len(content_type) <= MAX_CONTENT_TYPE_CHARS and head.get_content_type() == "multipart/form-data":
             boundary = head.get_boundary("")
     if not 1 <= len(boundary) <= MAX_BOUNDARY_CHARS or not boundary.isascii() or not boundary.isprintable():
         raise InvalidRequest("send multipart/form-data with a boundary", code="invalid_form")
@@ -105,7 +110,7 @@ def _part_of(head: bytes) -> Part:
         message = _HEAD_PARSER.parsestr(head.decode())
         name = message.get_param("name", header="content-disposition")
         filename = message.get_filename()
-    except ValueError:
+    except _UNREADABLE:
         raise _malformed("the head of a part cannot be decoded") from None
     if message.get_content_disposition() != "form-data" or not isinstance(name, str) or not name or message.defects:
         raise _malformed("each part needs a content-disposition of form-data with a name")

@@ -16,7 +16,14 @@ from gateway.metrics import CONTENT_TYPE
 from gateway.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, StreamOptions, TokenizeRequest
 from gateway.request_fields import FIELDS, NAME_PATTERN, REF, SHARED_SCHEMAS, Schema, field_of
 from gateway.responses_types import ResponsesRequest
-from gateway.validation import MAX_AFFINITY_CHARS, MAX_BODY_BYTES, MAX_BODY_READ_S, MAX_KEY_CHARS, SERVICE_CLASSES
+from gateway.validation import (
+    MAX_AFFINITY_CHARS,
+    MAX_BODY_BYTES,
+    MAX_BODY_READ_S,
+    MAX_KEY_CHARS,
+    MAX_UPLOAD_S,
+    SERVICE_CLASSES,
+)
 from services.runtime.version import version
 
 JSON = "application/json"
@@ -38,8 +45,8 @@ STATUSES: Mapping[int, str] = {
     401: "No API key, or one that is not known or has expired.",
     403: "The API key does not allow this.",
     404: "No such model, or nothing is known of the stream that is to go on.",
-    408: f"The body did not arrive within {MAX_BODY_READ_S:g} s.",
-    409: "Another request has this id, or had this key.",
+    408: f"The body did not arrive within {MAX_BODY_READ_S:g} s, a file within {MAX_UPLOAD_S:g} s.",
+    409: "Another request has this id, or had this key; or the batch is over, or nearly.",
     413: f"The body has more than {MAX_BODY_BYTES} bytes.",
     414: "The URL is too long.",
     415: "The body is not plain JSON.",
@@ -217,7 +224,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=_FORM,
         body_kind="multipart/form-data",
         answer=answers.StoredFile,
-        errors=STORED_WITH_BODY,
+        errors=(*STORED_WITH_BODY, 429),
     ),
     Operation(
         method="get",

@@ -63,10 +63,10 @@ class Series:
         self._times = array("d")
         self._columns = {name: array("d") for name in COLUMNS}
 
-    def add(self, at_s: float, totals: Totals) -> None:
-        """Takes what is counted at this moment, in seconds; once a second."""
-        self._recent.append((at_s, totals))
-        self._push(self._times, at_s)
+    def add(self, unix_s: float, monotonic_s: float, totals: Totals) -> None:
+        """Takes what is counted at this moment; once a second. The wall clock, which may jump, is only shown."""
+        self._recent.append((monotonic_s, totals))
+        self._push(self._times, unix_s)
         for name, value in self._figures().items():
             self._push(self._columns[name], value)
 

@@ -18,6 +18,8 @@ from services.scheduling.queue import ServiceClass
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_BODY_READ_S = 30.0
+MAX_UPLOAD_S = 120.0
+"""For a body that is a file."""
 MAX_MESSAGES = 2048
 MAX_CHOICES = 16
 """Answers to one prompt."""

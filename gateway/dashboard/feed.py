@@ -79,7 +79,7 @@ class Feed:
         ended = dict(self._requests.log.history.num_ended)
         queued, running = self._requests.num_queued, self._requests.num_running
         totals = Totals(ttft, itl, generated, prompt, cached, ended, queued, running)
-        self._series.add(self._clock.unix_ns() / 1e9, totals)
+        self._series.add(self._clock.unix_ns() / 1e9, self._clock.monotonic(), totals)
         if self._watchers:
             update = msgspec.json.encode({**self._now(), **self._figures(1)})
             for watcher in self._watchers:

@@ -189,15 +189,20 @@ def _story(row: Row, answers: list[AnswerStory]) -> dict[str, Any]:
 
 def _attempt(attempt: AttemptStory, row: Row, answer: AnswerStory) -> dict[str, Any]:
     first_us = answer.first_token_us
-    is_first = attempt is answer.attempts[0] and first_us is not None
+    actual_us = None
+    if first_us is not None:
+        # Of those that were begun before it the last one gave it: the others had failed.
+        begun = [each for each in answer.attempts if each.began_us <= first_us]
+        # The prediction begins with the decision; what the request had waited before is no part of it.
+        if begun and attempt is begun[-1]:
+            actual_us = first_us - attempt.began_us
     return {
         "decode": attempt.decode,
         "prefill": attempt.prefill,
         "reason": attempt.reason,
         "why": reasons(attempt, row.prompt_tokens),
         "predicted_ttft_us": attempt.predicted_ttft_us if attempt.reason != "move" else None,
-        # The prediction begins with the decision; what the request had waited before is no part of it.
-        "actual_ttft_us": first_us - attempt.began_us if is_first and first_us is not None else None,
+        "actual_ttft_us": actual_us,
         "parts_us": parts(attempt),
         "waited_us": attempt.waited_us,
         "pages": attempt.num_pages,

@@ -8,14 +8,16 @@ import contextlib
 import os
 import select
 import shutil
+import sys
 import termios
 import time
 import tty
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from services.cli.api_client import ApiUnreachable, GatewaySettings, get_json
+from services.cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json
 from services.runtime.config import flag, number, option
 
 EVERY_S = 1.0
@@ -48,7 +50,12 @@ def run(settings: TopSettings, stdin: TextIO, stdout: TextIO) -> int:
 
     def look(num_lines: int) -> tuple[Any, Any]:
         wanted = max(1, min(MAX_REQUESTS, num_lines))
-        return read(f"/dashboard/data?seconds={SECONDS}"), read(f"/dashboard/requests?limit={wanted}")["requests"]
+        data, requests = read(f"/dashboard/data?seconds={SECONDS}"), read(f"/dashboard/requests?limit={wanted}")
+        try:
+            frame(data, requests["requests"], width=1, height=sys.maxsize)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise ApiUnreachable(f"{settings.url} does not speak Tandem's API: its answer is no dashboard") from error
+        return data, requests["requests"]
 
     width, height = shutil.get_terminal_size()
     data, requests = look(height)
@@ -81,7 +88,7 @@ def frame(
         rows = [_request(request, min(36, ids)) for request in requests[:room]]
         lines += _headed(_table(_REQUEST_HEADINGS, rows), is_table=True)
     start, end = emphasis
-    shown = [(_printable(line)[:width], is_heading) for line, is_heading in lines[:height]]
+    shown = [(_cut(_printable(line), width), is_heading) for line, is_heading in lines[:height]]
     return [f"{start}{line}{end}" if is_heading else line for line, is_heading in shown]
 
 
@@ -190,16 +197,35 @@ def _headed(lines: Sequence[str], *, is_table: bool) -> list[tuple[str, bool]]:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
+    widths = [max(_columns(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
 
     def cell(heading: str, value: str, width: int) -> str:
-        return value.rjust(width) if heading in _RIGHT else value.ljust(width)
+        blanks = " " * (width - _columns(value))
+        return blanks + value if heading in _RIGHT else value + blanks
 
     return ["  ".join(map(cell, headings, row, widths)).rstrip() for row in (headings, *rows)]
 
 
 def _printable(line: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in line)
+
+
+def _cut(line: str, width: int) -> str:
+    """As much of a line as fits into so many columns."""
+    used = 0
+    for position, each in enumerate(line):
+        used += _columns(each)
+        if used > width:
+            return line[:position]
+    return line
+
+
+def _columns(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    return sum(
+        0 if unicodedata.category(each) in ("Mn", "Me") else 2 if unicodedata.east_asian_width(each) in "WF" else 1
+        for each in text
+    )
 
 
 def _rate(value: float | None) -> str:
@@ -225,7 +251,7 @@ def _time(seconds: float | None) -> str:
 
 
 def _watch(look: Callable[[int], tuple[Any, Any]], data: Any, requests: Any, stdin: TextIO, stdout: TextIO) -> None:
-    """Draws a frame each second until `q` or Ctrl-C. A gateway that does not answer is asked again."""
+    """Draws a frame each second until `q` or Ctrl-C. A gateway that answers anything else is asked again."""
     trouble = ""
     emphasis = ("", "") if os.environ.get("NO_COLOR") else (BOLD, PLAIN)
     with _screen(stdin, stdout) as has_keys:
@@ -239,7 +265,7 @@ def _watch(look: Callable[[int], tuple[Any, Any]], data: Any, requests: Any, std
             try:
                 data, requests = look(height)
                 trouble = ""
-            except ApiUnreachable as error:
+            except (ApiUnreachable, ApiRefused) as error:
                 trouble = error.message
 
 

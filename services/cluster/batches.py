@@ -78,7 +78,7 @@ class Order:
     """What a client asks of a batch.
 
     `key_digest` is that of the API key with which it was sent, which its rows are answered under. `metadata` is JSON.
-    `output_ttl_s`: how long what it writes is kept.
+    `output_ttl_s`: how long what it writes is kept once it is complete.
     """
 
     tenant: str
@@ -117,11 +117,6 @@ class Batch:
     def claim(self) -> str:
         """Names this ownership; what is written under an earlier one is refused."""
         return f"{self.epoch}:{self.owner}"
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing will change any more."""
-        return self.status in OVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,12 +409,13 @@ end
 if not ({" or ".join(f"status == '{status}'" for status in sorted(OVER))}) then return '{Reply.DONE}' end
 redis.call('DEL', done_key(id))
 redis.call('ZREM', active, id)
-local tenant, created, ttl = unpack(redis.call('HMGET', key, 'tenant', 'at:created', 'output_ttl'))
+local tenant, ttl = unpack(redis.call('HMGET', key, 'tenant', 'output_ttl'))
 for _, kind in ipairs({{'output', 'error'}}) do
   local file, chunks, bytes = unpack(redis.call('HMGET', key, kind, kind .. '_chunks', kind .. '_bytes'))
   if chunks then
     local name = id .. '_' .. kind .. '.jsonl'
-    publish(file, tenant, name, 'batch_output', chunks, bytes, now_s, created + ttl)
+    for index = 0, chunks - 1 do redis.call('EXPIREAT', chunk_key(file, index), now_s + ttl) end
+    publish(file, tenant, name, 'batch_output', chunks, bytes, now_s, now_s + ttl)
   end
 end
 return '{Reply.DONE}'
@@ -433,8 +429,7 @@ _RECORD = Script(
 local id, claim, beyond_room, chunk_bytes = unpack(ARGV)
 local key, reply = batch_prefix .. id, fence(id, claim)
 if reply ~= '{Reply.DONE}' then return reply end
-local status, total, tenant, created, ttl =
-  unpack(redis.call('HMGET', key, 'status', 'total', 'tenant', 'at:created', 'output_ttl'))
+local status, total, tenant = unpack(redis.call('HMGET', key, 'status', 'total', 'tenant'))
 if status ~= '{Status.IN_PROGRESS}' and status ~= '{Status.FINALIZING}' and status ~= '{Status.CANCELLING}' then
   return '{Reply.REFUSED}'
 end
@@ -442,7 +437,7 @@ if not total or redis.call('STRLEN', done_key(id)) ~= math.floor((total + 7) / 8
 local num_bytes = 0
 for index = 8, #ARGV, 3 do num_bytes = num_bytes + #ARGV[index + 2] end
 if beyond_room == '0' and room_lacks(tenant, num_bytes, 0, ARGV[5], ARGV[6], ARGV[7]) then return '{Reply.FULL}' end
-local expires_s = created + ttl
+local life_ms = redis.call('PTTL', key)
 for _, kind in ipairs({{'output', 'error'}}) do
   local file, chunks, tail = unpack(redis.call('HMGET', key, kind, kind .. '_chunks', kind .. '_tail'))
   if chunks and redis.call('STRLEN', chunk_key(file, chunks - 1)) ~= tonumber(tail) then return '{Reply.LOST}' end
@@ -454,11 +449,11 @@ for index = 8, #ARGV, 3 do
     chunks, tail = tonumber(chunks or 0), tonumber(tail or 0)
     if chunks == 0 or tail >= tonumber(chunk_bytes) then chunks = chunks + 1 end
     tail = redis.call('APPEND', chunk_key(file, chunks - 1), line)
-    redis.call('EXPIREAT', chunk_key(file, chunks - 1), expires_s)
+    redis.call('PEXPIRE', chunk_key(file, chunks - 1), life_ms)
     redis.call('HSET', key, kind .. '_chunks', chunks, kind .. '_tail', tail)
     redis.call('HINCRBY', key, kind .. '_bytes', #line)
     redis.call('HINCRBY', key, kind == 'output' and 'completed' or 'failed', 1)
-    count(file, tenant, #line, expires_s * 1000)
+    count(file, tenant, #line, now_ms + life_ms)
     redis.call('SETBIT', done_key(id), row, 1)
   end
 end

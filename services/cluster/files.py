@@ -94,6 +94,11 @@ class FileStore:
         data: bytes | None = await self.run(_CHUNK, (file_id, index))
         return data
 
+    async def read(self, file_id: str, start: int, num_bytes: int) -> bytes:
+        """So many bytes of a complete file that a client has sent; fewer: it is gone."""
+        data: bytes = await self.run(_READ, (file_id, start, num_bytes, CHUNK_BYTES))
+        return data
+
     async def page(
         self, tenant: str, *, after: str = "", limit: int = MAX_PAGE, newest_first: bool = True, purpose: str = ""
     ) -> tuple[list[File], bool]:
@@ -267,6 +272,20 @@ return redis.call('HGETALL', file_prefix .. id)
 
 _FIND = Script("return redis.call('HGETALL', ARGV[1])")
 _CHUNK = Script(COMMON + "return redis.call('GET', chunk_key(ARGV[1], ARGV[2]))")
+# ARGV: id, where to begin, number of bytes, size of a chunk.
+_READ = Script(
+    COMMON
+    + """
+local id, start, num_bytes, chunk_bytes = unpack(ARGV)
+local last = start + num_bytes - 1
+local parts = {}
+for index = math.floor(start / chunk_bytes), math.floor(last / chunk_bytes) do
+  local offset = index * chunk_bytes
+  table.insert(parts, redis.call('GETRANGE', chunk_key(id, index), math.max(0, start - offset), last - offset))
+end
+return table.concat(parts)
+"""
+)
 _TOTAL = Script(COMMON + "return tonumber(redis.call('HGET', totals, ARGV[1]) or 0)")
 
 # ARGV: id, tenant. Answers 1 if the file was there.

@@ -13,8 +13,9 @@ import pytest
 import redis
 
 import gateway.batches
+import gateway.batches_api
 from gateway.api_keys import ApiKey, digest_of_key, toml_entry
-from gateway.batch_rows import ENDPOINTS, MAX_CUSTOM_ID_CHARS, MAX_ERRORS, MAX_ROWS, Checker, FileWrong
+from gateway.batch_rows import ENDPOINTS, MAX_CUSTOM_ID_CHARS, MAX_ERRORS, MAX_ROWS, Checker, FileWrong, Line, row_of
 from protos import worker_pb2
 from services.cluster.embedded import EmbeddedRedis
 from services.cluster.files import Room
@@ -205,7 +206,7 @@ async def test_whoever_waits_for_an_answer_goes_before_rows(make, script, worker
         script.gate.set()
         await first
         await second
-        assert script.asked == [300, 301]
+        assert script.asked[:2] == [300, 301]
         worker.load.pages.free = 100
         worker.sessions.load_changed()
         await answered_once(client, batch, 8)
@@ -240,7 +241,11 @@ async def test_all_that_is_wrong_with_a_file_is_told_by_its_lines(make):
         jsonl([row(10, model="nobody")]),
         b'{"custom_id": "\xff", "method": "POST"}\n',
         b"[" * 100_000 + b"\n",
-        jsonl([row(11)]),
+        jsonl([row(11)]).replace(b"{", b'{"custom_id": 5, ', 1),
+        jsonl([row(12)]).replace(b'"POST"', b'1, "method": "POST"'),
+        jsonl([row(13)]).replace(b"{", b'{"x": {"b": {}, "b": {}}, ', 1),
+        jsonl([row(14)]).replace(b'"body"', b'"body": {"prompt": "b"}, "bo\\u0064y"'),
+        jsonl([row(15)]),
     ]
     async with client_of(system) as client:
         batch = await until_status(client, await created(client, b"".join(bad)), *OVER)
@@ -263,9 +268,22 @@ async def test_all_that_is_wrong_with_a_file_is_told_by_its_lines(make):
         (14, "model_not_found", "body.model"),
         (15, "invalid_json_line", None),
         (16, "invalid_json_line", None),
+        (17, "duplicate_key", None),
+        (18, "duplicate_key", None),
+        (19, "duplicate_key", None),
+        (20, "duplicate_key", None),
     ]
     assert batch.errors.object == "list"
     assert "line 7" in batch.errors.data[5].message
+
+
+def test_what_a_row_does_not_need_may_be_anything():
+    others = b'"x": "{}", "y": %s, "z": {"body": {}}, "body": {}}' % (b"9" * 5000)
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", ' + others
+    checker = Checker("/v1/completions", lambda model: None)
+    checker.check(1, line)
+    assert checker.finish() == 1
+    assert bytes(row_of(line).body) == b"{}"
 
 
 def test_a_file_has_rows_but_not_too_many_and_not_all_its_errors_are_looked_for():
@@ -311,12 +329,50 @@ async def test_a_batch_that_is_asked_for_wrongly_is_not_made(make):
             response = await system.http.post("/v1/batches", json=right | changes)
             assert response.status_code == (404 if "input_file_id" in changes else 400), response.text
             assert response.json()["error"]["param"] == param, response.text
-        for body, status in ((b"{", 400), (b"[" * 60_000, 400), (b"\xff", 400), (b"x" * 65_537, 413)):
-            assert (await system.http.post("/v1/batches", content=body)).status_code == status
+        twice = json.dumps(right).replace("{", '{"endpoint": "/v1/responses", ').encode()
+        for body, status, code in (
+            (b"{", 400, "invalid_json"),
+            (b"[" * 60_000, 400, "invalid_type"),
+            (b"[]", 400, "invalid_type"),
+            (b"\xff", 400, "invalid_json"),
+            (json.dumps(right | {"metadata": {"a": "\ud800"}}).encode(), 400, "invalid_json"),
+            (twice, 400, "duplicate_key"),
+            (b"x" * 65_537, 413, "request_too_large"),
+        ):
+            response = await system.http.post("/v1/batches", content=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         assert (await client.batches.list()).data == []
 
 
-async def test_batches_are_listed_the_newest_first_and_in_pages(make):
+async def test_a_body_that_does_not_come_is_not_waited_for(make, monkeypatch):
+    monkeypatch.setattr(gateway.batches_api, "MAX_BODY_READ_S", 0.2)
+    system = await make(has_worker=False)
+    for path in ("/v1/batches", "/v1/batches/batch_x/cancel"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+        writer.write(f"POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: 10\r\n\r\n".encode())
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+
+
+async def test_a_batch_is_made_once_where_redis_answers_too_late(make, monkeypatch):
+    system = await make(has_worker=False, batch_rows=0)
+    store = system.gateway.batches.store
+    create, times = store.create, []
+
+    async def late(*args, **kwargs):
+        times.append(await create(*args, **kwargs))
+        if len(times) == 1:
+            raise StoreUnavailable("Redis did not answer in time")
+        return times[-1]
+
+    monkeypatch.setattr(store, "create", late)
+    async with client_of(system) as client:
+        batch = await created(client, [row(0)])
+        assert [one.id for one in times] == [batch.id, batch.id]
+        assert [one.id for one in (await client.batches.list()).data] == [batch.id]
+
+
+async def test_batches_are_listed_the_newest_first_and_in_pages(make, monkeypatch):
     system = await make(has_worker=False)
     async with client_of(system) as client:
         ids = [(await created(client, [row(0)])).id for _ in range(5)]
@@ -325,6 +381,9 @@ async def test_batches_are_listed_the_newest_first_and_in_pages(make):
         assert [batch.id for batch in page.data] == [ids[2], ids[1]]
         assert page.has_more
         assert not (await client.batches.list(limit=2, after=ids[2])).has_more
+        assert len((await client.batches.list(limit=10_000)).data) == 5
+        monkeypatch.setattr(gateway.batches_api, "MAX_LIST_LIMIT", 4)
+        assert len((await client.batches.list(limit=10_000)).data) == 4
         for query in ("limit=0", "limit=x", "after=*"):
             assert (await system.http.get(f"/v1/batches?{query}")).status_code == 400
         with pytest.raises(openai.NotFoundError):
@@ -336,7 +395,8 @@ async def test_a_cancelled_batch_frees_its_workers_and_keeps_what_it_has(make, s
     script.held = {5 + 2, 5 + 3}
     async with client_of(system) as client:
         batch = await created(client, [row(number) for number in range(10)])
-        await system.until(lambda: len(script.running) == 2)
+        await system.until(lambda: len(script.asked) == 4)
+        await until_completed(client, batch, 2)
         cancelled = await client.batches.cancel(batch.id)
         assert cancelled.status == "cancelling"
         assert cancelled.cancelling_at
@@ -346,8 +406,9 @@ async def test_a_cancelled_batch_frees_its_workers_and_keeps_what_it_has(make, s
         assert {line["custom_id"] for line in await lines(client, batch.output_file_id)} == {"row-0", "row-1"}
         await system.until(lambda: set(system.workers["decode-0"].cancelled) == script.running)
         assert system.gateway.requests.num_running == 0
-        with pytest.raises(openai.ConflictError, match="is cancelled cannot be"):
+        with pytest.raises(openai.ConflictError, match="is cancelled cannot be") as refused:
             await client.batches.cancel(batch.id)
+        assert refused.value.response.headers["x-should-retry"] == "false"
         with pytest.raises(openai.NotFoundError):
             await client.batches.cancel("batch_none")
 
@@ -585,9 +646,9 @@ async def test_results_without_room_wait_until_there_is_some(make, monkeypatch):
         files.room = Room(tenant_bytes=58_000)
         batch = await created(client, [row(number) for number in range(20)])
         (run,) = await running(system)
-        await system.until(lambda: system.gateway.requests.num_running == 0 and run._rows is not None)
-        now = await until_status(client, batch, "in_progress")
-        assert now.request_counts.completed < 20
+        await system.until(lambda: run._is_full)
+        now = await client.batches.retrieve(batch.id)
+        assert (now.status, now.request_counts.completed < 20) == ("in_progress", True)
         await client.files.delete(other.id)
         await answered_once(client, batch, 20)
 
@@ -616,10 +677,104 @@ async def test_a_batch_without_its_file_fails(make):
     assert [error.code for error in batch.errors.data] == ["input_file_gone"]
 
 
-async def test_a_row_that_is_put_off_comes_again_after_its_time():
-    tries = iter([(429, {"retry-after": "7"}), (503, {}), (0, {}), (504, {}), (504, {}), (400, {})])
-    row = gateway.batches._Row(0, b"")
+def test_a_row_that_is_put_off_comes_again_after_its_time():
+    never = {"retry-after": "60", "x-should-retry": "false"}
+    tries = iter([(429, {"retry-after": "7"}), (503, {}), (0, {}), (504, {}), (504, {}), (400, {}), (429, never)])
+    row = gateway.batches._Row(0, 0, 0)
     later = [gateway.batches._later_s(gateway.batches.RowAnswer(*each, b""), row) for each in tries]
-    assert later == [7.0, 1.0, 1.0, 60.0, 120.0, None]
+    assert later == [7.0, 1.0, 1.0, 60.0, 120.0, None, None]
     row.num_timeouts = gateway.batches.MAX_TIMEOUTS - 1
     assert gateway.batches._later_s(gateway.batches.RowAnswer(504, {}, b""), row) is None
+
+
+@pytest.fixture
+def pending():
+    """Two rows."""
+
+    async def rows():
+        for number in range(2):
+            yield number, Line(number + 1, 3 * number, b"%d\n" % number)
+
+    async def read(row):
+        return b"read again at %d" % row.start
+
+    return gateway.batches._Pending(rows(), 2, read)
+
+
+async def test_the_row_whose_time_comes_first_is_next_whenever_it_was_put_off(pending):
+    (first, line), (second, _) = await pending.take(), await pending.take()
+    assert line == b"0\n"
+    pending.put_off(first, 3600.0)
+    waiting = asyncio.create_task(pending.is_due())
+    await asyncio.sleep(0)
+    pending.put_off(second, 0.01)
+    async with asyncio.timeout(10):
+        assert await waiting
+    assert await pending.take() == (second, b"read again at 3")
+    waiting = asyncio.create_task(pending.is_due())
+    await asyncio.sleep(0)
+    pending.close()
+    async with asyncio.timeout(10):
+        assert not await waiting
+
+
+async def test_no_line_is_read_before_its_row_has_a_slot(make, script):
+    system = await make(batch_rows=2)
+    script.held = {5, 6}
+    async with client_of(system) as client:
+        first = await created(client, [row(0), row(1)])
+        await system.until(lambda: len(script.running) == 2)
+        lines = [row(number) for number in range(2, 6)]
+        second = await created(client, lines)
+        await until_status(client, second, "in_progress")
+        run = system.gateway.batches._runs[second.id]
+        await system.until(lambda: system.gateway.batches.slots._waiters)
+        assert run._pending._num_in_file == 4
+        script.gate.set()
+        await answered_once(client, first, 2)
+        assert (await until_status(client, second, *OVER)).request_counts.completed == 4
+
+
+async def test_a_row_that_its_tenant_may_never_ask_is_refused_at_once(make, keys):
+    keys.write_text(keys.read_text() + "tokens_per_minute = 20\n")
+    system = await make(api_keys=keys)
+    async with client_of(system, "tandem-acme") as acme:
+        batch = await created(acme, [row(0), row(1, max_tokens=100)])
+        batch = await until_status(acme, batch, *OVER)
+        assert counts(batch) == (2, 1, 1)
+        (line,) = await lines(acme, batch.error_file_id)
+    assert line["custom_id"] == "row-1"
+    assert line["response"]["status_code"] == 429
+    assert "this request alone may need 103" in line["response"]["body"]["error"]["message"]
+
+
+async def test_a_batch_that_cannot_be_worked_on_fails_after_some_tries(make, monkeypatch):
+    def broken(line):
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr(gateway.batches, "row_of", broken)
+    system = await make()
+    batches = system.gateway.batches
+    batches.store.lease_s = 600.0
+    async with client_of(system) as client:
+        batch = await created(client, [row(0)])
+        for num_faults in range(1, gateway.batches.MAX_FAULTS):
+            await system.until(lambda num=num_faults: batches.faults[batch.id] == num and not batches._runs)
+            assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+            change(system, batch, lease=0)
+        batch = await until_status(client, batch, *OVER)
+    assert batch.status == "failed"
+    assert [error.code for error in batch.errors.data] == ["internal_error"]
+    assert batches.faults[batch.id] == gateway.batches.MAX_FAULTS
+
+
+async def test_a_batch_that_cannot_be_read_keeps_no_other_waiting(make):
+    system = await make(batch_rows=0)
+    batches = system.gateway.batches
+    async with client_of(system) as client:
+        odd = await created(client, [row(0)])
+        change(system, odd, status="of a later version")
+        batches.num_rows = 1
+        batches.slots = asyncio.Semaphore(1)
+        batches.start()
+        await answered_once(client, await created(client, [row(0)]), 1)

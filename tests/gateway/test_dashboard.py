@@ -145,6 +145,27 @@ async def test_a_failover_is_told(make_system: Any, worker_type: Any, pair: Any)
     assert sum(bar["ended_us"] - bar["began_us"] for bar in answer["bars"]) == row["total_us"]
 
 
+async def test_the_first_token_is_told_of_the_attempt_that_gave_it(
+    make_system: Any, worker_type: Any, pair: Any
+) -> None:
+    async def break_at_once(attempt: Any) -> None:
+        attempt.emit(worker_pb2.Admitted())
+        attempt.fail(InternalError("broken"))
+
+    system = await make_system(routing="least_loaded")
+    busy = worker_type("decode", "decode-1", pair.decode)
+    busy.load.waiting_tokens = busy.load.running = 5
+    await system.add(worker_type("prefill", "prefill-0", pair.prefill))
+    await system.add(worker_type("decode", "decode-0", break_at_once))
+    await system.add(busy)
+    await system.complete(max_tokens=100)
+    await ended(system, 1)
+    (answer,) = (await read(system, "/dashboard/requests/@1"))["answers"]
+    first, second = answer["attempts"]
+    assert (first["failure"], first["actual_ttft_us"]) == ("internal_error", None)
+    assert 0 < second["actual_ttft_us"] < answer["first_token_us"]
+
+
 async def test_what_was_refused_is_there_too_and_does_not_push_out_the_rest(make_system: Any, pair: Any) -> None:
     system = await make_system()
     await system.add_pair(pair)

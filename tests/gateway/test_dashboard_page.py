@@ -1,5 +1,6 @@
 """The page in a real browser: what it shows, how it is operated, and that nothing of a request is more than text."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -221,6 +222,50 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab_only(make_system: Any, pai
         await expect(page.locator("#link")).to_have_text("live")
         await expect(page.locator("#ask")).to_be_hidden()
         await expect(page.locator("#no-api")).to_contain_text(f"port, {system.gateway.http_port}.")
+
+
+async def test_requests_of_another_gateway_take_the_place_of_all_that_were_shown(system: Any) -> None:
+    async with browser_page() as watched:
+        page = await open_page(watched, system)
+        feed, history = system.gateway._feed, system.gateway.requests.log.history
+        await feed.close()
+        await expect(page.locator("#link")).to_have_text("connection lost, trying again")
+        # As behind one address: another gateway, whose numbers begin anew.
+        feed._facts = dataclasses.replace(feed._facts, id="another")
+        history._kept.clear()
+        history.last_number = 0
+        await system.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "of-another"})
+        await system.until(lambda: history.last_number == 1)
+        feed.start()
+        await expect(page.locator("#list tbody tr")).to_have_count(1)
+        await expect(page.locator("#list tbody")).to_contain_text("of-another")
+
+
+async def test_what_could_not_be_set_up_at_first_is_set_up_later(system: Any) -> None:
+    async with browser_page() as watched:
+        fails = iter([True])
+
+        async def answer(route: Any) -> None:
+            await (route.abort() if next(fails, False) else route.continue_())
+
+        await watched.page.route("**/v1/models", answer)
+        await watched.page.goto(f"{system.base_url}/dashboard#request=@1")
+        await expect(watched.page.locator("#story .waterfall")).to_be_visible()
+        await expect(watched.page.locator("#ask-model option")).to_have_count(1)
+
+
+async def test_a_page_that_nobody_sees_asks_for_nothing(system: Any) -> None:
+    async with browser_page() as watched:
+        page = watched.page
+        await page.add_init_script("window.isSeen = false;")
+        await page.add_init_script("Object.defineProperty(Document.prototype, 'hidden', {get: () => !window.isSeen});")
+        await page.goto(f"{system.base_url}/dashboard")
+        await expect(page.locator("#link")).to_have_text("asleep")
+        assert not [url for url in watched.asked if "/dashboard/data" in url or "/dashboard/events" in url]
+        for is_seen, link in (("true", "live"), ("false", "asleep")):
+            await page.evaluate(f"window.isSeen = {is_seen}; document.dispatchEvent(new Event('visibilitychange'))")
+            await expect(page.locator("#link")).to_have_text(link)
+        await system.until(lambda: system.gateway._feed.num_watchers == 0)
 
 
 async def test_empty_states_are_explained_and_lost_connections_come_back(make_system: Any, pair: Any) -> None:

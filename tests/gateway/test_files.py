@@ -7,8 +7,10 @@ import openai
 import pytest
 
 import gateway.files_api
-from gateway.files_api import MAX_UPLOADS
+from gateway.api_keys import ApiKey, digest_of_key, toml_entry
+from gateway.files_api import MAX_UPLOADS, MAX_UPLOADS_OF_TENANT
 from services.cluster.files import CHUNK_BYTES, Room
+from services.runtime.errors import StoreUnavailable
 
 LARGEST = 3 * CHUNK_BYTES
 
@@ -62,7 +64,8 @@ async def test_files_are_listed_in_order_by_purpose_and_in_pages(system, client)
     assert (page.has_more, [file.id for file in page.data]) == (True, ids[:2])
     assert (await client.files.list(purpose="batch_output")).data == []
     assert len((await client.files.list(purpose="batch")).data) == 3
-    for query in ("order=up", "limit=0", "limit=10001", "limit=-1", "after=a%2Fb"):
+    long = "limit=000000001" + "9" * 4300
+    for query in ("order=up", "limit=0", "limit=10001", "limit=-1", "limit=000000001", long, "after=a%2Fb"):
         response = await system.http.get(f"/v1/files?{query}")
         assert response.status_code == 400
         assert response.json()["error"]["param"] == query.partition("=")[0]
@@ -188,18 +191,71 @@ async def test_a_sender_that_is_slow_or_leaves_keeps_no_place(system, monkeypatc
     await until(is_empty)
 
 
-async def test_only_so_many_files_are_taken_at_once(system):
-    head = b"POST /v1/files HTTP/1.1\r\nhost: here\r\ncontent-type: multipart/form-data; boundary=a\r\n"
-    waiting = [await asyncio.open_connection("127.0.0.1", system.gateway.http_port) for _ in range(MAX_UPLOADS)]
-    for _, writer in waiting:
-        writer.write(head + b"content-length: 1000\r\n\r\n--a")
+async def test_a_file_is_kept_once_or_not_at_all_where_redis_answers_too_late(system, client, monkeypatch):
+    monkeypatch.setattr(gateway.files_api, "STORE_PATIENCE_S", 0.5)
+    files = system.gateway.batches.files
+    commit, is_late = files.commit, iter([True, False])
 
-    async def answered(status):
-        response = await system.http.post("/v1/files", files={**PURPOSE, **FILE})
-        assert response.headers.get("retry-after") == ("5" if response.status_code == 503 else None)
+    async def late(*args, **kwargs):
+        file = await commit(*args, **kwargs)
+        if next(is_late, True):
+            raise StoreUnavailable("Redis did not answer in time")
+        return file
+
+    monkeypatch.setattr(files, "commit", late)
+    file = await sent(client)
+    assert [one.id for one in (await client.files.list()).data] == [file.id]
+    with pytest.raises(openai.InternalServerError) as refused:
+        await sent(client)
+    assert refused.value.status_code == 503
+    assert [one.id for one in (await client.files.list()).data] == [file.id]
+
+
+async def test_a_file_that_is_being_fetched_comes_whole_where_redis_is_away_for_a_moment(system, client, monkeypatch):
+    content = bytes(number % 251 for number in range(LARGEST))
+    file = await sent(client, content)
+    files = system.gateway.batches.files
+    chunk, is_away = files.chunk, iter([False, True, True])
+
+    async def away(*args):
+        if next(is_away, False):
+            raise StoreUnavailable("Redis did not answer a moment ago")
+        return await chunk(*args)
+
+    monkeypatch.setattr(files, "chunk", away)
+    assert (await client.files.content(file.id)).read() == content
+
+
+async def test_only_so_many_files_are_taken_at_once_and_of_one_tenant(make_system, tmp_path):
+    tenants = [f"t{number}" for number in range(MAX_UPLOADS // MAX_UPLOADS_OF_TENANT + 1)]
+    path = tmp_path / "keys.toml"
+    path.write_text("\n".join(toml_entry(ApiKey(digest_of_key(f"tandem-{name}"), name)) for name in tenants))
+    system = await make_system(api_keys=path)
+    head = "POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer tandem-%s\r\ncontent-length: 1000\r\n"
+    form = "content-type: multipart/form-data; boundary=a\r\n\r\n--a"
+
+    async def send_slowly(tenant):
+        writers = []
+        for _ in range(MAX_UPLOADS_OF_TENANT):
+            _, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+            writer.write((head % tenant + form).encode())
+            writers.append(writer)
+        return writers
+
+    async def answered(tenant, status):
+        headers = {"authorization": f"Bearer tandem-{tenant}"}
+        response = await system.http.post("/v1/files", files={**PURPOSE, **FILE}, headers=headers)
+        assert response.headers.get("retry-after") == (None if response.status_code == 200 else "5")
         return response.status_code == status
 
-    await until(functools.partial(answered, 503))
-    for _, writer in waiting:
+    first = await send_slowly(tenants[0])
+    await until(functools.partial(answered, tenants[0], 429))
+    assert await answered(tenants[-1], 200)
+    others = [writer for tenant in tenants[1:-1] for writer in await send_slowly(tenant)]
+    await until(functools.partial(answered, tenants[-1], 503))
+    for writer in first:
         writer.close()
-    await until(functools.partial(answered, 200))
+    await until(functools.partial(answered, tenants[-1], 200))
+    await until(functools.partial(answered, tenants[0], 200))
+    for writer in others:
+        writer.close()

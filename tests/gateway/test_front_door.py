@@ -459,7 +459,9 @@ async def test_tokens_are_corrected_at_the_end(guarded):
         return (await system.gateway.limiter.take("acme", limits)).tokens.remaining >= 91
 
     await eventually(is_back)
-    error = error_of(await post(system, "plain", max_tokens=98), 429)
+    refused = await post(system, "plain", max_tokens=98)
+    assert refused.headers["x-should-retry"] == "false"  # it would be in vain
+    error = error_of(refused, 429)
     assert (
         "tokens_per_minute of tenant acme is 100 tokens per minute, and this request alone may need 101"
         in error["message"]
@@ -467,8 +469,9 @@ async def test_tokens_are_corrected_at_the_end(guarded):
     # Eleven answers to one prompt are one request: its prompt once, and eleven times its answer.
     several = await post(system, "plain", max_tokens=4, n=11)
     assert several.json()["usage"]["total_tokens"] == 3 + 11 * 4
-    error = error_of(await post(system, "plain", max_tokens=10, n=6), 429)
-    assert "tokens_per_minute" in error["message"]
+    refused = await post(system, "plain", max_tokens=10, n=6)
+    assert "x-should-retry" not in refused.headers
+    assert "tokens_per_minute" in error_of(refused, 429)["message"]
 
 
 async def test_a_refused_request_gives_everything_back(guarded, script):

@@ -206,7 +206,8 @@ def test_figures_are_those_of_the_window() -> None:
     for second in range(25):
         count = second * 5
         series.add(
-            1000.0 + second,
+            1000.0 + second - 3600.0 * (second > 20),  # somebody sets the clock
+            float(second),
             totals(
                 ttft=[0, count, 0, 0],
                 itl=[count, 0, count],
@@ -219,7 +220,7 @@ def test_figures_are_those_of_the_window() -> None:
             ),
         )
     times, columns = series.last(2)
-    assert times == [1023.0, 1024.0]
+    assert times == [-2577.0, -2576.0]
     assert set(columns) == set(COLUMNS)
     now = {name: values[-1] for name, values in columns.items()}
     assert now["ttft_p50_s"] == pytest.approx(0.15)
@@ -231,10 +232,10 @@ def test_figures_are_those_of_the_window() -> None:
 
 def test_what_is_over_leaves_the_figures_and_what_nobody_knows_is_nothing() -> None:
     series = Series((0.1,), (0.1,), seconds=5)
-    series.add(0.0, totals(ttft=[0, 0], itl=[0, 0]))
+    series.add(0.0, 0.0, totals(ttft=[0, 0], itl=[0, 0]))
     assert series.last(1)[1]["generated_per_s"] == [None]  # nothing to compare with yet
     for second in range(1, WINDOW_S + 3):
-        series.add(float(second), totals(ttft=[1, 0], itl=[0, 0], generated_tokens=8.0))
+        series.add(float(second), float(second), totals(ttft=[1, 0], itl=[0, 0], generated_tokens=8.0))
         now = {name: values[-1] for name, values in series.last(1)[1].items()}
         is_over = second > WINDOW_S
         assert now["generated_per_s"] == (0.0 if is_over else pytest.approx(8.0 / second, rel=1e-3))

@@ -2,13 +2,22 @@
 
 import asyncio
 import contextlib
+from urllib.parse import quote
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.multipart import MAX_BOUNDARY_CHARS, MAX_PART_HEAD_BYTES, FormReader, Part, boundary_of
+from gateway.files_api import MAX_FILENAME_CHARS
+from gateway.multipart import (
+    MAX_BOUNDARY_CHARS,
+    MAX_CONTENT_TYPE_CHARS,
+    MAX_PART_HEAD_BYTES,
+    FormReader,
+    Part,
+    boundary_of,
+)
 from services.runtime.errors import InvalidRequest
 
 BOUNDARY = b"frontier"
@@ -87,6 +96,8 @@ def test_no_more_is_held_than_a_piece():
         form(b"no colon\r\n" + FIELD),
         form(b"Content-Disposition: form-data; name=x; filename*=undefined''x\r\n\r\nx"),
         form(b"Content-Disposition: form-data; name*=utf-8''x\r\n\r\nx"),
+        form(b"Content-Disposition: form-data; name*0=a; name*=b\r\n\r\nx"),
+        form(b'Content-Disposition: form-data; name=x; filename*="x"; filename*0="y"\r\n\r\nx'),
         form(b"Content-Transfer-Encoding: base64\r\n" + FIELD),
         form(b"X: " + b"y" * MAX_PART_HEAD_BYTES + b"\r\n" + FIELD),
     ],
@@ -113,6 +124,12 @@ def test_whatever_a_head_says_it_is_understood_or_refused(text, is_form):
         assert boundary_of("multipart/form-data; boundary" * is_form + text)
 
 
+def test_the_longest_name_fits_however_it_is_encoded():
+    name = "名" * MAX_FILENAME_CHARS
+    head = f"Content-Disposition: form-data; name=\"file\"; filename*=utf-8''{quote(name)}\r\nContent-Type: text/plain"
+    assert read(form(head.encode() + b"\r\n\r\n{}")) == [(Part("file", name), b"{}")]
+
+
 def test_a_form_is_known_by_its_content_type():
     assert boundary_of('multipart/form-data; boundary="a b"') == b"a b"
     longest = "x" * MAX_BOUNDARY_CHARS
@@ -127,6 +144,8 @@ def test_a_form_is_known_by_its_content_type():
         "multipart/form-data; boundary=ä",
         "multipart/form-data; boundary*=undefined''x",
         "multipart/form-data; boundary*=\0''x",
+        "multipart/form-data; boundary*=a; boundary*0=b",
+        "multipart/form-data; boundary=x; a=" + "y" * MAX_CONTENT_TYPE_CHARS,
     ):
         with pytest.raises(InvalidRequest, match="boundary"):
             boundary_of(wrong)

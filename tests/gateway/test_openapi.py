@@ -131,6 +131,7 @@ IN_WORDS = {
     "MAX_PROMPT_LOGPROBS": "at each place, {} in all",
     "MAX_BODY_BYTES": "body has more than {} bytes",
     "MAX_BODY_READ_S": "did not arrive within {:g} s",
+    "MAX_UPLOAD_S": "a file within {:g} s",
     "MAX_SCHEMA_BYTES": "schema has at most {} bytes",
     "MAX_SCHEMA_DEPTH": "bytes and {} levels",
 }

@@ -20,6 +20,7 @@ const CHARTS = [
 ];
 
 let state = null;
+let whose = null;  // the gateway that all parts of the page were set up for
 let leaving = null;
 let isPaused = false;
 
@@ -52,7 +53,7 @@ function start() {
     if (document.hidden) stop("asleep");
     else if (!isPaused) follow();
   });
-  follow();
+  document.hidden ? stop("asleep") : follow();
 }
 
 function startTheme() {
@@ -98,17 +99,18 @@ async function follow() {
 
 async function begin(signal) {
   const snapshot = await read("dashboard/data", {signal});
-  const isOther = state?.gateway.id !== snapshot.gateway.id;
+  const isOther = whose !== snapshot.gateway.id;
   state = snapshot;
   $("door").hidden = true;
   $("main").hidden = false;
   $("forget").hidden = !key.get();
   if (isOther) {
-    requests.setModels(state.models);
+    requests.reset(state.models);
     await playground.setUp(state.api);
   }
   show();
-  if (isOther) requests.openAddressed();
+  if (whose === null) requests.openAddressed();
+  whose = state.gateway.id;
 }
 
 function take(update) {

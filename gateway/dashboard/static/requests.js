@@ -30,7 +30,13 @@ export function start(fail) {
   addEventListener("hashchange", openAddressed);
 }
 
-export function setModels(models) {
+// Numbers begin anew with each gateway, so nothing of another one may stay.
+export function reset(models) {
+  asked += 1;
+  shown = [];
+  shownUpTo = -1;
+  lastAt = -EVERY_MS;
+  $("list").tBodies[0].replaceChildren();
   $("model").replaceChildren(make("option", {value: ""}, "any"), ...models.map((name) => make("option", {}, name)));
 }
 

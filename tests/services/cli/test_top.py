@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from services.cli.main import main
-from services.cli.top import CLOSE_SCREEN, OPEN_SCREEN, PHASES, bar, frame, sparkline
+from services.cli.top import CLOSE_SCREEN, OPEN_SCREEN, bar, frame, sparkline
 
 ROOT = Path(__file__).parents[3]
 
@@ -102,12 +102,21 @@ def test_names_cannot_steer_the_terminal() -> None:
     assert "a?[2Jb?c" in text
 
 
+def test_names_take_the_columns_that_they_have() -> None:
+    wide = request(request_id="名前" * 9, model="e\u0301te\u0301")
+    for width in (80, 81, 120):
+        rows = [line for line in frame(data(), [wide, request()], width=width, height=40) if "finished" in line]
+        wide_row, row = rows[-2:]
+        assert sum(0 if each == "\u0301" else 1 + (each in "名前") for each in wide_row) <= width
+    assert row.index("finished") - wide_row.index("finished") == 18 - 2
+
+
 def test_parts_of_a_bar() -> None:
     assert bar([("a", 1), ("b", 1)], 4) == "aabb"
     assert bar([("a", 1), ("b", 10**9), ("c", 0)], 5) == "abbbb"
     assert bar([("a", 0)], 3) == "   "
     for amounts in ((1, 1, 1, 1), (1, 2, 3, 10**6), (7, 0, 0, 9)):
-        assert len(bar(list(zip(PHASES, amounts, strict=True)), 12)) >= 12
+        assert len(bar(list(zip("qptd", amounts, strict=True)), 12)) == 12
     assert sparkline([None, 0.0, 1.0, 2.0]) == " ▁▅█"
     assert sparkline([0.0, None]) == "▁ "
     assert sparkline([]) == ""
@@ -120,6 +129,14 @@ def test_once_prints_a_frame(api: Any, capsys: pytest.CaptureFixture[str]) -> No
     out = capsys.readouterr().out
     assert "decode-0" in out
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("answer", [[], {"status": "starting"}, data(workers=[{"id": "decode-0"}]), None])
+def test_another_server_is_an_error_too(api: Any, capsys: pytest.CaptureFixture[str], answer: Any) -> None:
+    api.routes["GET /dashboard/data?seconds=60"] = (200, answer)
+    api.routes["GET /dashboard/requests?limit=24"] = (200, {"requests": [request()]})
+    assert main(["top", "--once", "--url", api.url]) == 1
+    assert "its answer is no dashboard" in capsys.readouterr().err
 
 
 def test_an_error_is_a_line_and_an_exit_code(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,11 +166,12 @@ def test_on_a_terminal_it_goes_on_until_a_key_ends_it(api: Any, key: bytes) -> N
     """It draws again, at the new size; a gateway that is away is asked again; the screen is given back."""
     state = data()
     answers = {"count": 0}
+    odd: dict[int, tuple[int, Any]] = {2: (200, b"no JSON"), 3: (502, {}), 4: (404, b"<html>"), 5: (200, {})}
 
     def answer() -> tuple[int, Any]:
         answers["count"] += 1
-        if answers["count"] == 2:
-            return 200, b"no JSON"
+        if answers["count"] in odd:
+            return odd[answers["count"]]
         state["requests"] = {"running": answers["count"], "queued": 0}
         return 200, state
 
@@ -172,6 +190,7 @@ def test_on_a_terminal_it_goes_on_until_a_key_ends_it(api: Any, key: bytes) -> N
         os.close(theirs)
         assert OPEN_SCREEN.encode() in read_until(ours, lambda seen: b"1 running" in seen)
         read_until(ours, lambda seen: b"!! " in seen)
+        read_until(ours, lambda seen: b"6 running" in seen)
         ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
         read_until(ours, has_long_frame)
         os.write(ours, key)

@@ -22,6 +22,7 @@ from services.cluster.batches import (
     LEASE_S,
     MAX_ACTIVE,
     MAX_BATCHES,
+    OVER,
     BatchRefused,
     BatchStore,
     Order,
@@ -87,7 +88,6 @@ async def test_a_batch_is_what_was_asked_for(batches, client):
     assert made.order == order(metadata=json.dumps({"ä": "b"}), output_ttl_s=7200)
     assert (made.status, made.epoch, made.total, made.completed, made.failed) == (Status.VALIDATING, 0, 0, 0, 0)
     assert made.times_s["expires"] == made.times_s["created"] + 86_400
-    assert not made.is_over
     assert await batches.find(made.id) == made
     assert await batches.find("batch_none") is None
     assert 30 * 86_400 < client.ttl(KEYS.batch_prefix + made.id) <= 31 * 86_400
@@ -146,7 +146,6 @@ async def test_results_are_whole_lines_in_chunks(batches, files):
     assert await batches.record(batch, [Result(8, b"8\n", False)]) is Reply.DONE
     over = await finish(batches, batch)
     assert (over.total, over.completed, over.failed) == (9, 8, 1)
-    assert over.is_over
     assert (
         await content(files, over.output_file_id)
         == b"".join(b"%d" % row + line for row in (0, 1, 2, 4, 5, 6, 7)) + b"8\n"
@@ -157,16 +156,23 @@ async def test_results_are_whole_lines_in_chunks(batches, files):
     assert await batches.claim("next") is None
 
 
-async def test_files_of_a_batch_expire_by_its_creation(batches, files, client):
+async def test_files_of_a_batch_expire_by_their_own_creation(batches, files, client):
     batch = await begun(batches, output_ttl_s=7200)
-    await batches.record(batch, [Result(0, b"0\n", False)])
-    assert (
-        7_190
-        < client.ttl(f"{KEYS.file_prefix}{client.hget(KEYS.batch_prefix + batch.id, 'output').decode()}:0")
-        <= 7_200
-    )
+    key = KEYS.batch_prefix + batch.id
+    # It was made so long ago that files of that time would be gone.
+    client.hincrby(key, "at:created", -8000)
+    line = b"x" * CHUNK_BYTES + b"\n"
+    for row in range(2):
+        assert await batches.record(batch, [Result(row, line, False)]) is Reply.DONE
+    chunks = [f"{KEYS.file_prefix}{client.hget(key, 'output').decode()}:{index}" for index in range(2)]
+    for chunk in chunks:  # for as long as it may run
+        assert abs(client.ttl(chunk) - client.ttl(key)) <= 1
     over = await finish(batches, batch)
-    assert (await files.find(over.output_file_id)).expires_s == over.times_s["created"] + 7200
+    file = await files.find(over.output_file_id)
+    assert file.expires_s == file.created_s + 7200
+    assert file.created_s == over.times_s["completed"]
+    assert {client.expiretime(name) for name in (*chunks, KEYS.file_prefix + file.id)} == {file.expires_s}
+    assert client.zscore(KEYS.file_expiry, file.id) == file.expires_s * 1000
     assert not client.exists(KEYS.batch_prefix + batch.id + ":done")
 
 
@@ -235,6 +241,7 @@ _ALLOWED = {
     Status.IN_PROGRESS: {Status.VALIDATING},
     Status.FINALIZING: {Status.IN_PROGRESS},
     Status.COMPLETED: {Status.FINALIZING},
+    Status.EXPIRED: {Status.FINALIZING},
     Status.CANCELLED: {Status.CANCELLING},
     Status.FAILED: {Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING},
 }
@@ -270,7 +277,7 @@ class BatchMachine(RuleBasedStateMachine):
 
     @property
     def is_over(self):
-        return self.status in (Status.COMPLETED, Status.CANCELLED, Status.FAILED)
+        return self.status in OVER
 
     @rule()
     def owner_dies(self):
@@ -328,10 +335,11 @@ class BatchMachine(RuleBasedStateMachine):
         claim=claims,
         rows=st.lists(st.tuples(st.integers(0, NUM_ROWS - 1), st.booleans()), min_size=1, max_size=4),
         word=st.integers(0, 10**6),
+        beyond_room=st.booleans(),
     )
-    def record(self, claim, rows, word):
+    def record(self, claim, rows, word, beyond_room):
         results = [Result(row, b"%d %d\n" % (row, word), has_failed) for row, has_failed in rows]
-        reply = self.run(self.batches.record(claim, results))
+        reply = self.run(self.batches.record(claim, results, beyond_room=beyond_room))
         if claim.epoch != self.epoch:
             assert reply is Reply.FENCED
         elif self.status not in (Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING):

@@ -37,6 +37,15 @@ async def test_a_file_is_what_was_sent(files, client):
         assert 3_590 < client.ttl(KEYS.file_prefix + key) <= 3_600
 
 
+async def test_a_part_of_a_file_is_read_wherever_it_lies(files, monkeypatch):
+    monkeypatch.setattr("services.cluster.files.CHUNK_BYTES", 4)
+    file = await put(files, b"0123", b"4567", b"89")
+    for start in range(10):
+        for num_bytes in range(1, 11):
+            assert await files.read(file.id, start, num_bytes) == b"0123456789"[start : start + num_bytes]
+    assert await files.read("file-none", 0, 3) == b""
+
+
 async def test_a_file_whose_chunks_are_gone_is_not_made(files, client):
     file_id = new_id("file-")
     await files.put_chunk(file_id, "acme", 0, b"x")
