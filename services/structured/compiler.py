@@ -60,8 +60,9 @@ class FormChecks:
         checking = self._threads.submit(lambda: self._check(form))
         try:
             async with asyncio.timeout(self._timeout_s):
-                # A thread cannot be interrupted: one that has begun goes on to its own limits, and nobody waits.
-                await asyncio.shield(asyncio.wrap_future(checking))
+                # A thread cannot be interrupted: one that has begun goes on to its own limits, and nobody waits. One that
+                # has not is taken back, also where the caller leaves.
+                await asyncio.wrap_future(checking)
         except TimeoutError as error:
             if checking.cancel():
                 raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s) from error

@@ -96,6 +96,21 @@ async def test_a_caller_that_leaves_makes_room(gate: Gate, monkeypatch: pytest.M
     await checks.check(AnswerForm("next"))
 
 
+async def test_what_a_caller_that_leaves_has_asked_for_never_begins(gate: Gate) -> None:
+    checks = FormChecks(check=gate, timeout_s=WAIT_S)
+    begun = [asyncio.create_task(checks.check(AnswerForm(f"begun {n}"))) for n in range(compiler.NUM_THREADS)]
+    leaving = [asyncio.create_task(checks.check(AnswerForm(f"left {n}"))) for n in range(3)]
+    await asyncio.sleep(0)
+    for task in leaving:
+        task.cancel()
+    results = await asyncio.gather(*leaving, return_exceptions=True)
+    assert {type(result) for result in results} == {asyncio.CancelledError}
+    gate.is_open.set()
+    await asyncio.gather(*begun)
+    await checks.check(AnswerForm("next"))
+    assert sorted(gate.begun) == ["begun 0", "begun 1", "next"]
+
+
 async def test_grammars_are_made_beside_the_event_loop(grammars: Grammars) -> None:
     made = GrammarCompiler(grammars)
     state = await made.begin(AnswerForm('{"type":"null"}'), eos_token_ids=(1,))
