@@ -7,7 +7,7 @@ from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import Overloaded
 from services.structured import compiler
 from services.structured.compiler import FormChecks, GrammarCompiler
-from services.structured.grammar import Grammars, UnusableSchema
+from services.structured.grammar import Grammars, TooComplex, UnusableSchema
 
 WAIT_S = 30.0
 
@@ -61,8 +61,9 @@ async def test_one_that_takes_too_long_is_refused_and_so_are_those_behind_it(gat
         # What had begun goes on, to nobody's use; what had not never does.
         assert len(gate.begun) <= compiler.NUM_THREADS
         for n, result in enumerate(results):
-            kind = UnusableSchema if f"slow {n}" in gate.begun else Overloaded
+            kind = TooComplex if f"slow {n}" in gate.begun else Overloaded
             assert type(result) is kind
+            assert kind is Overloaded or result.code == "grammar_too_complex"
             assert kind is Overloaded or "0.5 s" in str(result)
     finally:
         gate.is_open.set()
