@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.tokenization import ModelTokenizer
-from gateway.tool_calls import AnswerParser, Reasoning
+from gateway.tool_calls import AnswerParser
 from gateway.tool_requests import names_of
 from services.runtime.answer_form import ToolFormat
 
@@ -49,12 +49,13 @@ class AnswerParts:
 class ReasoningTokens:
     """Counts the tokens up to where the answer proper begins; none of an answer without reasoning.
 
-    `parser` is one of the answer's own, that has read nothing.
+    `parser` is one of the answer's own, that has read nothing, for a model that has reasoning.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, parser: AnswerParser) -> None:
+        assert parser.reasoning is not None
         self._detokenizer = tokenizer.detokenizer()
-        self._parser = parser
+        self._parser = parser.reasoning
         self._num_read = 0
         self._has_reasoning = False
         self._is_over = False
@@ -65,13 +66,16 @@ class ReasoningTokens:
         return self._num_read if self._has_reasoning else 0
 
     def push(self, token_ids: Sequence[int]) -> int:
-        """Takes the next tokens of the answer; gives the number of those that come before the answer proper."""
-        num_before = self._num_read
+        """Takes the next tokens of the answer; gives how many more are now known to come before the answer proper.
+
+        Those at the beginning become so later, where they may belong to `<think>` or to the answer.
+        """
+        num_before = self.num_tokens
         for token_id in () if self._is_over else token_ids:
             pieces = self._parser.push(self._detokenizer.push((token_id,)))
-            self._has_reasoning = self._has_reasoning or any(isinstance(piece, Reasoning) for piece in pieces)
-            self._is_over = any(not isinstance(piece, Reasoning) for piece in pieces)
+            self._has_reasoning = self._has_reasoning or self._parser.is_inside
+            self._is_over = bool(pieces) and not self._parser.is_inside
             if self._is_over:
                 break
             self._num_read += 1
-        return self._num_read - num_before
+        return self.num_tokens - num_before

@@ -106,7 +106,7 @@ class AnswerParser:
         has_reasoning: bool = False,
         is_reasoning: bool = False,
     ) -> None:
-        self._reasoning = ReasoningParser(is_inside=is_reasoning) if has_reasoning else None
+        self.reasoning = ReasoningParser(is_inside=is_reasoning) if has_reasoning else None
         self._calls = None if tool_format is None else ToolCallParser(tool_format, names)
 
     @property
@@ -118,12 +118,12 @@ class AnswerParser:
         """The pieces that became certain with this text."""
         if not text:
             return []
-        pieces: list[Piece] = [Content(text)] if self._reasoning is None else self._reasoning.push(text)
+        pieces: list[Piece] = [Content(text)] if self.reasoning is None else self.reasoning.push(text)
         return self._with_calls(pieces)
 
     def finish(self) -> list[Piece]:
         """What was held back, when the answer has ended."""
-        pieces = [] if self._reasoning is None else self._with_calls(self._reasoning.finish())
+        pieces = [] if self.reasoning is None else self._with_calls(self.reasoning.finish())
         return pieces if self._calls is None else pieces + self._calls.finish()
 
     def _with_calls(self, pieces: list[Piece]) -> list[Piece]:
@@ -147,6 +147,13 @@ class ReasoningParser:
         """What comes after that and was not read."""
         self._has_shown = False
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the answer has begun with reasoning and nothing was said as yet."""
+        return self._read in (self._read_reasoning, self._read_gap) or (
+            self._read == self._read_start and self._is_opened
+        )
+
     def push(self, text: str) -> list[Piece]:
         """The pieces that became certain with this text."""
         self._held += text
@@ -154,7 +161,7 @@ class ReasoningParser:
 
     def finish(self) -> list[Piece]:
         """What was held back, when the answer has ended."""
-        is_reasoning = self._read == self._read_reasoning or (self._read == self._read_start and self._is_opened)
+        is_reasoning = self.is_inside
         text, self._held = self._take_spaces() + self._held, ""
         if is_reasoning:
             text = text.strip(_SPACE) if not self._has_shown else text.rstrip(_SPACE)
