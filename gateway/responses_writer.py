@@ -169,8 +169,8 @@ class ResponsesWriter(Writer):
     def _read(self, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
         num_reasoning = 0 if self._reasoning is None else self._reasoning.push(token_ids)
         if logprobs is not None:
-            spoken = token_ids[num_reasoning:], logprobs[num_reasoning:]
-            self._unshown += shown_logprobs(self._tokenizer, *spoken)
+            self._unshown += shown_logprobs(self._tokenizer, token_ids, logprobs)
+            del self._unshown[:num_reasoning]
         self._take(self._parser.push(text))
 
     def _take(self, pieces: Iterable[Piece]) -> None:
