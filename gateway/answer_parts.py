@@ -1,11 +1,12 @@
 """What there is to find in the text of a chat's answers, whichever API shows it: reasoning, calls, and their sizes."""
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.tokenization import ModelTokenizer
-from gateway.tool_calls import AnswerParser
+from gateway.tool_calls import MARK, AnswerParser
 from gateway.tool_requests import names_of
 from services.runtime.answer_form import ToolFormat
 
@@ -13,7 +14,8 @@ from services.runtime.answer_form import ToolFormat
 class AnswerParts:
     """What to look for in a call's chat answers: calls of these tools, and reasoning where the model's template has it.
 
-    `prompts` holds the token ids of each answer's prompt.
+    `prompts` holds the token ids of each answer's prompt. `is_strict`: some of the tools are; where a token begins
+    calls, nothing else does then, because an answer's form keeps only what follows that token to a schema.
     """
 
     def __init__(
@@ -23,12 +25,14 @@ class AnswerParts:
         *,
         request_id: str,
         prompts: Sequence[Sequence[int]],
+        is_strict: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._tool_format = tokenizer.tool_format if tools else None
         self._tool_names = names_of(tools or ())
         self._request_id = request_id
         self._prompts = prompts
+        self._has_marks = is_strict and bool(tools) and tokenizer.has_call_token
         self.are_looked_for = self._tool_format is not None or tokenizer.has_reasoning
 
     def parser(self, index: int) -> AnswerParser:
@@ -38,12 +42,49 @@ class AnswerParts:
             names=self._tool_names,
             has_reasoning=self._tokenizer.has_reasoning,
             is_reasoning=self._tokenizer.opens_reasoning(self._prompts[index]),
+            marks=CallMarks(self._tokenizer) if self._has_marks else None,
         )
 
     def call_id(self, index: int, number: int) -> str:
         """The same whoever writes the answer, and whenever. Mistral's templates ask for nine letters and digits."""
         digits = hashlib.sha256(f"{self._request_id}/{index}/{number}".encode()).hexdigest()
         return digits[:9] if self._tool_format is ToolFormat.MISTRAL else f"call_{digits[:24]}"
+
+
+class CallMarks:
+    """Where in an answer's text the token stands that begins calls; the same text of other tokens is only text."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._detokenizer = tokenizer.detokenizer()
+        self._token_id, self._mark = tokenizer.call_token
+        self._num_chars = 0
+        self._starts: deque[int] = deque()
+        """Of marks that were not put into a text yet."""
+        self._num_read = 0
+        self._held = ""
+
+    def put_into(self, text: str, token_ids: Sequence[int]) -> str:
+        """The text with MARK for each such token; the beginning of one is held back."""
+        for token_id in token_ids:
+            shown = self._detokenizer.push((token_id,))
+            self._num_chars += len(shown)
+            if token_id == self._token_id and shown.endswith(self._mark):
+                self._starts.append(self._num_chars - len(self._mark))
+        text = self._held + text
+        parts, done = [], 0
+        while self._starts and (start := self._starts[0] - self._num_read) + len(self._mark) <= len(text):
+            parts += [text[done:start], MARK]
+            done = start + len(self._mark)
+            self._starts.popleft()
+        end = self._starts[0] - self._num_read if self._starts else len(text)
+        parts.append(text[done:end])
+        self._held = text[end:]
+        self._num_read += len(text) - len(self._held)
+        return "".join(parts)
+
+    def finish(self) -> str:
+        """What was held back."""
+        return self._held
 
 
 class ReasoningTokens:

@@ -61,8 +61,8 @@ class ModelTokenizer:
         self._template = None if source is None else _compile_template(source)
         self.tool_format = None if source is None or not _reads_tools(source) else tool_format_of(source)
         """How the model writes calls; None: its template has no tools, or teaches a format that is not known here."""
-        self.has_call_token = self._tokenizer.token_to_id(_call_mark(self.tool_format)) is not None
-        """Whether one token begins calls."""
+        self.call_token = _call_token(self._tokenizer, self.tool_format)
+        """The token that begins calls, and its text; the id is -1 where there is no such token."""
         self.has_reasoning = source is not None and has_reasoning(source)
         self._has_developer = source is not None and "developer" in source
         self._shown = _shown_markers(self._tokenizer, self.tool_format)
@@ -72,6 +72,11 @@ class ModelTokenizer:
         self._token_bytes: dict[int, bytes] = {}
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.longest_token_chars = max(map(len, vocabulary), default=1)
+
+    @property
+    def has_call_token(self) -> bool:
+        """Whether one token begins calls."""
+        return self.call_token[0] >= 0
 
     @property
     def has_chat_template(self) -> bool:
@@ -361,8 +366,12 @@ def _shown_markers(tokenizer: Tokenizer, tool_format: ToolFormat | None) -> dict
     }
 
 
-def _call_mark(tool_format: ToolFormat | None) -> str:
-    return "" if tool_format is None else CALL_MARKS.get(tool_format, "")
+def _call_token(tokenizer: Tokenizer, tool_format: ToolFormat | None) -> tuple[int, str]:
+    mark = "" if tool_format is None else CALL_MARKS.get(tool_format, "")
+    # Any other token would be text for a grammar.
+    added = tokenizer.get_added_tokens_decoder().items()
+    specials = {token.content: token_id for token_id, token in added if token.special or token.content.startswith("<")}
+    return specials.get(mark, -1), mark
 
 
 def _template_environment() -> ImmutableSandboxedEnvironment:

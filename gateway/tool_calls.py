@@ -18,8 +18,9 @@ no complete JSON, and the rest is content. White space beside calls and around r
 import json
 import re
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Protocol
 
 from services.runtime.answer_form import ToolFormat
 
@@ -31,6 +32,9 @@ MARKERS = (PYTHON_TAG, TOOL_CALLS, "<tool_call>", "</tool_call>")
 MAX_NAME_CHARS = 64
 MAX_DEPTH = 128
 """Of arguments; deeper ones are no arguments but a way to harm who reads them."""
+
+MARK = "\udfff"
+"""In an answer's text in place of a mark that begins calls; no text can hold it, because it is half of a pair."""
 
 _SPACE = " \t\r\n"
 _MAX_KEY_CHARS = 16
@@ -88,14 +92,29 @@ def has_reasoning(template: str) -> bool:
     return "</think>" in template
 
 
+_MARKERS = {ToolFormat.HERMES: "<tool_call>", ToolFormat.LLAMA3: PYTHON_TAG, ToolFormat.MISTRAL: TOOL_CALLS}
+
 _LLAMA3_RULE = re.compile(r'\{\\?"name\\?": function name, \\?"parameters\\?":')
+
+
+class Marks(Protocol):
+    """Knows which of an answer's marks that begin calls came as tokens, and which only have their text."""
+
+    def put_into(self, text: str, token_ids: Sequence[int]) -> str:
+        """The text with MARK for each of the former; what may yet become one is held back."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back."""
+        ...
 
 
 class AnswerParser:
     """One answer's text as pieces.
 
     `tool_format` None: there are no calls to look for. `names` are the tools that may be called. `has_reasoning`: the
-    answer may begin with it; `is_reasoning`: the prompt has opened it already.
+    answer may begin with it; `is_reasoning`: the prompt has opened it already. `marks` finds those marks that came as
+    tokens: then calls begin only there, and `push` needs the tokens.
     """
 
     def __init__(
@@ -105,26 +124,45 @@ class AnswerParser:
         names: Set[str] = frozenset(),
         has_reasoning: bool = False,
         is_reasoning: bool = False,
+        marks: "Marks | None" = None,
     ) -> None:
         self.reasoning = ReasoningParser(is_inside=is_reasoning) if has_reasoning else None
-        self._calls = None if tool_format is None else ToolCallParser(tool_format, names)
+        self._calls = None
+        self._marker = ""
+        self._marks = None
+        if tool_format is not None:
+            self._marker = _MARKERS[tool_format]
+            self._marks = marks
+            self._calls = ToolCallParser(tool_format, names, marker=self._marker if marks is None else MARK)
 
     @property
     def num_complete_calls(self) -> int:
         """Calls whose arguments are complete."""
         return 0 if self._calls is None else self._calls.num_complete
 
-    def push(self, text: str) -> list[Piece]:
-        """The pieces that became certain with this text."""
+    def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Piece]:
+        """The pieces that became certain with this text. `token_ids` came with it; text may come later than they."""
+        if self._marks is None:
+            return self._push(text)
+        return [self._shown(piece) for piece in self._push(self._marks.put_into(text, token_ids))]
+
+    def finish(self) -> list[Piece]:
+        """What was held back, when the answer has ended."""
+        pieces = [] if self._marks is None else self._push(self._marks.finish())
+        pieces += [] if self.reasoning is None else self._with_calls(self.reasoning.finish())
+        pieces += [] if self._calls is None else self._calls.finish()
+        return [self._shown(piece) for piece in pieces]
+
+    def _push(self, text: str) -> list[Piece]:
         if not text:
             return []
         pieces: list[Piece] = [Content(text)] if self.reasoning is None else self.reasoning.push(text)
         return self._with_calls(pieces)
 
-    def finish(self) -> list[Piece]:
-        """What was held back, when the answer has ended."""
-        pieces = [] if self.reasoning is None else self._with_calls(self.reasoning.finish())
-        return pieces if self._calls is None else pieces + self._calls.finish()
+    def _shown(self, piece: Piece) -> Piece:
+        if isinstance(piece, CallStart) or MARK not in piece.text:
+            return piece
+        return replace(piece, text=piece.text.replace(MARK, self._marker))
 
     def _with_calls(self, pieces: list[Piece]) -> list[Piece]:
         if self._calls is None:
@@ -217,13 +255,9 @@ class ReasoningParser:
 class ToolCallParser:
     """Divides an answer into calls and content. Each character is looked at a bounded number of times."""
 
-    def __init__(self, tool_format: ToolFormat, names: Set[str]) -> None:
+    def __init__(self, tool_format: ToolFormat, names: Set[str], *, marker: str) -> None:
         self._format = tool_format
-        self._marker = {
-            ToolFormat.HERMES: "<tool_call>",
-            ToolFormat.LLAMA3: PYTHON_TAG,
-            ToolFormat.MISTRAL: TOOL_CALLS,
-        }[tool_format]
+        self._marker = marker
         self._names = names
         self._read: Callable[[], bool] = self._read_content
         self._text = ""
