@@ -329,7 +329,7 @@ class Acceptance:
         except UnusableSchema as error:
             what, field_name, reason = await self._find_unusable(form, error)
             raise InvalidRequest(
-                f"{what} cannot be used: {reason.message}", field=field_name, code="invalid_value"
+                f"{what} cannot be used: {reason.message}", field=field_name, code=reason.code
             ) from error
 
     async def _find_unusable(self, form: AnswerForm, error: UnusableSchema) -> tuple[str, str, UnusableSchema]:

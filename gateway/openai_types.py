@@ -444,7 +444,8 @@ class ChatWriter(ChoicesWriter):
     ) -> None:
         super().__init__(tokenizer, request, head=head, prompts=prompts)
         tools = offered_tools(request.tools, request.tool_choice)
-        self._parts = AnswerParts(tokenizer, tools, request_id=head.request_id, prompts=prompts)
+        is_strict = bool(strict_names(request.tools))
+        self._parts = AnswerParts(tokenizer, tools, request_id=head.request_id, prompts=prompts, is_strict=is_strict)
         self._is_parallel = request.parallel_tool_calls is not False
         self._parsers: dict[int, AnswerParser] = {}
         self._reasoning: dict[int, ReasoningTokens] = {}
@@ -453,7 +454,7 @@ class ChatWriter(ChoicesWriter):
         """What is found next depends on all of the text before it."""
         if self._parts.are_looked_for:
             self._count_reasoning(index, token_ids)
-            self._parser(index).push(text)
+            self._parser(index).push(text, token_ids)
 
     def opening(self, index: int) -> bytes:
         """The event that names the role."""
@@ -466,7 +467,7 @@ class ChatWriter(ChoicesWriter):
             return super().chunk(index, delta, usage)
         self._count_reasoning(index, delta.token_ids)
         parser = self._parser(index)
-        members = self._members(index, parser.push(delta.text))
+        members = self._members(index, parser.push(delta.text, delta.token_ids))
         parts = []
         if members or delta.logprobs or (self._has_token_ids and delta.token_ids):
             parts.append(self._event(self._delta_choice(index, delta, _encode(members)), usage))
@@ -487,7 +488,7 @@ class ChatWriter(ChoicesWriter):
         if self._parts.are_looked_for:
             self._count_reasoning(answer.index, answer.token_ids)
             parser = self._parts.parser(answer.index)
-            pieces = [*parser.push(answer.text), *parser.finish()]
+            pieces = [*parser.push(answer.text, answer.token_ids), *parser.finish()]
             message |= self._message(answer.index, pieces)
             finish_reason = _finish_reason(finish_reason, parser)
         choice = {

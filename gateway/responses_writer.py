@@ -21,7 +21,7 @@ from gateway.responses_types import ResponsesRequest, in_own_words
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import Arguments, CallStart, Piece, Reasoning
-from gateway.tool_requests import offered_tools
+from gateway.tool_requests import offered_tools, strict_names
 
 _MARK = re.compile(r"(.*);(0|[1-9][0-9]{0,9})\.(0|[1-9][0-9]{0,9})")
 """The id of an event: the journal's, the event's number, and its place."""
@@ -86,7 +86,8 @@ class ResponsesWriter(Writer):
         self, tokenizer: ModelTokenizer, request: ResponsesRequest, *, head: Head, prompts: Sequence[Sequence[int]]
     ) -> None:
         tools = offered_tools(request.chat_tools(), request.chat_tool_choice())
-        parts = AnswerParts(tokenizer, tools, request_id=head.request_id, prompts=prompts)
+        is_strict = bool(strict_names(request.chat_tools()))
+        parts = AnswerParts(tokenizer, tools, request_id=head.request_id, prompts=prompts, is_strict=is_strict)
         self._request_id = head.request_id
         self._head = _head(request, head)
         self._call_id = parts.call_id
@@ -170,9 +171,9 @@ class ResponsesWriter(Writer):
     def _read(self, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
         num_reasoning = 0 if self._reasoning is None else self._reasoning.push(token_ids)
         if logprobs is not None:
-            spoken = token_ids[num_reasoning:], logprobs[num_reasoning:]
-            self._unshown += shown_logprobs(self._tokenizer, *spoken)
-        self._take(self._parser.push(text))
+            self._unshown += shown_logprobs(self._tokenizer, token_ids, logprobs)
+            del self._unshown[:num_reasoning]
+        self._take(self._parser.push(text, token_ids))
 
     def _take(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:

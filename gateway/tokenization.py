@@ -9,7 +9,7 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from datetime import datetime
 from typing import Any, Protocol, cast
 
@@ -61,15 +61,22 @@ class ModelTokenizer:
         self._template = None if source is None else _compile_template(source)
         self.tool_format = None if source is None or not _reads_tools(source) else tool_format_of(source)
         """How the model writes calls; None: its template has no tools, or teaches a format that is not known here."""
-        self.has_call_token = self._tokenizer.token_to_id(_call_mark(self.tool_format)) is not None
-        """Whether one token begins calls."""
+        self.call_token = _call_token(self._tokenizer, self.tool_format)
+        """The token that begins calls, and its text; the id is -1 where there is no such token."""
         self.has_reasoning = source is not None and has_reasoning(source)
         self._has_developer = source is not None and "developer" in source
         self._shown = _shown_markers(self._tokenizer, self.tool_format)
         self._special_text = _special_text_pattern(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes: dict[int, bytes] = {}
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.longest_token_chars = max(map(len, vocabulary), default=1)
+
+    @property
+    def has_call_token(self) -> bool:
+        """Whether one token begins calls."""
+        return self.call_token[0] >= 0
 
     @property
     def has_chat_template(self) -> bool:
@@ -115,7 +122,7 @@ class ModelTokenizer:
         """A new incremental decoder for one answer, special tokens skipped but for those that begin calls."""
         if self._decoder_kind == "ByteLevel":
             return _ByteLevelDetokenizer(self)
-        return _WindowDetokenizer(self._tokenizer, self._shown)
+        return _WindowDetokenizer(self._tokenizer, self._shown, self._special_ids)
 
     def token_text(self, token_id: int) -> str:
         """One token's text, special tokens shown, as log-probabilities present it."""
@@ -172,7 +179,7 @@ class ModelTokenizer:
             is_mark = position % 2 == 1
             tokenizer = self._plain_tokenizer if is_mark else self._tokenizer
             text = special_texts[int(stretch)] if is_mark else stretch
-            token_ids += tokenizer.encode(text, add_special_tokens=False).ids
+            token_ids += _encode_long(tokenizer, text, False)
         return token_ids
 
     @functools.cached_property
@@ -218,9 +225,10 @@ class _WindowDetokenizer:
     Byte tokens wait for the end of their run, because the decoder judges a run as a whole.
     """
 
-    def __init__(self, tokenizer: Tokenizer, shown: Mapping[int, str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Mapping[int, str], special_ids: Set[int]) -> None:
         self._tokenizer = tokenizer
         self._shown = shown
+        self._special_ids = special_ids
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
@@ -240,7 +248,8 @@ class _WindowDetokenizer:
         return self._take_pending() if self._pending else ""
 
     def _push_text(self, token_ids: Sequence[int]) -> str:
-        self._pending += token_ids
+        # Those without text would wait for some that has any, which need not come.
+        self._pending += [token_id for token_id in token_ids if self._has_text(token_id)]
         if not self._pending or self._is_byte(self._pending[-1]):
             return ""
         return self._take_pending()
@@ -255,6 +264,9 @@ class _WindowDetokenizer:
             self._context, self._context_text = self._context + self._pending, whole
         self._pending = []
         return text
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._special_ids and self._tokenizer.id_to_token(token_id) is not None
 
     def _is_byte(self, token_id: int) -> bool:
         return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
@@ -271,7 +283,7 @@ def _load(tokenizer_json: str) -> Tokenizer:
 
 
 def _encode_long(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Uses the batch call because that one lets go of the interpreter lock."""
+    """Uses the batch call because that one lets go of the interpreter lock, always, and is faster."""
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
@@ -282,8 +294,24 @@ def _decoder_kind(tokenizer_json: str) -> str:
 
 def _special_text_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
     added = tokenizer.get_added_tokens_decoder().values()
-    texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+    return re.compile(_any_of({token.content for token in added if token.special} - {""}) or r"(?!)")
+
+
+def _any_of(texts: Collection[str]) -> str:
+    """A pattern for any of these, the longest that fits; empty without any.
+
+    What several begin with is in it once, so a search takes no longer where there are hundreds.
+    """
+    groups: dict[str, list[str]] = {}
+    for text in filter(None, texts):
+        groups.setdefault(text[0], []).append(text)
+    branches = []
+    for group in groups.values():
+        # What the first and the last in order begin with, all between them do.
+        first, last = min(group), max(group)
+        length = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
+        branches.append(re.escape(first[:length]) + _any_of([text[length:] for text in group]))
+    return f"(?:{'|'.join(branches)}){'?' if '' in texts else ''}" if branches else ""
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -338,8 +366,12 @@ def _shown_markers(tokenizer: Tokenizer, tool_format: ToolFormat | None) -> dict
     }
 
 
-def _call_mark(tool_format: ToolFormat | None) -> str:
-    return "" if tool_format is None else CALL_MARKS.get(tool_format, "")
+def _call_token(tokenizer: Tokenizer, tool_format: ToolFormat | None) -> tuple[int, str]:
+    mark = "" if tool_format is None else CALL_MARKS.get(tool_format, "")
+    # Any other token would be text for a grammar.
+    added = tokenizer.get_added_tokens_decoder().items()
+    specials = {token.content: token_id for token_id, token in added if token.special or token.content.startswith("<")}
+    return specials.get(mark, -1), mark
 
 
 def _template_environment() -> ImmutableSandboxedEnvironment:

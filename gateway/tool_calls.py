@@ -18,8 +18,9 @@ no complete JSON, and the rest is content. White space beside calls and around r
 import json
 import re
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Protocol
 
 from services.runtime.answer_form import ToolFormat
 
@@ -32,10 +33,14 @@ MAX_NAME_CHARS = 64
 MAX_DEPTH = 128
 """Of arguments; deeper ones are no arguments but a way to harm who reads them."""
 
+MARK = "\udfff"
+"""In an answer's text in place of a mark that begins calls; no text can hold it, because it is half of a pair."""
+
 _SPACE = " \t\r\n"
 _MAX_KEY_CHARS = 16
 _MAX_STRING_CHARS = 6 * MAX_NAME_CHARS
 """Of a name or an id as it is written, when each character is an escape."""
+_PART_CHARS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +92,29 @@ def has_reasoning(template: str) -> bool:
     return "</think>" in template
 
 
+_MARKERS = {ToolFormat.HERMES: "<tool_call>", ToolFormat.LLAMA3: PYTHON_TAG, ToolFormat.MISTRAL: TOOL_CALLS}
+
 _LLAMA3_RULE = re.compile(r'\{\\?"name\\?": function name, \\?"parameters\\?":')
+
+
+class Marks(Protocol):
+    """Knows which of an answer's marks that begin calls came as tokens, and which only have their text."""
+
+    def put_into(self, text: str, token_ids: Sequence[int]) -> str:
+        """The text with MARK for each of the former; what may yet become one is held back."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back."""
+        ...
 
 
 class AnswerParser:
     """One answer's text as pieces.
 
     `tool_format` None: there are no calls to look for. `names` are the tools that may be called. `has_reasoning`: the
-    answer may begin with it; `is_reasoning`: the prompt has opened it already.
+    answer may begin with it; `is_reasoning`: the prompt has opened it already. `marks` finds those marks that came as
+    tokens: then calls begin only there, and `push` needs the tokens.
     """
 
     def __init__(
@@ -104,26 +124,45 @@ class AnswerParser:
         names: Set[str] = frozenset(),
         has_reasoning: bool = False,
         is_reasoning: bool = False,
+        marks: "Marks | None" = None,
     ) -> None:
-        self._reasoning = ReasoningParser(is_inside=is_reasoning) if has_reasoning else None
-        self._calls = None if tool_format is None else ToolCallParser(tool_format, names)
+        self.reasoning = ReasoningParser(is_inside=is_reasoning) if has_reasoning else None
+        self._calls = None
+        self._marker = ""
+        self._marks = None
+        if tool_format is not None:
+            self._marker = _MARKERS[tool_format]
+            self._marks = marks
+            self._calls = ToolCallParser(tool_format, names, marker=self._marker if marks is None else MARK)
 
     @property
     def num_complete_calls(self) -> int:
         """Calls whose arguments are complete."""
         return 0 if self._calls is None else self._calls.num_complete
 
-    def push(self, text: str) -> list[Piece]:
-        """The pieces that became certain with this text."""
-        if not text:
-            return []
-        pieces: list[Piece] = [Content(text)] if self._reasoning is None else self._reasoning.push(text)
-        return self._with_calls(pieces)
+    def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Piece]:
+        """The pieces that became certain with this text. `token_ids` came with it; text may come later than they."""
+        if self._marks is None:
+            return self._push(text)
+        return [self._shown(piece) for piece in self._push(self._marks.put_into(text, token_ids))]
 
     def finish(self) -> list[Piece]:
         """What was held back, when the answer has ended."""
-        pieces = [] if self._reasoning is None else self._with_calls(self._reasoning.finish())
-        return pieces if self._calls is None else pieces + self._calls.finish()
+        pieces = [] if self._marks is None else self._push(self._marks.finish())
+        pieces += [] if self.reasoning is None else self._with_calls(self.reasoning.finish())
+        pieces += [] if self._calls is None else self._calls.finish()
+        return [self._shown(piece) for piece in pieces]
+
+    def _push(self, text: str) -> list[Piece]:
+        if not text:
+            return []
+        pieces: list[Piece] = [Content(text)] if self.reasoning is None else self.reasoning.push(text)
+        return self._with_calls(pieces)
+
+    def _shown(self, piece: Piece) -> Piece:
+        if isinstance(piece, CallStart) or MARK not in piece.text:
+            return piece
+        return replace(piece, text=piece.text.replace(MARK, self._marker))
 
     def _with_calls(self, pieces: list[Piece]) -> list[Piece]:
         if self._calls is None:
@@ -140,8 +179,18 @@ class ReasoningParser:
     def __init__(self, *, is_inside: bool = False) -> None:
         self._is_opened = is_inside
         self._read: Callable[[], list[Piece]] = self._read_start
+        self._spaces: list[str] = []
+        """White space that waits for what comes after it; in parts, because much of it may come."""
         self._held = ""
+        """What comes after that and was not read."""
         self._has_shown = False
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the answer has begun with reasoning and nothing was said as yet."""
+        return self._read in (self._read_reasoning, self._read_gap) or (
+            self._read == self._read_start and self._is_opened
+        )
 
     def push(self, text: str) -> list[Piece]:
         """The pieces that became certain with this text."""
@@ -150,32 +199,39 @@ class ReasoningParser:
 
     def finish(self) -> list[Piece]:
         """What was held back, when the answer has ended."""
-        is_reasoning = self._read == self._read_reasoning or (self._read == self._read_start and self._is_opened)
-        text, self._held = self._held, ""
+        is_reasoning = self.is_inside
+        text, self._held = self._take_spaces() + self._held, ""
         if is_reasoning:
             text = text.strip(_SPACE) if not self._has_shown else text.rstrip(_SPACE)
             return [Reasoning(text)] if text else []
-        return [Content(text)] if text and self._read != self._read_gap else []
+        return [Content(text)] if text else []
 
     def _read_start(self) -> list[Piece]:
         """Before the first visible character: only here thinking can begin."""
-        visible = self._held.lstrip(_SPACE)
-        if visible.startswith("<think>"):
-            self._held = visible.removeprefix("<think>")
+        self._held = _without_spaces(self._held, self._spaces)
+        if self._held.startswith("<think>"):
+            self._spaces.clear()
+            self._held = self._held.removeprefix("<think>")
             return self._go_on(self._read_reasoning)
-        if "<think>".startswith(visible):
+        if "<think>".startswith(self._held):
             return []
         return self._go_on(self._read_reasoning if self._is_opened else self._read_content)
 
     def _read_reasoning(self) -> list[Piece]:
         text, end, rest = self._held.partition("</think>")
-        if not self._has_shown:
-            text = text.lstrip(_SPACE)
-        shown = text[: len(text) if end else _num_certain(text, "</think>")].rstrip(_SPACE)
-        self._held = rest if end else text[len(shown) :]
-        self._has_shown = self._has_shown or bool(shown)
-        pieces: list[Piece] = [Reasoning(shown)] if shown else []
-        return pieces + self._go_on(self._read_gap) if end else pieces
+        certain = text if end else text[: _num_certain(text, "</think>")]
+        self._held = rest if end else text[len(certain) :]
+        shown = certain.rstrip(_SPACE)
+        pieces: list[Piece] = []
+        if shown:
+            before = self._take_spaces()
+            pieces.append(Reasoning(before + shown if self._has_shown else shown.lstrip(_SPACE)))
+            self._has_shown = True
+        self._spaces.append(certain[len(shown) :])
+        if end:
+            self._spaces.clear()
+            pieces += self._go_on(self._read_gap)
+        return pieces
 
     def _read_gap(self) -> list[Piece]:
         """Between what was thought and what is said."""
@@ -183,8 +239,13 @@ class ReasoningParser:
         return self._go_on(self._read_content) if self._held else []
 
     def _read_content(self) -> list[Piece]:
-        text, self._held = self._held, ""
+        text, self._held = self._take_spaces() + self._held, ""
         return [Content(text)] if text else []
+
+    def _take_spaces(self) -> str:
+        spaces = "".join(self._spaces)
+        self._spaces.clear()
+        return spaces
 
     def _go_on(self, read: Callable[[], list[Piece]]) -> list[Piece]:
         self._read = read
@@ -194,21 +255,19 @@ class ReasoningParser:
 class ToolCallParser:
     """Divides an answer into calls and content. Each character is looked at a bounded number of times."""
 
-    def __init__(self, tool_format: ToolFormat, names: Set[str]) -> None:
+    def __init__(self, tool_format: ToolFormat, names: Set[str], *, marker: str) -> None:
         self._format = tool_format
-        self._marker = {
-            ToolFormat.HERMES: "<tool_call>",
-            ToolFormat.LLAMA3: PYTHON_TAG,
-            ToolFormat.MISTRAL: TOOL_CALLS,
-        }[tool_format]
+        self._marker = marker
         self._names = names
         self._read: Callable[[], bool] = self._read_content
         self._text = ""
         """What was pushed and is not read yet."""
-        self._opening = ""
+        self._opening: list[str] = []
         """Read, and content after all should no call come of it."""
-        self._space = ""
+        self._space: list[str] = []
         """White space that is content if content follows, and what stands between two calls without markers."""
+        self._skipped: list[str] = []
+        """White space before `_text` that belongs to neither as yet."""
         self._call = _CallReader(names)
         self._is_call_next = tool_format is ToolFormat.LLAMA3
         """Whether a brace here begins a call without any marker."""
@@ -220,45 +279,46 @@ class ToolCallParser:
 
     def push(self, text: str) -> list[Piece]:
         """The pieces that became certain with this text."""
-        self._text += text
-        while self._read():
-            pass
+        # Each mark and each call that is found costs a copy of what comes after it.
+        for start in range(0, len(text), _PART_CHARS):
+            self._text += text[start : start + _PART_CHARS]
+            while self._read():
+                pass
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def finish(self) -> list[Piece]:
         """What was held back, when the answer has ended."""
-        rest = self._opening + self._call.held + self._text
-        self._opening = self._text = ""
+        rest = "".join((*self._opening, self._call.held, *self._skipped, self._text))
+        self._opening, self._skipped, self._text = [], [], ""
         self._call = _CallReader(self._names)
         if rest.strip(_SPACE):
             self._show(rest)
-        if not self._num_calls:
-            self._space += "" if rest.strip(_SPACE) else rest
-            if self._space:
-                self._pieces.append(Content(self._space))
-        self._space = ""
+        elif not self._num_calls:
+            self._space.append(rest)
+        space = "".join(self._space)
+        if space and not self._num_calls:
+            self._pieces.append(Content(space))
+        self._space = []
         pieces, self._pieces = self._pieces, []
         return pieces
 
     # Each of these reads on in `_text`. True: go on with `_read`; False: more text is needed.
 
     def _read_content(self) -> bool:
-        text = self._text
         if self._is_call_next:
-            visible = text.lstrip(_SPACE + ";" if self._num_calls else _SPACE)
-            if not visible:
+            if not self._skip(_SPACE + ";" if self._num_calls else _SPACE):
                 return False
-            if visible[0] == "{":
-                self._space += text[: len(text) - len(visible)]
-                self._text = visible
+            if self._text[0] == "{":
+                self._space.append(self._take_skipped())
                 return self._go_on(self._read_call)
-            self._is_call_next = self._marker.startswith(visible[: len(self._marker)])
+            self._is_call_next = self._marker.startswith(self._text[: len(self._marker)])
+        text = self._text = self._take_skipped() + self._text
         before, marker, rest = text.partition(self._marker)
         if marker:
             self._show(before)
             self._text = rest
-            self._opening = marker
+            self._opening = [marker]
             return self._go_on(self._read_list if self._format is ToolFormat.MISTRAL else self._read_brace)
         num_certain = _num_certain(text, self._marker)
         if not self._is_call_next:
@@ -274,16 +334,14 @@ class ToolCallParser:
 
     def _read_one(self, wanted: str, then: Callable[[], bool], *, is_kept: bool = False) -> bool:
         """White space, and one character that must come next; with `is_kept` it stays to be read."""
-        visible = self._text.lstrip(_SPACE)
-        self._opening += self._text[: len(self._text) - len(visible)]
-        self._text = visible
-        if not visible:
+        self._text = _without_spaces(self._text, self._opening)
+        if not self._text:
             return False
-        if visible[0] != wanted:
+        if self._text[0] != wanted:
             return self._give_up()
         if not is_kept:
-            self._opening += wanted
-            self._text = visible[1:]
+            self._opening.append(wanted)
+            self._text = self._text[1:]
         return self._go_on(then)
 
     def _read_call(self) -> bool:
@@ -292,8 +350,9 @@ class ToolCallParser:
         self._text = self._text[num_read:]
         if call.is_announced and not call.is_shown:
             call.is_shown = True
-            self._opening = ""
-            self._space = self._space.replace(";", "")
+            self._opening = []
+            if self._space:
+                self._space[-1] = self._space[-1].replace(";", "")
             self._is_call_next = False
             self._pieces.append(CallStart(self._num_calls, call.name or ""))
             self._num_calls += 1
@@ -313,26 +372,27 @@ class ToolCallParser:
 
     def _read_close(self) -> bool:
         """The closing tag; a call without it counts all the same."""
-        visible = self._text.lstrip(_SPACE)
-        if visible.startswith("</tool_call>"):
-            self._text = visible.removeprefix("</tool_call>")
+        self._skip(_SPACE)
+        if self._text.startswith("</tool_call>"):
+            self._text = self._text.removeprefix("</tool_call>")
+            self._skipped.clear()
             return self._go_on(self._read_content)
-        return not "</tool_call>".startswith(visible) and self._go_on(self._read_content)
+        return not "</tool_call>".startswith(self._text) and self._go_on(self._read_content)
 
     def _read_comma(self) -> bool:
         """A comma and the next call, or the end of the list."""
-        visible = self._text.lstrip(_SPACE)
-        if not visible:
+        if not self._skip(_SPACE):
             return False
-        if visible[0] in ",]":
-            self._text = visible[1:]
-            self._opening = "," if visible[0] == "," else ""
+        if self._text[0] in ",]":
+            self._opening = [","] if self._text[0] == "," else []
+            self._text = self._text[1:]
+            self._skipped.clear()
             return self._go_on(self._read_brace if self._opening else self._read_content)
         return self._go_on(self._read_content)
 
     def _give_up(self) -> bool:
         """What was begun is no call, or no more."""
-        held, self._opening = self._opening + self._call.held, ""
+        held, self._opening = "".join((*self._opening, self._call.held)), []
         self._call = _CallReader(self._names)
         self._is_call_next = False
         self._show(held)
@@ -342,18 +402,29 @@ class ToolCallParser:
         self._read = read
         return True
 
+    def _skip(self, chars: str) -> bool:
+        """Whether anything comes after these characters."""
+        self._text = _without_spaces(self._text, self._skipped, chars)
+        return bool(self._text)
+
+    def _take_skipped(self) -> str:
+        skipped = "".join(self._skipped)
+        self._skipped.clear()
+        return skipped
+
     def _show(self, text: str) -> None:
         """Gives out content; white space at its end only when more follows."""
         shown = text.rstrip(_SPACE)
         if not shown:
-            self._space += text
+            self._space.append(text)
             return
+        space = text[len(shown) :]
         if self._num_calls and not self._has_content:
             shown = shown.lstrip(_SPACE)
         else:
-            shown = self._space + shown
+            shown = "".join((*self._space, shown))
         self._pieces.append(Content(shown))
-        self._space = text[len(text.rstrip(_SPACE)) :]
+        self._space = [space]
         self._has_content = True
         self._is_call_next = False
 
@@ -629,6 +700,14 @@ def _kind_of(char: str) -> str:
     if char in "123456789":
         return "1"
     return "e" if char == "E" else char
+
+
+def _without_spaces(text: str, spaces: list[str], chars: str = _SPACE) -> str:
+    """What comes after the white space at the beginning, which is added to `spaces`."""
+    rest = text.lstrip(chars)
+    if len(rest) < len(text):
+        spaces.append(text[: len(text) - len(rest)])
+    return rest
 
 
 def _num_certain(text: str, marker: str) -> int:

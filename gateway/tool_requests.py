@@ -82,10 +82,7 @@ def _parameters(function: Mapping[str, Any]) -> str:
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         _fail("tools", f"functions whose parameters are an object, which those of {function['name']} are not")
-    try:
-        return json.dumps({**parameters, "type": "object"}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError as error:
-        raise InvalidRequest("a number in tools is not finite", field="tools", code="invalid_value") from error
+    return json.dumps({**parameters, "type": "object"}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def names_of(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
@@ -264,7 +261,8 @@ def _arguments(text: Any, name: str) -> dict[str, Any]:
     if not isinstance(text, str):
         _fail(name, "a text that holds a JSON object")
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        # Models and clients write none for a function without parameters.
+        value = json.loads(text or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -302,7 +300,10 @@ def _text(value: Any, name: str) -> str:
             if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
-    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"a number in {name} is not finite", field=name, code="invalid_value") from error
     check_text(text, field_name=name)
     return text
 

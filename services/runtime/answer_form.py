@@ -43,7 +43,8 @@ class ToolCalls:
     functions: tuple[CalledFunction, ...]
     is_parallel: bool = True
     is_optional: bool = False
-    """Text comes first, or instead. Only where the mark that begins calls is a token: no text can be taken for it."""
+    """Text comes first, or instead. Only where the mark that begins calls is a token: the same text of other tokens may
+    come as well, and whoever reads the answer takes it for text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,13 @@ from typing import TypeVar
 
 from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import Overloaded
-from services.structured.grammar import Grammars, GrammarState, UnusableSchema, check_form
+from services.structured.grammar import Grammars, GrammarState, TooComplex, check_form
 
 NUM_THREADS = 2
-CHECK_TIMEOUT_S = 2.0
-"""Usual schemas take a millisecond; the grammar library's own limits end the compilation of any other about here."""
+CHECK_TIMEOUT_S = 0.5
+"""Usual schemas take a millisecond. The limits of `services.structured.cost` and of the grammar library end the
+compilation of any other about here on an idle core, which is why threads do: they cannot be killed as a process can,
+but start at once and cost nothing where no schema is checked."""
 MAX_WAITING_CHECKS = 256
 MAX_KNOWN_FORMS = 256
 
@@ -39,7 +41,7 @@ class FormChecks:
         """Return if it can be served.
 
         Raises:
-            UnusableSchema: it cannot, or not within the time limit.
+            UnusableSchema: it cannot, or not within the time limit, which is TooComplex.
             Overloaded: too many others are being checked.
         """
         if form in self._good:
@@ -60,12 +62,13 @@ class FormChecks:
         checking = self._threads.submit(lambda: self._check(form))
         try:
             async with asyncio.timeout(self._timeout_s):
-                # A thread cannot be interrupted: one that has begun goes on to its own limits, and nobody waits.
-                await asyncio.shield(asyncio.wrap_future(checking))
+                # A thread cannot be interrupted: what has begun goes on to its own limits, and nobody waits. What has
+                # not is taken back, also where the caller leaves.
+                await asyncio.wrap_future(checking)
         except TimeoutError as error:
             if checking.cancel():
                 raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s) from error
-            raise UnusableSchema(f"it takes longer than {self._timeout_s:g} s to compile") from error
+            raise TooComplex(f"it takes longer than {self._timeout_s:g} s to compile") from error
 
 
 class GrammarCompiler:

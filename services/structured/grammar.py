@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import InvalidRequest, ModelError
+from services.structured.cost import too_complex
 from services.structured.lark import lark_of, marks_of
 
 if TYPE_CHECKING:
@@ -62,19 +63,35 @@ _OPTIONS: JsonCompileOptions = {
 class UnusableSchema(InvalidRequest):
     """The schema is none, or has something that cannot be served; the message says what."""
 
+    def __init__(self, message: str, *, code: str = "invalid_value") -> None:
+        super().__init__(message, code=code)
+
+
+class TooComplex(UnusableSchema):
+    """The schema costs too much to compile."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="grammar_too_complex")
+
 
 def check_form(form: AnswerForm) -> None:
     """Compile a form and each of its schemas for nothing but their errors, by bytes instead of a model's tokens.
 
     Some errors show only at the first token of a schema, which is not the form's where there are calls or thoughts.
 
-    Takes from 0.1 ms to a second.
+    Takes from 0.1 ms to half a second.
 
     Raises:
         UnusableSchema: the message names what is wrong or not supported.
     """
     functions = () if form.tool_calls is None else form.tool_calls.functions
     schemas = [function.parameters for function in functions] + ([form.json_schema] if form.json_schema else [])
+    try:
+        reason = too_complex(map(json.loads, schemas))
+    except (ValueError, RecursionError) as error:
+        raise UnusableSchema(_NO_OBJECT) from error
+    if reason is not None:
+        raise TooComplex(reason)
     for part in dict.fromkeys((form, *map(AnswerForm, schemas))):
         _compiled(_byte_tokenizer(), part, {})
 
@@ -224,10 +241,11 @@ def _compiled(tokenizer: LLTokenizer, form: AnswerForm, mark_token_ids: Mapping[
             lark = lark_of(form, mark_token_ids=mark_token_ids, options=_OPTIONS)
             grammar = LLMatcher.grammar_from_lark(lark)
     except (ValueError, RecursionError) as error:
-        raise UnusableSchema("it is not a JSON object, or it is nested too deeply") from error
+        raise UnusableSchema(_NO_OBJECT) from error
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
     if matcher.is_error():
-        raise UnusableSchema(_reason(matcher.get_error()))
+        reason = _reason(matcher.get_error())
+        raise TooComplex(reason) if _OUT_OF_LIMITS.search(reason) is not None else UnusableSchema(reason)
     # A schema that no value can satisfy (one that refers to itself and to nothing else) shows only here.
     matcher.compute_bitmask()
     if matcher.is_error():
@@ -240,6 +258,11 @@ def _limits() -> LLParserLimits:
 
     return LLParserLimits(initial_lexer_fuel=INITIAL_LEXER_FUEL, step_lexer_fuel=STEP_LEXER_FUEL, verbose_errors=False)
 
+
+_NO_OBJECT = "it is not a JSON object, or it is nested too deeply"
+
+_OUT_OF_LIMITS = re.compile("too big|too large|too complex|fuel|[Uu]nable to determine|can't determine")
+"""In the library's words for what its limits end."""
 
 _PLACED = re.compile(r"(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?")
 

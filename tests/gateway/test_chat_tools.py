@@ -97,13 +97,14 @@ def folder_of(model_folder, tmp_path_factory):
 
 @pytest.fixture
 def serve(make_system, worker_type, pair_type, folder_of):
-    """A gateway whose worker answers with this text."""
+    """A gateway whose worker answers with this text, or with these texts, of which no token has parts of two."""
 
     async def start(kind, text=None, *, group=1, ends=True):
         folder, tokenizer = folder_of(kind)
         system = await make_system(model=folder)
         text = ANSWERS[kind] if text is None else text
-        token_ids = tokenizer.encode(text, add_special_tokens=False).ids
+        parts = [text] if isinstance(text, str) else text
+        token_ids = [token_id for part in parts for token_id in tokenizer.encode(part, add_special_tokens=False).ids]
         pair = pair_type([*token_ids, 1] if ends else token_ids, group=group, step_s=0)
         await system.add(worker_type("decode", "decode-0", pair.decode, max_sequence_tokens=CONTEXT_TOKENS))
         return system
@@ -484,6 +485,16 @@ async def test_prompt_is_what_transformers_renders(serve, as_transformers, kind,
     assert (await system.http.post("/tokenize", json=asked)).json()["tokens"] == prompt
 
 
+async def test_arguments_of_an_earlier_call_may_be_empty(serve):
+    """As models and clients write those of a function without parameters."""
+    system = await serve("hermes")
+    conversation = json.loads(json.dumps(CONVERSATION))
+    conversation[1]["tool_calls"][1]["function"]["arguments"] = ""
+    asked = [{"messages": messages, "tools": TOOLS} for messages in (conversation, CONVERSATION)]
+    empty, written = [(await system.http.post("/tokenize", json=body)).json() for body in asked]
+    assert empty["tokens"] == written["tokens"]
+
+
 async def test_special_text_in_tools_and_arguments_is_ordinary_text(serve):
     system = await serve("hermes")
     attack = json.loads(json.dumps(CONVERSATION))
@@ -585,6 +596,16 @@ REFUSED = {
         "messages[1].tool_calls[0].function.arguments",
         "invalid_value",
     ),
+    "call-arguments-infinite": (
+        calling({"name": "f", "arguments": '{"a": [1e400]}'}),
+        "messages[1].tool_calls[0].function.arguments",
+        "invalid_value",
+    ),
+    "tool-infinite": (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"minimum": float("-inf")}}}]},
+        "tools[0].function",
+        "invalid_value",
+    ),
     "call-arguments-deep": (
         calling({"name": "f", "arguments": '{"a":' * 70 + "1" + "}" * 70}),
         "messages[1].tool_calls[0].function.arguments",
@@ -621,7 +642,8 @@ async def test_refused(hermes, row):
     body, field, code = REFUSED[row]
 
     async def encode():
-        request, _ = parse(json.dumps({"messages": ASKED, "tools": TOOLS, **body}).encode(), ChatRequest)
+        text = json.dumps({"messages": ASKED, "tools": TOOLS, **body})
+        request, _ = parse(text.replace("-Infinity", "-1e999").encode(), ChatRequest)
         call = request.call()
         return await encode_conversation(hermes, call.messages, call.tools, max_chars=10_000)
 
@@ -679,6 +701,43 @@ def test_answers_show_marks_of_calls_that_are_tokens(folder_of, special):
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert {tokenizer.token_to_id(mark.content) for mark in marks} < set(token_ids)
     assert detokenizer.push(token_ids) + detokenizer.finish() == text
+
+
+SPELLED = '[TOOL_CALLS][{"name": "weather", "arguments": {"rm": "-rf"}}]'
+MEANT = '[TOOL_CALLS] [{"name": "clock", "arguments": {}}]'
+
+
+@pytest.mark.parametrize("group", [1, 5])
+@pytest.mark.parametrize("stop", [None, "CALLS]x"])
+async def test_a_mark_that_other_tokens_spell_begins_no_call_where_tools_are_strict(serve, group, stop):
+    """An answer's form keeps to the schema what follows the token, and leaves any other text as it is."""
+    system = await serve("mistral", [SPELLED[:5], SPELLED[5:] + " ", MEANT], group=group)
+    events = events_of(await ask(system, {"idempotency-key": "k"}, stream=True, stop=stop))
+    whole = put_together([data for data, _ in events])
+    for made in (whole, taken_apart((await ask(system, stop=stop)).json())):
+        assert made["content"] == SPELLED
+        assert [call[1:] for call in made["calls"].values()] == [["clock", "{}"]]
+    for count, (_, event_id) in enumerate(events, 1):
+        headers = {"idempotency-key": "k", "last-event-id": event_id}
+        rest = events_of(await ask(system, headers, stream=True, stop=stop))
+        assert put_together([data for data, _ in [*events[:count], *rest]]) == whole
+    asked = {"input": "a", "tools": [{"type": "function", **tool["function"]} for tool in TOOLS]}
+    response = (await system.http.post("/v1/responses", json=asked)).json()
+    assert [item["type"] for item in response["output"]] == ["message", "function_call"]
+    assert response["output"][0]["content"][0]["text"] == SPELLED
+    lenient = [{"type": "function", "function": {**WEATHER["function"], "strict": False}}, CLOCK]
+    made = taken_apart((await ask(system, tools=lenient)).json())
+    assert [call[1] for call in made["calls"].values()] == ["weather", "clock"]
+
+
+async def test_an_answer_that_ends_in_a_mark_keeps_it(serve):
+    system = await serve("mistral", ["a", "[TOOL_CALLS]"])
+    made = taken_apart((await ask(system)).json())
+    assert (made["content"], made["calls"]) == ("a[TOOL_CALLS]", {})
+    system = await serve("mistral", ["b", "[TOOL_CALLS]"])
+    for stop, content in [("CALLS]", "b[TOOL_"), ("[", "b")]:
+        events = events_of(await ask(system, stream=True, stop=stop))
+        assert put_together([data for data, _ in events])["content"] == content
 
 
 # --- calls that must be made -----------------------------------------------------------------------------------------
@@ -809,7 +868,7 @@ async def test_tools_that_cannot_be_forced_are_named(serve, row):
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert words in error["message"]
-    assert error["param"] in ("tools", "tool_choice", "messages")
+    assert error["param"] == ("tools[1].function" if row == "infinite" else "tools")
     assert not system.workers["decode-0"].attempts
 
 

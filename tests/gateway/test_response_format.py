@@ -216,6 +216,15 @@ async def test_what_cannot_be_compiled_is_named_over_http(system, row):
     assert not any(worker.attempts for worker in system.workers.values())
 
 
+async def test_what_costs_too_much_to_compile_has_a_code_of_its_own(system):
+    for schema in ({"type": "integer", "multipleOf": 107_972_737}, {"type": "string", "pattern": "a?" * 3000}):
+        response = await system.chat(response_format=named(schema))
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("response_format", "grammar_too_complex")
+    assert not any(worker.attempts for worker in system.workers.values())
+
+
 async def test_what_cannot_be_compiled_is_named_over_grpc(system):
     schema, words = UNUSABLE["unique"]
     request = inference_pb2.GenerateRequest(text="a", response_format={"json_schema": json.dumps(schema)})

@@ -19,8 +19,9 @@ from gateway.responses_types import ResponsesRequest, own_words
 from gateway.tokenization import ModelTokenizer
 from protos import inference_pb2, worker_pb2
 from services.runtime import status
+from services.runtime.answer_form import ToolFormat
 from services.runtime.errors import InvalidRequest
-from tests.gateway.test_chat_tools import ANSWERS, ARGUMENTS, WEATHER, folder_of, serve
+from tests.gateway.test_chat_tools import ANSWERS, ARGUMENTS, CLOCK, WEATHER, folder_of, serve
 
 __all__ = ["folder_of", "serve"]  # fixtures
 
@@ -225,6 +226,35 @@ def test_tokens_of_reasoning_are_counted_however_they_come(folder_of):
             "<think>Hm.</think>\nYes <think>again</think>", 1
         )
         assert 0 < count("<think>Hm.</think>\nYes", size)[0] < count("<think>Hm.</think>\nYes", size)[1]
+
+
+@pytest.mark.parametrize("kind", ["hermes", "thinks"])
+def test_only_tokens_before_the_answer_are_counted(folder_of, kind):
+    folder, tokenizer = folder_of("thinks")
+    model = ModelTokenizer(read_model_files(folder))
+    model.tool_format = ToolFormat.HERMES if kind == "hermes" else None
+    call = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    thought = "<think>\nHm.\n</think>\n\n"
+    plain = [("", "\nYes"), ("", "<b>Yes"), ("", "<thin")]
+    for before, said in [*plain, (thought, "<b>Yes"), (thought, call), (thought, "")]:
+        parser = AnswerParts(model, [CLOCK], request_id="a", prompts=[[5]]).parser(0)
+        counter = ReasoningTokens(model, parser)
+        parts = [tokenizer.encode(part, add_special_tokens=False).ids for part in (before, said)]
+        token_ids = [token_id for part in parts for token_id in part]
+        num_counted = sum(counter.push([token_id]) for token_id in token_ids)
+        assert num_counted == counter.num_tokens
+        assert tokenizer.decode(token_ids[:num_counted]) == before, (before, said)
+
+
+@pytest.mark.parametrize("said", ["\nYes.", "<b>Yes.", "<thin"])
+async def test_log_probabilities_of_what_could_have_been_a_thought(serve, said):
+    system = await serve("thinks", said)
+    messages = [{"role": "user", "content": ASKED}]
+    chat = (await system.http.post("/v1/chat/completions", json={"messages": messages, "logprobs": True})).json()
+    response = await ask_whole(system, include=[LOGPROBS])
+    part = response["output"][-1]["content"][0]
+    assert part["text"] == said
+    assert part["logprobs"] == chat["choices"][0]["logprobs"]["content"]
 
 
 @pytest.mark.parametrize("kind", ["hermes", "thinks"])

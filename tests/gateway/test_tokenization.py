@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gateway.model_files import ModelFiles, read_model_files
-from gateway.tokenization import ModelTokenizer
+from gateway.tokenization import ModelTokenizer, _special_text_pattern
 from services.runtime.errors import InvalidRequest, ModelError
+from tests.stopwatch import Stopwatch
 
 quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -73,8 +75,21 @@ def test_any_tokens_join_to_the_full_decoding(model, token_ids, sizes):
     assert "".join(pieces_of(model, token_ids, sizes)) == model.decode(token_ids)
 
 
+def specials_tokenizer():
+    """With two special tokens among the others, and a few ids that it does not know, as padded vocabularies have."""
+    tokenizer = Tokenizer.from_str(byte_fallback_tokenizer()[0])
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer.to_str(), tokenizer.get_vocab_size() + 3
+
+
 @pytest.mark.parametrize(
-    "build", [byte_fallback_tokenizer, lambda: byte_fallback_tokenizer(strips=False), wordpiece_tokenizer]
+    "build",
+    [
+        byte_fallback_tokenizer,
+        lambda: byte_fallback_tokenizer(strips=False),
+        wordpiece_tokenizer,
+        specials_tokenizer,
+    ],
 )
 def test_other_decoders_join_to_the_full_decoding(build):
     tokenizer_json, num_tokens = build()
@@ -113,6 +128,26 @@ def marked_tokenizer():
 MARKED = marked_tokenizer()
 
 
+@pytest.mark.parametrize("token_id", [-1, -4], ids=["unknown", "special"])
+def test_tokens_without_text_cost_no_more_than_others(token_id):
+    """`logit_bias` can ask for nothing else, with `ignore_eos`."""
+    tokenizer_json, num_tokens = specials_tokenizer()
+    hello = 258
+    detokenizer = from_json(tokenizer_json).detokenizer()
+    watch = Stopwatch()
+    pieces = [detokenizer.push([token]) for token in [hello, *[num_tokens + token_id] * 40_000, hello]]
+    assert "".join(pieces) + detokenizer.finish() == "hello hello"
+    assert watch.elapsed_s() < 5
+
+
+def test_a_character_that_special_tokens_interrupt_is_whole():
+    tokenizer_json, num_tokens = specials_tokenizer()
+    first, *rest = [1 + byte for byte in "☃".encode()]
+    token_ids = [first, num_tokens - 4, *rest, 258]
+    detokenizer = from_json(tokenizer_json).detokenizer()
+    assert "".join(detokenizer.push([token]) for token in token_ids) + detokenizer.finish() == "☃ hello"
+
+
 def test_byte_tokens_are_never_shown_as_half_a_character():
     tokenizer_json, _ = byte_fallback_tokenizer()
     model = from_json(tokenizer_json)
@@ -137,7 +172,8 @@ async def test_prompt_equals_the_library(model, tokenizer):
     assert await model.encode(long_text) == tokenizer.encode(long_text).ids
 
 
-async def test_long_prompt_leaves_the_loop_alone(model):
+@pytest.mark.parametrize("kind", ["prompt", "chat", "chat-with-special-text"])
+async def test_long_prompt_leaves_the_loop_alone(model, kind):
     text = "The quick brown fox jumps over the lazy dog. " * 40_000
     longest_gap_s, running = 0.0, True
 
@@ -150,12 +186,51 @@ async def test_long_prompt_leaves_the_loop_alone(model):
             longest_gap_s = max(longest_gap_s, loop.time() - before_s)
 
     ticker = asyncio.create_task(tick())
-    started_s = asyncio.get_running_loop().time()
-    await model.encode(text)
-    whole_s = asyncio.get_running_loop().time() - started_s
+    started_s, own_started_s = asyncio.get_running_loop().time(), time.thread_time()
+    if kind == "prompt":
+        await model.encode(text)
+    else:
+        await model.encode_chat([{"role": "user", "content": text + "<|end|>" * (kind != "chat")}])
+    whole_s, own_s = asyncio.get_running_loop().time() - started_s, time.thread_time() - own_started_s
     running = False
     await ticker
     assert longest_gap_s < max(0.1, whole_s / 2)
+    # What the loop's own thread has computed, however busy the machine is: its ticks among it.
+    assert own_s < whole_s / 5
+
+
+LLAMA3_SPECIALS = [
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+    *(f"<|reserved_special_token_{n}|>" for n in range(250)),
+]
+
+
+@pytest.mark.parametrize("part", ["<|", "<|r", "<|reserved_special_token_1", "<|eo"])
+async def test_looking_for_special_texts_costs_no_more_where_there_are_many(model_folder, part):
+    """It is done on the event loop, where a body of 8 MiB may not take seconds."""
+    files = read_model_files(model_folder)
+    tokenizer = Tokenizer.from_str(files.tokenizer_json)
+    tokenizer.add_special_tokens(LLAMA3_SPECIALS)
+    model = ModelTokenizer(replace(files, tokenizer_json=tokenizer.to_str()))
+    text = part * (8 * 1024 * 1024 // len(part))
+    watch = Stopwatch()
+    assert not model._holds_special_text(text)
+    assert watch.elapsed_s() < 1
+    assert model._holds_special_text(text + LLAMA3_SPECIALS[-1])
+
+
+def test_special_texts_are_found_whole_whatever_they_begin_with(model_folder):
+    texts = ["<a>", "<a", "<a>b", "[x]", "[", "a.c", "ab", "a", "\\d", "日本", "日"]
+    tokenizer = Tokenizer.from_str(read_model_files(model_folder).tokenizer_json)
+    tokenizer.add_special_tokens(texts)
+    pattern = _special_text_pattern(tokenizer)
+    for text in [*texts, "<|end|>"]:
+        assert pattern.fullmatch(text)
+        assert pattern.match(text + "~")[0] == text
+    assert [match[0] for match in pattern.finditer("x<a>b<ab abc 日本日[x[a.c\\d")] == [
+        *("<a>b", "<a", "ab", "日本", "日", "[", "[", "a.c", "\\d")
+    ]
+    assert _special_text_pattern(Tokenizer(models.BPE())).search("a") is None
 
 
 @pytest.fixture(scope="module")

@@ -392,3 +392,47 @@ def test_hostile_text_is_content_and_costs_no_more_than_any(row):
     pieces += parser.finish()
     assert content_of(pieces) == text
     assert watch.elapsed_s() < 5
+
+
+CALL = '{"name": "f", "arguments": {}}'
+BEFORE_SPACES = {
+    "first": (LLAMA3, {}, ""),
+    "after-tag": (LLAMA3, {}, "<|python_tag|>"),
+    "after-brace": (LLAMA3, {}, CALL),
+    "between": (LLAMA3, {}, f"{CALL};{CALL}"),
+    "in-content": (HERMES, {}, "a"),
+    "after-mark": (HERMES, {}, "<tool_call>"),
+    "before-end": (HERMES, {}, f"<tool_call>{CALL}"),
+    "after-end": (HERMES, {}, f"<tool_call>{CALL}</tool_call>"),
+    "before-list": (MISTRAL, {}, "[TOOL_CALLS]"),
+    "in-list": (MISTRAL, {}, f"[TOOL_CALLS][{CALL}"),
+    "after-comma": (MISTRAL, {}, f"[TOOL_CALLS][{CALL},"),
+    "before-thoughts": (None, {"has_reasoning": True}, ""),
+    "in-opened-thoughts": (None, {"has_reasoning": True, "is_reasoning": True}, ""),
+    "thoughts-begin": (None, {"has_reasoning": True}, "<think>"),
+    "in-thoughts": (None, {"has_reasoning": True}, "<think>a"),
+    "after-thoughts": (None, {"has_reasoning": True}, "<think>a</think>"),
+}
+
+
+@pytest.mark.parametrize("row", BEFORE_SPACES, ids=BEFORE_SPACES)
+@pytest.mark.parametrize("after", ["", "x"])
+def test_much_white_space_in_small_parts_costs_no_more_than_other_text(row, after):
+    """A model can be made to write nothing else, by `logit_bias`, and all of it is read on the event loop."""
+    tool_format, settings_, before = BEFORE_SPACES[row]
+    spaces = " " * 64
+    parser, pieces = parser_of(tool_format, **settings_), []
+    watch = Stopwatch()
+    for part in [before, *[spaces] * 12_000, after]:
+        pieces += parser.push(part)
+    pieces += parser.finish()
+    assert watch.elapsed_s() < 5
+    assert joined(pieces) == whole(tool_format, before + spaces * 12_000 + after, **settings_)
+
+
+def test_many_marks_in_one_part_cost_no_more_than_in_many():
+    """As an answer comes that is not streamed."""
+    watch = Stopwatch()
+    text = "<tool_call>" * 60_000
+    assert content_of(whole(HERMES, text)) == text
+    assert watch.elapsed_s() < 5

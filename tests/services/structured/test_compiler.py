@@ -7,7 +7,7 @@ from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import Overloaded
 from services.structured import compiler
 from services.structured.compiler import FormChecks, GrammarCompiler
-from services.structured.grammar import Grammars, UnusableSchema
+from services.structured.grammar import Grammars, TooComplex, UnusableSchema
 
 WAIT_S = 30.0
 
@@ -61,8 +61,9 @@ async def test_one_that_takes_too_long_is_refused_and_so_are_those_behind_it(gat
         # What had begun goes on, to nobody's use; what had not never does.
         assert len(gate.begun) <= compiler.NUM_THREADS
         for n, result in enumerate(results):
-            kind = UnusableSchema if f"slow {n}" in gate.begun else Overloaded
+            kind = TooComplex if f"slow {n}" in gate.begun else Overloaded
             assert type(result) is kind
+            assert kind is Overloaded or result.code == "grammar_too_complex"
             assert kind is Overloaded or "0.5 s" in str(result)
     finally:
         gate.is_open.set()
@@ -94,6 +95,21 @@ async def test_a_caller_that_leaves_makes_room(gate: Gate, monkeypatch: pytest.M
         await leaving
     gate.is_open.set()
     await checks.check(AnswerForm("next"))
+
+
+async def test_what_a_caller_that_leaves_has_asked_for_never_begins(gate: Gate) -> None:
+    checks = FormChecks(check=gate, timeout_s=WAIT_S)
+    begun = [asyncio.create_task(checks.check(AnswerForm(f"begun {n}"))) for n in range(compiler.NUM_THREADS)]
+    leaving = [asyncio.create_task(checks.check(AnswerForm(f"left {n}"))) for n in range(3)]
+    await asyncio.sleep(0)
+    for task in leaving:
+        task.cancel()
+    results = await asyncio.gather(*leaving, return_exceptions=True)
+    assert {type(result) for result in results} == {asyncio.CancelledError}
+    gate.is_open.set()
+    await asyncio.gather(*begun)
+    await checks.check(AnswerForm("next"))
+    assert sorted(gate.begun) == ["begun 0", "begun 1", "next"]
 
 
 async def test_grammars_are_made_beside_the_event_loop(grammars: Grammars) -> None:
