@@ -4,6 +4,7 @@ Knows neither requests nor workers.
 """
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,16 +60,27 @@ class FormChecks:
             self._good.popitem(last=False)
 
     async def _run(self, form: AnswerForm) -> None:
-        checking = self._threads.submit(lambda: self._check(form))
+        begun_s: list[float] = []
+
+        def run() -> None:
+            begun_s.append(time.monotonic())
+            self._check(form)
+
+        checking = asyncio.wrap_future(self._threads.submit(run))
         try:
-            async with asyncio.timeout(self._timeout_s):
-                # A thread cannot be interrupted: what has begun goes on to its own limits, and nobody waits. What has
-                # not is taken back, also where the caller leaves.
-                await asyncio.wrap_future(checking)
-        except TimeoutError as error:
-            if checking.cancel():
-                raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s) from error
-            raise TooComplex(f"it takes longer than {self._timeout_s:g} s to compile") from error
+            await asyncio.wait((checking,), timeout=self._timeout_s)
+            if not begun_s:
+                raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s)
+            left_s = begun_s[0] + self._timeout_s - time.monotonic()
+            if not checking.done() and left_s > 0:
+                await asyncio.wait((checking,), timeout=left_s)
+            if not checking.done():
+                raise TooComplex(f"it takes longer than {self._timeout_s:g} s to compile")
+            checking.result()
+        finally:
+            # A thread cannot be interrupted: what has begun goes on to its own limits, and nobody waits. What has not
+            # is taken back, also where the caller leaves.
+            checking.cancel()
 
 
 class GrammarCompiler:

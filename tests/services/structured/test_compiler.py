@@ -71,6 +71,20 @@ async def test_one_that_takes_too_long_is_refused_and_so_are_those_behind_it(gat
     assert any(type(result) is Overloaded for result in results)
 
 
+async def test_one_that_had_to_wait_has_its_whole_time(gate: Gate) -> None:
+    def check(form: AnswerForm) -> None:
+        gate(form)
+        if form.json_schema == "late":
+            threading.Event().wait(0.6)
+
+    checks = FormChecks(check=check, timeout_s=1.0)
+    before = [asyncio.create_task(checks.check(AnswerForm(str(n)))) for n in range(compiler.NUM_THREADS)]
+    late = asyncio.create_task(checks.check(AnswerForm("late")))
+    asyncio.get_running_loop().call_later(0.7, gate.is_open.set)
+    await asyncio.gather(*before, late)
+    assert gate.begun[-1] == "late"
+
+
 async def test_there_is_a_limit_to_how_many_wait(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_WAITING_CHECKS", 3)
     checks = FormChecks(check=gate, timeout_s=WAIT_S)
