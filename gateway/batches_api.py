@@ -199,18 +199,21 @@ def _invalid(field: str, rule: str) -> InvalidRequest:
 async def _body(request: Request) -> bytes:
     """The whole body. Raises HttpRefusal for one that is too large or does not come."""
     body = b""
+    _check_size(int(request.headers.get("content-length", 0)))
     try:
         async with asyncio.timeout(MAX_BODY_READ_S):
             async for piece in request.stream():
                 body += piece
-                if len(body) > MAX_REQUEST_BYTES:
-                    raise HttpRefusal(
-                        f"the body must have at most {MAX_REQUEST_BYTES} bytes",
-                        http_status=413,
-                        code="request_too_large",
-                    )
+                _check_size(len(body))
     except TimeoutError:
         raise too_slow(MAX_BODY_READ_S) from None
     except ClientDisconnect:
         raise RequestCancelled("the client left") from None
     return body
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_REQUEST_BYTES:
+        raise HttpRefusal(
+            f"the body must have at most {MAX_REQUEST_BYTES} bytes", http_status=413, code="request_too_large"
+        )

@@ -348,10 +348,11 @@ async def test_a_body_that_does_not_come_is_not_waited_for(make, monkeypatch):
     monkeypatch.setattr(gateway.batches_api, "MAX_BODY_READ_S", 0.2)
     system = await make(has_worker=False)
     for path in ("/v1/batches", "/v1/batches/batch_x/cancel"):
-        reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
-        writer.write(f"POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: 10\r\n\r\n".encode())
-        assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
-        writer.close()
+        for num_bytes, status in ((10, b" 408 "), (65_537, b" 413 "), (10**12, b" 413 ")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+            writer.write(f"POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: {num_bytes}\r\n\r\n".encode())
+            assert status in await asyncio.wait_for(reader.readline(), 10)
+            writer.close()
 
 
 async def test_a_batch_is_made_once_where_redis_answers_too_late(make, monkeypatch):
