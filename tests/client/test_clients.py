@@ -556,7 +556,8 @@ async def test_the_timeout_is_the_deadline_of_the_call(gateway: FakeGateway, con
     with pytest.raises(DeadlineExceeded):
         await (asked if call == "generate" else deltas_of(asked))
     assert watch.elapsed_s() < 5
-    assert 0 < _require(gateway.calls[0].remaining_s) <= 0.3
+    # The two sides turn a moment into a time that is left by clocks of their own.
+    assert 0 < _require(gateway.calls[0].remaining_s) < 0.4
     await gateway.calls[0].ended.wait()
 
 

@@ -356,12 +356,13 @@ class World:
 
     def work_step(self, index: int, *, refuse: bool) -> None:
         work = self.works.pop(index % len(self.works))
+        if isinstance(work, ReservePages) and self.received[work.id].gone:
+            # An old message asks this life of the worker for what died with an earlier one.
+            self.received[work.id] = ReceiverBooks(work.id, self.received[work.id].num_pages)
         match work:
             case ReservePages() if refuse:
                 self.at_receiver(self.receiver.reserve_failed(work.id, NoFreePages("full")))
             case ReservePages():
-                if self.received[work.id].gone:
-                    self.received[work.id] = ReceiverBooks(work.id, self.received[work.id].num_pages)
                 books = self.received[work.id]
                 assert not books.held, "pages were set aside twice"
                 books.held = True
