@@ -28,8 +28,8 @@ from tests.fuzz.inputs import API_PATHS, GrpcInput, HttpInput, Inputs
 CONCURRENCY = 8
 LOOKS = (0.25, 0.3, 0.35, 0.4)
 LAST_LOOKS = (0.9, 0.95, 1.0)
-"""Shares of the requests after which memory is looked at, the first time when caches are full. What allocators give back
-and take again is more than what is looked for, so the least of the last looks is compared with the most of the first.
+"""Shares of the requests after which memory is looked at, the first time when caches are full. Allocators give back and
+take again more than what is looked for, so the least of the last looks is compared with the most of the first.
 """
 MAX_GROWTH_MIB = 5
 MANY_REQUESTS = 50_000
