@@ -68,7 +68,6 @@ def load_transformers(model: Path, dtype: str, threads: int) -> tuple[Run, str]:
 
     torch.set_num_threads(threads)
     causal: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-    causal.eval()
 
     def run(prompts: list[list[int]], num_new: int) -> list[list[int]]:
         inputs = torch.tensor(prompts)
