@@ -124,7 +124,7 @@ class AnswerParser:
         names: Set[str] = frozenset(),
         has_reasoning: bool = False,
         is_reasoning: bool = False,
-        marks: "Marks | None" = None,
+        marks: Marks | None = None,
     ) -> None:
         self.reasoning = ReasoningParser(is_inside=is_reasoning) if has_reasoning else None
         self._calls = None

@@ -4,6 +4,7 @@ Each check asks one thing and gives findings; none depends on another, and one t
 not asked for (no `--redis`, no `--model`) are left out. Nothing is changed, and nothing is left running.
 """
 
+import functools
 import importlib
 import itertools
 import json
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +33,7 @@ from services.scheduling.health import GpuState, judge_gpu
 MIN_OPEN_FILES = 4096
 MAX_PING_S = 0.005
 MAX_CLOCK_OFFSET_S = 1.0
+MAX_CONNECTING = 64
 SLOW_BYTES_PER_S = 1e9
 COPY_BYTES = 64 << 20
 
@@ -294,19 +297,21 @@ def judge_versions(gateways: str, workers: Iterable[Mapping[str, Any]]) -> Itera
 
 def ports(workers: Iterable[Mapping[str, Any]], *, timeout_s: float) -> Iterator[Finding]:
     """Whether each worker's port can be reached from here, as gateways and other workers reach it."""
-    for worker in workers:
-        host, _, port = str(worker.get("address", "")).rpartition(":")
-        if not port.isdigit():
-            continue  # it has none yet
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
-        except OSError as error:
-            yield Finding(
-                Level.NOTE,
-                "ports",
-                f"{worker.get('id', '-')} at {host}:{port} cannot be reached from here: {error.strerror or error}",
-                "gateways and the other workers must reach it: see --host and --advertise-host, and firewalls",
-            )
+    with ThreadPoolExecutor(MAX_CONNECTING) as threads:  # each that does not answer takes the whole time
+        yield from filter(None, threads.map(functools.partial(_port, timeout_s=timeout_s), workers))
+
+
+def _port(worker: Mapping[str, Any], *, timeout_s: float) -> Finding | None:
+    host, _, port = str(worker.get("address", "")).rpartition(":")
+    if not port.isdigit():
+        return None  # it has none yet
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        what = f"{worker.get('id', '-')} at {host}:{port} cannot be reached from here: {error.strerror or error}"
+        advice = "gateways and the other workers must reach it: see --host and --advertise-host, and firewalls"
+        return Finding(Level.NOTE, "ports", what, advice)
+    return None
 
 
 def judge_workers(workers: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tandem_client import (
@@ -160,12 +161,12 @@ async def test_a_stream_that_is_closed_leaves_nothing_running(world: World) -> N
 
 @pytest.mark.parametrize("name", ["idempotency_key", "request_id"])
 async def test_a_named_stream_survives_its_gateway(world: World, name: str) -> None:
-    sampling = {"max_tokens": LONG, "seed": 11, "ignore_eos": True}
+    sampling: dict[str, Any] = {"max_tokens": LONG, "seed": 11, "ignore_eos": True}
     async with AsyncClient(world.address, retries=PATIENT) as client:
-        expected = await client.generate(Request("class Stack:", **sampling))  # type: ignore[arg-type]
+        expected = await client.generate(Request("class Stack:", **sampling))
     with world.gateway() as gateway:
         async with AsyncClient([gateway.address, world.address], retries=PATIENT) as client:
-            request = Request("class Stack:", **{name: next(names)}, **sampling)  # type: ignore[arg-type]
+            request = Request("class Stack:", **{name: next(names)}, **sampling)
             token_ids: list[int] = []
             text = ""
             stream = client.stream(request)

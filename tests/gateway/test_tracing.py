@@ -534,7 +534,8 @@ async def test_who_resumes_what_was_resumed_links_to_the_last_one(make_system, w
         system = await make_system()
         if not requests:
             await system.add(worker_type("decode", "decode-0", script.decode))
-        await system.until(lambda: system.gateway.topology.num_ready("decode", "tiny") == 1)  # noqa: B023 - of this turn
+        topology = system.gateway.topology
+        await system.until(lambda topology=topology: topology.num_ready("decode", "tiny") == 1)
         await read_some(system, named)
         request, trace = await trace_of(system, spans, num_requests=number + 1)
         check(request, trace)
