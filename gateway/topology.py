@@ -188,6 +188,11 @@ class Topology:
         usual = self.usual_speeds(model)
         return [_view(member, usual, usual.local, prompt) for member in self._ready("decode", model)]
 
+    def decode_speeds(self, model: str) -> list[DecodeSpeed]:
+        """Of the decode workers of a model in rotation, as in `decode_views`."""
+        usual = self.usual_speeds(model)
+        return [_decode_speed(member, usual) for member in self._ready("decode", model)]
+
     def usual_speeds(self, model: str) -> "UsualSpeeds":
         """What is normal for a model's workers, at most `USUAL_S` old."""
         at_s, usual = self._usual.get(model, (-math.inf, _NOTHING_MEASURED))
@@ -488,9 +493,18 @@ def _own(speed: S | None, usual: S, time_s: Callable[[S], float]) -> S:
     return speed
 
 
+def _is_fresh(session: WorkerSession) -> bool:
+    """Whether what it measures of itself is of now."""
+    return session.has_worked_since(asyncio.get_running_loop().time() - FRESH_S)
+
+
+def _decode_speed(member: Member, usual: UsualSpeeds) -> DecodeSpeed:
+    return _own(member.load.decode_speed, usual.decode, _step_s) if _is_fresh(member.session) else usual.decode
+
+
 def _view(member: Member, usual: UsualSpeeds, prefill: PrefillSpeed, prompt: tuple[int, int] | None) -> WorkerView:
     load, record, session = member.load, member.record, member.session
-    is_fresh = session.has_worked_since(asyncio.get_running_loop().time() - FRESH_S)
+    is_fresh = _is_fresh(session)
     return WorkerView(
         worker_id=record.id,
         incarnation=record.incarnation,
