@@ -47,7 +47,10 @@ class AnswerText:
         """Takes the next tokens of the answer."""
         if self._stop_texts:
             return self._push_one_by_one(token_ids)
-        num_shown = self._num_before_stop_token(token_ids)
+        if self._stop_token_ids.isdisjoint(token_ids):
+            num_shown = len(token_ids)
+        else:
+            num_shown = self._num_before_stop_token(token_ids)
         self._num_tokens += len(token_ids)
         if num_shown == len(token_ids):
             return Taken(num_shown, self._detokenizer.push(token_ids), False)
@@ -79,8 +82,6 @@ class AnswerText:
         return Taken(len(token_ids), "".join(pieces), False)
 
     def _num_before_stop_token(self, token_ids: Sequence[int]) -> int:
-        if self._stop_token_ids.isdisjoint(token_ids):
-            return len(token_ids)
         for position, token_id in enumerate(token_ids):
             if token_id in self._stop_token_ids and self._num_tokens + position + 1 >= self._min_tokens:
                 return position

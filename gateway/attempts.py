@@ -331,7 +331,7 @@ class Attempt:
     @property
     def is_moving(self) -> bool:
         """Whether the answer is on its way to another decode worker, or should be."""
-        return self.is_move or self.is_paused or self.decode.load.is_draining
+        return self._giver is not None or self._is_paused or self.decode.load.is_draining
 
     @property
     def can_pause(self) -> bool:

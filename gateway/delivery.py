@@ -6,20 +6,30 @@ end, a failure, a worker that leaves, or a client that does not take what there 
 """
 
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from gateway.attempts import Attempt
 from gateway.calls import Delta, Outlet
 from gateway.running import RunningRequest
 from services.runtime.errors import TandemError
 
+Observed = TypeVar("Observed")
 
-class Delivery:
-    """The deltas of one answer. `observe` is told of each, before anybody else."""
 
-    def __init__(self, request: RunningRequest, outlet: Outlet, observe: Callable[[Attempt, Delta], None]) -> None:
+class Delivery(Generic[Observed]):
+    """The deltas of one answer. `observe` is told of each, before anybody else, with `observed`."""
+
+    def __init__(
+        self,
+        request: RunningRequest,
+        outlet: Outlet,
+        observe: Callable[[RunningRequest, Attempt, Delta, Observed], None],
+        observed: Observed,
+    ) -> None:
         self._request = request
         self._outlet = outlet
         self._observe = observe
+        self._observed = observed
         self._attempt: Attempt | None = None
         self._left: Delta | None = None
         """Made, and nobody has it."""
@@ -58,5 +68,5 @@ class Delivery:
 
     def _make(self, attempt: Attempt) -> Delta:
         delta = self._request.take(attempt, attempt.take_arrived())
-        self._observe(attempt, delta)
+        self._observe(self._request, attempt, delta, self._observed)
         return delta

@@ -279,9 +279,7 @@ class Requests:
                 return
             if not request.is_resumed:
                 await self._until_served(request)
-            delivery = Delivery(
-                request, generation.outlet, lambda attempt, delta: self._observe(request, attempt, delta, observed)
-            )
+            delivery = Delivery(request, generation.outlet, self._observe, observed)
             while not request.is_finished:
                 try:
                     attempt = await self._place(request)

@@ -411,7 +411,10 @@ class ChoicesWriter(Writer):
     def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
         """The event for a delta; empty if the client would learn nothing from it. `usage` where it is continuous."""
         if self._is_plain and delta.logprobs is None and delta.finish_reason is None:
-            return self._plain_event(index, delta.text) if delta.text else b""
+            if not delta.text:
+                return b""
+            before, after = self._around_text.get(index) or self._find_around_text(index)
+            return before + _encode(delta.text) + after
         parts = []
         if delta.text or delta.logprobs or (self._has_token_ids and delta.token_ids):
             parts.append(self._event(self._text_choice(index, delta), usage))
@@ -431,14 +434,12 @@ class ChoicesWriter(Writer):
             return self._prefix + choice + b'],"usage":' + _encode(usage_sum([(usage, ())])) + b"}\n\n"
         return self._prefix + choice + self._suffix
 
-    def _plain_event(self, index: int, text: str) -> bytes:
-        """The event for a text alone, which nearly all are."""
-        around = self._around_text.get(index)
-        if around is None:
-            event = self._event(self._text_choice(index, Delta(0, [], _GAP)), None)
-            before, _, after = event.rpartition(_GAP.encode())
-            around = self._around_text[index] = before.removesuffix(b'"'), after.removeprefix(b'"')
-        return around[0] + _encode(text) + around[1]
+    def _find_around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What comes before and after the text in the event for a text alone, which nearly all are."""
+        event = self._event(self._text_choice(index, Delta(0, [], _GAP)), None)
+        before, _, after = event.rpartition(_GAP.encode())
+        around = self._around_text[index] = before.removesuffix(b'"'), after.removeprefix(b'"')
+        return around
 
     def _token_ids_member(self, token_ids: Sequence[int]) -> bytes:
         return b',"token_ids":' + _encode(token_ids) if self._has_token_ids else b""

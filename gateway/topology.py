@@ -119,6 +119,8 @@ class Topology:
         self._mismatched: set[tuple[str, str]] = set()
         self._usual: dict[str, tuple[float, UsualSpeeds]] = {}
         """By model, with the time at which it was found."""
+        self._ready_members: dict[tuple[Role, str | None], list[Member]] = {}
+        """By role and model, until something changes."""
         self._watchers: set[Callable[[], None]] = set()
         self._stale_since_s: float | None = None
         """Since when nobody can say who is registered, on the event loop's clock."""
@@ -226,7 +228,7 @@ class Topology:
 
     def num_ready(self, role_name: Role, model: str | None = None) -> int:
         """Workers of the role in rotation, of one model or of all."""
-        return sum(1 for _ in self._ready(role_name, model))
+        return len(self._ready(role_name, model))
 
     def is_away(self, role_name: Role, model: str) -> bool:
         """Whether a worker of a model has just lost its session and is still registered: it may be back in a moment.
@@ -425,11 +427,16 @@ class Topology:
                     member.session.forgive_silence(slept_s)
                 member.session.check_silence(checked_at_s)
 
-    def _ready(self, role_name: Role, model: str | None) -> Iterator[Member]:
+    def _ready(self, role_name: Role, model: str | None) -> list[Member]:
         """Members in rotation. A worker of another model than the request's must never be among them."""
-        for member in self._roles[role_name].members.values():
-            if member.state == "ready" and (model is None or member.record.model == model):
-                yield member
+        ready = self._ready_members.get((role_name, model))
+        if ready is None:
+            ready = self._ready_members[role_name, model] = [
+                member
+                for member in self._roles[role_name].members.values()
+                if member.state == "ready" and (model is None or member.record.model == model)
+            ]
+        return ready
 
     def _session(self, role_name: str, worker_id: str) -> WorkerSession:
         member = self._roles[role_name].members.get(worker_id)
@@ -446,6 +453,7 @@ class Topology:
         return (prefill.record.incarnation, decode.incarnation) not in self._mismatched
 
     def _changed(self) -> None:
+        self._ready_members.clear()
         self._on_change()
         for note in self._watchers:
             note()

@@ -18,7 +18,9 @@ class Scene:
         self.mailbox, self.outlet, self.observed = Mailbox(), Outlet(), []
         self.attempt = SimpleNamespace(is_over=False, is_moving=False, take_arrived=self.take_arrived)
         request = SimpleNamespace(mailbox=self.mailbox, take=self.take)
-        self.delivery = Delivery(request, self.outlet, lambda attempt, delta: self.observed.append(delta.text))
+        self.delivery = Delivery(
+            request, self.outlet, lambda request, attempt, delta, _: self.observed.append(delta.text), None
+        )
         self.error = None
 
     def take_arrived(self):
