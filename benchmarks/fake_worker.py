@@ -2,7 +2,8 @@
 
 `python -m benchmarks.fake_worker --redis URL --cluster NAME [--step-ms N] [--tokens-per-step N]`. As with an engine,
 what happened in a step of N milliseconds goes out in one message; every running sequence gets its tokens in each step.
-Both roles live in one process, so that a handoff is a function call.
+A step of 0 begins as soon as there is something to do, for latencies. Both roles live in one process, so that a handoff
+is a function call.
 """
 
 import argparse
@@ -50,12 +51,14 @@ class FakeWorkers:
     running: dict[tuple[str, int], _Sequence] = field(default_factory=dict)
     decode: SessionServer | None = None
     prefill: SessionServer | None = None
+    has_work: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def admit(self, session: Session, admit: worker_pb2.Admit) -> None:
         """Promises capacity, and begins at once where the prompt is computed here."""
         spec = admit.sequence
         key = (spec.id.request_id, spec.id.attempt)
         sequence = _Sequence(session, *key, spec.sampling.max_tokens, len(spec.emitted_token_ids))
+        self.has_work.set()
         self.waiting[key] = sequence
         self.from_decode.append(Emission(session, *key, worker_pb2.Admitted()))
         if admit.local_prefill:
@@ -63,6 +66,7 @@ class FakeWorkers:
 
     async def compute(self, session: Session, prefill: worker_pb2.Prefill) -> None:
         """Sends the first token and hands the attempt over."""
+        self.has_work.set()
         spec = prefill.sequence
         key = (spec.id.request_id, spec.id.attempt)
         if not spec.emitted_token_ids:
@@ -105,6 +109,9 @@ class FakeWorkers:
         assert self.decode is not None
         assert self.prefill is not None
         while True:
+            if not self.step_s and not self.running:
+                await self.has_work.wait()
+                self.has_work.clear()
             await asyncio.sleep(self.step_s)
             for key, sequence in list(self.running.items()):
                 num_left = sequence.max_tokens - sequence.next_index

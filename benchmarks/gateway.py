@@ -1,8 +1,10 @@
-"""Requests per second of the gateway with instant workers, beside a bare endpoint that returns the same bytes.
+"""Requests and streamed tokens per second of the gateway with instant workers, beside a bare endpoint.
 
 `python -m benchmarks.gateway [--json FILE]`. The gateway has one core for itself; Redis, the fake workers and the load
 client share another one. Each figure is given per second of wall time and per second of the gateway's own CPU time: on
-a busy machine the second is the one to trust.
+a busy machine the second is the one to trust, and against the bare endpoint, which returns the same bytes in the same
+run, more than by itself. A stream is 64 events with a token each; of 64 streams, each step's tokens come in one message
+of the worker. Latencies are those of one client at a time, whose workers answer at once.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import json
 import os
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -29,12 +32,14 @@ MODEL = Path(__file__).parent.parent / "demo" / "model"
 CLUSTER = "bench-gateway"
 NUM_CONNECTIONS = 64
 ANSWER_TOKENS = 16
-STREAM_TOKENS = 128
+STREAM_TOKENS = 64
 WHOLE_STEP_MS = 1.0
 STREAM_STEP_MS = 10.0
 WARM_UP_S = 1.0
-TARGET_REQUESTS_PER_S = 2000
-READY_TIMEOUT_S = 30.0
+NUM_LATENCIES = 300
+TARGET_REQUESTS_PER_S = 4000
+TARGET_TOKENS_PER_S = 60_000
+READY_TIMEOUT_S = 120.0
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 SERVER_CORE = 0
@@ -96,6 +101,10 @@ def measure(seconds: float) -> dict[str, Any]:
         with _fake_workers(redis.url, step_ms=STREAM_STEP_MS, tokens_per_step=1):
             _await_ready(port)
             streamed = _measure(gateway_pid, port, STREAMED, seconds)
+        _await_ready(port, is_ready=False)
+        with _fake_workers(redis.url, step_ms=0.0, tokens_per_step=1):
+            _await_ready(port)
+            ttft_ms = statistics.median(uvloop.run(_first_tokens_s(port))) * 1e3
     return {
         "requests_per_wall_s": whole.per_wall_s,
         "requests_per_gateway_cpu_s": whole.per_cpu_s,
@@ -106,7 +115,9 @@ def measure(seconds: float) -> dict[str, Any]:
         "streamed_tokens_per_wall_s": streamed.per_wall_s * STREAM_TOKENS,
         "streamed_tokens_per_gateway_cpu_s": streamed.per_cpu_s * STREAM_TOKENS,
         "gateway_cpu_us_per_streamed_event": streamed.server_cpu_s / max(1, streamed.num_events) * 1e6,
+        "ttft_p50_ms": ttft_ms,
         "target_requests_per_s": TARGET_REQUESTS_PER_S,
+        "target_tokens_per_s": TARGET_TOKENS_PER_S,
         "whole": asdict(whole),
         "floor": asdict(floor),
         "streamed": asdict(streamed),
@@ -115,14 +126,16 @@ def measure(seconds: float) -> dict[str, Any]:
 
 def _report(figures: dict[str, Any], file: Path | None) -> None:
     print(f"gateway, {NUM_CONNECTIONS} connections, {ANSWER_TOKENS} tokens in one JSON answer, instant workers")
-    print(f"  requests/s                {figures['requests_per_wall_s']:10.0f}   target {TARGET_REQUESTS_PER_S}")
-    print(f"  requests/s of own CPU     {figures['requests_per_gateway_cpu_s']:10.0f}")
+    print(f"  requests/s                {figures['requests_per_wall_s']:10.0f}")
+    print(f"  requests/s of own CPU     {figures['requests_per_gateway_cpu_s']:10.0f}   target {TARGET_REQUESTS_PER_S}")
     print(f"  CPU per request           {figures['gateway_cpu_us_per_request']:10.0f} us")
     print(f"  bare endpoint, requests/s {figures['floor_requests_per_wall_s']:10.0f}")
     print(f"  ratio to it, by CPU       {figures['ratio_to_floor_by_cpu']:10.3f}")
     print(f"streamed, {NUM_CONNECTIONS} streams of {STREAM_TOKENS} tokens, a step each {STREAM_STEP_MS:g} ms")
     print(f"  tokens/s                  {figures['streamed_tokens_per_wall_s']:10.0f}")
-    print(f"  tokens/s of own CPU       {figures['streamed_tokens_per_gateway_cpu_s']:10.0f}")
+    tokens_per_s = figures["streamed_tokens_per_gateway_cpu_s"]
+    print(f"  tokens/s of own CPU       {tokens_per_s:10.0f}   target {TARGET_TOKENS_PER_S}")
+    print(f"time to the first token of one client, p50 {figures['ttft_p50_ms']:.2f} ms")
     if file is not None:
         file.write_text(json.dumps(figures, indent=2))
 
@@ -251,10 +264,7 @@ class _Connection(asyncio.Protocol):
 async def _load_forever(port: int, body: bytes, seconds: float) -> dict[str, float]:
     """Keeps all connections busy for a while. Raises RuntimeError on any answer but 200."""
     loop = asyncio.get_running_loop()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    )
-    request = head.encode() + b"\r\n\r\n" + body
+    request = _request(body)
     tally = {"num_requests": 0, "num_bytes": 0, "num_events": 0}
     failed: asyncio.Future[None] = loop.create_future()
     started_s = time.perf_counter()
@@ -264,6 +274,27 @@ async def _load_forever(port: int, body: bytes, seconds: float) -> dict[str, flo
     if failed.done():
         failed.result()
     return {**tally, "wall_s": time.perf_counter() - started_s}
+
+
+async def _first_tokens_s(port: int) -> list[float]:
+    """Seconds from a streamed request to its first event, one request after the other on one connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    times_s = []
+    for _ in range(NUM_LATENCIES):
+        asked_s = time.perf_counter()
+        writer.write(_request(json.dumps(STREAMED).encode()))
+        await reader.readuntil(b"data: {")
+        times_s.append(time.perf_counter() - asked_s)
+        await reader.readuntil(b"\r\n0\r\n\r\n")
+    writer.close()
+    return times_s[NUM_LATENCIES // 10 :]
+
+
+def _request(body: bytes) -> bytes:
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    )
+    return head.encode() + b"\r\n\r\n" + body
 
 
 def _post(port: int, body: dict[str, Any]) -> bytes:

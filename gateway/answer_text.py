@@ -4,13 +4,13 @@ Pure: token ids in, text out. The result does not depend on how the tokens were 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from gateway.tokenization import Detokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True):
     """What became of some tokens.
 
     `num_tokens` of them belong to the answer (fewer than given only when `is_stopped`); `text` became certain.
@@ -47,12 +47,14 @@ class AnswerText:
         """Takes the next tokens of the answer."""
         if self._stop_texts:
             return self._push_one_by_one(token_ids)
-        num_shown = self._num_before_stop_token(token_ids)
-        shown = token_ids if num_shown == len(token_ids) else token_ids[:num_shown]
+        if self._stop_token_ids.isdisjoint(token_ids):
+            num_shown = len(token_ids)
+        else:
+            num_shown = self._num_before_stop_token(token_ids)
         self._num_tokens += len(token_ids)
-        text = self._detokenizer.push(shown)
         if num_shown == len(token_ids):
-            return Taken(num_shown, text, False)
+            return Taken(num_shown, self._detokenizer.push(token_ids), False)
+        text = self._detokenizer.push(token_ids[:num_shown])
         return Taken(num_shown + 1, text + self._detokenizer.finish(), True)
 
     def finish(self) -> str:
@@ -80,8 +82,6 @@ class AnswerText:
         return Taken(len(token_ids), "".join(pieces), False)
 
     def _num_before_stop_token(self, token_ids: Sequence[int]) -> int:
-        if self._stop_token_ids.isdisjoint(token_ids):
-            return len(token_ids)
         for position, token_id in enumerate(token_ids):
             if token_id in self._stop_token_ids and self._num_tokens + position + 1 >= self._min_tokens:
                 return position

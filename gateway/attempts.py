@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import msgspec
 
 from gateway.sessions import (
     Admitted,
@@ -109,17 +111,18 @@ class TokenLog:
 
     def accept(self, tokens: Tokens) -> Tokens:
         """Appends what is new and returns it. Raises TransferFailed at a gap, InternalError beyond max_tokens."""
-        num_known = self.next_index - tokens.first_index
+        next_index = len(self.token_ids)
+        num_known = next_index - tokens.first_index
         if num_known < 0:
-            raise TransferFailed(f"token {self.next_index} is missing; the worker sent {tokens.first_index} next")
+            raise TransferFailed(f"token {next_index} is missing; the worker sent {tokens.first_index} next")
         if tokens.logprobs is not None and len(tokens.logprobs) != len(tokens.token_ids):
             raise InternalError("a worker sent tokens without their log-probabilities")
         if num_known > 0:
             logprobs = None if tokens.logprobs is None else tokens.logprobs[num_known:]
-            tokens = Tokens(self.next_index, tokens.token_ids[num_known:], logprobs)
-        elif self.next_index == 0 and len(tokens.prompt_logprobs or ()) != self._num_prompt_logprobs:
+            tokens = Tokens(next_index, tokens.token_ids[num_known:], logprobs)
+        elif next_index == 0 and len(tokens.prompt_logprobs or ()) != self._num_prompt_logprobs:
             raise InternalError("a worker sent the first token without the prompt's log-probabilities")
-        if self.next_index + len(tokens.token_ids) > self._max_tokens:
+        if next_index + len(tokens.token_ids) > self._max_tokens:
             raise InternalError("a worker sent more tokens than it was asked for")
         self.token_ids += tokens.token_ids
         return tokens
@@ -129,14 +132,19 @@ class Mailbox:
     """Events of one answer on their way from the sessions to whoever runs it."""
 
     def __init__(self) -> None:
-        self._events: deque[tuple[WorkerSession, Event]] = deque()
+        self.events: deque[tuple[WorkerSession, Event]] = deque()
+        """To be taken from the left."""
         self._error: TandemError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._take_now: Callable[[], bool] | None = None
 
     def deliver(self, session: WorkerSession, event: Event) -> None:
         """Takes an event; a session's routes call this."""
-        self._events.append((session, event))
-        self._wake()
+        self.events.append((session, event))
+        # A waiter that was cancelled is done.
+        take_now = None if self._waiter is None or self._waiter.done() else self._take_now
+        if take_now is None or not take_now():
+            self._wake()
 
     def fail(self, error: TandemError) -> None:
         """Makes every wait from now on raise `error`, such as when the deadline has passed."""
@@ -145,16 +153,25 @@ class Mailbox:
 
     def clear(self) -> None:
         """Forgets events of an attempt that is over."""
-        self._events.clear()
+        self.events.clear()
 
-    async def wait(self) -> deque[tuple[WorkerSession, Event]]:
-        """Waits for at least one event and gives the queue itself, to take from its left. Raises the failure."""
-        while not self._events and self._error is None:
+    async def wait(self, take_now: Callable[[], bool] | None = None) -> None:
+        """Waits for at least one event. Raises the failure.
+
+        `take_now` is called for each event that comes meanwhile, where it comes: no task has to be woken for it. True:
+        the wait goes on, and it has taken the events. False: the wait is over. It must not raise.
+        """
+        while not self.events and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            self._take_now = take_now
+            try:
+                await self._waiter
+            finally:
+                self._take_now = None
+            if take_now is not None:
+                break
         if self._error is not None:
             raise self._error
-        return self._events
 
     async def rest(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> None:
         """Waits without looking at events, less long if `until` holds at a `nudge`. Raises the failure at once."""
@@ -171,16 +188,16 @@ class Mailbox:
         self._wake()
 
     def _wake(self) -> None:
+        self._take_now = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-@dataclass(slots=True)
-class Arrived:
+class Arrived(msgspec.Struct):
     """New tokens in order, and whether the worker ended the answer with them."""
 
     first_index: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
@@ -237,7 +254,8 @@ class Attempt:
         self._is_at_decode = True
         self.decode.admit(self.order, is_local_prefill=is_local_prefill, is_from_decode=self._giver is not None)
         while True:
-            events = await self._mailbox.wait()
+            await self._mailbox.wait()
+            events = self._mailbox.events
             session, event = events[0]
             if self._giver is not None and session is self._giver.session:
                 raise GiverFailed
@@ -263,15 +281,20 @@ class Attempt:
         self._use_next_prefill(WorkerUnavailable("no prefill worker is connected"))
 
     async def next_arrived(self) -> Arrived:
-        """Waits for events and gives what they brought. Raises CrowdedOut, or the error that ended the attempt.
+        """Waits for events and gives what they brought. Raises as `take_arrived`."""
+        if self._ended_by is None:
+            await self._mailbox.wait()
+        return self.take_arrived()
+
+    def take_arrived(self) -> Arrived:
+        """What the events in the mailbox bring. Raises CrowdedOut, or the error that ended the attempt.
 
         Tokens that came before the error are given first: they are in the log, so no later attempt sends them again.
         """
         if self._ended_by is None:
-            self._arrived = Arrived(self._log.next_index)
-            events = await self._mailbox.wait()
+            self._arrived = Arrived(len(self._log.token_ids))
             try:
-                self._take_all(events)
+                self._take_all(self._mailbox.events)
             except TandemError as error:
                 self._ended_by = error
             if self._ended_by is None or self._arrived.token_ids:
@@ -279,6 +302,11 @@ class Attempt:
         if isinstance(self._ended_by, Overloaded):
             raise CrowdedOut(self._ended_by.message) from self._ended_by
         raise self._ended_by
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an error has ended it."""
+        return self._ended_by is not None
 
     @property
     def is_begun(self) -> bool:
@@ -299,6 +327,11 @@ class Attempt:
     def is_paused(self) -> bool:
         """Whether the decode worker has stopped and waits for what comes next."""
         return self._is_paused and self._ended_by is None
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the answer is on its way to another decode worker, or should be."""
+        return self._giver is not None or self._is_paused or self.decode.load.is_draining
 
     @property
     def can_pause(self) -> bool:
@@ -326,8 +359,8 @@ class Attempt:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._is_at_decode:
-                    events = await self._mailbox.wait()
-                    session, event = events.popleft()
+                    await self._mailbox.wait()
+                    session, event = self._mailbox.events.popleft()
                     if session is self.decode and isinstance(event, Failed):
                         self._leave_decode()
                         if not isinstance(event.error, WorkerLost):
@@ -377,6 +410,13 @@ class Attempt:
                 raise
 
     def _take_from_decode(self, event: Event) -> None:
+        if isinstance(event, Tokens):
+            if self._is_at_prefill and (self._held or event.first_index > self._log.next_index):
+                self._held.append(event)
+            else:
+                self._token_sources.add(self.decode)
+                self._accept(event)
+            return
         if isinstance(event, Failed | Refused):
             self._leave_decode()
             raise event.error
@@ -390,14 +430,10 @@ class Attempt:
             self._is_begun = True
             self.prefill_started = event
             self._log.note_prefill(event.num_cached_tokens)
-        if not isinstance(event, Tokens | Finished):
+        if not isinstance(event, Finished):
             return
-        is_early = self._held or (isinstance(event, Tokens) and event.first_index > self._log.next_index)
-        if is_early and self._is_at_prefill:
+        if self._held and self._is_at_prefill:
             self._held.append(event)
-        elif isinstance(event, Tokens):
-            self._token_sources.add(self.decode)
-            self._accept(event)
         else:
             self._leave_decode()
             self._finish(event)

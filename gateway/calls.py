@@ -92,6 +92,20 @@ class Call(msgspec.Struct, kw_only=True):
     allowed_models: Set[str] | None = None
 
 
+class Outlet:
+    """A short way for an answer's deltas, past whoever iterates over them.
+
+    `take`, where it is set, is offered each delta but the last as soon as it is made. True: it has delivered it, or
+    there was nothing to deliver. It is only asked while the one who iterates waits for the next delta, so nothing is
+    overtaken.
+    """
+
+    __slots__ = ("take",)
+
+    def __init__(self) -> None:
+        self.take: Callable[[Delta], bool] | None = None
+
+
 class Generation(msgspec.Struct, frozen=True):
     """One answer to be generated: checked, tokenized, with a seed. `choice` numbers the answers of its call.
 
@@ -117,6 +131,7 @@ class Generation(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     share_cache: str = ""
     emitted_token_ids: Sequence[int] = ()
+    outlet: Outlet = msgspec.field(default_factory=Outlet)
 
 
 class StoredChoice(msgspec.Struct, frozen=True):

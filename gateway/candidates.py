@@ -246,8 +246,8 @@ class Candidates:
         """What an answer takes at least, from the moment in which workers take it, if nobody else was there."""
         sampling = generation.sampling
         num_new_tokens = sampling.max_tokens if sampling.ignore_eos else max(1, sampling.min_tokens)
-        decodes = self._topology.decode_views(generation.model)
-        steps = (view.decode_speed.step_s(1, len(generation.prompt_token_ids)) for view in decodes)
+        speeds = self._topology.decode_speeds(generation.model)
+        steps = (speed.step_s(1, len(generation.prompt_token_ids)) for speed in speeds)
         return min(steps, default=0.0) * max(0, num_new_tokens - len(generation.emitted_token_ids))
 
     def has_room(self, request: RunningRequest, route: Route) -> bool:

@@ -119,6 +119,8 @@ class HttpApi:
         self._is_ready = is_ready
         self._door = door
         self._created_unix_s = int(time.time())
+        self._fingerprints: dict[str, str] = {}
+        """By the names of models."""
         self.routes: list[BaseRoute] = []
         """What `app` serves; it fills them in."""
 
@@ -322,7 +324,7 @@ class HttpApi:
                         writer_type, request, accepted.request_id, int(time.time()), accepted.generations
                     )
                     if request.stream:
-                        await self._stream(exchange, self._events(accepted, streams, writer), writer)
+                        await self._stream(exchange, self._events(exchange, accepted, streams, writer), writer)
                     else:
                         pairs = zip(accepted.generations, streams, strict=True)
                         answers = await all_of([self._whole(generation, stream) for generation, stream in pairs])
@@ -358,7 +360,10 @@ class HttpApi:
         generations: Sequence[Generation],
     ) -> Writer:
         model = self._requests.catalog[generations[0].model]
-        head = Head(request_id, created_unix_s, model.name, system_fingerprint(model))
+        fingerprint = self._fingerprints.get(model.name)
+        if fingerprint is None:
+            fingerprint = self._fingerprints[model.name] = system_fingerprint(model)
+        head = Head(request_id, created_unix_s, model.name, fingerprint)
         prompts = [generation.prompt_token_ids for generation in generations]
         return writer_type(model.tokenizer, request, head=head, prompts=prompts)
 
@@ -368,13 +373,20 @@ class HttpApi:
         texts: list[str] = []
         logprobs: list[TokenLogprobs] | None = None
         prompt_logprobs: list[TokenLogprobs] | None = None
+
+        def take(delta: Delta) -> bool:
+            nonlocal logprobs, prompt_logprobs
+            token_ids.extend(delta.token_ids)
+            texts.append(delta.text)
+            if delta.logprobs is not None:
+                logprobs = [*(logprobs or ()), *delta.logprobs]
+            prompt_logprobs = prompt_logprobs or delta.prompt_logprobs
+            return True
+
+        generation.outlet.take = take
         async with contextlib.aclosing(stream) as deltas:
             async for delta in deltas:
-                token_ids += delta.token_ids
-                texts.append(delta.text)
-                if delta.logprobs is not None:
-                    logprobs = [*(logprobs or ()), *delta.logprobs]
-                prompt_logprobs = prompt_logprobs or delta.prompt_logprobs
+                take(delta)
         assert delta.finish_reason is not None
         assert delta.usage is not None
         return Whole(
@@ -389,11 +401,22 @@ class HttpApi:
         )
 
     async def _events(
-        self, accepted: AcceptedCall, streams: list[Stream], writer: Writer
+        self, exchange: Exchange, accepted: AcceptedCall, streams: list[Stream], writer: Writer
     ) -> AsyncGenerator[bytes, None]:
-        """The events of all answers as they come."""
-        tally = _UsageTally(accepted.generations)
+        """The events of all answers as they come, but for those of a single one that could be sent at once."""
+        tally = _UsageTally(accepted.generations, is_continuous=writer.is_usage_continuous)
         opened: set[int] = set()
+
+        def send_now(delta: Delta) -> bool:
+            if not exchange.can_send_event_now():
+                return False
+            event = writer.chunk(0, delta, tally.take(0, delta))
+            if event:
+                exchange.send_event_now(event)
+            return True
+
+        if len(streams) == 1:
+            accepted.generations[0].outlet.take = send_now
         async with contextlib.aclosing(merged(streams)) as parts:
             async for choice, delta in parts:
                 opening = b"" if choice in opened else writer.opening(choice)
@@ -533,7 +556,7 @@ async def _named_events(
     reader: Reader, writer: Writer, new_text: Callable[[Generation], AnswerText]
 ) -> AsyncGenerator[bytes, None]:
     """The events of all answers from the reader's position on, each with its id."""
-    tally = _UsageTally(reader.generations)
+    tally = _UsageTally(reader.generations, is_continuous=writer.is_usage_continuous)
     begun: set[int] = set()
     before = event_id(reader.request_id, reader.positions)
 
@@ -598,7 +621,8 @@ async def _wholes(reader: Reader) -> list[Whole]:
 class _UsageTally:
     """Usage of the answers of a stream: at the end, and so far for clients that want it with every chunk."""
 
-    def __init__(self, generations: list[Generation]) -> None:
+    def __init__(self, generations: list[Generation], *, is_continuous: bool) -> None:
+        self._is_continuous = is_continuous
         self._prompts = [generation.prompt_token_ids for generation in generations]
         self._num_tokens = [0] * len(generations)
         self._usages: dict[int, Usage] = {}
@@ -607,12 +631,14 @@ class _UsageTally:
         """The client has so many tokens of an answer already."""
         self._num_tokens[choice] += num_tokens
 
-    def take(self, choice: int, delta: Delta) -> Usage:
-        """The usage of one answer up to this delta."""
-        self._num_tokens[choice] += len(delta.token_ids)
+    def take(self, choice: int, delta: Delta) -> Usage | None:
+        """The usage of one answer up to this delta, if that is its last one or each is to have it."""
         if delta.usage is not None:
             self._usages[choice] = delta.usage
             return delta.usage
+        if not self._is_continuous:
+            return None
+        self._num_tokens[choice] += len(delta.token_ids)
         return Usage(len(self._prompts[choice]), 0, self._num_tokens[choice], 0.0, 0.0, 0.0, 0.0)
 
     def all(self) -> list[tuple[Usage, Any]]:

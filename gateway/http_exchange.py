@@ -61,6 +61,7 @@ class Exchange:
         self.is_unread = True
         """The end of the body was not seen yet."""
         self._headers: HeaderPairs = scope["headers"]
+        self._first_values = dict(reversed(self._headers))
         self._connection = connection_of(scope)
         self._url_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         self._receive = receive
@@ -76,10 +77,8 @@ class Exchange:
 
     def optional_header(self, name: bytes) -> str | None:
         """The value of a header; None if it is absent."""
-        for key, value in self._headers:
-            if key == name:
-                return value.decode("latin-1")
-        return None
+        value = self._first_values.get(name)
+        return None if value is None else value.decode("latin-1")
 
     def all_headers(self, name: bytes) -> list[str]:
         """All values of a header."""
@@ -151,6 +150,14 @@ class Exchange:
         self._sending_since_s = asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
         self._sending_since_s = None
+
+    def can_send_event_now(self) -> bool:
+        """Whether `send_event_now` may be called: the answer has begun, and nothing waits to be sent before it."""
+        return self.has_started and self._connection.can_write()
+
+    def send_event_now(self, event: bytes) -> None:
+        """Sends server-sent events without waiting for anything."""
+        self._connection.write_chunk(event)
 
     async def end_events(self) -> None:
         """Ends a stream of events."""

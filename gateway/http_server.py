@@ -36,12 +36,24 @@ _EXTENSION = "tandem"
 class Connection:
     """What a request may know of its connection: `on_lost` is called when the client goes away, `is_lost` says it did.
 
-    ASGI's own way is a task that waits for `http.disconnect`, which costs as much as parsing the request.
+    ASGI's own way is a task that waits for `http.disconnect`, which costs as much as parsing the request. And as ASGI
+    has messages for everything, a piece of an answer under way may be written here instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, protocol: HttpToolsProtocol | None = None) -> None:
         self.on_lost: Callable[[], None] | None = None
         self.is_lost = False
+        self._protocol = protocol
+
+    def can_write(self) -> bool:
+        """Whether `write_chunk` may be called, by the answer that is being sent: the client takes what it gets."""
+        protocol = self._protocol
+        return protocol is not None and not protocol.flow.write_paused and not protocol.transport.is_closing()
+
+    def write_chunk(self, data: bytes) -> None:
+        """Writes a piece of an answer whose head was sent and whose length was not told."""
+        assert self._protocol is not None
+        self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def connection_of(scope: MutableMapping[str, Any]) -> Connection:
@@ -136,7 +148,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        self._connection = Connection()
+        self._connection = Connection(self)
         super().connection_made(transport)
         if len(self.server_state.connections) > MAX_CONNECTIONS:
             self._refuse(503, "too many connections", "server_overloaded", kind="overloaded_error")

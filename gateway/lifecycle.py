@@ -24,6 +24,7 @@ from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall
 from gateway.candidates import Candidates, PrefixHints, RoomLimits
 from gateway.catalog import ModelCatalog, ServedModel
 from gateway.config import SLOW_REQUEST_S
+from gateway.delivery import Delivery
 from gateway.history import History
 from gateway.metrics import STATES, Metrics, RequestFigures
 from gateway.moves import Moves
@@ -102,7 +103,7 @@ class Policies:
 class _Observed:
     """What the metrics and the log are told of one answer while it runs."""
 
-    __slots__ = ("attempt", "figures", "num_placed_failures", "seen_handoff", "spans", "trace")
+    __slots__ = ("attempt", "figures", "num_placed_failures", "seen_handoff", "spans", "steady", "trace")
 
     def __init__(self, figures: RequestFigures, trace: AnswerTrace, spans: AnswerSpans | None) -> None:
         self.figures = figures
@@ -110,6 +111,8 @@ class _Observed:
         self.spans = spans
         self.attempt: Attempt | None = None
         """The last one that was looked at."""
+        self.steady: Attempt | None = None
+        """One of which all is known but its next tokens."""
         self.seen_handoff: HandedOff | None = None
         self.num_placed_failures = 0
         """Failed attempts before the last one that workers took."""
@@ -276,15 +279,15 @@ class Requests:
                 return
             if not request.is_resumed:
                 await self._until_served(request)
+            delivery = Delivery(request, generation.outlet, self._observe, observed)
             while not request.is_finished:
                 try:
                     attempt = await self._place(request)
                     while not request.is_finished:
-                        delta = request.take(attempt, await attempt.next_arrived())
-                        self._observe(request, attempt, delta, observed)
+                        delta = await delivery.next(attempt)
                         if delta.text or delta.token_ids or delta.finish_reason:
                             yield delta
-                        if attempt.decode.load.is_draining or attempt.is_paused or attempt.is_move:
+                        if attempt.is_moving:
                             attempt = await self._moves.follow(request, attempt)
                             if attempt is not observed.attempt:
                                 self._note_phase(request, attempt, "transfer", observed)
@@ -582,6 +585,12 @@ class Requests:
     def _observe(self, request: RunningRequest, attempt: Attempt, delta: Delta, observed: _Observed) -> None:
         """Books what a delta says about progress."""
         num_tokens = len(delta.token_ids)
+        if observed.steady is attempt and delta.finish_reason is None:
+            if num_tokens:
+                observed.figures.generated_tokens.value += num_tokens
+                observed.figures.itl_s.observe(request.last_gap_s / num_tokens, num_tokens)
+                attempt.watch.note_answer(num_tokens, is_finished=False)
+            return
         if num_tokens:
             request.bookings.note_prompt_done()
             self._recovery.end_trial(request)
@@ -611,6 +620,8 @@ class Requests:
         if state is not request.noted_state and not request.is_finished:
             request.noted_state = state
             self._note(request, state)
+        if num_tokens and state is State.DECODING:
+            observed.steady = attempt
 
     def _note_first_token(self, request: RunningRequest, figures: RequestFigures) -> None:
         generation = request.generation

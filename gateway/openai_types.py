@@ -43,6 +43,8 @@ SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultraf
 
 SSE_DONE = b"data: [DONE]\n\n"
 
+_GAP = "text goes here: \N{WHITE SQUARE}"
+
 
 class StreamOptions(msgspec.Struct):
     """`stream_options` of both request types."""
@@ -300,6 +302,8 @@ class Writer(ABC):
     """What ends a stream that was not broken off."""
     has_usage = False
     """Whether `usage_chunk` comes before the end."""
+    is_usage_continuous = False
+    """Whether each event tells the usage so far."""
 
     @abstractmethod
     def __init__(
@@ -327,8 +331,11 @@ class Writer(ABC):
         return b""
 
     @abstractmethod
-    def chunk(self, index: int, delta: Delta, usage: Usage) -> bytes:
-        """The event for a delta; empty if the client would learn nothing from it. `usage` is that so far."""
+    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
+        """The event for a delta; empty if the client would learn nothing from it.
+
+        `usage` is that so far; not given before the last delta unless `is_usage_continuous`.
+        """
 
     def with_ids(self, event: bytes, *, before: str, after: str) -> bytes:
         """What `opening` or `chunk` has just written, with ids: the client was at `before`, and is then at `after`."""
@@ -372,6 +379,9 @@ class ChoicesWriter(Writer):
         self._prefix = b"data: " + start[:-1] + b',"choices":['
         # With include_usage every chunk but the last has a null there, as OpenAI's clients were told.
         self._suffix = b'],"usage":null}\n\n' if self.has_usage else b"]}\n\n"
+        self._is_plain = not self._has_token_ids and not self.is_usage_continuous
+        """Whether a delta's event has nothing but its text that is not the same in all of them."""
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, answers: Sequence[Whole]) -> bytes:
         """The body of an answer that is not streamed."""
@@ -398,8 +408,13 @@ class ChoicesWriter(Writer):
             for one, logprob in logprobs.items()
         }
 
-    def chunk(self, index: int, delta: Delta, usage: Usage) -> bytes:
+    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
         """The event for a delta; empty if the client would learn nothing from it. `usage` where it is continuous."""
+        if self._is_plain and delta.logprobs is None and delta.finish_reason is None:
+            if not delta.text:
+                return b""
+            before, after = self._around_text.get(index) or self._find_around_text(index)
+            return before + _encode(delta.text) + after
         parts = []
         if delta.text or delta.logprobs or (self._has_token_ids and delta.token_ids):
             parts.append(self._event(self._text_choice(index, delta), usage))
@@ -418,6 +433,13 @@ class ChoicesWriter(Writer):
         if self.is_usage_continuous and usage is not None:
             return self._prefix + choice + b'],"usage":' + _encode(usage_sum([(usage, ())])) + b"}\n\n"
         return self._prefix + choice + self._suffix
+
+    def _find_around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What comes before and after the text in the event for a text alone, which nearly all are."""
+        event = self._event(self._text_choice(index, Delta(0, [], _GAP)), None)
+        before, _, after = event.rpartition(_GAP.encode())
+        around = self._around_text[index] = before.removesuffix(b'"'), after.removeprefix(b'"')
+        return around
 
     def _token_ids_member(self, token_ids: Sequence[int]) -> bytes:
         return b',"token_ids":' + _encode(token_ids) if self._has_token_ids else b""
@@ -461,7 +483,7 @@ class ChatWriter(ChoicesWriter):
         delta = b'{"role":"assistant","content":""}'
         return self._event(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta), None)
 
-    def chunk(self, index: int, delta: Delta, usage: Usage) -> bytes:
+    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
         """What the parser has held back until the end comes with the reason of the end."""
         if not self._parts.are_looked_for:
             return super().chunk(index, delta, usage)
@@ -784,9 +806,10 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise prompt_form_error()
-    if all(isinstance(part, str) for part in prompt) or all(isinstance(part, list) for part in prompt):
+    kinds = set(map(type, prompt))
+    if kinds == {str} or kinds == {list}:
         return prompt
-    if any(isinstance(part, str | list) for part in prompt):
+    if str in kinds or list in kinds:
         raise prompt_form_error()
     return [prompt]
 
@@ -798,7 +821,7 @@ def _decode_strictly(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InvalidRequest("the body is not valid UTF-8", code="invalid_encoding") from error
     try:
-        members = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+        members = _JSON.decode(text)
     except InvalidRequest:
         raise
     except RecursionError as error:
@@ -819,6 +842,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise InvalidRequest(f"{name} is no JSON number", code="invalid_json")
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
 
 
 def _type_error(text: str) -> InvalidRequest:

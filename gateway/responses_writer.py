@@ -137,10 +137,11 @@ class ResponsesWriter(Writer):
             self._event(f"response.{kind}", response=self._document("in_progress"))
         return self._written()
 
-    def chunk(self, index: int, delta: Delta, usage: Usage) -> bytes:
+    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
         """All events that follow from a delta."""
         self._read(delta.token_ids, delta.text, delta.logprobs)
         if delta.finish_reason is not None:
+            assert usage is not None
             self._finish(delta.finish_reason)
             response = self._ended(delta.finish_reason, usage)
             self._event(f"response.{response['status']}", response=response)

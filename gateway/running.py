@@ -218,10 +218,13 @@ class RunningRequest:
 
     def take(self, attempt: Attempt, arrived: Arrived) -> Delta:
         """Turns new tokens into what the client gets."""
-        taken = self._text.push(arrived.token_ids)
+        token_ids, logprobs = arrived.token_ids, arrived.logprobs
+        taken = self._text.push(token_ids)
         text, reason = taken.text, arrived.finish_reason
         if taken.is_stopped:
             reason = "stop"
+            token_ids = token_ids[: taken.num_tokens]
+            logprobs = None if logprobs is None else logprobs[: taken.num_tokens]
         elif reason is not None or self.log.is_full:
             # A full log needs no word from the worker, which may have died right after its last token.
             reason = reason or "length"
@@ -230,16 +233,8 @@ class RunningRequest:
         self.finish_reason = reason
         if taken.num_tokens:
             self._note_token_time()
-        logprobs = arrived.logprobs
-        return Delta(
-            first_index=arrived.first_index,
-            token_ids=arrived.token_ids[: taken.num_tokens],
-            text=text,
-            logprobs=logprobs[: taken.num_tokens] if logprobs is not None else None,
-            prompt_logprobs=arrived.prompt_logprobs,
-            finish_reason=reason,
-            usage=None if reason is None else self._usage(attempt),
-        )
+        usage = None if reason is None else self._usage(attempt)
+        return Delta(arrived.first_index, token_ids, text, logprobs, reason, usage, arrived.prompt_logprobs)
 
     def _note_fault(self, attempt: Attempt, fault: Fault) -> None:
         if fault.worker is not None:

@@ -319,7 +319,14 @@ class WorkerSession(ABC):
             raise WorkerUnavailable(f"{self.peer.worker_id} was restarted")
         self._heard_at_s = asyncio.get_running_loop().time()
         for event in message.events:
-            self._dispatch(event)
+            attempt_id = event.id
+            route = self._routes.get((attempt_id.request_id, attempt_id.attempt))
+            if route is None:
+                self.num_dropped_events += 1
+                continue
+            kind = event.WhichOneof("event")
+            if kind is not None:
+                route.deliver(self, _READERS[kind](getattr(event, kind)))
         if message.HasField("gpu"):
             self.gpu = _read_gpu(message.gpu)
         if message.HasField("load"):
@@ -328,16 +335,6 @@ class WorkerSession(ABC):
                 self._worked_at_s = self._heard_at_s
             if self.is_up:
                 self._on_change(self)
-
-    def _dispatch(self, event: worker_pb2.WorkerEvent) -> None:
-        attempt_id = event.id
-        route = self._routes.get((attempt_id.request_id, attempt_id.attempt))
-        if route is None:
-            self.num_dropped_events += 1
-            return
-        kind = event.WhichOneof("event")
-        if kind is not None:
-            route.deliver(self, _READERS[kind](getattr(event, kind)))
 
     def _send(self, command: Any, *, is_bounded: bool = True) -> None:
         """`is_bounded` is false for what ends something that went within the bound: it must not fail."""

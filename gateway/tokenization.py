@@ -5,6 +5,7 @@ Knows nothing of requests or workers; gets the model's files as text and gives b
 
 import asyncio
 import codecs
+import contextlib
 import functools
 import json
 import re
@@ -70,6 +71,9 @@ class ModelTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes: dict[int, bytes] = {}
+        self.whole_texts: dict[int, str] = {}
+        """Texts of tokens that are whole characters, as far as they were asked for: the same wherever they follow whole
+        characters."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.longest_token_chars = max(map(len, vocabulary), default=1)
 
@@ -133,6 +137,8 @@ class ModelTokenizer:
         known = self._token_bytes.get(token_id)
         if known is None:
             known = self._token_bytes[token_id] = self._make_token_bytes(token_id)
+            with contextlib.suppress(UnicodeDecodeError):
+                self.whole_texts[token_id] = known.decode()
         return known
 
     def _make_token_bytes(self, token_id: int) -> bytes:
@@ -208,14 +214,27 @@ class _ByteLevelDetokenizer:
     """For vocabularies whose tokens are bytes (GPT-2, Llama 3, Qwen): a UTF-8 decoder over the bytes."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._whole_text = tokenizer.whole_texts.__getitem__
         self._token_bytes = tokenizer.token_bytes
-        self._decode = _Utf8Decoder("replace").decode
+        self._decoder = _Utf8Decoder("replace")
+        self._is_in_character = False
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return self._decode(b"".join(map(self._token_bytes, token_ids)))
+        if self._is_in_character:
+            return self._push_bytes(token_ids)
+        try:
+            return "".join(map(self._whole_text, token_ids))
+        except KeyError:  # a part of a character, or a token that is new here
+            return self._push_bytes(token_ids)
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        self._is_in_character = False
+        return self._decoder.decode(b"", True)
+
+    def _push_bytes(self, token_ids: Sequence[int]) -> str:
+        text = self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
+        self._is_in_character = bool(self._decoder.getstate()[0])
+        return text
 
 
 class _WindowDetokenizer:

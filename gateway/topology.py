@@ -119,6 +119,8 @@ class Topology:
         self._mismatched: set[tuple[str, str]] = set()
         self._usual: dict[str, tuple[float, UsualSpeeds]] = {}
         """By model, with the time at which it was found."""
+        self._ready_members: dict[tuple[Role, str | None], list[Member]] = {}
+        """By role and model, until something changes."""
         self._watchers: set[Callable[[], None]] = set()
         self._stale_since_s: float | None = None
         """Since when nobody can say who is registered, on the event loop's clock."""
@@ -188,6 +190,11 @@ class Topology:
         usual = self.usual_speeds(model)
         return [_view(member, usual, usual.local, prompt) for member in self._ready("decode", model)]
 
+    def decode_speeds(self, model: str) -> list[DecodeSpeed]:
+        """Of the decode workers of a model in rotation, as in `decode_views`."""
+        usual = self.usual_speeds(model)
+        return [_decode_speed(member, usual) for member in self._ready("decode", model)]
+
     def usual_speeds(self, model: str) -> "UsualSpeeds":
         """What is normal for a model's workers, at most `USUAL_S` old."""
         at_s, usual = self._usual.get(model, (-math.inf, _NOTHING_MEASURED))
@@ -221,7 +228,7 @@ class Topology:
 
     def num_ready(self, role_name: Role, model: str | None = None) -> int:
         """Workers of the role in rotation, of one model or of all."""
-        return sum(1 for _ in self._ready(role_name, model))
+        return len(self._ready(role_name, model))
 
     def is_away(self, role_name: Role, model: str) -> bool:
         """Whether a worker of a model has just lost its session and is still registered: it may be back in a moment.
@@ -420,11 +427,16 @@ class Topology:
                     member.session.forgive_silence(slept_s)
                 member.session.check_silence(checked_at_s)
 
-    def _ready(self, role_name: Role, model: str | None) -> Iterator[Member]:
+    def _ready(self, role_name: Role, model: str | None) -> list[Member]:
         """Members in rotation. A worker of another model than the request's must never be among them."""
-        for member in self._roles[role_name].members.values():
-            if member.state == "ready" and (model is None or member.record.model == model):
-                yield member
+        ready = self._ready_members.get((role_name, model))
+        if ready is None:
+            ready = self._ready_members[role_name, model] = [
+                member
+                for member in self._roles[role_name].members.values()
+                if member.state == "ready" and (model is None or member.record.model == model)
+            ]
+        return ready
 
     def _session(self, role_name: str, worker_id: str) -> WorkerSession:
         member = self._roles[role_name].members.get(worker_id)
@@ -441,6 +453,7 @@ class Topology:
         return (prefill.record.incarnation, decode.incarnation) not in self._mismatched
 
     def _changed(self) -> None:
+        self._ready_members.clear()
         self._on_change()
         for note in self._watchers:
             note()
@@ -488,9 +501,18 @@ def _own(speed: S | None, usual: S, time_s: Callable[[S], float]) -> S:
     return speed
 
 
+def _is_fresh(session: WorkerSession) -> bool:
+    """Whether what it measures of itself is of now."""
+    return session.has_worked_since(asyncio.get_running_loop().time() - FRESH_S)
+
+
+def _decode_speed(member: Member, usual: UsualSpeeds) -> DecodeSpeed:
+    return _own(member.load.decode_speed, usual.decode, _step_s) if _is_fresh(member.session) else usual.decode
+
+
 def _view(member: Member, usual: UsualSpeeds, prefill: PrefillSpeed, prompt: tuple[int, int] | None) -> WorkerView:
     load, record, session = member.load, member.record, member.session
-    is_fresh = session.has_worked_since(asyncio.get_running_loop().time() - FRESH_S)
+    is_fresh = _is_fresh(session)
     return WorkerView(
         worker_id=record.id,
         incarnation=record.incarnation,

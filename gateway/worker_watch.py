@@ -6,6 +6,8 @@ what a worker measures of itself follows its fault. Short times are not compared
 consist of is this process and the way.
 """
 
+import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,8 @@ FLOOR_S = 0.01
 """Added to what was expected and to what it took, before the two are compared."""
 LEAST_WEIGHT = 0.1
 """Of a GPU that is out, and used since too many are: it gets what others cannot take soon."""
+MAX_ENDED_STAGES = 64
+"""So many are kept in the order of the open ones, beside as many again as are open."""
 TOKENS_PER_STAGE = 16
 """So many tokens of an answer are one stage: single gaps say little."""
 
@@ -31,13 +35,49 @@ class Stage:
     probe: int = 0
 
 
+class _OpenStages:
+    """What is expected of one worker now. Which of it should come soonest is known without a look at all."""
+
+    def __init__(self) -> None:
+        self._stages: set[Stage] = set()
+        self._soonest: list[tuple[float, int, Stage]] = []
+        """A heap, in which ended stages stay until they are first, or most of it is of them."""
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    @property
+    def least_expected_s(self) -> float:
+        """0 where nothing is expected."""
+        soonest = self._soonest
+        while soonest and soonest[0][2] not in self._stages:
+            heapq.heappop(soonest)
+        return soonest[0][0] if soonest else 0.0
+
+    def add(self, stage: Stage) -> None:
+        """It must not be in yet."""
+        self._stages.add(stage)
+        if len(self._soonest) > MAX_ENDED_STAGES + 2 * len(self._stages):
+            self._soonest = [entry for entry in self._soonest if entry[2] in self._stages]
+            heapq.heapify(self._soonest)
+        heapq.heappush(self._soonest, (stage.expected_s, next(self._numbers), stage))
+
+    def end(self, stage: Stage) -> bool:
+        """False: it was not in."""
+        if stage not in self._stages:
+            return False
+        self._stages.remove(stage)
+        return True
+
+
 class WorkerWatch:
     """The stages under way at all workers, and the judgement that follows."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._health = WorkerHealth()
-        self._open: dict[str, dict[Stage, None]] = {}
+        self._open: dict[str, _OpenStages] = {}
 
     @property
     def num_ejected(self) -> int:
@@ -79,8 +119,11 @@ class WorkerWatch:
     def begin(self, worker_id: str, expected_s: float, *, probe: int = 0) -> Stage:
         """Something was asked for. The stage must be ended by one of the three calls below."""
         stage = Stage(worker_id, self._clock.monotonic(), expected_s, probe)
-        self._open.setdefault(worker_id, {})[stage] = None
-        self._note_load(worker_id)
+        open_stages = self._open.get(worker_id)
+        if open_stages is None:
+            open_stages = self._open[worker_id] = _OpenStages()
+        open_stages.add(stage)
+        self._note_load(worker_id, open_stages)
         return stage
 
     def came(self, stage: Stage) -> None:
@@ -109,16 +152,15 @@ class WorkerWatch:
         self._health.note_abandoned(worker_id, probe)
 
     def _end(self, stage: Stage) -> None:
-        at_worker = self._open.get(stage.worker_id)
-        if at_worker is not None and at_worker.pop(stage, stage) is None:
-            if not at_worker:
+        open_stages = self._open.get(stage.worker_id)
+        if open_stages is not None and open_stages.end(stage):
+            if not open_stages:
                 del self._open[stage.worker_id]
-            self._note_load(stage.worker_id)
+            self._note_load(stage.worker_id, open_stages)
 
-    def _note_load(self, worker_id: str) -> None:
-        stages = self._open.get(worker_id, ())
-        expected_s = min((stage.expected_s for stage in stages), default=0.0)
-        self._health.note_load(worker_id, len(stages), FLOOR_S + expected_s, self._clock.monotonic())
+    def _note_load(self, worker_id: str, open_stages: _OpenStages) -> None:
+        expected_s = FLOOR_S + open_stages.least_expected_s
+        self._health.note_load(worker_id, len(open_stages), expected_s, self._clock.monotonic())
 
 
 class AttemptWatch:

@@ -43,10 +43,13 @@ class ServiceClass(IntEnum):
     @classmethod
     def from_name(cls, name: str) -> "ServiceClass":
         """The class with this name, in lower case. Raises ValueError."""
-        for one in cls:
-            if one.name.lower() == name:
-                return one
-        raise ValueError(f"there is no class {name!r}; there are {', '.join(one.name.lower() for one in cls)}")
+        one = _CLASSES_BY_NAME.get(name)
+        if one is None:
+            raise ValueError(f"there is no class {name!r}; there are {', '.join(_CLASSES_BY_NAME)}")
+        return one
+
+
+_CLASSES_BY_NAME = {one.name.lower(): one for one in ServiceClass}
 
 
 class QueueFull(Exception):
@@ -193,10 +196,14 @@ class RequestQueue:
 
     def waiting_tokens(self, service_class: ServiceClass) -> int:
         """Tokens that go before a new entry of this class: of it, of higher ones, and of resumed requests."""
+        if not self._waiting:
+            return 0
         return sum(lane.tokens for lane in self._lanes[: service_class + 2])
 
     def num_ahead(self, service_class: ServiceClass) -> int:
         """Entries that go before a new entry of this class: of it, of higher ones, and resumed ones."""
+        if not self._waiting:
+            return 0
         return sum(lane.num_waiting for lane in self._lanes[: service_class + 2])
 
     def push(self, entry: QueueEntry, *, is_resumed: bool = False) -> QueueEntry | None:
