@@ -102,8 +102,10 @@ def test_the_longest_there_go_first_and_the_end_of_a_sequence_before_its_beginni
     memory.say("abcd")
     memory.say("ABCD")
     assert set(memory.tier.parents()) == set(keys_of("abcd"))
+    memory.allocator.take_changes()
     memory.say("xy")  # ABC and ABCD go to the tier, abc and abcd for them
     assert list(memory.tier.parents()) == [b"ab", b"a", b"ABCD", b"ABC"]
+    assert memory.allocator.take_changes() == ((b"x", b"xy"), (b"abcd", b"abc"))
     assert memory.say("abcd") == 2
 
 
@@ -238,7 +240,7 @@ class TierMachine(RuleBasedStateMachine):
 
     leases = Bundle("leases")
     junk = Bundle("junk")
-    num_pages, num_slots = 12, 7
+    num_pages, num_slots = 9, 4
 
     def __init__(self) -> None:
         super().__init__()
