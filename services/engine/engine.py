@@ -380,10 +380,7 @@ def _host_tier(pool: PagePool, num_bytes: int | None) -> HostTier | None:
         )
     if num_bytes < pool.layout.page_bytes:
         return None
-    try:
-        return HostTier(SwapSpace(pool, num_bytes))
-    except (OSError, RuntimeError) as error:  # mmap's and torch's words for no memory that can be locked
-        raise ConfigError(f"{num_bytes >> 20} MiB of host tier cannot be allocated: give less") from error
+    return HostTier(SwapSpace(pool, num_bytes))
 
 
 def _default_kv_bytes(device: torch.device, available_bytes: int) -> int:

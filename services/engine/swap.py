@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from services.engine.pages import PagePool, host_zeros
-from services.runtime.errors import InvariantViolated
+from services.runtime.errors import ConfigError, InvariantViolated
 
 
 class SwapSpace:
@@ -25,7 +25,7 @@ class SwapSpace:
     """
 
     def __init__(self, pool: PagePool, memory_bytes: int) -> None:
-        """`memory_bytes` less than a page: there are no slots."""
+        """`memory_bytes` less than a page: there are no slots. Raises ConfigError where they cannot be had."""
         self._pool = pool
         self._page_bytes = pool.layout.page_bytes
         self._num_slots = max(0, memory_bytes) // self._page_bytes
@@ -109,12 +109,16 @@ class SwapSpace:
 
     def _host_memory(self) -> torch.Tensor:
         shape = (self._num_slots, self._page_bytes)
-        # Only pinned memory is copied without a detour, and beside what the host does.
-        return (
-            torch.zeros(shape, dtype=torch.uint8, pin_memory=True)
-            if self._is_on_gpu
-            else host_zeros(shape, torch.uint8)
-        )
+        try:
+            if not self._is_on_gpu:
+                return host_zeros(shape, torch.uint8)
+            # Only pinned memory is copied without a detour, and beside what the host does.
+            return torch.zeros(shape, dtype=torch.uint8, pin_memory=True)
+        except (OSError, RuntimeError) as error:  # mmap's and torch's words for it
+            wanted = self._num_slots * self._page_bytes >> 20
+            raise ConfigError(
+                f"{wanted} MiB of the host's memory for KV pages cannot be allocated: give less"
+            ) from error
 
 
 def _copy(source: torch.Tensor, rows: Sequence[int], target: torch.Tensor, target_rows: Sequence[int]) -> None:

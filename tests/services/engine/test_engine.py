@@ -436,7 +436,7 @@ class TestLoadEngine:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
         monkeypatch.setattr(swap, "host_zeros", refuse)
-        with pytest.raises(ConfigError, match="1 MiB of host tier cannot be allocated"):
+        with pytest.raises(ConfigError, match="MiB of the host's memory for KV pages cannot be allocated"):
             load_engine(checkpoint("llama-mha"), device="cpu", num_pages=4, host_tier_bytes=1 << 20)
 
     @pytest.mark.parametrize(
