@@ -112,6 +112,8 @@ def _worker(
     transports = (settings.transport,)
     counters = Counters()
     metrics.watch_faults(counters.snapshot)
+    if parts.tier is not None:
+        metrics.watch_host_tier(parts.tier.stats)
     if gpu is not None:
         metrics.watch_gpu(gpu.use)
     worker = DecodeWorker(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from decode_worker.scheduler import BatchScheduler, Preemption, Progress, Work, is_swap_cheaper
+from services.engine.host_tier import HostTier, take_prefix
 from services.engine.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
 from services.engine.prefix import KeyChain, PageKey
 from services.engine.sequence import FinishReason, Sequence
@@ -28,13 +29,11 @@ from services.engine.swap import SwapSpace
 from services.runtime.clock import Clock
 from services.runtime.errors import InvariantViolated, RequestCancelled
 from services.scheduling.chunks import DEFAULT_CLASS
-from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_PREFILL, LinkMeter, LinkSpeed
+from services.scheduling.copies import CopyMeter
+from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_LINK, DEFAULT_PREFILL
 from services.scheduling.speedometer import Speedometer
 
 R = TypeVar("R")
-
-DEFAULT_COPY = LinkSpeed(latency_s=5e-5, bytes_per_s=4e9)
-"""Of pages to the host's memory or back, until it was measured: about what one core copies."""
 
 
 class Runner(Protocol):
@@ -131,7 +130,8 @@ class DecodeLoop:
 
     Pages are taken when they are needed, and if there are none, the scheduler says who gives way: that sequence's pages
     are copied to `swap` and back, or it is computed again, whichever takes less time by what was measured. Its tokens
-    stay, so that it goes on with the same answer.
+    stay, so that it goes on with the same answer. Named pages that the pool has no room to keep go to `tier`, and come
+    back where that takes less time than computing them or having them sent.
 
     A key is known from `reserve` or `start` until it ends in a step or `free` is called. `on_report` is called on the
     engine thread and must not block. What a step did is reported when the next one has been prepared: the event
@@ -149,6 +149,7 @@ class DecodeLoop:
         clock: Clock,
         on_report: Callable[[StepReport], None],
         swap: SwapSpace | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         self._runner = runner
         self._allocator = allocator
@@ -158,9 +159,13 @@ class DecodeLoop:
         self._clock = clock
         self._on_report = on_report
         self._swap = swap
+        self._tier = tier
+        self._page_bytes = 0 if (host := tier or swap) is None else host.page_bytes
         self.speedometer = Speedometer()
         """Of steps; who measures transfers may add them."""
-        self._copies = LinkMeter(DEFAULT_COPY)
+        self._copies = CopyMeter()
+        if tier is not None:
+            self._copies.rehearse(tier.rehearse, clock.monotonic)
         self._memory = _Memory(self)
         self._asked: dict[Hashable, _Asked] = {}
         self._swapped: dict[Hashable, _Swapped] = {}
@@ -300,12 +305,20 @@ class DecodeLoop:
         lease = self._leases[key] = PageLease(self._allocator)
         return lease
 
-    def _take_cached(self, lease: PageLease, keys: list[PageKey]) -> int:
-        """Takes the pages with these keys that are there; how many."""
-        cached = self._allocator.find(keys)
-        is_taken = lease.take(cached)
-        assert is_taken, "what is found is there, and the lease was promised as many"
-        return len(cached)
+    def _take_cached(self, lease: PageLease, keys: list[PageKey], is_worth: Callable[[int, int], bool]) -> int:
+        """Takes the pages with these keys that are there, or in the host's memory if that is worth it; how many."""
+        return take_prefix(lease, self._allocator, self._tier, keys, is_worth=is_worth, timed=self._timed)
+
+    def _is_copy_cheaper_than_computing(self, num_pages: int, num_pages_before: int) -> bool:
+        return self._copies.is_cheaper_than_computing(
+            num_pages * self._page_size,
+            num_tokens_before=num_pages_before * self._page_size,
+            num_bytes=num_pages * self._page_bytes,
+            prefill=self.speedometer.prefill or DEFAULT_PREFILL,
+        )
+
+    def _is_copy_cheaper_than_sending(self, num_pages: int, num_pages_before: int) -> bool:
+        return self._copies.is_cheaper_than_sending(num_pages * self._page_bytes, self.speedometer.link or DEFAULT_LINK)
 
     def _num_nameable_tokens(self, num_prompt_tokens: int, num_tokens: int) -> int:
         """How many of the first tokens have KV that another sequence may use instead of computing them in chunks."""
@@ -428,7 +441,8 @@ class DecodeLoop:
     def _give_asked(self, key: Hashable) -> None:
         asked = self._asked.pop(key)
         lease = self._lease(key)
-        num_cached = self._take_cached(lease, self._chains[key].extend(asked.token_ids, asked.num_nameable_tokens))
+        keys = self._chains[key].extend(asked.token_ids, asked.num_nameable_tokens)
+        num_cached = self._take_cached(lease, keys, self._is_copy_cheaper_than_sending)
         lease.grow_to(num_pages_for(len(asked.token_ids), self._page_size), state="reserved")
         asked.given.set_result(ReservedPages(tuple(lease.page_ids), num_cached * self._page_size))
 
@@ -438,7 +452,8 @@ class DecodeLoop:
         num_nameable_tokens = self._num_nameable_tokens(sequence.num_prompt_tokens, num_tokens - 1)
         num_findable_tokens = 0 if sequence.reports_prompt else num_nameable_tokens
         keys = self._chains[key].extend(sequence.token_ids, num_nameable_tokens)
-        num_cached = self._take_cached(lease, keys[: num_findable_tokens // self._page_size])
+        findable = keys[: num_findable_tokens // self._page_size]
+        num_cached = self._take_cached(lease, findable, self._is_copy_cheaper_than_computing)
         lease.grow_to(num_pages_for(num_tokens, self._page_size), state="used")
         sequence.page_table = lease.page_ids
         sequence.num_computed_tokens = num_cached * self._page_size
@@ -472,7 +487,7 @@ class DecodeLoop:
         return is_swap_cheaper(
             num_tokens=num_computed_tokens,
             num_prompt_tokens=sequence.num_prompt_tokens,
-            num_bytes=num_pages * self._swap.page_bytes,
+            num_bytes=num_pages * self._page_bytes,
             is_exact=self._is_exact,
             prefill=self.speedometer.prefill or DEFAULT_PREFILL,
             decode=self.speedometer.decode or DEFAULT_DECODE,
@@ -481,10 +496,14 @@ class DecodeLoop:
 
     def _copy(self, run: Callable[[SwapSpace], R], num_pages: int) -> R:
         assert self._swap is not None, "who copies has where to"
+        swap = self._swap
+        return self._timed(num_pages, lambda: run(swap))
+
+    def _timed(self, num_pages: int, copy: Callable[[], R]) -> R:
         start_s = self._clock.monotonic()
-        result = run(self._swap)
+        result = copy()
         end_s = self._clock.monotonic()
-        self._copies.observe(num_pages * self._swap.page_bytes, end_s - start_s, end_s)
+        self._copies.observe(num_pages * self._page_bytes, end_s - start_s, end_s)
         return result
 
 

@@ -265,6 +265,7 @@ class DecodeWorker:
             clock=clock,
             on_report=on_this_loop(self._on_report),
             swap=SwapSpace(parts.pool, limits.swap_bytes) if limits.swap_bytes else None,
+            tier=parts.tier,
         )
         self._speedometer = self._loop.speedometer
         self._engine = EngineThread(self._loop.step, on_fatal=on_this_loop(self._on_engine_failed))

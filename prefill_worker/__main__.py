@@ -94,6 +94,8 @@ def _worker(
     )
     counters = Counters()
     metrics.watch_faults(counters.snapshot)
+    if parts.tier is not None:
+        metrics.watch_host_tier(parts.tier.stats)
     if gpu is not None:
         metrics.watch_gpu(gpu.use)
     return PrefillWorker(

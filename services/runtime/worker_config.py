@@ -73,6 +73,13 @@ class WorkerConfig:
     device: str = option(choice("auto", "cpu", "cuda"), default="auto", help="Where the model runs.")
     kv_pages: int | None = option(integer(1), default=None, help="Pages of the KV pool.")
     kv_memory: int | None = option(size_bytes(), default=None, help="Size of the KV pool, instead of --kv-pages.")
+    host_tier_memory: int | None = option(
+        size_bytes(minimum=0),
+        default=None,
+        help="Host memory for cached pages that the KV pool has no room for; they come back where copying them takes "
+        "less time than computing them again. 0: none. Not given: none on a CPU; for a GPU as much as the KV pool, at "
+        "most 8 GiB or a quarter of the host's available memory.",
+    )
     chunk_tokens: int = option(integer(1, 65536), default=512, help="Most prompt tokens that one step computes.")
     threads: int | None = option(integer(1, 1024), default=None, help="Processor threads of the engine.")
     nice: int = option(
@@ -133,6 +140,7 @@ class WorkerConfig:
             "page_size": self.page_size,
             "num_pages": self.kv_pages,
             "kv_memory_bytes": self.kv_memory,
+            "host_tier_bytes": self.host_tier_memory,
             "threads": self.threads,
         }
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -25,6 +26,40 @@ SIZE_BUCKETS = tuple(2**exponent for exponent in range(16))
 """Of sequences, or of tokens, in a step."""
 
 logger = logging.getLogger(__name__)
+
+
+class HostTierStats(Protocol):
+    """What is needed of services.engine.host_tier.HostTierStats."""
+
+    @property
+    def total(self) -> int:
+        """Pages that fit in."""
+        ...
+
+    @property
+    def free(self) -> int:
+        """Room that nothing takes."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """Pages that are there."""
+        ...
+
+    @property
+    def num_stored(self) -> int:
+        """Pages that came, since the start."""
+        ...
+
+    @property
+    def num_loaded(self) -> int:
+        """Pages that went back into the pool."""
+        ...
+
+    @property
+    def num_dropped(self) -> int:
+        """Pages that were lost."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +232,10 @@ class WorkerMetrics:
         """Reads what was refused or dropped in handoffs, by reason, for each scrape; in the thread that serves it."""
         self.registry.register(_Faults(self._worker_id, counts))
 
+    def watch_host_tier(self, stats: Callable[[], HostTierStats]) -> None:
+        """Reads what the host's memory holds of pages for each scrape, in the thread that serves it."""
+        self.registry.register(_HostTier(self._worker_id, stats))
+
     def watch_gpu(self, use: Callable[[], GpuUse | None]) -> None:
         """Reads how much the worker's GPU does for each scrape; in the thread that serves it."""
         self.registry.register(_GpuUse(self._worker_id, use))
@@ -256,6 +295,33 @@ class _Faults(Collector):
         """The name, for the registry."""
         words = "What was refused, dropped or broken in handoffs, at either end, by reason."
         return [CounterMetricFamily("tandem_transfer_faults", words, labels=("worker", "reason"))]
+
+
+class _HostTier(Collector):
+    """Pages that the pool had no room for, whose counts are kept elsewhere."""
+
+    def __init__(self, worker_id: str, stats: Callable[[], HostTierStats]) -> None:
+        self._worker_id = worker_id
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        """What a scrape gets."""
+        pages, moved = self.describe()
+        stats = self._stats()
+        for state, number in (("total", stats.total), ("free", stats.free), ("held", stats.held)):
+            pages.add_metric((self._worker_id, state), number)
+        for way, number in (("out", stats.num_stored), ("back", stats.num_loaded), ("dropped", stats.num_dropped)):
+            moved.add_metric((self._worker_id, way), number)
+        return [pages, moved]
+
+    def describe(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
+        """The names, for the registry."""
+        held = "Room for KV pages in the host's memory: all of it, free, and held by cached pages."
+        moved = "Cached KV pages that went to the host's memory (out), came back, or gave way there (dropped)."
+        return [
+            GaugeMetricFamily("tandem_host_tier_pages", held, labels=("worker", "state")),
+            CounterMetricFamily("tandem_host_tier_moved_pages", moved, labels=("worker", "way")),
+        ]
 
 
 class _GpuUse(Collector):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from decode_worker.engine_loop import Advance, DecodeLoop, ReservedPages, StepReport
 from decode_worker.scheduler import BatchScheduler
+from services.engine.host_tier import HostTier
 from services.engine.pages import PageAllocator
 from services.engine.prefix import page_keys
 from services.engine.sequence import Sampling, Sequence
@@ -91,12 +92,16 @@ class FakeRunner:
 class FakeSwap:
     """Stands for SwapSpace: copies what the fake runner says is in a page. Huge pages are dearer to copy."""
 
-    def __init__(self, runner: FakeRunner, num_slots: int, page_bytes: int) -> None:
+    def __init__(self, runner: Any, num_slots: int, page_bytes: int) -> None:
         self.runner = runner
         self.num_slots = num_slots
         self.page_bytes = page_bytes
         self.slots: dict[int, list[Any]] = {}
         self.num_stored = 0
+        self.num_pool_pages = 0
+
+    def problems(self) -> list[str]:
+        return []
 
     @property
     def num_free_slots(self) -> int:
@@ -129,10 +134,13 @@ class Bench:
         replays_in_chunks: bool = False,
         num_slots: int = 0,
         slot_bytes: int = 1,
+        num_tier_slots: int = 0,
         reported_tokens: int | None = None,
     ) -> None:
-        self.allocator = PageAllocator(num_pages)
-        self.runner = FakeRunner(self.allocator, replays_in_chunks=replays_in_chunks)
+        tier_space = FakeSwap(None, num_tier_slots, 1)
+        self.tier = HostTier(cast(SwapSpace, tier_space)) if num_tier_slots else None
+        self.allocator = PageAllocator(num_pages, store=self.tier)
+        self.runner = tier_space.runner = FakeRunner(self.allocator, replays_in_chunks=replays_in_chunks)
         self.swap = FakeSwap(self.runner, num_slots, slot_bytes)
         self.reports: list[StepReport] = []
         self.loop = DecodeLoop(
@@ -152,6 +160,7 @@ class Bench:
             clock=ManualClock(),
             on_report=self.reports.append,
             swap=cast(SwapSpace, self.swap),
+            tier=self.tier,
         )
 
     def local(
@@ -513,6 +522,30 @@ def test_of_a_handover_everything_may_be_here_already() -> None:
     assert list(bench.tokens("c").values()) == expected([1] * 8, 3)[1:]
 
 
+@pytest.mark.parametrize("is_local", [True, False])
+def test_what_gave_way_comes_back_from_the_host_and_is_neither_computed_nor_sent(is_local: bool) -> None:
+    bench = Bench(num_pages=8, replays_in_chunks=True, num_tier_slots=8)
+    first, second = list(range(1, 18)), list(range(40, 60))
+    for key, prompt in (("a", first), ("b", second)):
+        bench.local(key, prompt, max_tokens=2)
+        bench.run()
+    assert bench.tier is not None
+    assert bench.tier.stats().held > 0
+    assert len(bench.allocator.find(page_keys(first, salt=SALT, page_size=PAGE_SIZE))) < 4
+    before = bench.runner.num_tokens
+    if is_local:
+        bench.local("c", first, max_tokens=3)
+    else:
+        assert bench.reserve("probe", first).num_cached_tokens == 16
+        bench.loop.free("probe")
+        bench.handed_over("c", first, max_tokens=3, emitted=expected(first, 1))
+    bench.run()
+    assert list(bench.tokens("c").values()) == expected(first, 3)[0 if is_local else 1 :]
+    assert bench.runner.num_tokens - before == (1 + 2 if is_local else 2)
+    assert bench.tier.stats().num_loaded > 0
+    bench.until_rest()
+
+
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_replay_begins_after_what_is_here(is_exact: bool) -> None:
     bench = Bench(replays_in_chunks=is_exact, step_tokens=64)
@@ -630,11 +663,17 @@ CONVERSATIONS = st.lists(
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(CONVERSATIONS, st.integers(10, 24), st.booleans(), st.integers(1, 9))
+@given(CONVERSATIONS, st.integers(10, 24), st.booleans(), st.integers(1, 9), st.sampled_from([0, 3, 12]))
 def test_whatever_is_found_under_pressure_is_what_would_have_been_computed(
-    turns: list[tuple[int, int, int, int, bool, int, str]], num_pages: int, is_exact: bool, step_tokens: int
+    turns: list[tuple[int, int, int, int, bool, int, str]],
+    num_pages: int,
+    is_exact: bool,
+    step_tokens: int,
+    num_tier_slots: int,
 ) -> None:
-    bench = Bench(num_pages=num_pages, replays_in_chunks=is_exact, step_tokens=step_tokens)
+    bench = Bench(
+        num_pages=num_pages, replays_in_chunks=is_exact, step_tokens=step_tokens, num_tier_slots=num_tier_slots
+    )
     texts = [[first, *expected([first], 40)] for first in (7, 8)]
     for key, (which, length, max_tokens, num_emitted, is_local, num_steps, fate) in enumerate(turns):
         prompt = texts[which][:length]
@@ -662,7 +701,8 @@ def test_whatever_is_found_under_pressure_is_what_would_have_been_computed(
         assert bench.tokens(key).items() <= answer.items()
     found = {key for report in bench.reports for key in report.changes.added}
     gone = {key for report in bench.reports for key in report.changes.evicted}
-    assert found - gone <= bench.allocator._page_of.keys()
+    stored = set() if bench.tier is None else set(bench.tier.parents())
+    assert found - gone <= bench.allocator._page_of.keys() | stored
 
 
 PRESSED = st.lists(

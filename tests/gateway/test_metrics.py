@@ -15,6 +15,7 @@ from gateway.metrics import Metrics
 from gateway.sessions import Load
 from gateway.validation import SERVICE_CLASSES
 from protos import worker_pb2
+from services.engine.host_tier import HostTierStats
 from services.runtime.config import load as load_config
 from services.runtime.errors import InternalError, Overloaded, TransferFailed
 from services.runtime.gpu_health import GpuFacts
@@ -360,6 +361,7 @@ def worker_page():
     """What a worker serves."""
     metrics = WorkerMetrics(worker_id="w")
     metrics.watch_faults(lambda: {"lost_frame": 2})
+    metrics.watch_host_tier(lambda: HostTierStats(8, 5, 3, 9, 4, 2))
     metrics.watch_gpu(lambda: GpuUse(412.0, 700.0, 5e6, {"sm": 1.98e9}, {"dram": 0.78}))
     metrics.count_attempt("finished")
     metrics.count_preemption("place")
@@ -425,6 +427,7 @@ def test_a_step_and_a_transfer_move_a_workers_figures():
     counts = {}
     metrics.watch_faults(lambda: counts)
     counts["checksum_mismatch"] = 3
+    metrics.watch_host_tier(lambda: HostTierStats(8, 5, 3, num_stored=9, num_loaded=4, num_dropped=2))
     figures = Figures(generate_latest(metrics.registry).decode())
     assert figures["tandem_step_seconds_sum"] == pytest.approx(0.02)
     assert figures["tandem_step_sequences_bucket", {"le": "8.0"}] == 1
@@ -436,6 +439,9 @@ def test_a_step_and_a_transfer_move_a_workers_figures():
     assert figures["tandem_transfer_seconds_sum"] == 0.5
     assert figures["tandem_transfer_exposed_seconds_sum"] == pytest.approx(0.004)
     assert figures["tandem_transfer_faults_total", {"worker": "w", "reason": "checksum_mismatch"}] == 3
+    assert [figures["tandem_host_tier_pages", {"state": state}] for state in ("total", "free", "held")] == [8, 5, 3]
+    moved = [figures["tandem_host_tier_moved_pages_total", {"way": way}] for way in ("out", "back", "dropped")]
+    assert moved == [9, 4, 2]
 
 
 async def test_a_request_that_was_refused_by_all_is_one_refusal(make_system, worker_type, pair):

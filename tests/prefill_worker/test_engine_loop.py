@@ -1,14 +1,21 @@
+from collections.abc import Sequence as SequenceOf
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill_worker.engine_loop import CachedPrefix, ComputedChunk, PrefillLoop, StepReport
-from services.engine.pages import PageAllocator, PageChanges
+from services.engine.host_tier import HostTier
+from services.engine.pages import PageAllocator, PageChanges, PageLayout, PagePool
 from services.engine.prefix import page_keys
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import PROMPT_ROWS, NonFiniteLogits, PromptTokens, SampledToken, StepPlan, StepResult
+from services.engine.swap import SwapSpace
 from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated, NoFreePages
+from services.scheduling.prediction import PrefillSpeed
+from services.scheduling.speedometer import Speedometer
 from tests.fake_reports import with_reports
 
 PAGE_SIZE = 4
@@ -37,8 +44,15 @@ class SumRunner:
 
 
 class Bench:
-    def __init__(self, *, num_pages: int = 64, chunk_tokens: int = 8) -> None:
-        self.allocator = PageAllocator(num_pages)
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        chunk_tokens: int = 8,
+        tier: HostTier | None = None,
+        clock: ManualClock | None = None,
+    ) -> None:
+        self.allocator = PageAllocator(num_pages, store=tier)
         self.runner = SumRunner()
         self.reports: list[StepReport] = []
         self.prefixes: dict[object, CachedPrefix] = {}
@@ -47,8 +61,9 @@ class Bench:
             allocator=self.allocator,
             page_size=PAGE_SIZE,
             chunk_tokens=chunk_tokens,
-            clock=ManualClock(),
+            clock=clock or ManualClock(),
             on_report=self.reports.append,
+            tier=tier,
         )
 
     def begin(
@@ -340,3 +355,94 @@ def test_a_change_of_names_alone_is_reported() -> None:
     num_reports = len(bench.reports)
     bench.loop.step()
     assert len(bench.reports) == num_reports
+
+
+class TieredBench(Bench):
+    """Four pages in the pool and eight below it; a copy takes as long as the clock says."""
+
+    def __init__(self, *, num_pages: int = 6, copy_s: float = 0.0, speed: PrefillSpeed | None = None) -> None:
+        layout = PageLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_size=PAGE_SIZE, dtype=torch.float32)
+        clock = ManualClock()
+
+        class SlowSpace(SwapSpace):
+            def load(self, slots: SequenceOf[int], page_ids: SequenceOf[int]) -> None:
+                super().load(slots, page_ids)
+                clock.advance(copy_s)
+
+        tier = HostTier(SlowSpace(PagePool(layout, num_pages), 8 * layout.page_bytes))
+        super().__init__(num_pages=num_pages, chunk_tokens=64, tier=tier, clock=clock)
+        self.tier = tier
+        if speed is not None:
+            self.loop.speedometer = MeasuredSpeed(speed)
+
+    def cached_tokens(self, key: object, prompt: list[int], *, salt: bytes = SALT) -> int:
+        self.begin(key, prompt, salt=salt)
+        self.run()
+        self.loop.release(key)
+        self.allocator.check_integrity()
+        return self.prefixes[key].num_tokens
+
+
+class MeasuredSpeed(Speedometer):
+    def __init__(self, speed: PrefillSpeed) -> None:
+        super().__init__()
+        self._speed = speed
+
+    @property
+    def prefill(self) -> PrefillSpeed:
+        return self._speed
+
+
+def test_pages_that_gave_way_come_back_from_the_host_and_are_not_computed_again() -> None:
+    bench = TieredBench()
+    first, second = list(range(23)), list(range(100, 120))
+    assert bench.cached_tokens("a", first) == 0
+    assert bench.cached_tokens("b", second) == 0
+    assert bench.tier.stats().held == 4
+    assert bench.cached_tokens("c", first) == 20
+    assert sum(chunk.num_tokens for chunk in bench.chunks("c")) == 3
+    assert bench.tier.stats().num_loaded == 4
+
+
+def test_what_another_tenant_left_in_the_host_is_not_found() -> None:
+    bench = TieredBench()
+    first, second = list(range(23)), list(range(100, 120))
+    bench.cached_tokens("a", first)
+    bench.cached_tokens("b", second)
+    assert bench.cached_tokens("c", first, salt=b"another") == 0
+    assert bench.tier.stats().num_loaded == 0
+
+
+def test_copies_are_made_where_computing_takes_longer_by_what_was_measured() -> None:
+    first, second = list(range(23)), list(range(100, 120))
+    for s_per_token, num_expected in ((1e-2, 20), (1e-9, 4)):
+        bench = TieredBench(speed=PrefillSpeed(overhead_s=1.0, s_per_token=s_per_token))
+        bench.cached_tokens("a", first)
+        bench.cached_tokens("b", second)
+        assert bench.cached_tokens("c", first) == num_expected
+        assert bench.prefixes["c"].page_ids[:1] != ()
+
+
+def test_slow_copies_are_not_made_but_tried_now_and_then() -> None:
+    bench = TieredBench(copy_s=10.0, speed=PrefillSpeed(overhead_s=0.0, s_per_token=1e-2))
+    first, second = list(range(23)), list(range(100, 120))
+    num_copies = 0
+    for number in range(60):
+        for name, prompt in (("a", first), ("b", second)):
+            num_before = bench.tier.stats().num_loaded
+            bench.cached_tokens(f"{name}{number}", prompt)
+            num_copies += bench.tier.stats().num_loaded > num_before
+    assert 2 <= num_copies <= 4, "one in 32"
+
+
+def test_a_wrong_page_is_found_in_neither_tier() -> None:
+    bench = TieredBench()
+    first = list(range(23))
+    bench.cached_tokens("a", first)
+    bench.cached_tokens("b", list(range(100, 120)))
+    bench.runner.broken.add("c")
+    bench.begin("c", first)
+    bench.run()
+    bench.loop.release("c")
+    bench.allocator.check_integrity()
+    assert bench.cached_tokens("d", first) == 0

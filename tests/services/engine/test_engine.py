@@ -1,14 +1,16 @@
+import errno
 import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
 
+from services.engine import swap
 from services.engine.engine import Engine, EngineParts, check_fits, check_token_ids, load_engine, load_warm_engine
 from services.engine.pages import PageAllocator, PageCounts
 from services.engine.runner import ModelRunner
@@ -421,9 +423,27 @@ class TestLoadEngine:
         parts = load_engine(checkpoint("llama-mha"), device="cpu")
         assert 0 < parts.pool.num_pages * parts.pool.layout.page_bytes <= 1 << 30
 
+    def test_the_host_tier_has_the_pages_that_fit_and_is_off_on_a_cpu(self, checkpoint: Callable[..., Path]) -> None:
+        folder = checkpoint("llama-mha")
+        for asked, num_slots in ((None, None), (0, None), (10 * 4 * 3 * 2 * 16 * 16 * 4 + 5, 10)):
+            tier = load_engine(folder, device="cpu", num_pages=4, host_tier_bytes=asked).tier
+            assert (None if tier is None else tier.stats().total) == num_slots
+
+    def test_a_host_tier_that_cannot_be_allocated_is_told(
+        self, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object) -> NoReturn:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+        monkeypatch.setattr(swap, "host_zeros", refuse)
+        with pytest.raises(ConfigError, match="MiB of the host's memory for KV pages cannot be allocated"):
+            load_engine(checkpoint("llama-mha"), device="cpu", num_pages=4, host_tier_bytes=1 << 20)
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
+            ({"host_tier_bytes": 5}, "5 bytes of host tier do not hold one page"),
+            ({"host_tier_bytes": 1 << 60}, "but .* MiB of memory are available"),
             ({"num_pages": 1, "kv_memory_bytes": 1}, "both set"),
             ({"num_pages": 0}, "num_pages is 0"),
             ({"kv_memory_bytes": 5}, "5 bytes of KV memory do not hold one page"),

@@ -58,6 +58,16 @@ def test_second_build_only_looks(tmp_path, tiny_source):
     assert first.stat().st_mtime_ns == changed
 
 
+def test_second_build_asks_the_compiler_for_its_version_only(tmp_path, tiny_source):
+    asked = tmp_path / "asked"
+    compiler = fake_compiler(tmp_path, f'echo "$@" >> {asked}; exec g++ "$@"')
+    build_library(cache_dir=tmp_path / "cache", compiler=compiler)
+    assert len(asked.read_text().splitlines()) == 2
+    asked.unlink()
+    build_library(cache_dir=tmp_path / "cache", compiler=compiler)
+    assert asked.read_text() == "--version\n"
+
+
 def test_other_flags_or_sources_are_another_library(tmp_path, tiny_source):
     first = build_library(cache_dir=tmp_path / "cache")
     assert build_library(cache_dir=tmp_path / "cache", extra_flags=["-DOTHER"]) != first
