@@ -4,14 +4,10 @@
 
 #include <vector>
 
+#include "amx.h"
 #include "parallel.h"
+#include "rows.h"
 #include "vector.h"
-
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(TANDEM_AVX512) && defined(__linux__) && !defined(TANDEM_NO_AMX)
-#define TANDEM_AMX 1
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace tandem {
 
@@ -134,29 +130,6 @@ void multiply_panel(const E* x, int64_t x_stride, int64_t rows, const E* panel, 
 }
 
 #if defined(TANDEM_AMX)
-// The operating system grants the tile registers once per process.
-inline bool has_amx() {
-  static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
-  return granted;
-}
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// Tiles 0 to 3 are sums (row half, column half), 4 and 5 inputs, 6 and 7 weights.
-inline void configure_tiles(int upper_rows, int lower_rows) {
-  TileConfig config;
-  const int rows[8] = {upper_rows, upper_rows, lower_rows, lower_rows, upper_rows, lower_rows, 16, 16};
-  for (int tile = 0; tile < 8; ++tile) {
-    config.rows[tile] = (uint8_t)std::max(rows[tile], 1);
-    config.row_bytes[tile] = 64;
-  }
-  _tile_loadconfig(&config);
-}
-
 inline void multiply_tiles_amx(const bf16* x, int64_t x_stride, int64_t rows, const bf16* panel, int64_t k, float* acc) {
   const bool has_lower = rows > 16;
   _tile_zero(0);
@@ -223,28 +196,59 @@ std::vector<E> with_even_rows(const E* x, int64_t rows, int64_t k) {
   return even;
 }
 
+// Calls use(first, count, panel, multiply) for this thread's blocks of rows and panels; multiply(panel, acc) gives the
+// block's products [count][PANEL] with a panel. Ends without a barrier.
+template <typename E, typename Use>
+void for_each_block(const Linear& linear, const E* x, int64_t rows, int64_t panels, Team team, const Use& use) {
+  const int64_t k = linear.in_features, panel_elements = PANEL * padded_k(k, x);
+  const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  const Range mine = share(blocks * panels, team);
+  for (int64_t item = mine.begin; item < mine.end; ++item) {
+    const int64_t first = item / panels * BLOCK_ROWS, count = std::min(BLOCK_ROWS, rows - first);
+    use(first, count, item % panels, [&](int64_t panel, float* acc) {
+      const E* packed = (const E*)linear.packed + panel * panel_elements;
+      if (sizeof(E) == 2 && k % 2) {
+        // The last pair of k reaches into the next row: its weight is zero, but zero times NaN is not.
+        const std::vector<E> even = with_even_rows(x + first * k, count, k);
+        multiply_block(even.data(), k + 1, count, packed, k, acc);
+      } else {
+        multiply_block(x + first * k, k, count, packed, k, acc);
+      }
+    });
+  }
+}
+
 // y [rows][out_features] = x [rows][in_features] * w^T + bias, x and y contiguous. Ends without a barrier.
 template <typename E, typename Out>
 void apply_linear(const Linear& linear, const E* x, int64_t rows, Out* y, Team team) {
-  const int64_t k = linear.in_features, n = linear.out_features;
-  const int64_t panels = panels_of(n), panel_elements = PANEL * padded_k(k, x);
-  const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  const int64_t n = linear.out_features;
   alignas(64) float acc[BLOCK_ROWS * PANEL];
-  const Range mine = share(blocks * panels, team);
-  for (int64_t item = mine.begin; item < mine.end; ++item) {
-    const int64_t first = item / panels * BLOCK_ROWS, panel = item % panels;
-    const int64_t count = std::min(BLOCK_ROWS, rows - first), column = panel * PANEL;
-    const E* packed = (const E*)linear.packed + panel * panel_elements;
-    if (sizeof(E) == 2 && k % 2) {
-      // The last pair of k reaches into the next row: its weight is zero, but zero times NaN is not.
-      const std::vector<E> even = with_even_rows(x + first * k, count, k);
-      multiply_block(even.data(), k + 1, count, packed, k, acc);
-    } else {
-      multiply_block(x + first * k, k, count, packed, k, acc);
-    }
+  for_each_block(linear, x, rows, panels_of(n), team, [&](int64_t first, int64_t count, int64_t panel, auto multiply) {
+    const int64_t column = panel * PANEL;
+    multiply(panel, acc);
     store_block(acc, linear.bias ? linear.bias + column : nullptr, count, std::min<int64_t>(PANEL, n - column),
-                   y + first * n + column, n);
-  }
+                y + first * n + column, n);
+  });
+}
+
+// y [rows][half] = silu(gate) * up, where gate and up are the halves of what apply_linear gives, and with its bits. The
+// products never reach memory. Only where half is made of whole panels. Ends without a barrier.
+template <typename E>
+void apply_gated(const Linear& gate_up, const E* x, int64_t rows, E* y, Team team) {
+  const int64_t half = gate_up.out_features / 2, panels = half / PANEL;
+  const float* bias = gate_up.bias;
+  alignas(64) float gates[BLOCK_ROWS * PANEL], ups[BLOCK_ROWS * PANEL];
+  for_each_block(gate_up, x, rows, panels, team, [&](int64_t first, int64_t count, int64_t panel, auto multiply) {
+    multiply(panel, gates);
+    multiply(panel + panels, ups);
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t c = 0; c < PANEL; c += W) {
+        const int64_t column = panel * PANEL + c;
+        V gate = load(gates + r * PANEL + c), up = load(ups + r * PANEL + c);
+        if (bias) gate = gate + load(bias + column), up = up + load(bias + half + column);
+        store(y + (first + r) * half + column, gated(rounded<E>(gate), rounded<E>(up), y));
+      }
+  });
 }
 
 }  // namespace tandem

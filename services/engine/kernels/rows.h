@@ -46,13 +46,18 @@ inline void rotate(const E* x, const float* angles, int64_t head_dim, E* out) {
   }
 }
 
-// out = silu(gate) * up for gate_up = [gate, up], silu rounded to E as `transformers` does.
+// silu(gate) * up, silu rounded to E as `transformers` does.
+template <typename E>
+inline V gated(V gate, V up, const E*) {
+  return rounded<E>(gate / (all(1.0f) + exp(-gate))) * up;
+}
+
+// out = silu(gate) * up for gate_up = [gate, up].
 template <typename E>
 inline void silu_multiply(const E* gate_up, int64_t size, E* out) {
   for (int64_t i = 0; i < size; i += W) {
-    const V gate = load_first(gate_up + i, size - i), up = load_first(gate_up + size + i, size - i);
-    const V activated = rounded<E>(gate / (all(1.0f) + exp(-gate)));
-    store_first(out + i, activated * up, size - i);
+    const int64_t count = size - i;
+    store_first(out + i, gated(load_first(gate_up + i, count), load_first(gate_up + size + i, count), out), count);
   }
 }
 

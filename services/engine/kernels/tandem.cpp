@@ -145,10 +145,14 @@ void run_step(const Decoder& decoder, const Step& step, std::atomic<int64_t>* ne
       rms_norm(x + t * hidden, (const E*)layer.post_norm, hidden, decoder.norm_eps, normed + t * hidden);
     }
     barrier();
-    apply_linear(layer.gate_up, normed, T, gate_up, team);
-    barrier();
-    for (int64_t t = mine.begin; t < mine.end; ++t)
-      silu_multiply(gate_up + t * widths.gate_up, widths.activated, activated + t * widths.activated);
+    if (widths.activated % PANEL == 0) {
+      apply_gated(layer.gate_up, normed, T, activated, team);
+    } else {
+      apply_linear(layer.gate_up, normed, T, gate_up, team);
+      barrier();
+      for (int64_t t = mine.begin; t < mine.end; ++t)
+        silu_multiply(gate_up + t * widths.gate_up, widths.activated, activated + t * widths.activated);
+    }
     barrier();
     apply_linear(layer.down, activated, T, delta, team);
     barrier();

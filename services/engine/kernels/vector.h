@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -28,6 +29,20 @@ typedef float V __attribute__((vector_size(W * 4)));
 typedef int32_t VI __attribute__((vector_size(W * 4)));
 typedef uint32_t VU __attribute__((vector_size(W * 4)));
 typedef uint16_t VH __attribute__((vector_size(W * 2)));
+
+// Scratch memory that begins with a cache line.
+class Memory {
+ public:
+  explicit Memory(int64_t num_floats) : lines_((size_t)(num_floats + 15) / 16) {}
+  float* floats() { return (float*)lines_.data(); }
+  const float* floats() const { return (const float*)lines_.data(); }
+
+ private:
+  struct alignas(64) Line {
+    float data[16];
+  };
+  std::vector<Line> lines_;
+};
 
 struct bf16 {
   uint16_t bits;
@@ -67,6 +82,12 @@ inline V fma(V a, V b, V c) {
 }
 
 inline V max(V a, V b) { return a > b ? a : b; }
+
+inline bool any(VI mask) {
+  int32_t found = 0;
+  for (int i = 0; i < W; ++i) found |= mask[i];
+  return found != 0;
+}
 
 // The lanes exchanged with those STEP further (the lowest bits of their numbers swapped).
 template <int STEP>
@@ -114,10 +135,73 @@ inline V exp(V x) {
   return p * (V)exponent;
 }
 
+// 2^x for what is at most 0, to about two units in the last place: exactly 1 for 0, exactly 0 below -127; keeps NaN.
+inline V exp2(V x) {
+  const V low = all(-127.0f), shift = all(12582912.0f + 127.0f);  // adding it rounds; 127 is the exponent's bias
+  x = x < low ? low : x;
+  const V shifted = x + shift;
+  const V r = x - (shifted - shift);
+  V p = all(1.326474594e-3f);
+  p = fma(p, r, all(9.671512991e-3f));
+  p = fma(p, r, all(5.550733581e-2f));
+  p = fma(p, r, all(2.402224243e-1f));
+  p = fma(p, r, all(6.931470037e-1f));
+  p = fma(p, r, all(1.0f));
+  return p * (V)((VI)shifted << 23);
+}
+
+// Lanes that differ from their partner's in bit BIT of their number change places between the two: a step of transpose.
+template <int BIT>
+inline void swap_lanes(V& a, V& b) {
+  VI low, high;
+  for (int i = 0; i < W; ++i) {
+    low[i] = i & BIT ? i - BIT + W : i;
+    high[i] = i & BIT ? i + W : i + BIT;
+  }
+  const V first = __builtin_shuffle(a, b, low), second = __builtin_shuffle(a, b, high);
+  a = first;
+  b = second;
+}
+
+// Lane i of vector j becomes lane j of vector i.
+template <int BIT = W / 2, int COUNT = W>
+inline void transpose(V* rows) {
+#pragma GCC unroll 16
+  for (int i = 0; i < COUNT; ++i)
+    if (!(i & BIT)) swap_lanes<BIT>(rows[i], rows[i + BIT]);
+  if constexpr (BIT > 1) transpose<BIT / 2, COUNT>(rows);
+}
+
+// The same for each four lanes of four vectors.
+inline void transpose_fours(V* rows) { transpose<2, 4>(rows); }
+
 inline V load(const bf16* p) {
   VH h;
   std::memcpy(&h, p, sizeof h);
   return (V)(__builtin_convertvector(h, VU) << 16);
+}
+
+// Four floats from each of rows[0], rows[4], ...: what fills a vector.
+inline V load_fours(const float* const* rows, int64_t at) {
+#if defined(TANDEM_AVX512)
+  __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(rows[0] + at));
+  v = _mm512_insertf32x4(v, _mm_loadu_ps(rows[4] + at), 1);
+  v = _mm512_insertf32x4(v, _mm_loadu_ps(rows[8] + at), 2);
+  return (V)_mm512_insertf32x4(v, _mm_loadu_ps(rows[12] + at), 3);
+#elif defined(TANDEM_AVX2)
+  const __m256 v = _mm256_castps128_ps256(_mm_loadu_ps(rows[0] + at));
+  return (V)_mm256_insertf128_ps(v, _mm_loadu_ps(rows[4] + at), 1);
+#else
+  return load(rows[0] + at);
+#endif
+}
+
+// Lane j of columns[i] is element `at` + i of rows[j]. Half the work of a transpose is done by the loads.
+inline void load_columns(const float* const* rows, int64_t at, V* columns) {
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) columns[i] = load_fours(rows + i % 4, at + i / 4 * 4);
+#pragma GCC unroll 4
+  for (int i = 0; i < W; i += 4) transpose_fours(columns + i);
 }
 
 // The same rounding as from_float, in the upper half of each lane.
