@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from services.runtime.clock import SYSTEM_CLOCK
-from services.runtime.config import choice, integer, join_host_port, number, option, path, size_bytes, text, url
+from services.runtime.config import (
+    choice,
+    integer,
+    join_host_port,
+    number,
+    number_set,
+    option,
+    path,
+    size_bytes,
+    text,
+    url,
+)
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
@@ -74,7 +85,14 @@ class WorkerConfig:
     kv_pages: int | None = option(integer(1), default=None, help="Pages of the KV pool.")
     kv_memory: int | None = option(size_bytes(), default=None, help="Size of the KV pool, instead of --kv-pages.")
     chunk_tokens: int = option(integer(1, 65536), default=512, help="Most prompt tokens that one step computes.")
-    threads: int | None = option(integer(1, 1024), default=None, help="Processor threads of the engine.")
+    threads: int | None = option(
+        integer(1, 1024), default=None, help="Processor threads of the engine; as many as --cores if not given."
+    )
+    cores: tuple[int, ...] | None = option(
+        number_set(),
+        default=None,
+        help="Processor cores that this process keeps to, by the numbers that the kernel gives them. Not given: any.",
+    )
     nice: int = option(
         integer(0, 19),
         default=0,
@@ -133,7 +151,7 @@ class WorkerConfig:
             "page_size": self.page_size,
             "num_pages": self.kv_pages,
             "kv_memory_bytes": self.kv_memory,
-            "threads": self.threads,
+            "threads": self.threads or (None if self.cores is None else len(self.cores)),
         }
 
     def address(self, port: int) -> str:
