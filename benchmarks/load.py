@@ -43,7 +43,7 @@ class Endpoint:
         try:
             async with asyncio.timeout(timeout_s):
                 loop = asyncio.get_running_loop()
-                transport, _ = await loop.create_connection(lambda: reader, address.hostname, address.port)
+                transport, _ = await loop.create_connection(lambda: reader, address.hostname or "", address.port or 80)
                 await reader.ended
         except OSError as error:  # ConnectionError and TimeoutError are such
             timing.failure = str(error) or f"no end after {timeout_s:g} s"
