@@ -5,12 +5,15 @@ PYTHON_IN := .venv/bin/python
 PYTEST := $(PYTHON_IN) -m pytest
 # Test processes at a time. Most tests wait for sockets and processes more than they compute.
 TEST_WORKERS ?= 2
-BENCHMARKS ?= system handoff gateway
+BENCHMARKS ?= system handoff gateway engine end_to_end interference
+# What `make bench` writes, a JSON file for each benchmark; make bench HISTORY=1 also appends the ratios to the history.
+BENCH_DIR ?= build/benchmarks
+HISTORY ?=
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
 .PHONY: help install run status chat test test-all test-faults fuzz test-mutants test-gpu check-model check format format-check lint types imports proto \
-	proto-check proto-release bench demo-model clean clean-all
+	proto-check proto-release bench bench-history demo-model clean clean-all
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS=\"...\"]"
@@ -79,8 +82,14 @@ proto-check: install ## whether the committed stubs are those of protos/*.proto,
 proto-release: install ## part of a release: from now on its public protos are the ones to keep to
 	$(PYTHON_IN) tools/proto_compat.py release
 
-bench: install ## measure, with ratios to what is possible (BENCHMARKS: which, ARGS: their flags)
-	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PYTHON_IN) -m benchmarks.$$name $(ARGS); done
+bench: install ## measure, with ratios to what is possible (BENCHMARKS: which, ARGS: their flags, HISTORY=1: keep the ratios)
+	@mkdir -p $(BENCH_DIR); set -e; for name in $(BENCHMARKS); do \
+		echo "== $$name"; \
+		$(PYTHON_IN) -m benchmarks.$$name --json $(BENCH_DIR)/$$name.json $(if $(HISTORY),--history) $(ARGS); \
+	done
+
+bench-history: install ## the last ratios beside earlier ones of the same kind of machine; fails where one became worse
+	@exec $(PYTHON_IN) -m benchmarks.history $(ARGS)
 
 demo-model: install ## train the committed demo model and its draft again; takes most of an hour
 	$(PYTHON_IN) demo/train.py $(ARGS)

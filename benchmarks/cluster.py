@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -56,7 +57,12 @@ class Cluster:
 
 @contextlib.contextmanager
 def running_cluster(*arguments: str, model: Path | None = None, prefill: int = 1, decode: int = 1) -> Iterator[Cluster]:
-    """Start a cluster, wait until it is ready, and end it. Raises RuntimeError with its log when it does not start."""
+    """Start a cluster, wait until it is ready, and end it. Raises RuntimeError with its log when it does not start.
+
+    A program that is told to end (SIGTERM) while it has a cluster ends it first, unless it has a handler of its own.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     command = [sys.executable, "-m", "services.cli.main", "up"]
     command += ["--prefill", str(prefill), "--decode", str(decode), "--http-port", "0", "--grpc-port", "0"]
     command += ["--model", str(model)] if model is not None else []

@@ -8,14 +8,13 @@ looks or not, and so are the figures of each second; the update is made only whi
 
 import argparse
 import asyncio
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from benchmarks.report import add_arguments, leave
 from gateway.dashboard.feed import Feed, GatewayFacts
 from gateway.history import AnswerStory, History, Query, Row
 from gateway.metrics import Metrics
@@ -144,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--json", type=Path)
+    add_arguments(parser)
     arguments = parser.parse_args()
     history = History()
     figures = measure(
@@ -159,9 +158,8 @@ def main() -> None:
     for name, each in figures.items():
         print(f"{name:28} {min(each):10.3f} us, median {statistics.median(each):10.3f}")
     print(f"{len(history)} requests are remembered in {history.num_bytes / 2**20:.2f} MiB")
-    if arguments.json is not None:
-        best = {name: {"best_us": min(each), "median_us": statistics.median(each)} for name, each in figures.items()}
-        arguments.json.write_text(json.dumps(best, indent=2))
+    best = {name: {"best_us": min(each), "median_us": statistics.median(each)} for name, each in figures.items()}
+    leave(arguments, "dashboard", best, {})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.report import Ratio, add_arguments, leave
+
 PEERS = Path(__file__).with_name("engine_peers.py")
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, VOCABULARY = 512, 1408, 8, 8, 4, 8192
 PREFILL_TOKENS, DECODE_CONTEXT, NEW_TOKENS = 1024, 256, 64
@@ -88,7 +90,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of everything; medians are printed")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="which number formats")
     parser.add_argument("--openvino", type=Path, help="the Python of an environment with openvino-genai")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_arguments(parser)
     arguments = parser.parse_args()
     results: list[Result] = []
     limits: dict[str, float] = {}
@@ -99,9 +101,21 @@ def main() -> None:
                 results += measure(peers, dtype, arguments.rounds)
             limits[dtype] = measure_limit(dtype, arguments.threads)
             report_limit(dtype, limits[dtype], results)
-    if arguments.json:
-        figures = {"threads": arguments.threads, "limit_steps_per_s": limits, "results": [*map(asdict, results)]}
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    figures = {"threads": arguments.threads, "limit_steps_per_s": limits, "results": [*map(asdict, results)]}
+    leave(arguments, "engine", figures, ratios(results, limits))
+
+
+def ratios(results: list[Result], limits: dict[str, float]) -> dict[str, Ratio]:
+    """Ours to transformers, and at batch 1 to what the memory allows."""
+    found = {}
+    for result in results:
+        if result.engine == "ours":
+            aim = VLLM_RATIOS[result.dtype][result.what]
+            found[f"{result.dtype} {result.what} over transformers"] = Ratio(result.ratio, aim)
+            if result.what == "decode 1":
+                share = result.tokens_per_s / limits[result.dtype]
+                found[f"{result.dtype} decode 1 of reading"] = Ratio(share)
+    return found
 
 
 def make_model(folder: Path, dtype: str) -> Path:

@@ -26,6 +26,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.report import Ratio, add_arguments, leave
 from services.cluster.embedded import EmbeddedRedis
 
 MODEL = Path(__file__).parent.parent / "demo" / "model"
@@ -73,7 +74,7 @@ class Load:
 def main() -> None:
     """The command line; the hidden roles are the processes that a run consists of."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="Also write the figures there.")
+    add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=5.0, help="Time of each measurement.")
     parser.add_argument("--role", choices=("run", "client", "floor"), default="run", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
@@ -85,7 +86,9 @@ def main() -> None:
     elif arguments.role == "floor":
         _serve_floor(arguments.port, arguments.answer.encode())
     else:
-        _report(measure(arguments.seconds), arguments.json)
+        figures = measure(arguments.seconds)
+        _report(figures)
+        leave(arguments, "gateway", figures, {"requests over a bare endpoint": Ratio(figures["ratio_to_floor_by_cpu"])})
 
 
 def measure(seconds: float) -> dict[str, Any]:
@@ -124,7 +127,7 @@ def measure(seconds: float) -> dict[str, Any]:
     }
 
 
-def _report(figures: dict[str, Any], file: Path | None) -> None:
+def _report(figures: dict[str, Any]) -> None:
     print(f"gateway, {NUM_CONNECTIONS} connections, {ANSWER_TOKENS} tokens in one JSON answer, instant workers")
     print(f"  requests/s                {figures['requests_per_wall_s']:10.0f}")
     print(f"  requests/s of own CPU     {figures['requests_per_gateway_cpu_s']:10.0f}   target {TARGET_REQUESTS_PER_S}")
@@ -136,8 +139,6 @@ def _report(figures: dict[str, Any], file: Path | None) -> None:
     tokens_per_s = figures["streamed_tokens_per_gateway_cpu_s"]
     print(f"  tokens/s of own CPU       {tokens_per_s:10.0f}   target {TARGET_TOKENS_PER_S}")
     print(f"time to the first token of one client, p50 {figures['ttft_p50_ms']:.2f} ms")
-    if file is not None:
-        file.write_text(json.dumps(figures, indent=2))
 
 
 def _measure(server_pid: int, port: int, body: dict[str, Any], seconds: float) -> Load:

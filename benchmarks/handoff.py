@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import secrets
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.report import Ratio, add_arguments, leave
 from kv_transfer.link import SERVICE_NAME, LinkIdentity
 from kv_transfer.page_bytes import Destination, PageReader, PageWriter, wire_layout
 from kv_transfer.protocol.messages import TransferId, pages_per_frame
@@ -357,7 +357,7 @@ def _line(result: Result) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.handoff", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
+    add_arguments(parser)
     parser.add_argument("--sizes-mib", default="1,4,16,64,256", help="sizes of a handoff")
     parser.add_argument("--rounds", type=int, default=9, help="rounds per size")
     parser.add_argument("--page-kib", type=int, default=64, help="size of a page, a multiple of 16")
@@ -391,9 +391,9 @@ def main() -> None:
     if figures:
         print(f"shm channel: {figures['shm_channel_to_memcpy']:.2f} of memcpy (target {TARGET_SHM_TO_MEMCPY})")
         print(f"tcp channel: {figures['tcp_channel_to_socket']:.2f} of a socket (target {TARGET_TCP_TO_SOCKET})")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"results": [asdict(result) for result in results], "summary": figures}, file, indent=1)
+    aims = {"shm_channel_to_memcpy": TARGET_SHM_TO_MEMCPY, "tcp_channel_to_socket": TARGET_TCP_TO_SOCKET}
+    ratios = {name: Ratio(value, aims.get(name)) for name, value in figures.items()}
+    leave(arguments, "handoff", {"results": [asdict(result) for result in results]}, ratios)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from typing import Any
 import uvloop
 
 from benchmarks.cluster import Cluster, collect, request, running_cluster
-from benchmarks.system import percentile
+from benchmarks.load import percentile
+from benchmarks.report import Ratio, add_arguments, leave
 from demo import DEMO_MODEL
 from prefill_worker.engine_loop import PrefillLoop, StepReport
 from protos import inference_pb2_grpc
@@ -120,15 +121,15 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="short prompts a second, instead of a part of the highest rate")
     parser.add_argument("--engine-only", action="store_true", help="without a cluster")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_arguments(parser)
     arguments = parser.parse_args()
     with _model() as model:
         figures = {"engine": measure_engine(model, arguments)}
         if not arguments.engine_only:
             with running_cluster("--threads", "1", model=model) as cluster:
                 figures["system"] = uvloop.run(measure(cluster, arguments))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    ratios = {f"{name} p99": Ratio(part["p99_ratio"], AIM, lower_is_better=True) for name, part in figures.items()}
+    leave(arguments, "long_prompt", figures, ratios)
 
 
 @contextlib.contextmanager

@@ -7,15 +7,14 @@ written with prometheus_client's own counter and histogram in rounds that take t
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from benchmarks.report import add_arguments, leave
 from gateway.calls import AcceptedCall, Generation, Totals
 from gateway.metrics import LONG_GAPS_S, TOKEN_BUCKETS_S, Metrics
 from gateway.request_log import RequestLog
@@ -185,7 +184,7 @@ def _call(generation: Generation) -> AcceptedCall:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path)
+    add_arguments(parser)
     arguments = parser.parse_args()
     with open(os.devnull, "w") as nowhere:
         logs.setup("info", service="gateway", stream=nowhere)
@@ -202,9 +201,8 @@ def main() -> None:
         )
     for name, each in figures.items():
         print(f"{name:28} {min(each):10.3f} us, median {statistics.median(each):10.3f}")
-    if arguments.json is not None:
-        best = {name: {"best_us": min(each), "median_us": statistics.median(each)} for name, each in figures.items()}
-        arguments.json.write_text(json.dumps(best, indent=2))
+    best = {name: {"best_us": min(each), "median_us": statistics.median(each)} for name, each in figures.items()}
+    leave(arguments, "metrics", best, {})
 
 
 if __name__ == "__main__":

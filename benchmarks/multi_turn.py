@@ -8,7 +8,6 @@ worker never sees the answer that a decode worker gave, so a turn that lands the
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.cluster import Cluster, collect, request, running_cluster
+from benchmarks.report import Ratio, add_arguments, leave
 from demo import DEMO_MODEL
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=60, help="the user's words of a turn")
     parser.add_argument("--answer-tokens", type=int, default=40)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_arguments(parser)
     arguments = parser.parse_args()
     with running_cluster("--threads", "1", model=arguments.model, prefill=2, decode=2) as cluster:
         chats = uvloop.run(measure(cluster, arguments))
@@ -71,8 +71,8 @@ def main() -> None:
     print(
         f"all: {total[0]} tokens in prompts, {total[1]} new, {total[2]} computed: {total[2] / total[1]:.2f} (limit 1)"
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(chats, indent=2) + "\n")
+    ratios = {"computed over new": Ratio(total[2] / total[1], lower_is_better=True)}
+    leave(arguments, "multi_turn", {"chats": chats}, ratios)
 
 
 if __name__ == "__main__":

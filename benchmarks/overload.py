@@ -15,7 +15,6 @@ The load generator shares the machine's cores with the cluster: what it costs is
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ import grpc
 import uvloop
 
 from benchmarks.cluster import Cluster, running_cluster
+from benchmarks.report import Ratio, add_arguments, leave
 from demo import DEMO_MODEL
 from protos import inference_pb2, inference_pb2_grpc
 from services.runtime.rpc import PUSHBACK_METADATA_KEY
@@ -262,14 +262,18 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=2, help="prefill workers")
     parser.add_argument("--decode", type=int, default=2, help="decode workers")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_arguments(parser)
     arguments = parser.parse_args()
     flags = ("--threads", "1", "--kv-memory", "64MiB")
     with running_cluster(*flags, model=arguments.model, prefill=arguments.prefill, decode=arguments.decode) as cluster:
         figures = uvloop.run(measure(cluster, arguments))
     show(figures)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    before, after = figures["unloaded"]["ttft_p99_ms"], figures["overload"]["interactive"]["ttft_p99_ms"]
+    ratios = {
+        "good answers over the peak": Ratio(figures["overload_good_per_s"] / figures["peak_good_per_s"], 0.9),
+        "interactive TTFT p99 over unloaded": Ratio(after / before, 1.5, lower_is_better=True),
+    }
+    leave(arguments, "overload", figures, ratios)
 
 
 def show(figures: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import cProfile
 import heapq
-import json
 import math
 import pstats
 import random
@@ -27,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from benchmarks.report import Ratio, add_arguments, leave
 from gateway.admission import GATHER_S, AdmissionQueue, Lane, WaitingPlace
 from gateway.overload import OverloadGuard
 from services.runtime.clock import SYSTEM_CLOCK
@@ -233,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--waiting", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_arguments(parser)
     options = parser.parse_args()
     waiting = options.waiting
     makers: dict[str, Callable[[], Round]] = {
@@ -247,7 +247,7 @@ def main() -> None:
     makers |= {"its entry": partial(stream_round, waiting)}
     print(f"{NUM_PAIRS:,} in and {NUM_PAIRS:,} out with {waiting:,} waiting; CPU time of one core, ms")
     print(f"{'':24}{'best':>8}{'median':>8}{'/ OrderedDict':>16}{'/ heap of tuples':>18}")
-    best_s, figures = {}, dict[str, dict[str, float]]()
+    best_s, figures, to_limits = {}, dict[str, dict[str, float]](), dict[str, Ratio]()
     for name, make in makers.items():
         rounds = (make(), ordered_dict_round(waiting), heap_round(waiting))
         taken_s = [[run() for run in rounds] for _ in range(options.rounds)]
@@ -255,6 +255,7 @@ def main() -> None:
         best_s[name] = ours_s
         median_s = statistics.median(row[0] for row in taken_s)
         ratios = [ours_s / limit_s for limit_s in limits_s]
+        to_limits[f"{name} over OrderedDict"] = Ratio(ratios[0], lower_is_better=True)
         figures[name] = {"best_ms": ours_s * 1e3, "median_ms": median_s * 1e3}
         print(f"{name:24}{ours_s * 1e3:8.3f}{median_s * 1e3:8.3f}{ratios[0]:16.1f}{ratios[1]:18.1f}")
     per_request_s = (best_s["whole request"] - best_s["its entry"]) / NUM_PAIRS
@@ -269,9 +270,8 @@ def main() -> None:
         print(f"{sum(one for name, one in shares.items() if name.startswith(file)):8.3%}  {file}, without what is in C")
     for name, own_share in list(shares.items())[:NUM_PROFILED]:
         print(f"{own_share:8.3%}  {name}")
-    if options.json:
-        figures["shares of a core"] = {"bookkeeping": per_request_s * ARRIVALS_PER_S, "with admission": share} | shares
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    figures["shares of a core"] = {"bookkeeping": per_request_s * ARRIVALS_PER_S, "with admission": share} | shares
+    leave(options, "queue", figures, to_limits)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ The limit of the first is the time in which the worker gives its first late answ
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import signal
@@ -23,6 +22,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.cluster import Cluster, collect, request, running_cluster
+from benchmarks.report import add_arguments, leave
 from demo import DEMO_MODEL
 
 PERIOD_S = 0.05
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--workers", nargs="+", default=["decode-1", "prefill-1"])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_arguments(parser)
     arguments = parser.parse_args()
     figures: dict[str, list[dict[str, float]]] = {}
     # Prompts go to prefill workers whatever their length, or there would be nothing to see of these.
@@ -154,8 +154,7 @@ def main() -> None:
                 figures.setdefault(worker_id, []).append(figure)
                 words = ", ".join(f"{name} {value:.2f}" for name, value in figure.items())
                 print(f"{worker_id}, round {number + 1}: {words} (aim: out 3 s, back 10 s)", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    leave(arguments, "slow_worker", figures, {})
 
 
 if __name__ == "__main__":

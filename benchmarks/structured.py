@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import Ratio, add_arguments, leave
 from demo import DEMO_MODEL
 from services.engine.config import load_config
 from services.engine.engine import Engine, EngineParts, load_engine
@@ -46,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="checkpoint folder (default: the demo model)")
     parser.add_argument("--rounds", type=int, default=7, help="repetitions of each pair; medians are printed")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(arguments.model)
@@ -61,8 +62,12 @@ def main() -> None:
             f"of which the grammar {row['grammar_us']:6.1f} us"
         )
     figures |= measure_steps(bench)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    ratios = {}
+    for batch in BATCHES:
+        row = figures[f"batch_{batch}"]
+        name = f"sampling with a schema over free, batch {batch}"
+        ratios[name] = Ratio(row["schema_us"] / row["free_us"], lower_is_better=True)
+    leave(arguments, "structured", figures, ratios)
 
 
 def measure_steps(bench: "Bench") -> dict[str, dict[str, float]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.catalog_file import ModelEntry, read_models_file
+from services.cli.cores import Machine, Share, share_out
 from services.cli.up_settings import UpSettings
 from services.runtime.config import ENV_PREFIX
 from services.runtime.process import DIE_WITH_PARENT_ENV
@@ -78,18 +79,22 @@ def model_plans(settings: UpSettings) -> list[ModelPlan]:
 
 
 def worker_specs(
-    settings: UpSettings, plans: Sequence[ModelPlan], addresses: Addresses, environment: Mapping[str, str]
+    settings: UpSettings,
+    plans: Sequence[ModelPlan],
+    addresses: Addresses,
+    environment: Mapping[str, str],
+    machine: Machine,
 ) -> list[ChildSpec]:
     """For each model its prefill workers, then its decode workers."""
-    num_workers = sum(plan.num_prefill + plan.num_decode for plan in plans)
-    threads = settings.threads_per_worker(num_workers)
+    shares = iter(share_out(machine, sum(plan.num_prefill + plan.num_decode for plan in plans)))
     specs = []
     for plan in plans:
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
             extra = _decode_flags(settings) if role == "decode" else []
             for number in range(count):
                 name = "-".join(filter(None, (role, plan.label, str(number))))
-                flags = [("id", name), *_worker_flags(settings, plan, addresses, threads), *extra]
+                cores = _core_flags(settings, next(shares))
+                flags = [("id", name), *_worker_flags(settings, plan, addresses), *cores, *extra]
                 specs.append(ChildSpec(name, _command(f"{role}_worker", flags), environment))
     return specs
 
@@ -146,9 +151,7 @@ def _label(entry: ModelEntry, taken: set[str]) -> str:
     return label
 
 
-def _worker_flags(
-    settings: UpSettings, plan: ModelPlan, addresses: Addresses, threads: int
-) -> list[tuple[str, object]]:
+def _worker_flags(settings: UpSettings, plan: ModelPlan, addresses: Addresses) -> list[tuple[str, object]]:
     return [
         ("model", plan.path),
         ("model-name", plan.name),
@@ -164,11 +167,17 @@ def _worker_flags(
         ("kv-memory", settings.kv_memory),
         ("host-tier-memory", settings.host_tier_memory),
         ("chunk-tokens", settings.chunk_tokens),
-        ("threads", threads),
         ("nice", WORKER_NICENESS),
         ("otlp", settings.otlp),
         ("log-level", settings.log_level),
     ]
+
+
+def _core_flags(settings: UpSettings, share: Share) -> list[tuple[str, object]]:
+    """More threads than the share has are the user's wish; on its cores they would only wait for each other."""
+    threads = settings.threads or share.threads
+    is_pinned = settings.pin and 0 < threads <= len(share.cpus)
+    return [("threads", threads), ("cores", ",".join(map(str, share.cpus)) if is_pinned else None)]
 
 
 def _tls_flags(settings: UpSettings) -> list[tuple[str, object]]:

@@ -1,6 +1,5 @@
 """The settings of `tandem up`, and what they mean together. Starts nothing and touches no network."""
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +98,9 @@ class UpSettings:
     threads: int | None = option(
         integer(1, 1024), default=None, help="Processor threads of each worker; the cores shared out if not given."
     )
+    pin: bool = option(
+        flag(), default=True, help="Keeps each worker to processor cores of its own, where there are enough of them."
+    )
     seed: int | None = option(
         integer(0, 2**63 - 1), default=None, help="Makes answers without a seed of their own repeatable."
     )
@@ -143,14 +145,3 @@ class UpSettings:
         if self.model == DEMO_MODEL:
             return "tandem-demo"
         return re.sub(r"\s+", "-", self.model.resolve().name) or "model"
-
-    def threads_per_worker(self, num_workers: int) -> int:
-        """Given, or the usable cores shared out among so many workers, at least one each."""
-        return self.threads or max(1, usable_cores() // num_workers)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

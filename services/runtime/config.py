@@ -183,6 +183,23 @@ def size_bytes(minimum: int = 1) -> Kind[int]:
     return Kind(parse, f"a size of at least {minimum} bytes, such as 512MiB or 2GiB")
 
 
+def number_set() -> Kind[tuple[int, ...]]:
+    """Whole numbers in order, from a text such as 0-3,8."""
+
+    def parse(value: str) -> tuple[int, ...]:
+        found: set[int] = set()
+        for part in value.split(","):
+            match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip())
+            _require(match is not None)
+            assert match is not None
+            first, last = int(match[1]), int(match[2] or match[1])
+            _require(first <= last)
+            found.update(range(first, last + 1))
+        return tuple(sorted(found))
+
+    return Kind(parse, "numbers and ranges separated by commas, such as 0-3,8")
+
+
 def host_port() -> Kind[HostPort]:
     """An address such as 127.0.0.1:50051 or [::1]:50051."""
     return Kind(split_host_port, "host:port with a port from 0 to 65535")

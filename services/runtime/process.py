@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,6 +63,19 @@ def be_nice(niceness: int) -> None:
         # Absent on kernels that know no such groups. A process without privileges may ask only so often.
         with contextlib.suppress(OSError):
             AUTOGROUP.write_text(str(niceness))
+
+
+def keep_to_cores(cores: Sequence[int]) -> None:
+    """Lets this thread, and those that it starts from now on, run on these cores only, as far as it may use them.
+
+    Where it may use none of them, or the system knows no such thing, a warning says so and it uses what it may.
+    """
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    wanted = allowed.intersection(cores)
+    if not wanted:
+        logger.warning("cannot keep to the wanted cores", extra={"wanted": list(cores), "allowed": sorted(allowed)})
+        return
+    os.sched_setaffinity(0, wanted)
 
 
 @contextlib.contextmanager

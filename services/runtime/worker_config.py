@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from services.runtime.clock import SYSTEM_CLOCK
-from services.runtime.config import choice, integer, join_host_port, number, option, path, size_bytes, text, url
+from services.runtime.config import (
+    choice,
+    integer,
+    join_host_port,
+    number,
+    number_set,
+    option,
+    path,
+    size_bytes,
+    text,
+    url,
+)
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
@@ -81,7 +92,14 @@ class WorkerConfig:
         "most 8 GiB or a quarter of the host's available memory.",
     )
     chunk_tokens: int = option(integer(1, 65536), default=512, help="Most prompt tokens that one step computes.")
-    threads: int | None = option(integer(1, 1024), default=None, help="Processor threads of the engine.")
+    threads: int | None = option(
+        integer(1, 1024), default=None, help="Processor threads of the engine; as many as --cores if not given."
+    )
+    cores: tuple[int, ...] | None = option(
+        number_set(),
+        default=None,
+        help="Processor cores that this process keeps to, by the numbers that the kernel gives them. Not given: any.",
+    )
     nice: int = option(
         integer(0, 19),
         default=0,
@@ -141,7 +159,7 @@ class WorkerConfig:
             "num_pages": self.kv_pages,
             "kv_memory_bytes": self.kv_memory,
             "host_tier_bytes": self.host_tier_memory,
-            "threads": self.threads,
+            "threads": self.threads or (None if self.cores is None else len(self.cores)),
         }
 
     def address(self, port: int) -> str:

@@ -160,6 +160,8 @@ def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], C
     """A worker process from its settings to its end: logs, traces, parent, signals, event loop. Raises what ends it."""
     logs.setup(settings.log_level, service=service, worker_id=settings.id)
     process.be_nice(settings.nice)
+    if settings.cores is not None:
+        process.keep_to_cores(settings.cores)
     process.die_with_parent()
     set_identity(worker_identity(settings, role=service.removesuffix("-worker")))
     telemetry.setup(service, settings.otlp, instance_id=settings.id)

@@ -85,7 +85,24 @@ def chart(
     is_log: bool = False,
     mark: float | None = None,
 ) -> str:
-    """Lines over a common x axis, logarithmic if told; `mark` is a vertical line. Empty without points."""
+    """`drawing` with its title above it, as part of a page. Empty without points."""
+    drawn = drawing(title, x_label, y_label, curves, is_log=is_log, mark=mark)
+    return f"<figure><figcaption>{html.escape(title)}</figcaption>{drawn}</figure>" if drawn else ""
+
+
+def drawing(
+    title: str,
+    x_label: str,
+    y_label: str,
+    curves: Sequence[Curve],
+    *,
+    is_log: bool = False,
+    mark: float | None = None,
+) -> str:
+    """Lines over a common x axis, logarithmic if told, as SVG that needs STYLE; `mark` is a vertical line.
+
+    Empty without points.
+    """
     points = [point for curve in curves for point in curve.points if not is_log or point[0] > 0]
     if not points:
         return ""
@@ -102,8 +119,8 @@ def chart(
         x_mark = x_axis.at(mark)
         drawn.append(f'<line class="grid mark" x1="{x_mark:.1f}" x2="{x_mark:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
     return (
-        f'<figure><figcaption>{html.escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'role="img" aria-label="{html.escape(title)}">{"".join(drawn)}</svg></figure>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="{html.escape(title)}">'
+        f"{''.join(drawn)}</svg>"
     )
 
 

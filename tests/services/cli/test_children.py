@@ -9,16 +9,18 @@ import pytest
 
 from decode_worker.config import DecodeWorkerConfig
 from services.cli.children import Addresses, child_environment, gateway_spec, model_plans, worker_specs
-from services.cli.up_settings import DEMO_MODEL, UpSettings, usable_cores
+from services.cli.cores import Machine
+from services.cli.up_settings import DEMO_MODEL, UpSettings
 from services.runtime.config import load
 from services.runtime.errors import ConfigError
 
 ADDRESSES = Addresses(redis_url="unix:///tmp/r.sock", http_port=8123, grpc_port=50123)
+MACHINE = Machine(cores=((0,), (1,)))
 
 
 def test_every_worker_has_a_name_and_the_cluster_s_settings() -> None:
     settings = UpSettings(model=Path("/m"), prefill=2, decode=1, kv_memory=1 << 20, transport="tcp", threads=3)
-    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {"A": "b"})
+    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {"A": "b"}, MACHINE)
     assert [spec.name for spec in specs] == ["prefill-0", "prefill-1", "decode-0"]
     assert specs[0].command[:4] == (sys.executable, "-P", "-m", "prefill_worker")
     assert specs[2].command[:4] == (sys.executable, "-P", "-m", "decode_worker")
@@ -34,7 +36,7 @@ def test_every_worker_has_a_name_and_the_cluster_s_settings() -> None:
 
 def test_decode_workers_alone_are_told_how_to_make_room() -> None:
     settings = UpSettings(decode=2, admission="worst_case", swap_memory=0)
-    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {})
+    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)
     for spec in specs[1:]:
         assert {"--admission=worst_case", "--swap-memory=0"} <= set(spec.command)
         read = load(DecodeWorkerConfig, spec.command[4:], prog="decode_worker", environ={})
@@ -45,7 +47,7 @@ def test_decode_workers_alone_are_told_how_to_make_room() -> None:
 def test_workers_stay_on_loopback_when_the_gateway_is_opened() -> None:
     settings = UpSettings(host="0.0.0.0")
     assert "--http-host=0.0.0.0" in gateway_spec(settings, ADDRESSES, {}).command
-    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {})
+    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)
     assert all("--host=127.0.0.1" in spec.command for spec in specs)
 
 
@@ -58,7 +60,7 @@ def test_all_processes_show_one_certificate_where_there_is_a_ca() -> None:
         settings = UpSettings(**pair, tls_ca=ca)
         gateway = gateway_spec(settings, ADDRESSES, {})
         assert {flag for flag in gateway.command if flag.startswith("--tls")} == flags
-        for spec in worker_specs(settings, model_plans(settings), ADDRESSES, {}):
+        for spec in worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE):
             found = {flag for flag in spec.command if flag.startswith("--tls")}
             assert found == (set() if ca is None else flags)
 
@@ -95,10 +97,21 @@ def test_children_inherit_what_up_does_not_decide() -> None:
     assert environment["PATH"] == "/bin"
 
 
-def test_cores_are_shared_out_and_nobody_gets_none() -> None:
-    assert UpSettings().threads_per_worker(2) == max(1, usable_cores() // 2)
-    assert UpSettings().threads_per_worker(256) == max(1, usable_cores() // 256)
-    assert UpSettings(threads=5).threads_per_worker(2) == 5
+def test_workers_keep_to_cores_of_their_own_with_a_thread_for_each() -> None:
+    machine = Machine(cores=((0, 4), (1, 5), (2, 6), (3, 7)))
+    settings = UpSettings()
+    prefill, decode = worker_specs(settings, model_plans(settings), ADDRESSES, {}, machine)
+    assert {"--threads=2", "--cores=0,1,4,5"} <= set(prefill.command)
+    assert {"--threads=2", "--cores=2,3,6,7"} <= set(decode.command)
+    read = load(DecodeWorkerConfig, decode.command[4:], prog="decode_worker", environ={})
+    assert (read.cores, read.engine_settings()["threads"]) == ((2, 3, 6, 7), 2)
+
+
+@pytest.mark.parametrize("settings", [UpSettings(pin=False), UpSettings(prefill=2), UpSettings(threads=2)])
+def test_nobody_keeps_to_cores_when_told_or_too_many(settings: UpSettings) -> None:
+    for spec in worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE):
+        assert not any(flag.startswith("--cores") for flag in spec.command)
+        assert f"--threads={settings.threads or 1}" in spec.command
 
 
 def test_each_model_of_the_file_has_its_own_workers(tmp_path: Path) -> None:
@@ -110,7 +123,7 @@ def test_each_model_of_the_file_has_its_own_workers(tmp_path: Path) -> None:
         '[[model]]\nname = "big-1-5"\npath = "small"\nprefill = 0\n'
     )
     settings = UpSettings(models=models, prefill=1, decode=1)
-    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {})
+    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)
     assert [spec.name for spec in specs] == [
         "prefill-big-1-5-0",
         "decode-big-1-5-0",
@@ -120,7 +133,7 @@ def test_each_model_of_the_file_has_its_own_workers(tmp_path: Path) -> None:
     for spec in specs[:3]:
         assert {f"--model={tmp_path / 'big'}", "--model-name=Big/1.5"} <= set(spec.command)
     assert {f"--model={tmp_path / 'small'}", "--model-name=big-1-5"} <= set(specs[3].command)
-    assert {f"--threads={max(1, usable_cores() // 4)}"} <= set(specs[0].command)
+    assert "--threads=1" in specs[0].command
     command = gateway_spec(settings, ADDRESSES, {}).command
     assert f"--models={models}" in command
     assert not any(flag.startswith(("--model=", "--model-name=")) for flag in command)

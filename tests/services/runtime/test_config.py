@@ -14,6 +14,7 @@ from services.runtime.config import (
     integer,
     load,
     number,
+    number_set,
     option,
     path,
     size_bytes,
@@ -52,6 +53,19 @@ def test_defaults_flags_and_environment() -> None:
     assert (settings.model, settings.kv_pages, settings.ratio) == ("env", 5, 1.0)
     with pytest.raises(FrozenInstanceError):
         settings.model = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("3", (3,)), ("0-3,8", (0, 1, 2, 3, 8)), ("8, 1-2,2", (1, 2, 8)), ("5-5", (5,))]
+)
+def test_sets_of_numbers(text: str, numbers: tuple[int, ...]) -> None:
+    assert number_set().parse(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", ",", "1,", "3-1", "-1", "0-99999999", "a", "1-2-3"])
+def test_no_sets_of_numbers(text: str) -> None:
+    with pytest.raises(ValueError, match="rule"):
+        number_set().parse(text)
 
 
 def test_every_kind_is_read() -> None:

@@ -108,6 +108,22 @@ def test_a_second_signal_ends_it_at_once() -> None:
     assert process.returncode == 128 + signal.SIGINT
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system keeps no process to cores")
+def test_threads_keep_to_the_cores_of_the_process() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    code = (
+        "import json, os, sys, threading; from services.runtime import process\n"
+        "process.keep_to_cores(json.loads(sys.argv[1]))\n"
+        "thread = threading.Thread(target=lambda: print(sorted(os.sched_getaffinity(0))))\n"
+        "thread.start(); thread.join()"
+    )
+    # What is not allowed is left out; where nothing else was wanted, everything that is allowed stays so.
+    for wanted, kept in (([allowed[-1], 9999], [allowed[-1]]), ([9999], allowed)):
+        ran = subprocess.run([sys.executable, "-c", code, str(wanted)], capture_output=True, text=True, check=True)
+        assert ran.stdout == f"{kept}\n"
+        assert ("cannot keep to the wanted cores" in ran.stderr) == (kept == allowed)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 @pytest.mark.parametrize("value", ["'1'", "str(os.getpid())"])
 def test_a_child_dies_with_its_parent(value: str) -> None:
