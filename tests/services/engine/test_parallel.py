@@ -1,5 +1,9 @@
 """A model on several ranks gives the bits of one. Ranks are threads here, with the connections that processes have."""
 
+import contextlib
+import os
+import random
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +16,7 @@ from services.engine.checkpoint import Checkpoint
 from services.engine.config import load_config
 from services.engine.decoder import DecoderStep
 from services.engine.model import Model, load_model
+from services.engine.parallel.meeting import Meeting
 from services.engine.parallel.part import RankPart
 from services.engine.parallel.shard import Parallelism, Shard, part_of
 from services.engine.weights import ShardWeights
@@ -158,6 +163,41 @@ def watch_reading(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(Checkpoint, "_map_tensors", begin)
     monkeypatch.setattr(Checkpoint, "tensor", tensor)
     return loads
+
+
+def test_strangers_at_the_ports_of_ranks_change_nothing(tmp_path: Path) -> None:
+    before = listening_ports()
+    with ThreadPoolExecutor(2) as threads:
+        shards = [Shard(Parallelism(2), rank) for rank in range(2)]
+        meetings = list(threads.map(lambda shard: Meeting(shard, tmp_path / "store"), shards))
+        addresses = listening_ports() - before
+        assert len(addresses) == 2
+        assert {host for host, _ in addresses} == {"127.0.0.1"}
+        strangers = [socket.create_connection(address) for address in addresses for _ in range(20)]
+        for index, stranger in enumerate(strangers):
+            stranger.sendall(random.Random(index).randbytes(index * 7))
+            if index % 2:
+                stranger.close()
+        parts = [torch.full((3, 2), float(rank)) for rank in range(2)]
+        gathered = list(threads.map(lambda meeting, part: meeting.gather(part, 4), meetings, parts))
+        for stranger in strangers:
+            stranger.close()
+    assert [rows.tolist() for rows in gathered] == [[[0.0, 0.0, 1.0, 1.0]] * 3] * 2
+
+
+def listening_ports() -> set[tuple[str, int]]:
+    """Where this process listens."""
+    own = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the folder's own
+            own.add(os.readlink(entry))
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+            host, port = fields[1].split(":")
+            found.add((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
+    return found
 
 
 def test_weights_are_shared_out(checkpoint: Any, thread_ranks: Any) -> None:
