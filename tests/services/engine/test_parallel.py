@@ -9,16 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from kv_transfer.page_bytes import Destination, PageReader, PageWriter, wire_layout
 from services.engine.checkpoint import Checkpoint
 from services.engine.config import load_config
 from services.engine.decoder import DecoderStep
+from services.engine.engine import Engine, load_engine
 from services.engine.model import Model, load_model
+from services.engine.pages import PageLayout, PagePool
 from services.engine.parallel.meeting import Meeting
 from services.engine.parallel.part import RankPart
 from services.engine.parallel.shard import Parallelism, Shard, part_of
+from services.engine.runner import ModelRunner
+from services.engine.sequence import Sampling, Sequence
+from services.engine.step import SampledToken, StepItem, StepPlan
 from services.engine.weights import ShardWeights
 from services.runtime.errors import ConfigError, ModelError
 
@@ -109,6 +116,51 @@ def test_bits_are_those_of_one_rank(
             assert torch.equal(alone[name], together[name])
     alone, together = (run.pool_data.view(torch.uint8) for run in runs)
     assert torch.equal(alone, together)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("degrees", "page_sizes"),
+    [((1, 2), (8, 8)), ((2, 1), (8, 8)), ((2, 2), (8, 16)), ((2, 4), (8, 8)), ((2, 4), (16, 8)), ((4, 1), (8, 8))],
+)
+def test_pages_go_from_any_degree_to_any(
+    degrees: tuple[int, int],
+    page_sizes: tuple[int, int],
+    dtype: str,
+    checkpoint: Any,
+    thread_ranks: Any,
+    random_ids: Any,
+) -> None:
+    """A prompt is computed by one model, its pages go to the pool of another one, which goes on."""
+    folder, prompt = checkpoint("llama3-gqa-tied"), random_ids(37)
+    sampling = Sampling(max_tokens=8, temperature=0.9, seed=5)
+    expected = Engine(load_engine(folder, dtype=dtype, num_pages=16)).generate([prompt], sampling)[0]
+    source, target = (thread_ranks(folder, degree, 1, dtype=dtype).model() for degree in degrees)
+    pools = [PagePool(layout_of(source, page_size), 16) for page_size in page_sizes]
+
+    first = Sequence(0, prompt, sampling=sampling)
+    first.page_table = [9, 2, 11, 0, 5][: pools[0].layout.num_pages_for(len(prompt))]
+    (token,) = ModelRunner(source, pools[0]).run(StepPlan([StepItem(first, len(prompt))])).outcomes
+    assert isinstance(token, SampledToken)
+
+    pages = [1, 7, 8, 3, 15, 6]
+    writer = PageWriter(pools[1], wire_layout(pools[0].layout, fingerprint="f", exact=True))
+    data = np.concatenate(PageReader(pools[0]).pieces(first.page_table))
+    writer.write(data, 0, Destination(tuple(pages), 0, len(prompt)))
+    second = Sequence(1, prompt, sampling=sampling, emitted_token_ids=[token.token_id])
+    second.page_table, second.num_computed_tokens = pages, len(prompt)
+    runner = ModelRunner(target, pools[1])
+    while second.finish_reason() is None:
+        (token,) = runner.run(StepPlan([StepItem(second, 1)])).outcomes
+        assert isinstance(token, SampledToken)
+        second.num_computed_tokens += 1
+        second.append_token(token.token_id)
+    assert second.token_ids[len(prompt) :] == expected
+
+
+def layout_of(model: Model, page_size: int) -> PageLayout:
+    config = model.config
+    return PageLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, model.dtype)
 
 
 def test_without_kernels_results_are_close(
