@@ -1,6 +1,7 @@
 """Starts a decode worker: settings, lease, model, server; it lives until it is told to leave or its engine fails."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import sys
@@ -50,7 +51,7 @@ async def _serve(
     stop: asyncio.Event,
 ) -> None:
     parts = await load_or_stop(lambda: load_warm_engine(**settings.engine_settings()), lease, stop)
-    with held(watch_gpu(parts.gpu_uuid)) as gpu:
+    with contextlib.closing(parts), held(watch_gpu(parts.gpu_uuid)) as gpu:
         metrics = WorkerMetrics(worker_id=settings.id)
         worker, receiver = _worker(settings, incarnation, parts, metrics, publisher, gpu)
         metrics.serve(settings, worker.load)
@@ -107,7 +108,13 @@ def _worker(
 ) -> tuple[DecodeWorker, LinkReceiver]:
     max_admitted = settings.max_admitted or 2 * settings.max_batch
     identity = LinkIdentity(
-        settings.id, incarnation, parts.fingerprint, parts.model.exact, arithmetic=parts.model.arithmetic
+        settings.id,
+        incarnation,
+        parts.fingerprint,
+        parts.model.exact,
+        arithmetic=parts.model.arithmetic,
+        tensor_parallel=parts.parallelism.tensor,
+        pipeline_parallel=parts.parallelism.pipeline,
     )
     transports = (settings.transport,)
     counters = Counters()

@@ -309,6 +309,9 @@ class DecodeWorker:
         if self._step_watch.is_stuck(elapsed_s):
             self._engine.abandon("the engine is stuck")
             self._on_engine_failed(InvariantViolated("a step of the engine did not end in time"))
+        loss = self._parts.loss
+        if loss is not None:
+            self._on_engine_failed(loss)
 
     async def close(self) -> None:
         """Fails what is left, waits until nothing is held, and stops the engine."""

@@ -418,6 +418,8 @@ class Worker(_Exact):
     exact: bool
     arithmetic: str
     layout: str
+    tensor_parallel: int
+    pipeline_parallel: int
     version: str
     clock_ahead_s: float | None
     pages: Pages

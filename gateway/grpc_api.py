@@ -482,6 +482,8 @@ def _worker(member: Member) -> cluster_pb2.Worker:
         running=load.running,
         waiting=load.waiting,
         gpu=_gpu(member),
+        tensor_parallel=record.tensor_parallel,
+        pipeline_parallel=record.pipeline_parallel,
     )
 
 

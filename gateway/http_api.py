@@ -664,6 +664,8 @@ def _worker_json(member: Member) -> dict[str, Any]:
         "exact": member.is_exact,
         "arithmetic": member.arithmetic,
         "layout": record.layout_fingerprint,
+        "tensor_parallel": record.tensor_parallel,
+        "pipeline_parallel": record.pipeline_parallel,
         "version": record.version,
         "clock_ahead_s": load.clock_ahead_s,
         "pages": {

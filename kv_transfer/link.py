@@ -54,6 +54,8 @@ class LinkIdentity:
     exact: bool
     host_id: str = field(default_factory=local_host_id)
     arithmetic: str = ""
+    tensor_parallel: int = 0
+    pipeline_parallel: int = 0
 
 
 class MalformedMessage(TransferFailed):
@@ -247,6 +249,8 @@ def _layout_to_wire(layout: WireLayout) -> link_pb2.PageLayout:
         head_dim=layout.head_dim,
         exact=layout.exact,
         arithmetic=layout.arithmetic,
+        tensor_parallel=layout.tensor_parallel,
+        pipeline_parallel=layout.pipeline_parallel,
     )
 
 
@@ -262,6 +266,8 @@ def _layout_from_wire(wire: link_pb2.PageLayout) -> WireLayout:
         head_dim=wire.head_dim,
         exact=wire.exact,
         arithmetic=wire.arithmetic,
+        tensor_parallel=wire.tensor_parallel,
+        pipeline_parallel=wire.pipeline_parallel,
     )
     if len(layout.arithmetic) > MAX_ARITHMETIC_CHARS:
         raise MalformedMessage("the name of an arithmetic is too long")

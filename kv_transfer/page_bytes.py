@@ -130,7 +130,15 @@ class PageWriter:
                 token += count
 
 
-def wire_layout(layout: PageLayout, *, fingerprint: str, exact: bool, arithmetic: str = "") -> WireLayout:
+def wire_layout(
+    layout: PageLayout,
+    *,
+    fingerprint: str,
+    exact: bool,
+    arithmetic: str = "",
+    tensor_parallel: int = 0,
+    pipeline_parallel: int = 0,
+) -> WireLayout:
     """Return the words in which a pool's layout travels. Raises KeyError for a dtype that does not."""
     return WireLayout(
         fingerprint=fingerprint,
@@ -141,6 +149,8 @@ def wire_layout(layout: PageLayout, *, fingerprint: str, exact: bool, arithmetic
         head_dim=layout.head_dim,
         exact=exact,
         arithmetic=arithmetic,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
     )
 
 

@@ -167,6 +167,8 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
             fingerprint=identity.layout_fingerprint,
             exact=identity.exact,
             arithmetic=identity.arithmetic,
+            tensor_parallel=identity.tensor_parallel,
+            pipeline_parallel=identity.pipeline_parallel,
         )
         self._fence = Fence()
         self._listeners: dict[str, Listener] = {}

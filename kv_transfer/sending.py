@@ -182,6 +182,8 @@ class SendLinks:
             fingerprint=identity.layout_fingerprint,
             exact=identity.exact,
             arithmetic=identity.arithmetic,
+            tensor_parallel=identity.tensor_parallel,
+            pipeline_parallel=identity.pipeline_parallel,
         )
         self._reader = PageReader(pool)
         self._generations = generations

@@ -1,6 +1,7 @@
 """Starts a prefill worker: settings, lease, model, server; it lives until it is told to leave or its engine fails."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import sys
@@ -46,7 +47,7 @@ async def _serve(
     stop: asyncio.Event,
 ) -> None:
     parts = await load_or_stop(lambda: load_warm_engine(**settings.engine_settings()), lease, stop)
-    with held(watch_gpu(parts.gpu_uuid)) as gpu:
+    with contextlib.closing(parts), held(watch_gpu(parts.gpu_uuid)) as gpu:
         metrics = WorkerMetrics(worker_id=settings.id)
         worker = _worker(settings, incarnation, parts, metrics, publisher, gpu)
         metrics.serve(settings, worker.load)
@@ -90,7 +91,13 @@ def _worker(
     gpu: GpuWatch | None,
 ) -> PrefillWorker:
     identity = LinkIdentity(
-        settings.id, incarnation, parts.fingerprint, parts.model.exact, arithmetic=parts.model.arithmetic
+        settings.id,
+        incarnation,
+        parts.fingerprint,
+        parts.model.exact,
+        arithmetic=parts.model.arithmetic,
+        tensor_parallel=parts.parallelism.tensor,
+        pipeline_parallel=parts.parallelism.pipeline,
     )
     counters = Counters()
     metrics.watch_faults(counters.snapshot)

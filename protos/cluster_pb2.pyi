@@ -187,6 +187,8 @@ class Worker(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     ARITHMETIC_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stable name, such as decode-0."""
     role: Global___WorkerRole.ValueType
@@ -213,6 +215,10 @@ class Worker(_message.Message):
     """Requests it has taken and not begun."""
     arithmetic: _builtins.str
     """Names its arithmetic; two workers with different names may compute different last bits."""
+    tensor_parallel: _builtins.int
+    """Processes that share each layer of the model; 0: unknown."""
+    pipeline_parallel: _builtins.int
+    """Stages that share its layers; 0: unknown."""
     @_builtins.property
     def pages(self) -> Global___PageCounts:
         """Its KV pages."""
@@ -238,10 +244,12 @@ class Worker(_message.Message):
         waiting: _builtins.int = ...,
         arithmetic: _builtins.str = ...,
         gpu: Global___GpuHealth | None = ...,
+        tensor_parallel: _builtins.int = ...,
+        pipeline_parallel: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "exact", b"exact", "gpu", b"gpu", "host", b"host", "id", b"id", "incarnation", b"incarnation", "model", b"model", "pages", b"pages", "pid", b"pid", "role", b"role", "running", b"running", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "exact", b"exact", "gpu", b"gpu", "host", b"host", "id", b"id", "incarnation", b"incarnation", "model", b"model", "pages", b"pages", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "role", b"role", "running", b"running", "state", b"state", "tensor_parallel", b"tensor_parallel", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

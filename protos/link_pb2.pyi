@@ -140,6 +140,8 @@ class PageLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
     ARITHMETIC_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Digest over model weights, layers, heads, head_dim and protocol version; must be equal on both sides."""
     page_size: _builtins.int
@@ -156,6 +158,11 @@ class PageLayout(_message.Message):
     """The numerics do not depend on the batch."""
     arithmetic: _builtins.str
     """Names the arithmetic: equal on both sides (and both `exact`) means that both compute the same bits. May differ."""
+    tensor_parallel: _builtins.int
+    """Processes that share each layer, and stages that share the layers; 0: unknown. May differ: a page has all heads and
+    layers whatever they are.
+    """
+    pipeline_parallel: _builtins.int
     def __init__(
         self,
         *,
@@ -167,10 +174,12 @@ class PageLayout(_message.Message):
         head_dim: _builtins.int = ...,
         exact: _builtins.bool = ...,
         arithmetic: _builtins.str = ...,
+        tensor_parallel: _builtins.int = ...,
+        pipeline_parallel: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arithmetic", b"arithmetic", "dtype", b"dtype", "exact", b"exact", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arithmetic", b"arithmetic", "dtype", b"dtype", "exact", b"exact", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size", "pipeline_parallel", b"pipeline_parallel", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -188,4 +188,6 @@ def _worker(message: cluster_pb2.Worker) -> Worker:
         gpu=GpuHealth(_GPU_STATES.get(gpu.state, UNKNOWN), gpu.weight, tuple(gpu.reasons))
         if message.HasField("gpu")
         else None,
+        tensor_parallel=message.tensor_parallel,
+        pipeline_parallel=message.pipeline_parallel,
     )

@@ -208,6 +208,10 @@ class Worker:
     waiting: int
     arithmetic: str
     gpu: GpuHealth | None
+    tensor_parallel: int = 0
+    """Processes that share each layer of its model; 0: unknown."""
+    pipeline_parallel: int = 0
+    """Stages that share the layers; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

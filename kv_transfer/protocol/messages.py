@@ -38,6 +38,8 @@ class WireLayout:
     """Shape of one side's pages, in words that travel. `dtype` is a key of DTYPE_BYTES.
 
     `arithmetic` names how one side computes: two that are `exact` and have the same one compute the same bits.
+    `tensor_parallel` and `pipeline_parallel` say how many processes compute a layer and how many stages there are (0:
+    unknown); pages are whole whatever they are.
     """
 
     fingerprint: str
@@ -48,6 +50,8 @@ class WireLayout:
     head_dim: int
     exact: bool
     arithmetic: str = ""
+    tensor_parallel: int = 0
+    pipeline_parallel: int = 0
 
     @property
     def page_bytes(self) -> int:

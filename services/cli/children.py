@@ -90,7 +90,7 @@ def worker_specs(
     specs = []
     for plan in plans:
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
-            extra = _decode_flags(settings) if role == "decode" else []
+            extra = _prefill_flags(settings) if role == "prefill" else _decode_flags(settings)
             for number in range(count):
                 name = "-".join(filter(None, (role, plan.label, str(number))))
                 cores = _core_flags(settings, next(shares))
@@ -163,6 +163,7 @@ def _worker_flags(settings: UpSettings, plan: ModelPlan, addresses: Addresses) -
         ("transport", settings.transport),
         ("page-size", settings.page_size),
         ("dtype", settings.dtype),
+        ("pipeline-parallel", settings.pipeline_parallel),
         ("kv-pages", settings.kv_pages),
         ("kv-memory", settings.kv_memory),
         ("host-tier-memory", settings.host_tier_memory),
@@ -185,8 +186,13 @@ def _tls_flags(settings: UpSettings) -> list[tuple[str, object]]:
     return [("tls-cert", settings.tls_cert), ("tls-key", settings.tls_key), ("tls-ca", settings.tls_ca)]
 
 
+def _prefill_flags(settings: UpSettings) -> list[tuple[str, object]]:
+    return [("tensor-parallel", settings.prefill_tensor_parallel or settings.tensor_parallel)]
+
+
 def _decode_flags(settings: UpSettings) -> list[tuple[str, object]]:
     return [
+        ("tensor-parallel", settings.decode_tensor_parallel or settings.tensor_parallel),
         ("max-batch", settings.max_batch),
         ("admission", settings.admission),
         ("swap-memory", settings.swap_memory),

@@ -73,6 +73,18 @@ class UpSettings:
         default="auto",
         help="Type of weights and KV; auto takes the checkpoint's.",
     )
+    tensor_parallel: int = option(
+        integer(1, 64), default=1, help="Processes of each worker that share each layer of the model."
+    )
+    prefill_tensor_parallel: int | None = option(
+        integer(1, 64), default=None, help="The same for prefill workers only, where it is another number."
+    )
+    decode_tensor_parallel: int | None = option(
+        integer(1, 64), default=None, help="The same for decode workers only, where it is another number."
+    )
+    pipeline_parallel: int = option(
+        integer(1, 64), default=1, help="Stages of each worker that share the model's layers."
+    )
     kv_pages: int | None = option(integer(1), default=None, help="Pages of each worker's KV pool.")
     kv_memory: int | None = option(size_bytes(), default=None, help="Size of each KV pool, instead of --kv-pages.")
     host_tier_memory: int | None = option(

@@ -67,6 +67,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a token takes on the way to another worker; 0: unknown."""
     max_running: Count = 0
     """Sequences that it decodes at a time; 0: unknown."""
+    tensor_parallel: Count = 0
+    """Processes that share each layer of its model; 0: unknown."""
+    pipeline_parallel: Count = 0
+    """Stages that share the layers; 0: unknown."""
     region: ShortText = ""
     """Where it runs; moving pages between regions is dear. Empty: everywhere the same."""
     tenants: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()

@@ -1,7 +1,7 @@
 """Reads tensors out of a folder's safetensors files; knows no architecture and never unpickles anything."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,15 @@ from services.runtime.errors import ModelError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# xxhash holds the interpreter lock while it runs: pieces of this size keep other threads alive (0.5 ms each).
-HASH_PIECE_BYTES = 16 << 20
-
-_FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLOAT_TYPES = ("F32", "BF16", "F16")
+_SUM_BYTES = 16
 
 
 class Checkpoint:
-    """The tensors of one checkpoint folder, read through a memory map.
+    """The tensors of one checkpoint folder, read through a memory map: only what is asked for comes from the disk.
 
-    Every tensor that is read enters the digest, so that `digest()` after loading names exactly the weights in use,
-    however they are split into files.
+    Every row that is read enters the digest, so that `digest()` after loading names exactly the weights in use,
+    however they are split into files, and into parts that several processes have read.
     """
 
     def __init__(self, model_dir: str | Path) -> None:
@@ -33,14 +31,25 @@ class Checkpoint:
         check_folder(self.folder)
         self._files: dict[str, Any] = {}
         self._file_of = self._map_tensors()
-        self._tensor_digests: dict[str, bytes] = {}
+        self._sums: dict[str, int] = {}
 
     def names(self) -> frozenset[str]:
         """All tensor names in the folder."""
         return frozenset(self._file_of)
 
-    def tensor(self, name: str, shape: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor `name` of exactly `shape`, converted to `dtype`, on the CPU.
+    def tensor(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        rows: range | None = None,
+        is_counted: bool = True,
+    ) -> torch.Tensor:
+        """The tensor `name` of exactly `shape`, or `rows` of its first axis, converted to `dtype`, on the CPU.
+
+        Each row must be counted once by whoever reads it: for what others count, `is_counted` is false. A tensor of one
+        axis counts as a single row, whichever part of it is wanted.
 
         Raises ModelError where it is missing, has another shape or is not a floating-point tensor.
         """
@@ -49,25 +58,33 @@ class Checkpoint:
                 f"the checkpoint {self.folder} has no tensor {name}: it is incomplete or its config.json belongs to "
                 "another model, download it again"
             )
-        stored = self._read(name)
-        if tuple(stored.shape) != tuple(shape):
-            raise ModelError(
-                f"the tensor {name} has the shape {list(stored.shape)} and config.json means {list(shape)}: "
-                "the weights and config.json belong to different models"
-            )
-        if stored.dtype not in _FLOAT_TYPES:
-            raise ModelError(
-                f"the tensor {name} holds {str(stored.dtype).removeprefix('torch.')} values: use a checkpoint that is "
-                "not quantised, in float32, bfloat16 or float16"
-            )
-        self._tensor_digests[name] = _digest_tensor(name, stored)
-        return stored.to(dtype)
+        rows = range(shape[0]) if rows is None else rows
+        try:
+            stored = self._open(self._file_of[name]).get_slice(name)
+            self._check(name, stored, shape)
+            is_vector = len(shape) == 1
+            part: torch.Tensor = stored[:] if is_vector else stored[rows.start : rows.stop]
+        except SafetensorError as error:
+            raise ModelError(f"the tensor {name} cannot be read ({error}): download the checkpoint again") from error
+        if is_counted:
+            first_row = 0 if is_vector else rows.start
+            header = f"{name} {part.dtype} {list(shape)}\n" if first_row == 0 else ""
+            self._count(name, header, part.view(1, -1) if is_vector else part, first_row)
+        return (part[rows.start : rows.stop] if is_vector else part).to(dtype)
 
-    def digest(self) -> str:
-        """128 bits, in hex, over name, dtype, shape and bytes of every tensor that was read."""
+    def row_sums(self) -> dict[str, int]:
+        """The sum over what was read and counted of each tensor: its header, with row 0, and its rows."""
+        return dict(self._sums)
+
+    def digest(self, others: Iterable[Mapping[str, int]] = ()) -> str:
+        """128 bits, in hex, over name, dtype, shape and bytes of every tensor that was read, here or by `others`."""
+        totals = dict(self._sums)
+        for sums in others:
+            for name, value in sums.items():
+                totals[name] = (totals.get(name, 0) + value) % 2 ** (8 * _SUM_BYTES)
         digest = xxhash.xxh3_128()
-        for name in sorted(self._tensor_digests):
-            digest.update(self._tensor_digests[name])
+        for name in sorted(totals):
+            digest.update(f"{name} {totals[name]:x}\n".encode())
         return str(digest.hexdigest())
 
     def close(self) -> None:
@@ -113,12 +130,28 @@ class Checkpoint:
                 raise ModelError(f"{path} {_why_unreadable(path)}: download the checkpoint again") from error
         return self._files[file]
 
-    def _read(self, name: str) -> torch.Tensor:
-        try:
-            tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
-        except SafetensorError as error:
-            raise ModelError(f"the tensor {name} cannot be read ({error}): download the checkpoint again") from error
-        return tensor
+    def _check(self, name: str, stored: Any, shape: Sequence[int]) -> None:
+        if tuple(stored.get_shape()) != tuple(shape):
+            raise ModelError(
+                f"the tensor {name} has the shape {list(stored.get_shape())} and config.json means {list(shape)}: "
+                "the weights and config.json belong to different models"
+            )
+        if stored.get_dtype() not in _FLOAT_TYPES:
+            raise ModelError(
+                f"the tensor {name} holds {str(stored[:].dtype).removeprefix('torch.')} values: use a checkpoint that "
+                "is not quantised, in float32, bfloat16 or float16"
+            )
+
+    def _count(self, name: str, header: str, rows: torch.Tensor, first_row: int) -> None:
+        """Adds hashes of rows [n, K], each with its number, so that the parts of several readers add up."""
+        total = self._sums.get(name, 0) + (xxhash.xxh3_128_intdigest(header.encode()) if header else 0)
+        # One row at a time: xxhash holds the interpreter lock while it runs.
+        content = memoryview(rows.contiguous().view(torch.uint8).numpy().data).cast("B")
+        width = rows.shape[1] * rows.element_size()
+        for index in range(rows.shape[0]):
+            row = content[index * width : (index + 1) * width]
+            total += xxhash.xxh3_128_intdigest(row, seed=first_row + index)
+        self._sums[name] = total % 2 ** (8 * _SUM_BYTES)
 
 
 def _why_unreadable(path: Path) -> str:
@@ -130,11 +163,3 @@ def _why_unreadable(path: Path) -> str:
     if start.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the weights"
     return "is not a complete safetensors file"
-
-
-def _digest_tensor(name: str, tensor: torch.Tensor) -> bytes:
-    digest = xxhash.xxh3_128(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-    content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    for start in range(0, len(content), HASH_PIECE_BYTES):
-        digest.update(content[start : start + HASH_PIECE_BYTES])
-    return bytes(digest.digest())

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from services.engine.config import ModelConfig
+from services.engine.config import ModelConfig, load_config
 from services.engine.host_tier import HostTier
 from services.engine.model import Model, load_model
 from services.engine.pages import PageAllocator, PageLayout, PageLease, PagePool, num_pages_for
+from services.engine.parallel.group import RankGroup
+from services.engine.parallel.shard import SINGLE, Parallelism
 from services.engine.runner import ModelRunner
 from services.engine.sequence import FinishReason, Grammar, Sampling, Sequence
 from services.engine.step import (
@@ -32,7 +34,7 @@ from services.engine.step import (
     with_whole_prompt,
 )
 from services.engine.swap import SwapSpace
-from services.runtime.errors import ConfigError, InvalidRequest
+from services.runtime.errors import ConfigError, InvalidRequest, TandemError
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,9 @@ class EngineParts:
     """Two workers exchange pages only if theirs agree."""
     tier: HostTier | None = None
     """Where named pages go that the pool has no room for; the engine thread's too."""
+    parallelism: Parallelism = SINGLE
+    ranks: RankGroup | None = None
+    """The other processes that compute this model, where there are any; `close` ends them."""
 
     @property
     def gpu_uuid(self) -> str | None:
@@ -74,6 +79,16 @@ class EngineParts:
             return None
         return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
 
+    @property
+    def loss(self) -> TandemError | None:
+        """What has made this engine useless while nobody used it: the end of a rank."""
+        return None if self.ranks is None else self.ranks.loss
+
+    def close(self) -> None:
+        """Ends the other ranks. May be called again."""
+        if self.ranks is not None:
+            self.ranks.close()
+
     def record_fields(self) -> dict[str, Any]:
         """What others must know of this engine, as fields of a WorkerRecord."""
         layout = self.pool.layout
@@ -81,6 +96,8 @@ class EngineParts:
             "exact": self.model.exact,
             "arithmetic": self.model.arithmetic,
             "layout_fingerprint": self.fingerprint,
+            "tensor_parallel": self.parallelism.tensor,
+            "pipeline_parallel": self.parallelism.pipeline,
             "max_sequence_tokens": min(self.model_config.context_length_tokens, self.pool.num_pages * layout.page_size),
             "kv_bytes_per_token": layout.page_bytes // layout.page_size,
         }
@@ -96,6 +113,8 @@ def load_engine(
     kv_memory_bytes: int | None = None,
     host_tier_bytes: int | None = None,
     threads: int | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> EngineParts:
     """Load a checkpoint folder and set memory aside for its KV pages.
 
@@ -103,11 +122,13 @@ def load_engine(
     memory on a CPU, whichever is less, and half of the free memory on a GPU. `host_tier_bytes` are for pages that the
     pool has no room for, 0 for none; if not given none on a CPU, where it would be a second piece of the same memory,
     and for a GPU as much as the pool, at most 8 GiB or a quarter of the host's available memory. `threads` is for
-    torch, process-wide.
+    torch, process-wide. With `tensor_parallel` or `pipeline_parallel` above 1, so many processes share each layer or
+    the layers, and the threads; they live until the parts are closed.
 
     Raises:
         ModelError: the folder cannot be served.
         ConfigError: a setting is wrong, or the pool would not fit into memory.
+        WorkerLost: one of the other processes has ended.
     """
     if page_size < 1:
         raise ConfigError(f"page_size is {page_size}, it must be at least 1")
@@ -115,7 +136,26 @@ def load_engine(
         if threads < 1:
             raise ConfigError(f"threads is {threads}, it must be at least 1")
         torch.set_num_threads(threads)
-    model = load_model(model_dir, dtype=dtype, device=device)
+    parallelism = Parallelism(tensor_parallel, pipeline_parallel)
+    if parallelism.num_ranks == 1:
+        return _with_pool(load_model(model_dir, dtype=dtype, device=device), page_size, num_pages, kv_memory_bytes)
+    parallelism.check(load_config(model_dir))
+    ranks = RankGroup(parallelism)
+    try:
+        model = ranks.load(model_dir, dtype=dtype, device=device, threads=threads)
+        return _with_pool(model, page_size, num_pages, kv_memory_bytes, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _with_pool(
+    model: Model,
+    page_size: int,
+    num_pages: int | None,
+    kv_memory_bytes: int | None,
+    ranks: RankGroup | None = None,
+) -> EngineParts:
     config = model.config
     layout = PageLayout(
         num_layers=config.num_layers,
@@ -124,7 +164,11 @@ def load_engine(
         page_size=page_size,
         dtype=model.dtype,
     )
-    pool = PagePool(layout, _pool_size(layout, model.device, num_pages, kv_memory_bytes), device=model.device)
+    pool_size = _pool_size(layout, model.device, num_pages, kv_memory_bytes)
+    if ranks is None:
+        pool = PagePool(layout, pool_size, device=model.device)
+    else:
+        pool = ranks.make_pool(layout, pool_size)
     tier = _host_tier(pool, host_tier_bytes)
     return EngineParts(
         model_config=config,
@@ -134,6 +178,8 @@ def load_engine(
         runner=ModelRunner(model, pool),
         fingerprint=model.fingerprint,
         tier=tier,
+        parallelism=SINGLE if ranks is None else ranks.parallelism,
+        ranks=ranks,
     )
 
 
@@ -153,6 +199,9 @@ def load_warm_engine(model_dir: str | Path, **settings: Any) -> EngineParts:
             Engine(parts).generate([[0] * num_tokens] * 2, sampling)
         except NonFiniteLogits:
             logger.warning("the model's answer to a prompt of tokens 0 is not finite")
+        except BaseException:
+            parts.close()
+            raise
     return parts
 
 

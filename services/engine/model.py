@@ -6,6 +6,7 @@ Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D hea
 import functools
 import hashlib
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,13 +14,13 @@ import torch
 from services.engine.attention import AttentionBatch
 from services.engine.checkpoint import Checkpoint
 from services.engine.config import ModelConfig, load_config
-from services.engine.decoder import DecoderStep, TorchDecoder
+from services.engine.decoder import Decoder, DecoderStep, TorchDecoder
 from services.engine.kernels.build import KernelsUnavailable
 from services.engine.kernels.decoder import KernelDecoder
 from services.engine.kernels.library import Kernels, load_kernels
 from services.engine.linear import PackedLinear, TorchLinear
 from services.engine.rope import RopeTable
-from services.engine.weights import ModelWeights, WeightPlacement, load_weights
+from services.engine.weights import WeightPlacement, load_weights
 from services.runtime.errors import ConfigError, InvariantViolated
 
 logger = logging.getLogger(__name__)
@@ -41,16 +42,22 @@ class Model:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, *, fingerprint: str, kernels: Kernels | None = None
+        self,
+        config: ModelConfig,
+        decoder: Decoder,
+        placement: WeightPlacement,
+        *,
+        fingerprint: str,
+        kernels: Kernels | None = None,
     ) -> None:
         self.config = config
         self.fingerprint = fingerprint
         self.exact = kernels is not None
-        self.arithmetic = "torch" if kernels is None else kernels.arithmetic
-        self.dtype = weights.embedding.dtype
-        self.device = weights.embedding.device
+        self.arithmetic = arithmetic_of(kernels)
+        self.dtype = placement.dtype
+        self.device = placement.device
         self._rope = RopeTable(config, device=self.device)
-        self._decoder = TorchDecoder(config, weights) if kernels is None else KernelDecoder(kernels, config, weights)
+        self._decoder = decoder
 
     @torch.inference_mode()
     def forward(
@@ -86,18 +93,41 @@ def load_model(model_dir: str | Path, *, dtype: str = "auto", device: str = "aut
 
     Raises ModelError for a folder that cannot be served and ConfigError for a wrong dtype or device.
     """
+    source = open_model(model_dir, dtype=dtype, device=device, use_kernels=use_kernels)
+    config, kernels = source.config, source.kernels
+    try:
+        weights = load_weights(config, source.checkpoint, source.placement)
+        fingerprint = layout_fingerprint(config, weights_digest=source.checkpoint.digest())
+    finally:
+        source.checkpoint.close()
+    decoder = TorchDecoder(config, weights) if kernels is None else KernelDecoder(kernels, config, weights)
+    return Model(config, decoder, source.placement, fingerprint=fingerprint, kernels=kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A checkpoint that is about to be read, what its tensors will be, and what will compute with them."""
+
+    config: ModelConfig
+    checkpoint: Checkpoint
+    placement: WeightPlacement
+    kernels: Kernels | None
+
+
+def open_model(model_dir: str | Path, *, dtype: str, device: str, use_kernels: bool = True) -> ModelSource:
+    """Does what `load_model` does before it reads a tensor; raises as it does. The caller closes the checkpoint."""
     config = load_config(model_dir)
     chosen_device = _choose_device(device)
     chosen_dtype = _choose_dtype(dtype, config, chosen_device)
     checkpoint = Checkpoint(model_dir)
     kernels = _find_kernels() if use_kernels and chosen_device.type == "cpu" else None
     make_linear = TorchLinear if kernels is None else functools.partial(PackedLinear, kernels)
-    try:
-        weights = load_weights(config, checkpoint, WeightPlacement(chosen_dtype, chosen_device, make_linear))
-        fingerprint = layout_fingerprint(config, weights_digest=checkpoint.digest())
-    finally:
-        checkpoint.close()
-    return Model(config, weights, fingerprint=fingerprint, kernels=kernels)
+    return ModelSource(config, checkpoint, WeightPlacement(chosen_dtype, chosen_device, make_linear), kernels)
+
+
+def arithmetic_of(kernels: Kernels | None) -> str:
+    """Names what results depend on beside the inputs."""
+    return "torch" if kernels is None else kernels.arithmetic
 
 
 def layout_fingerprint(config: ModelConfig, *, weights_digest: str) -> str:

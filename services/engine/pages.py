@@ -72,14 +72,23 @@ class PagePool:
     """The memory of all pages of a worker: `data` [N, H, L, 2, S, D], contiguous.
 
     It starts as zeros: a slot that was never written must not hold a NaN, which would survive a masked product.
+    Where the memory is made elsewhere, `data` is that, all zeros.
     """
 
-    def __init__(self, layout: PageLayout, num_pages: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: PageLayout,
+        num_pages: int,
+        *,
+        device: torch.device | str = "cpu",
+        data: torch.Tensor | None = None,
+    ) -> None:
         if num_pages < 1:
             raise ValueError(f"a pool needs at least 1 page, not {num_pages}")
         self.layout = layout
         self.num_pages = num_pages
-        self.data = _zeros((num_pages, *layout.shape), layout.dtype, torch.device(device))
+        shape = (num_pages, *layout.shape)
+        self.data = _zeros(shape, layout.dtype, torch.device(device)) if data is None else data
 
     @property
     def bytes(self) -> torch.Tensor:

@@ -82,6 +82,12 @@ class WorkerConfig:
         help="Type of weights and KV; auto takes the checkpoint's.",
     )
     device: str = option(choice("auto", "cpu", "cuda"), default="auto", help="Where the model runs.")
+    tensor_parallel: int = option(
+        integer(1, 64), default=1, help="Processes that share each layer of the model, and the threads."
+    )
+    pipeline_parallel: int = option(
+        integer(1, 64), default=1, help="Stages, of so many processes each, that share the model's layers."
+    )
     kv_pages: int | None = option(integer(1), default=None, help="Pages of the KV pool.")
     kv_memory: int | None = option(size_bytes(), default=None, help="Size of the KV pool, instead of --kv-pages.")
     host_tier_memory: int | None = option(
@@ -160,6 +166,8 @@ class WorkerConfig:
             "kv_memory_bytes": self.kv_memory,
             "host_tier_bytes": self.host_tier_memory,
             "threads": self.threads or (None if self.cores is None else len(self.cores)),
+            "tensor_parallel": self.tensor_parallel,
+            "pipeline_parallel": self.pipeline_parallel,
         }
 
     def address(self, port: int) -> str:

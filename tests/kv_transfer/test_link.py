@@ -35,7 +35,7 @@ from services.runtime.rpc import make_channel
 from tests.kv_transfer.conftest import Pair, PairMaker
 
 ID = TransferId("request", 3)
-LAYOUT = WireLayout("f" * 32, 16, "bfloat16", 8, 32, 128, True, "avx2")
+LAYOUT = WireLayout("f" * 32, 16, "bfloat16", 8, 32, 128, True, "avx2", 4, 2)
 HELLO = Hello("prefill-0", "a" * 32, "b" * 32, LAYOUT, ("shm", "tcp"), "host")
 ACK = HelloAck("decode-0", "b" * 32, LAYOUT, "tcp", "127.0.0.1:1", "cd" * 16, b"t" * 32, 8, 2**20)
 MESSAGES: list[Message] = [

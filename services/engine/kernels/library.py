@@ -110,6 +110,24 @@ class StepArgs(ctypes.Structure):
     )
 
 
+class PlaceArgs(ctypes.Structure):
+    """`Place` of parts.cpp."""
+
+    _fields_ = (
+        ("batch", BatchArgs),
+        ("heads", HeadsArgs),
+        ("layer", _I64),
+        ("query_norm", _POINTER),
+        ("key_norm", _POINTER),
+        ("norm_eps", ctypes.c_float),
+        ("positions", _POINTER),
+        ("slot_mapping", _POINTER),
+        ("num_tokens", _I64),
+        ("rope", _POINTER),
+        ("rope_positions", _I64),
+    )
+
+
 _INT = ctypes.c_int
 _SIGNATURES = {
     "tandem_arithmetic": (ctypes.c_char_p, ()),
@@ -120,6 +138,9 @@ _SIGNATURES = {
         _INT,
         (ctypes.POINTER(BatchArgs), ctypes.POINTER(HeadsArgs), _I64, _POINTER, _POINTER, _INT, _INT),
     ),
+    "tandem_place": (_INT, (ctypes.POINTER(PlaceArgs), _POINTER, _POINTER, _INT, _INT)),
+    "tandem_norm": (None, (_POINTER, _POINTER, ctypes.c_float, _I64, _I64, _POINTER, _INT, _INT)),
+    "tandem_activate": (None, (_POINTER, _I64, _I64, _POINTER, _INT, _INT)),
     "tandem_workspace_elements": (_I64, (ctypes.POINTER(DecoderArgs), _I64, _I64)),
     "tandem_forward": (_INT, (ctypes.POINTER(DecoderArgs), ctypes.POINTER(StepArgs), _INT, _INT)),
 }
@@ -171,6 +192,34 @@ class Kernels:
             batch, heads, layer, pointer(q), pointer(out), _is_bfloat16(q), torch.get_num_threads()
         )
         _raise_for(code)
+        return out
+
+    def place(self, place: PlaceArgs, qkv: torch.Tensor) -> torch.Tensor:
+        """Writes keys and values of qkv [T, (Hq + 2 H) D], which is spoilt, into the pool; returns the queries
+        [T, Hq, D], normed and rotated. Raises InvariantViolated, with nothing written, for a step that is wrong.
+        """
+        heads = place.heads
+        width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+        source = check_tensor(qkv, qkv.dtype, shape=(place.num_tokens, width))
+        q = torch.empty(place.num_tokens, heads.num_heads, heads.head_dim, dtype=qkv.dtype)
+        _raise_for(self._library.tandem_place(place, source, pointer(q), _is_bfloat16(q), torch.get_num_threads()))
+        return q
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+        """RMSNorm of each row of x [T, K]."""
+        rows, size = x.shape
+        weights = check_tensor(weight, x.dtype, shape=(size,))
+        out = torch.empty_like(x)
+        kinds = (_is_bfloat16(x), torch.get_num_threads())
+        self._library.tandem_norm(pointer(x), weights, eps, rows, size, pointer(out), *kinds)
+        return out
+
+    def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up for gate_up [T, 2 K], gate first: [T, K]."""
+        rows, width = gate_up.shape
+        out = torch.empty(rows, width // 2, dtype=gate_up.dtype)
+        kinds = (_is_bfloat16(out), torch.get_num_threads())
+        self._library.tandem_activate(pointer(gate_up), rows, width // 2, pointer(out), *kinds)
         return out
 
     def forward(self, decoder: DecoderArgs, step: StepArgs, dtype: torch.dtype) -> None:

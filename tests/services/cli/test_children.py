@@ -34,6 +34,23 @@ def test_every_worker_has_a_name_and_the_cluster_s_settings() -> None:
     assert not any(flag.startswith(("--max-batch", "--admission")) for flag in specs[0].command)
 
 
+@pytest.mark.parametrize(
+    ("given", "prefill", "decode"),
+    [
+        ({}, 1, 1),
+        ({"tensor_parallel": 2}, 2, 2),
+        ({"tensor_parallel": 2, "prefill_tensor_parallel": 4}, 4, 2),
+        ({"decode_tensor_parallel": 2}, 1, 2),
+    ],
+)
+def test_each_role_may_have_its_own_degree(given: dict[str, int], prefill: int, decode: int) -> None:
+    settings = UpSettings(pipeline_parallel=3, **given)
+    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {})
+    degrees = [{flag for flag in spec.command if "-parallel=" in flag} for spec in specs]
+    expected = [{f"--tensor-parallel={degree}", "--pipeline-parallel=3"} for degree in (prefill, decode)]
+    assert degrees == expected
+
+
 def test_decode_workers_alone_are_told_how_to_make_room() -> None:
     settings = UpSettings(decode=2, admission="worst_case", swap_memory=0)
     specs = worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)

@@ -1,0 +1,140 @@
+"""A model on several ranks as its first one sees it: it starts the others, loads with them, and drives every step.
+
+For whoever uses the model nothing differs: pages of all heads and layers lie in one pool, in memory that all ranks map,
+and logits of the whole vocabulary come out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.engine.decoder import DecoderStep
+from services.engine.model import Model
+from services.engine.pages import PageLayout, PagePool
+from services.engine.parallel.decoder import check_step
+from services.engine.parallel.messages import StepMessage, receive_object, send_object, send_step
+from services.engine.parallel.part import RankPart
+from services.engine.parallel.processes import RankProcesses
+from services.engine.parallel.shard import Parallelism
+from services.runtime.errors import ConfigError, TandemError, WorkerLost
+
+
+class RankGroup:
+    """The ranks of one worker. Make it, `load`, `make_pool`, use the model, `close`; the caller is rank 0."""
+
+    def __init__(self, parallelism: Parallelism) -> None:
+        """Starts the other ranks. Raises ConfigError where the system cannot run them, WorkerLost where they fail."""
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("--tensor-parallel and --pipeline-parallel need Linux: use 1")
+        self.parallelism = parallelism
+        self._processes = RankProcesses(parallelism.num_ranks)
+        self._part: RankPart | None = None
+        self._processes.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks from 1 on."""
+        return self._processes.pids
+
+    @property
+    def loss(self) -> TandemError | None:
+        """Why the ranks have ended, once they have; the worker cannot go on."""
+        return self._processes.loss
+
+    def load(self, model_dir: str | Path, *, dtype: str, device: str, threads: int | None) -> Model:
+        """Loads a checkpoint on all ranks at once, each its part. `threads` are shared out among them.
+
+        Raises ModelError, ConfigError, and WorkerLost where a rank ends meanwhile.
+        """
+        threads_each = max(1, (threads or torch.get_num_threads()) // self.parallelism.num_ranks)
+        with tempfile.TemporaryDirectory(prefix="tandem-ranks-") as folder, self._explained():
+            store_path = Path(folder) / "store"
+            settings = {
+                "model_dir": str(model_dir),
+                "dtype": dtype,
+                "device": device,
+                "threads": threads_each,
+                "tensor_parallel": self.parallelism.tensor,
+                "pipeline_parallel": self.parallelism.pipeline,
+                "store": str(store_path),
+            }
+            self._tell_all(settings)
+            part = RankPart.load(settings, 0)
+            facts = self._hear_all()
+            self._tell_all({})
+            part.connect(store_path)
+            self._hear_all()
+        self._part = part
+        self._processes.begin_serving()
+        return self._model(part, facts)
+
+    def make_pool(self, layout: PageLayout, num_pages: int) -> PagePool:
+        """Pages in memory that all ranks map; no other process can, and it is gone with the last of them."""
+        assert self._part is not None, "the model is loaded first"
+        num_bytes = num_pages * math.prod(layout.shape) * layout.dtype.itemsize
+        fd = os.memfd_create("tandem-pages")
+        try:
+            os.truncate(fd, num_bytes)
+            wire = {"num_bytes": num_bytes, "num_pages": num_pages, "page_size": layout.page_size}
+            with self._explained():
+                for peer in self._processes.commands:
+                    send_object(peer, wire, fds=(fd,))
+            data = self._part.use_pool(mmap.mmap(fd, num_bytes), wire)
+        finally:
+            os.close(fd)
+        return PagePool(layout, num_pages, data=data)
+
+    def forward(self, step: DecoderStep) -> torch.Tensor:
+        """Computes a step on all ranks; returns the logits, float32 [rows, V].
+
+        Raises InvariantViolated for a step that is wrong, before any rank begins, and WorkerLost where one has ended.
+        """
+        assert self._part is not None, "the model is loaded first"
+        check_step(step, self._part.source.config)
+        message = StepMessage(step.token_ids, step.positions, step.batch, step.logits_indices).encode()
+        with self._explained():
+            for peer in self._processes.commands:
+                send_step(peer, message)
+            return self._part.forward(step)
+
+    def close(self) -> None:
+        """Ends the other ranks. May be called again."""
+        self._processes.close()
+
+    def _model(self, part: RankPart, facts: list[dict[str, Any]]) -> Model:
+        source = part.source
+        row_sums = [{name: int(value, 16) for name, value in fact["row_sums"].items()} for fact in facts]
+        arithmetics = {fact["arithmetic"] for fact in facts} | {part.facts()["arithmetic"]}
+        if len(arithmetics) > 1:
+            raise ConfigError(f"the ranks of the worker compute differently: {', '.join(sorted(arithmetics))}")
+        return Model(
+            source.config,
+            self,
+            source.placement,
+            fingerprint=part.fingerprint(row_sums),
+            kernels=source.kernels,
+        )
+
+    def _tell_all(self, value: dict[str, Any]) -> None:
+        for peer in self._processes.commands:
+            send_object(peer, value)
+
+    def _hear_all(self) -> list[dict[str, Any]]:
+        return [receive_object(peer)[0] for peer in self._processes.commands]
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of talking to a rank become the reason for which it has ended."""
+        try:
+            yield
+        except (OSError, RuntimeError, WorkerLost) as error:
+            raise self._processes.explain(error) from error

@@ -1,0 +1,107 @@
+"""What rank 0 tells the other ranks: short JSON objects while they start, then one message of plain arrays per step.
+
+The ends of these sockets were inherited from a parent by its child: nobody else can write to them. Nothing is pickled.
+"""
+
+import json
+import socket
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.engine.attention import AttentionBatch
+from services.runtime.errors import WorkerLost
+
+_LENGTH = struct.Struct("<Q")
+_STEP = struct.Struct("<4Q")  # tokens, sequences, pages of a table, wanted logits
+MAX_OBJECT_BYTES = 64 << 20
+
+
+class StepMessage:
+    """The inputs of a step as `Model.forward` takes them, but the pool and the rope, which each rank has."""
+
+    __slots__ = ("batch", "logits_indices", "positions", "token_ids")
+
+    def __init__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logits_indices: torch.Tensor
+    ) -> None:
+        self.token_ids = token_ids
+        self.positions = positions
+        self.batch = batch
+        self.logits_indices = logits_indices
+
+    def encode(self) -> bytes:
+        """The message; 8-byte numbers come first, so that all arrays are aligned where they arrive."""
+        batch = self.batch
+        tables = batch.page_tables
+        head = _STEP.pack(self.token_ids.shape[0], tables.shape[0], tables.shape[1], self.logits_indices.shape[0])
+        wide = (self.token_ids, self.positions, batch.slot_mapping, self.logits_indices)
+        narrow = (batch.query_start, batch.context_lens, tables)
+        return b"".join([head, *(tensor.cpu().numpy().tobytes() for tensor in (*wide, *narrow))])
+
+
+def send_step(peer: socket.socket, encoded: bytes) -> None:
+    """Sends an encoded step. Raises OSError where the peer is gone."""
+    peer.sendall(encoded)
+
+
+def receive_step(peer: socket.socket) -> StepMessage | None:
+    """Waits for the next step; None: there is none any more."""
+    head = _receive(peer, _STEP.size)
+    if head is None:
+        return None
+    num_tokens, num_sequences, max_pages, num_logits = _STEP.unpack(head)
+    num_wide = 3 * num_tokens + num_logits
+    num_narrow = 2 * num_sequences + 1 + num_sequences * max_pages
+    content = _receive(peer, 8 * num_wide + 4 * num_narrow)
+    if content is None:
+        return None
+    wide = torch.from_numpy(np.frombuffer(content, np.int64, num_wide))
+    narrow = torch.from_numpy(np.frombuffer(content, np.int32, num_narrow, 8 * num_wide))
+    batch = AttentionBatch(
+        query_start=narrow[: num_sequences + 1],
+        context_lens=narrow[num_sequences + 1 : 2 * num_sequences + 1],
+        page_tables=narrow[2 * num_sequences + 1 :].view(num_sequences, max_pages),
+        slot_mapping=wide[2 * num_tokens : 3 * num_tokens],
+    )
+    return StepMessage(wide[:num_tokens], wide[num_tokens : 2 * num_tokens], batch, wide[3 * num_tokens :])
+
+
+def send_object(peer: socket.socket, value: Any, *, fds: tuple[int, ...] = ()) -> None:
+    """Sends a JSON value and, with it, open files. Raises OSError where the peer is gone."""
+    text = json.dumps(value).encode()
+    if fds:
+        socket.send_fds(peer, [_LENGTH.pack(len(text))], fds)
+    else:
+        peer.sendall(_LENGTH.pack(len(text)))
+    peer.sendall(text)
+
+
+def receive_object(peer: socket.socket, *, max_fds: int = 0) -> tuple[Any, list[int]]:
+    """Waits for a JSON value and up to `max_fds` files. Raises WorkerLost where the peer has ended."""
+    head, fds, _, _ = socket.recv_fds(peer, _LENGTH.size, max_fds)
+    rest = _receive(peer, _LENGTH.size - len(head)) if head else None
+    if rest is None:
+        raise WorkerLost("a rank of the worker has ended")
+    (length,) = _LENGTH.unpack(bytes(head) + bytes(rest))
+    text = _receive(peer, length) if length <= MAX_OBJECT_BYTES else None
+    if text is None:
+        raise WorkerLost("a rank of the worker has ended")
+    return json.loads(bytes(text)), list(fds)
+
+
+def _receive(peer: socket.socket, num_bytes: int) -> bytearray | None:
+    """Exactly so many bytes; None: the peer has ended."""
+    content = bytearray(num_bytes)
+    view = memoryview(content)
+    while view:
+        try:
+            count = peer.recv_into(view)
+        except ConnectionResetError:
+            return None
+        if not count:
+            return None
+        view = view[count:]
+    return content

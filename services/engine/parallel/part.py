@@ -1,0 +1,95 @@
+"""What each rank, the first one too, has in memory: its part of the weights, its connections, its view of the pages.
+
+Legend: N pages, H KV heads, L layers, S slots of a page, D head_dim.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.engine.decoder import DecoderStep
+from services.engine.model import ModelSource, arithmetic_of, layout_fingerprint, open_model
+from services.engine.parallel.decoder import ShardedDecoder, layer_math
+from services.engine.parallel.meeting import Meeting
+from services.engine.parallel.messages import StepMessage
+from services.engine.parallel.shard import Parallelism, Shard
+from services.engine.rope import RopeTable
+from services.engine.weights import ShardWeights, load_shard
+from services.runtime.errors import ConfigError, InvariantViolated
+
+
+class RankPart:
+    """One rank's part of a model. Load, connect, then compute."""
+
+    def __init__(self, source: ModelSource, shard: Shard, weights: ShardWeights, row_sums: dict[str, int]) -> None:
+        self.source = source
+        self.row_sums = row_sums
+        self._shard = shard
+        self._weights = weights
+        self._rope = RopeTable(source.config, device=source.placement.device)
+        self._decoder: ShardedDecoder | None = None
+        self._pool_data: torch.Tensor | None = None
+
+    @classmethod
+    def load(cls, settings: Mapping[str, Any], rank: int) -> RankPart:
+        """Reads the rank's part of a checkpoint. `settings` are those of `RankGroup`.
+
+        Raises ModelError and ConfigError as load_model does.
+        """
+        parallelism = Parallelism(settings["tensor_parallel"], settings["pipeline_parallel"])
+        torch.set_num_threads(settings["threads"])
+        source = open_model(settings["model_dir"], dtype=settings["dtype"], device=settings["device"])
+        try:
+            parallelism.check(source.config)
+            if source.placement.device.type != "cpu":
+                raise ConfigError("--tensor-parallel and --pipeline-parallel above 1 need --device cpu")
+            shard = Shard(parallelism, rank)
+            weights = load_shard(source.config, source.checkpoint, source.placement, shard)
+            return cls(source, shard, weights, source.checkpoint.row_sums())
+        finally:
+            source.checkpoint.close()
+
+    def facts(self) -> dict[str, Any]:
+        """What rank 0 must know of it."""
+        return {
+            "arithmetic": arithmetic_of(self.source.kernels),
+            "row_sums": {name: f"{value:x}" for name, value in self.row_sums.items()},
+        }
+
+    def fingerprint(self, others: Iterable[Mapping[str, int]]) -> str:
+        """The model's, which is that of a single rank, out of what this rank and the `others` have read."""
+        return layout_fingerprint(self.source.config, weights_digest=self.source.checkpoint.digest(others))
+
+    def connect(self, store_path: Path) -> None:
+        """Meets the other ranks. Raises RuntimeError where that fails."""
+        meeting = Meeting(self._shard, store_path)
+        math = layer_math(self.source.config, self._shard, self.source.kernels)
+        self._decoder = ShardedDecoder(self.source.config, self._shard, self._weights, math, meeting)
+
+    def use_pool(self, memory: mmap.mmap, layout: Mapping[str, Any]) -> torch.Tensor:
+        """Takes the worker's pages as they are: [N, H, L, 2, S, D]."""
+        config = self.source.config
+        shape = (layout["num_pages"], config.num_kv_heads, config.num_layers, 2, layout["page_size"], config.head_dim)
+        self._pool_data = torch.frombuffer(memory, dtype=self.source.placement.dtype).view(shape)
+        return self._pool_data
+
+    @torch.inference_mode()
+    def compute(self, step: StepMessage) -> None:
+        """Takes part in a step that rank 0 computes too."""
+        if self._pool_data is None:
+            raise InvariantViolated("a rank has no pages yet")
+        rope = self._rope.ensure(step.batch.longest_context)
+        self.forward(
+            DecoderStep(step.token_ids, step.positions, step.batch, self._pool_data, step.logits_indices, rope)
+        )
+
+    def forward(self, step: DecoderStep) -> torch.Tensor:
+        """The rank's part of a step; the logits [rows, V] on rank 0."""
+        if self._decoder is None:
+            raise InvariantViolated("a rank computes before it has met the others")
+        return self._decoder.forward(step)

@@ -1,0 +1,125 @@
+"""The program of every rank but the first: loads its part, then computes each step that rank 0 sends, until it ends.
+
+`python -m services.engine.parallel.rank RANK PARENT_PID COMMANDS_FD LIFE_FD`, started by rank 0 only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from services.engine.parallel.processes import BEAT_S
+from services.runtime.errors import TandemError, WorkerLost
+
+_PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger(__name__)
+
+
+class Life:
+    """Says from a thread of its own that the process is alive, and ends it as soon as rank 0 is gone."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer = peer
+        self._lock = threading.Lock()
+        self._has_spoken = False
+
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=self._run, name="life", daemon=True).start()
+
+    def end(self, words: dict[str, str]) -> None:
+        """Says why the process ends."""
+        with self._lock, contextlib.suppress(OSError):
+            self._has_spoken = True
+            self._peer.setblocking(True)
+            self._peer.sendall(json.dumps(words).encode())
+
+    def _run(self) -> None:
+        self._peer.settimeout(BEAT_S)
+        while True:
+            with self._lock:
+                if self._has_spoken:
+                    return
+                # Beats that nobody reads, because rank 0 is stopped, are dropped.
+                with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                    self._peer.send(b"\n", socket.MSG_DONTWAIT)
+            try:
+                if not self._peer.recv(1):
+                    os._exit(1)  # whatever the main thread is doing: there is nobody left to do it for
+            except TimeoutError:
+                continue
+            except OSError:
+                os._exit(1)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs a rank; returns the exit code."""
+    rank, parent_pid, commands_fd, life_fd = map(int, arguments)
+    _die_with(parent_pid)
+    # Who ends the worker by its terminal means rank 0, which ends the others when it has finished.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(levelname)s %(name)s: %(message)s")
+    life = Life(socket.socket(fileno=life_fd))
+    life.start()
+    try:
+        _serve(rank, socket.socket(fileno=commands_fd))
+    except WorkerLost:
+        return 1  # rank 0 has ended, or another rank, of which rank 0 knows more
+    except TandemError as error:
+        life.end({"kind": type(error).__name__, "message": error.message})
+        return 1
+    except Exception as error:  # the outermost frame: rank 0 is told, and the details stay in the log
+        logger.exception("the rank failed")
+        life.end({"kind": type(error).__name__, "message": "see the worker's log"})
+        return 1
+    return 0
+
+
+def _serve(rank: int, commands: socket.socket) -> None:
+    # Libraries are loaded when it can be seen that this process lives.
+    from services.engine.parallel.messages import receive_object, receive_step, send_object
+    from services.engine.parallel.part import RankPart
+
+    settings, _ = receive_object(commands)
+    part = RankPart.load(settings, rank)
+    send_object(commands, part.facts())
+    receive_object(commands)  # all others have loaded theirs
+    part.connect(Path(settings["store"]))
+    send_object(commands, {})
+    layout, fds = receive_object(commands, max_fds=1)
+    part.use_pool(map_pool(fds[0], layout["num_bytes"]), layout)
+    while (step := receive_step(commands)) is not None:
+        part.compute(step)
+
+
+def map_pool(fd: int, num_bytes: int) -> mmap.mmap:
+    """Maps the memory of the worker's pages, which rank 0 has made; the file is closed."""
+    try:
+        return mmap.mmap(fd, num_bytes)
+    finally:
+        os.close(fd)
+
+
+def _die_with(parent_pid: int) -> None:
+    """Has the kernel kill this process with the thread that started it, where the kernel can."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    # Without finalizers: connections to ranks that are gone could hold them up, and nothing here needs them.
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)
