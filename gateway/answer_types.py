@@ -420,6 +420,7 @@ class Worker(_Exact):
     layout: str
     version: str
     clock_ahead_s: float | None
+    channels: dict[str, str]
     pages: Pages
     running: int
     waiting: int

@@ -640,6 +640,7 @@ def _worker_json(member: Member) -> dict[str, Any]:
         "layout": record.layout_fingerprint,
         "version": record.version,
         "clock_ahead_s": load.clock_ahead_s,
+        "channels": record.channels,
         "pages": {
             "total": load.pages_total,
             "free": load.pages_free,
