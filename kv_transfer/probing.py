@@ -38,7 +38,8 @@ NUM_ROUNDS = 3
 SLOW_ROUND_S = 0.1
 """After a round that took longer no other follows: it is long enough to be believed."""
 LIMIT_S = 2.0
-"""For measuring all channels of a pair."""
+"""For measuring all channels of a pair, beside the time that one may take to open (NCCL's does take some)."""
+OPENING_S = {"nccl": 4.0}
 STALL_S = 1.0
 VALID_S = 600.0
 """For so long a measurement is used for the Links of a pair."""
@@ -69,7 +70,7 @@ async def measure(
     """
     probe = _Probe(hello, open_channel)
     try:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(LIMIT_S + max((OPENING_S.get(name, 0.0) for name in hello.transports), default=0.0)):
             while probe.left:
                 call = begin()
                 try:
@@ -148,7 +149,8 @@ class _Probe:
             if posting is None or posting.done():
                 channel.close()
             else:
-                posting.add_done_callback(lambda _: channel.close())
+                # The thread is on its way out of the channel.
+                posting.add_done_callback(lambda done: (done.exception(), channel.close()))
 
 
 def frame_bytes(ring: RingSpec) -> int:
@@ -187,7 +189,8 @@ def take_rounds(channel: AnyReceiveChannel, ring: RingSpec, on_round: Callable[[
     try:
         copy: torch.Tensor | np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
         num_taken = num_bytes = 0
-        while (frame := channel.poll(timeout_s=STALL_S)) is not None:
+        first_s = STALL_S + max(OPENING_S.values())
+        while (frame := channel.poll(timeout_s=STALL_S if num_taken else first_s)) is not None:
             if isinstance(frame, DeviceFrame):
                 copy = torch.empty_like(frame.data) if not isinstance(copy, torch.Tensor) else copy
                 copy[: frame.num_bytes].copy_(frame.data)

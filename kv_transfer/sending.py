@@ -256,8 +256,8 @@ class SendLinks:
 
     async def _dial(self, key: tuple[str, str]) -> _SendLink:
         try:
+            offered = await self._in_measured_order(key)
             async with asyncio.timeout(self._timeouts.connect_s):
-                offered = await self._in_measured_order(key)
                 while True:
                     try:
                         return await self._dial_with(key, offered)
