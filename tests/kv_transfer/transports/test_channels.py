@@ -71,7 +71,8 @@ class Ends:
 
         def fill(target: torch.Tensor) -> bytes:
             assert target.numel() == len(content)
-            target.copy_(torch.tensor(list(content), dtype=torch.uint8))
+            if content:
+                target.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
             if target.device.type == "cuda":
                 torch.cuda.synchronize(target.device)
             return digest
