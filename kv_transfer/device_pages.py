@@ -89,6 +89,25 @@ class DevicePages:
             return _digest_of(word_sums(words), words.numel())
 
 
+def warm_up(pool: PagePool) -> None:
+    """Have the kernels for these pages ready, if they are on a GPU.
+
+    Compiling takes seconds, and loading a kernel may wait for all that runs: that must not be a receive of NCCL's.
+    """
+    device, page_bytes = pool.data.device, pool.layout.page_bytes
+    if device.type != "cuda" or not can_hold(page_bytes):
+        return
+    from kv_transfer import page_kernels
+
+    with torch.cuda.device(device):
+        page = torch.zeros(1, page_bytes // WORD_BYTES, dtype=torch.int64, device=device)
+        rows = torch.zeros(1, dtype=torch.int64, device=device)
+        page_kernels.gather(page, rows, torch.empty_like(page).view(-1))
+        page_kernels.digest(page.view(-1))
+        page_kernels.spread(page.view(-1), rows, torch.empty_like(page))
+        torch.cuda.synchronize(device)
+
+
 def can_hold(page_bytes: int) -> bool:
     """Whether pages of this size can travel on device channels."""
     return page_bytes % WORD_BYTES == 0

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from kv_transfer.device_pages import DevicePages
+from kv_transfer.device_pages import DevicePages, warm_up
 from kv_transfer.link import (
     LinkIdentity,
     MalformedMessage,
@@ -163,6 +163,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         self._pool = pool
         self._generations = generations
         self._target = target
+        warm_up(pool)
         self._available = Transports(pool.data.device, pool.layout.page_bytes)
         self._transports = self._available.resolve(transports)
         self._reach = Reach(identity.host_id).at(pool.data.device)

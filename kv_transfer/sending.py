@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import grpc
 
 from kv_transfer import probing
-from kv_transfer.device_pages import DevicePages
+from kv_transfer.device_pages import DevicePages, warm_up
 from kv_transfer.link import (
     LinkIdentity,
     MalformedMessage,
@@ -191,6 +191,7 @@ class SendLinks:
         self._reader = PageReader(pool)
         self._generations = generations
         self._pool = pool
+        warm_up(pool)
         self._available = Transports(pool.data.device, pool.layout.page_bytes)
         self._transports = self._available.resolve(transports)
         self._is_auto = AUTO in transports
