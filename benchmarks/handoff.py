@@ -1,17 +1,21 @@
 """How fast pages move from one process's memory to another's, beside memcpy and a plain TCP socket.
 
-    python -m benchmarks.handoff [--json FILE] [--sizes-mib 1,16,64] [--rounds 9] [--page-kib 64]
+    python -m benchmarks.handoff [--json FILE] [--sizes-mib 1,16,64] [--rounds 9] [--page-kib 64] [--device cuda]
 
 Two processes, each on a core of its own. Every round runs everything once, in turn, and ratios are taken within a
 round, so that what else the machine does falls on all alike. `channel` is a transport alone, pages to pages;
 `handoff` is the whole protocol from the reservation to the commit, with checksums; `stream` is the part of it after
 the reservation, which is what follows the last computed chunk at worst.
+
+With `--device cuda` the pages are on a GPU (the second process's on the second GPU, if there is one), the channels
+`cuda_ipc` and `nccl` come first, and `memcpy` is a copy within the GPU. That has not been run by now.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import multiprocessing
 import os
 import secrets
@@ -20,21 +24,28 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.report import Ratio, add_arguments, leave
+from kv_transfer.device_pages import DevicePages
 from kv_transfer.link import SERVICE_NAME, LinkIdentity
 from kv_transfer.page_bytes import Destination, PageReader, PageWriter, wire_layout
 from kv_transfer.protocol.messages import TransferId, pages_per_frame
 from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
 from kv_transfer.sending import SendLinks
-from kv_transfer.transports.base import Bytes, ChannelKey, ReceiveChannel, RingSpec, SendChannel
-from kv_transfer.transports.registry import transport_named
+from kv_transfer.transports.base import (
+    AnyReceiveChannel,
+    AnySendChannel,
+    ChannelKey,
+    DeviceSendChannel,
+    RingSpec,
+    Transport,
+)
+from kv_transfer.transports.registry import DEVICE_NAMES, Transports
 from protos import link_pb2_grpc
 from services.engine.pages import PageAllocator, PageLayout, PagePool
 from services.runtime.clock import Deadline
@@ -42,7 +53,17 @@ from services.runtime.errors import TandemError
 from services.runtime.rpc import make_server
 
 MIB = 2**20
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = {"cpu": ("shm", "tcp"), "cuda": ("cuda_ipc", "nccl", "shm", "tcp")}
+# Two processes on one GPU are two hosts to NCCL, which meet over sockets: that tests it, and says nothing of its speed.
+NCCL_ON_ONE_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_SOCKET_NTHREADS": "4",
+    "NCCL_NSOCKS_PERTHREAD": "4",
+}
+TARGET_CUDA_IPC_TO_MEMCPY = 0.7
 TARGET_SHM_TO_MEMCPY = 0.35
 TARGET_TCP_TO_SOCKET = 0.9
 TIMEOUT_S = 60.0
@@ -57,6 +78,23 @@ class Settings:
     page_kib: int
     max_mib: int
     slot_kib: int
+    device_slot_mib: int = 8
+    device: str = "cpu"
+    """Of the process that asks: cpu, or cuda:index."""
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The channels that are measured."""
+        return TRANSPORTS[torch.device(self.device).type]
+
+    def transport(self, name: str) -> Transport:
+        """One of them."""
+        return Transports(torch.device(self.device), self.layout.page_bytes)[name]
+
+    def await_device(self) -> None:
+        """Wait for what was launched, if that runs behind the caller."""
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
 
     @property
     def layout(self) -> PageLayout:
@@ -67,7 +105,7 @@ class Settings:
 
     def make_pool(self) -> PagePool:
         """A pool with something in every page."""
-        pool = PagePool(self.layout, self.max_mib * MIB // self.layout.page_bytes)
+        pool = PagePool(self.layout, self.max_mib * MIB // self.layout.page_bytes, device=self.device)
         # Every page is touched, and none is like another.
         pool.bytes.view(torch.int16).copy_(torch.arange(pool.bytes.numel() // 2).view_as(pool.bytes.view(torch.int16)))
         return pool
@@ -75,17 +113,15 @@ class Settings:
     @property
     def ring(self) -> RingConfig:
         """The ring that Links use."""
-        return RingConfig(slot_bytes=self.slot_kib * 1024)
+        return RingConfig(slot_bytes=self.slot_kib * 1024, device_slot_bytes=self.device_slot_mib * MIB)
 
-    @property
-    def ring_spec(self) -> RingSpec:
+    def ring_spec(self, name: str) -> RingSpec:
         """The ring of a channel for these pages."""
-        return self.ring.spec_for(self.layout.page_bytes)
+        return self.ring.spec_for(self.layout.page_bytes, is_on_device=name in DEVICE_NAMES)
 
-    @property
-    def frame_pages(self) -> int:
+    def frame_pages(self, name: str) -> int:
         """Pages of a frame."""
-        return pages_per_frame(self.layout.page_bytes, self.ring_spec.slot_bytes)
+        return pages_per_frame(self.layout.page_bytes, self.ring_spec(name).slot_bytes)
 
 
 # --- the receiving process ---
@@ -117,7 +153,8 @@ class ReceivingProcess:
         self._pool = settings.make_pool()
         layout = wire_layout(self._pool.layout, fingerprint="benchmark", exact=True)
         self._writer = PageWriter(self._pool, layout)
-        self._channels: dict[str, ReceiveChannel] = {}
+        self._device_pages = DevicePages(self._pool)
+        self._channels: dict[str, AnyReceiveChannel] = {}
         self._buffer = memoryview(bytearray(settings.max_mib * MIB))
 
     def run(self) -> None:
@@ -148,29 +185,30 @@ class ReceivingProcess:
 
     def _open_channels(self) -> list[Any]:
         listeners = []
-        for name in TRANSPORTS:
-            listener = transport_named(name).listen("127.0.0.1", 0)
+        for name in self._settings.transports:
+            listener = self._settings.transport(name).listen("127.0.0.1", 0)
             key = ChannelKey(secrets.token_bytes(16), secrets.token_bytes(32), b"benchmark")
-            opening = listener.expect(key, self._settings.ring_spec)
+            opening = listener.expect(key, self._settings.ring_spec(name))
             self._pipe.send((listener.address, key))
             self._channels[name] = opening.result(TIMEOUT_S)
             listeners.append(listener)
         return listeners
 
-    def _receive_frames(self, channel: ReceiveChannel, num_pages: int) -> None:
+    def _receive_frames(self, channel: AnyReceiveChannel, num_pages: int) -> None:
         destination = Destination(tuple(range(num_pages)), 0, num_pages * 16)
         first_page = 0
         while first_page < num_pages:
             frame = channel.poll(timeout_s=TIMEOUT_S)
             if frame is None:
                 raise TimeoutError("no frame came")
-            self._writer.write(frame.data, first_page, destination)
-            first_page += frame.data.size // self._settings.layout.page_bytes
+            with self._device_pages.working(None):
+                self._writer.write(frame.data, first_page, destination)
+            first_page += frame.num_bytes // self._settings.layout.page_bytes
             channel.release(frame.slot)
 
     async def _serve(self) -> None:
         servers = []  # a server that nobody refers to stops
-        for name in TRANSPORTS:
+        for name in self._settings.transports:
             receiver = LinkReceiver(
                 identity=LinkIdentity("decode", name, "benchmark", True, "here"),
                 pool=self._pool,
@@ -188,6 +226,9 @@ class ReceivingProcess:
 
 def receive(pipe: Connection, settings: Settings, core: int) -> None:
     """Root of the receiving process."""
+    if settings.device != "cpu":
+        os.environ["NCCL_HOSTID"] = "receiver"
+        settings = replace(settings, device=f"cuda:{torch.cuda.device_count() - 1}")
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     ReceivingProcess(pipe, settings).run()
@@ -211,31 +252,33 @@ class Sender:
         self._settings = settings
         self._pool = settings.make_pool()
         self._reader = PageReader(self._pool)
-        self._source: Bytes = self._pool.bytes.numpy().reshape(-1)
-        self._target: Bytes = np.ones_like(self._source)
-        self._channels: dict[str, SendChannel] = {}
+        self._device_pages = DevicePages(self._pool)
+        self._source = self._pool.bytes.view(-1)
+        self._target = torch.ones_like(self._source)
+        self._channels: dict[str, AnySendChannel] = {}
         self._ports: dict[str, int] = {}
         self._seq = 0
-        for name in TRANSPORTS:
+        for name in settings.transports:
             address, key = pipe.recv()
-            self._channels[name] = transport_named(name).open(address, key, settings.ring_spec, timeout_s=TIMEOUT_S)
+            transport = settings.transport(name)
+            self._channels[name] = transport.open(address, key, settings.ring_spec(name), timeout_s=TIMEOUT_S)
         self._plain = socket.create_connection(("127.0.0.1", pipe.recv()))
-        for name in TRANSPORTS:
+        for name in settings.transports:
             self._ports[name] = pipe.recv()
         self._links = SendLinks(
             identity=LinkIdentity("prefill", "sender", "benchmark", True, "here"),
             pool=self._pool,
             generations=PageAllocator(self._pool.num_pages),
-            transports=TRANSPORTS,
+            transports=settings.transports,
         )
 
     async def run_round(self, num_pages: int) -> Round:
         """Everything once."""
         num_bytes = num_pages * self._settings.layout.page_bytes
         seconds = {"memcpy": _timed(lambda: self._copy(num_bytes)), "socket": self._time_plain(num_pages)}
-        for name in TRANSPORTS:
+        for name in self._settings.transports:
             seconds[f"{name} channel"] = self._time_channel(name, num_pages)
-        for name in TRANSPORTS:
+        for name in self._settings.transports:
             seconds[f"{name} handoff"], seconds[f"{name} stream"] = await self._time_handoff(name, num_pages)
         return Round(seconds)
 
@@ -249,22 +292,28 @@ class Sender:
         self._plain.close()
 
     def _copy(self, num_bytes: int) -> None:
-        self._target[:num_bytes] = self._source[:num_bytes]
+        self._target[:num_bytes].copy_(self._source[:num_bytes])
+        self._settings.await_device()
 
     def _time_plain(self, num_pages: int) -> float:
-        data = self._source[: num_pages * self._settings.layout.page_bytes].data
+        data = self._source[: num_pages * self._settings.layout.page_bytes].cpu().numpy().data
         self._pipe.send(("plain", "", num_pages))
         return _timed(lambda: (self._plain.sendall(data), self._await_done()))
 
     def _time_channel(self, name: str, num_pages: int) -> float:
         self._pipe.send(("channel", name, num_pages))
-        return _timed(lambda: (self._post_all(self._channels[name], num_pages), self._await_done()))
+        return _timed(lambda: (self._post_all(name, num_pages), self._await_done()))
 
-    def _post_all(self, channel: SendChannel, num_pages: int) -> None:
-        step = self._settings.frame_pages
+    def _post_all(self, name: str, num_pages: int) -> None:
+        channel, step = self._channels[name], self._settings.frame_pages(name)
         for first in range(0, num_pages, step):
-            pieces = self._reader.pieces(range(first, min(first + step, num_pages)))
-            channel.post(self._seq, _NO_DIGEST, pieces, timeout_s=TIMEOUT_S)
+            page_ids = range(first, min(first + step, num_pages))
+            if isinstance(channel, DeviceSendChannel):
+                fill = functools.partial(self._device_pages.gather, page_ids, after=None)
+                num_bytes = len(page_ids) * self._device_pages.page_bytes
+                channel.post(self._seq, num_bytes, fill, timeout_s=TIMEOUT_S)
+            else:
+                channel.post(self._seq, _NO_DIGEST, self._reader.pieces(page_ids), timeout_s=TIMEOUT_S)
             self._seq += 1
 
     async def _time_handoff(self, name: str, num_pages: int) -> tuple[float, float]:
@@ -340,7 +389,13 @@ def summary(results: Sequence[Result]) -> dict[str, float]:
     large = [result for result in results if result.size_mib >= 16]
     if not large:
         return {}
-    return {
+    figures = {
+        f"{name}_{kind}_to_memcpy": statistics.median(ratios)
+        for name in ("cuda_ipc", "nccl")
+        for kind in ("channel", "stream")
+        if (ratios := [r.to_memcpy for r in large if r.way == f"{name} {kind}"])
+    }
+    return figures | {
         "shm_channel_to_memcpy": statistics.median(r.to_memcpy for r in large if r.way == "shm channel"),
         "tcp_channel_to_socket": statistics.median(r.to_socket for r in large if r.way == "tcp channel"),
         "shm_stream_to_memcpy": statistics.median(r.to_memcpy for r in large if r.way == "shm stream"),
@@ -360,6 +415,8 @@ def _arguments() -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--sizes-mib", default="1,4,16,64,256", help="sizes of a handoff")
     parser.add_argument("--rounds", type=int, default=9, help="rounds per size")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the pages are")
+    parser.add_argument("--device-slot-mib", type=int, default=8, help="size of a ring slot of a device channel")
     parser.add_argument("--page-kib", type=int, default=64, help="size of a page, a multiple of 16")
     parser.add_argument("--slot-kib", type=int, default=RingConfig().slot_bytes // 1024, help="size of a ring slot")
     return parser.parse_args()
@@ -377,7 +434,11 @@ def main() -> None:
     """Measure and print; exit 1 if a target is missed."""
     arguments = _arguments()
     sizes_mib = [int(size) for size in arguments.sizes_mib.split(",")]
-    settings = Settings(arguments.page_kib, max(sizes_mib), arguments.slot_kib)
+    device = "cpu"
+    if arguments.device == "cuda":
+        device = "cuda:0"
+        os.environ.update(NCCL_ON_ONE_GPU if torch.cuda.device_count() == 1 else {}, NCCL_HOSTID="sender")
+    settings = Settings(arguments.page_kib, max(sizes_mib), arguments.slot_kib, arguments.device_slot_mib, device)
     cores = sorted(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
     own, other = context.Pipe()
@@ -389,6 +450,9 @@ def main() -> None:
     process.join(TIMEOUT_S)
     figures = summary(results)
     if figures:
+        if "cuda_ipc_channel_to_memcpy" in figures:
+            ratio = figures["cuda_ipc_channel_to_memcpy"]
+            print(f"cuda_ipc channel: {ratio:.2f} of a copy in the GPU (target {TARGET_CUDA_IPC_TO_MEMCPY})")
         print(f"shm channel: {figures['shm_channel_to_memcpy']:.2f} of memcpy (target {TARGET_SHM_TO_MEMCPY})")
         print(f"tcp channel: {figures['tcp_channel_to_socket']:.2f} of a socket (target {TARGET_TCP_TO_SOCKET})")
     aims = {"shm_channel_to_memcpy": TARGET_SHM_TO_MEMCPY, "tcp_channel_to_socket": TARGET_TCP_TO_SOCKET}

@@ -15,7 +15,7 @@ from kv_transfer.receiving import LinkReceiver
 from kv_transfer.sending import SendLinks
 from protos import link_pb2_grpc, worker_pb2_grpc
 from services.cluster.prefix_index import PrefixPublisher
-from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
+from services.cluster.registry import WorkerLease, WorkerRecord, named_channels, new_incarnation
 from services.engine.engine import EngineParts, load_warm_engine
 from services.runtime import config, process, rpc
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
@@ -53,7 +53,7 @@ async def _serve(
     parts = await load_or_stop(lambda: load_warm_engine(**settings.engine_settings()), lease, stop)
     with contextlib.closing(parts), held(watch_gpu(parts.gpu_uuid)) as gpu:
         metrics = WorkerMetrics(worker_id=settings.id)
-        worker, receiver = _worker(settings, incarnation, parts, metrics, publisher, gpu)
+        worker, receiver = _worker(settings, incarnation, parts, metrics, lease, publisher, gpu)
         metrics.serve(settings, worker.load)
         server = rpc.make_server([SERVICE_NAME, LINK_SERVICE_NAME])
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(Servicer(worker.sessions), server.server)
@@ -103,6 +103,7 @@ def _worker(
     incarnation: str,
     parts: EngineParts,
     metrics: WorkerMetrics,
+    lease: WorkerLease | None,
     publisher: PrefixPublisher | None,
     gpu: GpuWatch | None,
 ) -> tuple[DecodeWorker, LinkReceiver]:
@@ -131,6 +132,7 @@ def _worker(
             generations=parts.allocator,
             transports=transports,
             counters=counters,
+            on_channels=None if lease is None else lambda channels: lease.update(channels=named_channels(channels)),
         ),
         incarnation=incarnation,
         limits=Limits(

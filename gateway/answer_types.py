@@ -422,6 +422,7 @@ class Worker(_Exact):
     pipeline_parallel: int
     version: str
     clock_ahead_s: float | None
+    channels: dict[str, str]
     pages: Pages
     running: int
     waiting: int

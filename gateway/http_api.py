@@ -668,6 +668,7 @@ def _worker_json(member: Member) -> dict[str, Any]:
         "pipeline_parallel": record.pipeline_parallel,
         "version": record.version,
         "clock_ahead_s": load.clock_ahead_s,
+        "channels": record.channels,
         "pages": {
             "total": load.pages_total,
             "free": load.pages_free,

@@ -26,6 +26,7 @@ from kv_transfer.protocol.messages import (
     Hello,
     HelloAck,
     Message,
+    Probed,
     Reserve,
     Seal,
     TransferId,
@@ -155,6 +156,8 @@ def to_wire(message: Message) -> link_pb2.LinkMessage:
             return link_pb2.LinkMessage(abort_ack=link_pb2.AbortAck(id=_id_to_wire(message.id)))
         case Heartbeat():
             return link_pb2.LinkMessage(heartbeat=link_pb2.Heartbeat())
+        case Probed():
+            return link_pb2.LinkMessage(probed=link_pb2.Probed(num_bytes=message.num_bytes))
 
 
 def from_wire(wire: link_pb2.LinkMessage) -> Message:
@@ -181,6 +184,8 @@ def from_wire(wire: link_pb2.LinkMessage) -> Message:
             return AbortAck(_id_from_wire(wire.abort_ack.id))
         case "heartbeat":
             return Heartbeat()
+        case "probed":
+            return Probed(wire.probed.num_bytes)
         case _:
             raise MalformedMessage("the peer sent an empty message or one of a later protocol")
 
@@ -194,6 +199,8 @@ def _hello_to_wire(hello: Hello) -> link_pb2.LinkHello:
         transports=hello.transports,
         host_id=hello.host_id,
         protocol_version=hello.protocol_version,
+        gpu_id=hello.gpu_id,
+        nccl=hello.nccl,
     )
 
 
@@ -206,6 +213,8 @@ def _hello_from_wire(wire: link_pb2.LinkHello) -> Hello:
         transports=tuple(wire.transports),
         host_id=wire.host_id,
         protocol_version=wire.protocol_version,
+        gpu_id=wire.gpu_id,
+        nccl=wire.nccl,
     )
 
 

@@ -2,7 +2,7 @@
 
 The only code of the handoff that touches page memory. Page size may differ on the two sides; all else is equal.
 Copies run without the interpreter's lock, on whatever thread calls; nothing here decides whether a copy is allowed.
-Pages on a GPU take the way over host memory.
+Pages on a GPU take the way over host memory, but for those that arrive in it (`device_pages`).
 
 Shape legend: N pages, H KV heads, L layers, S slots (tokens) of a page, B bytes of one head's K or V of one token.
 """
@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from kv_transfer.device_pages import spread
 from kv_transfer.protocol.messages import WireLayout
 from kv_transfer.transports.base import Bytes
 from services.engine.pages import PageLayout, PagePool
@@ -91,13 +93,13 @@ class PageWriter:
         end = min((first_page + num_pages) * self._sender_size, destination.num_tokens)
         return slice(start // self._own_size, -(-end // self._own_size))
 
-    def write(self, data: Bytes, first_page: int, destination: Destination) -> None:
+    def write(self, data: Bytes | torch.Tensor, first_page: int, destination: Destination) -> None:
         """Copy whole pages of the sender, the first of which is `first_page` of its page table.
 
-        When it returns, the copy has ended, on a GPU too.
+        They lie in host memory, or in that of the pool's device. When it returns, the copy has ended, on a GPU too.
         """
         is_on_gpu = isinstance(self._pages, torch.Tensor)
-        source = torch.from_numpy(data).to(self._device) if is_on_gpu else data
+        source = torch.as_tensor(data).to(self._device) if is_on_gpu else np.asarray(data)
         if self._own_size == self._sender_size:
             self._write_pages(source, first_page, destination)
         else:
@@ -110,6 +112,10 @@ class PageWriter:
         end_page = first_page + len(data) // page_bytes
         start_page = max(first_page, destination.num_cached_tokens // self._own_size)
         offset = (start_page - first_page) * page_bytes
+        if isinstance(data, torch.Tensor):
+            if start_page < end_page:
+                spread(data[offset:], destination.page_ids[start_page:end_page], self._pages)
+            return
         for first, count in _runs(destination.page_ids[start_page:end_page]):
             num_bytes = count * page_bytes
             self._pages[first : first + count].reshape(-1)[:] = data[offset : offset + num_bytes]

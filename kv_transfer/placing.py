@@ -10,16 +10,26 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import xxhash
 
+from kv_transfer.device_pages import DevicePages
 from kv_transfer.page_bytes import Destination, PageGenerations, PageWriter
 from kv_transfer.protocol.actions import Place
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.failures import again
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.protocol.placement import Drop, PlacementEvent, PlacementTable, Verdict, Wait, Write
-from kv_transfer.transports.base import ChannelBroken, ChannelEnded, Countdown, Frame, ReceiveChannel
-from services.runtime.errors import TandemError
+from kv_transfer.transports.base import (
+    ChannelBroken,
+    ChannelEnded,
+    Countdown,
+    DeviceFrame,
+    DeviceReceiveChannel,
+    Frame,
+    ReceiveChannel,
+)
+from services.runtime.errors import InvariantViolated, TandemError
 
 _IDLE_POLL_S = 1.0
 _log = logging.getLogger(__name__)
@@ -31,18 +41,20 @@ class _Reservation:
 
     destination: Destination
     generations: tuple[int, ...]
+    mark: torch.cuda.Event | None
 
 
 class FramePlacer:
     """Owns the receiving channel. The callbacks run on its thread; the other methods belong to the event loop's.
 
+    A device channel needs `device_pages`, of the pool that `writer` writes to.
     `on_events(events)` answers for chunks, `on_dropped(reason)` tells of a frame that was not wanted,
     `on_ended(error)` comes last, when the channel is closed and nothing is copied any more.
     """
 
     def __init__(
         self,
-        channel: ReceiveChannel,
+        channel: ReceiveChannel | DeviceReceiveChannel,
         writer: PageWriter,
         generations: PageGenerations,
         table: PlacementTable,
@@ -51,8 +63,10 @@ class FramePlacer:
         on_events: Callable[[list[PlacementEvent]], None],
         on_dropped: Callable[[Reason], None],
         on_ended: Callable[[TandemError], None],
+        device_pages: DevicePages | None = None,
     ) -> None:
         self._channel = channel
+        self._device_pages = device_pages
         self._writer = writer
         self._generations = generations
         self._table = table
@@ -78,7 +92,9 @@ class FramePlacer:
 
     def open(self, transfer_id: TransferId, destination: Destination) -> None:
         """Say which pages a transfer's chunks go to, before the first of them is added."""
-        reservation = _Reservation(destination, self._generations.generations(destination.page_ids))
+        # Whoever had the pages before may have launched what still reads them.
+        mark = self._device_pages.mark() if self._device_pages is not None else None
+        reservation = _Reservation(destination, self._generations.generations(destination.page_ids), mark)
         with self._changed:
             self._reservations[transfer_id] = reservation
 
@@ -135,7 +151,7 @@ class FramePlacer:
             self._on_events(events)
             self._on_ended(error)
 
-    def _take(self, frame: Frame) -> None:
+    def _take(self, frame: Frame | DeviceFrame) -> None:
         verdict = self._verdict_on(frame)
         match verdict:
             case Write():
@@ -146,40 +162,57 @@ class FramePlacer:
                 pass
         self._channel.release(frame.slot)
 
-    def _verdict_on(self, frame: Frame) -> Verdict:
+    def _verdict_on(self, frame: Frame | DeviceFrame) -> Verdict:
         """Wait until a header claims the frame. The header left first, so this wait is short or the sender is wrong."""
         countdown = Countdown(self._stall_s)
         with self._changed:
-            verdict, events = self._table.begin(frame.seq, frame.data.size)
+            verdict, events = self._table.begin(frame.seq, frame.num_bytes)
             while isinstance(verdict, Wait):
                 self._tell(events)
-                is_due = self._table.can_be_claimed(frame.seq, frame.data.size)
+                is_due = self._table.can_be_claimed(frame.seq, frame.num_bytes)
                 # All the time there is, however many other chunks are announced meanwhile.
                 if not is_due or not self._changed.wait(countdown.remaining_s()):
                     raise ChannelBroken("a frame came that no chunk announced")
                 if self._is_stopped:
                     raise ChannelBroken("the channel was closed")
-                verdict, events = self._table.begin(frame.seq, frame.data.size)
+                verdict, events = self._table.begin(frame.seq, frame.num_bytes)
         self._tell(events)
         return verdict
 
-    def _write(self, frame: Frame, write: Write) -> None:
+    def _write(self, frame: Frame | DeviceFrame, write: Write) -> None:
         verified: bytes | None = None
         fault = Reason.CHECKSUM_MISMATCH
         try:
-            digest = xxhash.xxh3_128_digest(frame.data.data)
+            digest = self._digest_of(frame)
             reservation = self._reservations[write.id]
             destination = reservation.destination
             places = self._writer.places(write.first_page, write.num_pages, destination)
             if digest == frame.digest and not self._is_current(reservation, places):
                 fault = Reason.STALE_GENERATION
             elif digest == frame.digest:
-                self._writer.write(frame.data, write.first_page, destination)
+                self._copy(frame, write.first_page, reservation)
                 verified = digest
         finally:
             with self._changed:
                 events = self._table.finish(frame.seq, verified, fault)
             self._tell(events)
+
+    def _digest_of(self, frame: Frame | DeviceFrame) -> bytes:
+        if isinstance(frame, Frame):
+            return xxhash.xxh3_128_digest(frame.data.data)
+        return self._pages_for(frame).digest(frame.data)
+
+    def _copy(self, frame: Frame | DeviceFrame, first_page: int, reservation: _Reservation) -> None:
+        if isinstance(frame, Frame):
+            self._writer.write(frame.data, first_page, reservation.destination)
+            return
+        with self._pages_for(frame).working(reservation.mark):
+            self._writer.write(frame.data, first_page, reservation.destination)
+
+    def _pages_for(self, frame: DeviceFrame) -> DevicePages:
+        if self._device_pages is None:
+            raise InvariantViolated(f"frame {frame.seq} came on a device channel, which needs device pages")
+        return self._device_pages
 
     def _is_current(self, reservation: _Reservation, places: slice) -> bool:
         page_ids = reservation.destination.page_ids[places]

@@ -9,25 +9,29 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
+import torch
 import xxhash
 
+from kv_transfer.device_pages import DevicePages
 from kv_transfer.page_bytes import PageGenerations, PageReader
 from kv_transfer.protocol.actions import PostChunk
 from kv_transfer.protocol.messages import DIGEST_BYTES, TransferId, chain_digest
-from kv_transfer.transports.base import ChannelBroken, SendChannel
-from services.runtime.errors import TandemError
+from kv_transfer.transports.base import ChannelBroken, DeviceSendChannel, SendChannel
+from services.runtime.errors import InvariantViolated, TandemError
 
 _Generations: TypeAlias = tuple[int, ...]
+_Mark: TypeAlias = torch.cuda.Event | None
 _log = logging.getLogger(__name__)
 
 
 class ChunkPoster:
     """Owns the sending channel. The callbacks run on its thread.
 
+    A device channel needs `device_pages`, of the pool that `reader` reads.
     `on_posted(chunk, digest)`, `on_skipped(chunk)` and `on_stale(chunk)` answer for a chunk, the last where its pages
     were given to another use before they had been read; `on_broken(error)` comes before the answers that it causes;
     `on_ended()` comes last, when the channel is closed.
@@ -35,7 +39,7 @@ class ChunkPoster:
 
     def __init__(
         self,
-        channel: SendChannel,
+        channel: SendChannel | DeviceSendChannel,
         reader: PageReader,
         generations: PageGenerations,
         *,
@@ -46,8 +50,10 @@ class ChunkPoster:
         on_stale: Callable[[PostChunk], None],
         on_broken: Callable[[TandemError], None],
         on_ended: Callable[[], None],
+        device_pages: DevicePages | None = None,
     ) -> None:
         self._channel = channel
+        self._device_pages = device_pages
         self._reader = reader
         self._generations = generations
         self._frame_pages = frame_pages
@@ -57,7 +63,7 @@ class ChunkPoster:
         self._on_stale = on_stale
         self._on_broken = on_broken
         self._on_ended = on_ended
-        self._queue: queue.SimpleQueue[tuple[PostChunk, _Generations] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[PostChunk, _Generations, _Mark] | None] = queue.SimpleQueue()
         # Written by the event loop, read here; a set's membership is one step of the interpreter.
         self._skipped: set[TransferId] = set()
         self._is_broken = False
@@ -66,7 +72,8 @@ class ChunkPoster:
 
     def submit(self, chunk: PostChunk, generations: _Generations) -> None:
         """Queue a chunk, whose pages were in these generations when they were meant."""
-        self._queue.put((chunk, generations))
+        mark = self._device_pages.mark() if self._device_pages is not None else None
+        self._queue.put((chunk, generations, mark))
 
     def skip(self, transfer_id: TransferId) -> None:
         """Leave out what was not posted yet of this transfer."""
@@ -91,10 +98,10 @@ class ChunkPoster:
             self._channel.close()
             self._on_ended()
 
-    def _answer_for(self, chunk: PostChunk, generations: _Generations) -> None:
+    def _answer_for(self, chunk: PostChunk, generations: _Generations, mark: _Mark) -> None:
         answer: Callable[[], None] = partial(self._on_skipped, chunk)
         try:
-            answer = self._post(chunk, generations)
+            answer = self._post(chunk, generations, mark)
         except ChannelBroken as error:
             self._break(error)
         except Exception:  # noqa: BLE001 - the thread's root: a chunk that is never answered would hold its pages
@@ -105,14 +112,17 @@ class ChunkPoster:
     def _leave_out(self, chunk: PostChunk) -> None:
         """Tell the receiver not to wait for the rest of the chunk: an empty frame with its last number."""
         last_seq = chunk.first_seq + (len(chunk.page_ids) - 1) // self._frame_pages
-        self._channel.post(last_seq, bytes(DIGEST_BYTES), [], timeout_s=self._stall_s)
+        if isinstance(self._channel, DeviceSendChannel):
+            self._channel.post(last_seq, 0, lambda _: bytes(DIGEST_BYTES), timeout_s=self._stall_s)
+        else:
+            self._channel.post(last_seq, bytes(DIGEST_BYTES), [], timeout_s=self._stall_s)
 
     def _break(self, error: ChannelBroken) -> None:
         if not self._is_broken:
             self._is_broken = True
             self._on_broken(error)
 
-    def _post(self, chunk: PostChunk, generations: _Generations) -> Callable[[], None]:
+    def _post(self, chunk: PostChunk, generations: _Generations, mark: _Mark) -> Callable[[], None]:
         """Post a chunk frame by frame, to its end or until it need not go on; return the answer for it."""
         digests = []
         for offset in range(0, len(chunk.page_ids), self._frame_pages):
@@ -123,13 +133,7 @@ class ChunkPoster:
                 return partial(self._on_skipped, chunk)
             end = offset + self._frame_pages
             page_ids = chunk.page_ids[offset:end]
-            pieces = self._reader.pieces(page_ids)
-            state = xxhash.xxh3_128()
-            for piece in pieces:
-                state.update(piece.data)
-            digest = state.digest()
-            seq = chunk.first_seq + offset // self._frame_pages
-            self._channel.post(seq, digest, pieces, timeout_s=self._stall_s)
+            digest = self._post_frame(chunk.first_seq + offset // self._frame_pages, page_ids, mark)
             # Only now: they must have been the same pages up to the last byte that was read.
             if self._generations.generations(page_ids) != generations[offset:end]:
                 if end < len(chunk.page_ids):
@@ -137,3 +141,28 @@ class ChunkPoster:
                 return partial(self._on_stale, chunk)
             digests.append(digest)
         return partial(self._on_posted, chunk, chain_digest(digests))
+
+    def _post_frame(self, seq: int, page_ids: Sequence[int], mark: _Mark) -> bytes:
+        """Post pages as one frame; return the digest of what was read."""
+        if isinstance(self._channel, DeviceSendChannel):
+            return self._post_device_frame(self._channel, seq, page_ids, mark)
+        pieces = self._reader.pieces(page_ids)
+        state = xxhash.xxh3_128()
+        for piece in pieces:
+            state.update(piece.data)
+        digest = state.digest()
+        self._channel.post(seq, digest, pieces, timeout_s=self._stall_s)
+        return digest
+
+    def _post_device_frame(self, channel: DeviceSendChannel, seq: int, page_ids: Sequence[int], mark: _Mark) -> bytes:
+        pages, digest = self._device_pages, b""
+        if pages is None:
+            raise InvariantViolated("a device channel needs device pages")
+
+        def fill(target: torch.Tensor) -> bytes:
+            nonlocal digest
+            digest = pages.gather(page_ids, target, mark)
+            return digest
+
+        channel.post(seq, len(page_ids) * pages.page_bytes, fill, timeout_s=self._stall_s)
+        return digest

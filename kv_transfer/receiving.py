@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from kv_transfer.device_pages import DevicePages, warm_up
 from kv_transfer.link import (
     LinkIdentity,
     MalformedMessage,
@@ -28,6 +29,7 @@ from kv_transfer.link import (
 )
 from kv_transfer.page_bytes import Destination, PageGenerations, PageWriter, wire_layout
 from kv_transfer.placing import FramePlacer
+from kv_transfer.probing import answer_rounds
 from kv_transfer.protocol.actions import (
     AbandonPages,
     Action,
@@ -55,9 +57,9 @@ from kv_transfer.protocol.messages import (
 from kv_transfer.protocol.placement import PlacementEvent, PlacementTable
 from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, link_fault
 from kv_transfer.protocol.timing import Timeouts
-from kv_transfer.transports.base import Listener, ReceiveChannel, RingSpec
+from kv_transfer.transports.base import AnyReceiveChannel, DeviceReceiveChannel, Listener, RingSpec
 from kv_transfer.transports.handshake import CHANNEL_ID_BYTES
-from kv_transfer.transports.registry import choose, resolve, transport_named
+from kv_transfer.transports.registry import DEVICE_NAMES, Reach, Transports, choose
 from protos import link_pb2, link_pb2_grpc
 from services.engine.pages import PagePool
 from services.runtime.clock import SYSTEM_CLOCK, Clock
@@ -121,9 +123,13 @@ class RingConfig:
 
     slot_bytes: int = 2**20
     ring_bytes: int = 8 * 2**20
+    device_slot_bytes: int = 8 * 2**20
+    """Of a device channel: each frame costs a few launches and waits, however small it is."""
 
-    def spec_for(self, page_bytes: int) -> RingSpec:
+    def spec_for(self, page_bytes: int, *, is_on_device: bool = False) -> RingSpec:
         """Return the ring for pages of this size."""
+        if is_on_device:
+            return RingSpec(4, max(self.device_slot_bytes, page_bytes))
         slot_bytes = max(self.slot_bytes, page_bytes)
         return RingSpec(min(64, max(4, self.ring_bytes // slot_bytes)), slot_bytes)
 
@@ -157,7 +163,10 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         self._pool = pool
         self._generations = generations
         self._target = target
-        self._transports = resolve(transports)
+        warm_up(pool)
+        self._available = Transports(pool.data.device, pool.layout.page_bytes)
+        self._transports = self._available.resolve(transports)
+        self._reach = Reach(identity.host_id).at(pool.data.device)
         self._host, self._port, self._advertise_host = host, port, advertise_host
         self._ring = ring or RingConfig()
         self._clock = clock
@@ -171,6 +180,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
             pipeline_parallel=identity.pipeline_parallel,
         )
         self._fence = Fence()
+        self._probing = asyncio.Lock()
         self._listeners: dict[str, Listener] = {}
         self._links: set[_ReceiveLink] = set()
         self._is_closed = False
@@ -237,7 +247,33 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         finally:
             link.fail(WorkerUnavailable("the sender ended the Link"))
 
-    async def _await_channel(self, opening: Future[ReceiveChannel]) -> ReceiveChannel:
+    async def Probe(
+        self,
+        request_iterator: AsyncIterator[link_pb2.LinkMessage],
+        context: grpc.aio.ServicerContext[link_pb2.LinkMessage, link_pb2.LinkMessage],
+    ) -> AsyncIterator[link_pb2.LinkMessage]:
+        """One channel after the other is opened for the sender to measure; see `probing`."""
+        requests = aiter(request_iterator)
+        async with self._probing:  # two at a time would measure each other
+            while True:
+                hello = await self._receive_hello(requests)
+                refusal = self._refusal_of(hello)
+                if refusal is not None:
+                    yield to_wire(abort_of(None, refusal))
+                    return
+                _, ack = self._terms_for(hello)
+                ring = RingSpec(ack.ring_slots, ack.ring_slot_bytes)
+                opening = self._listeners[ack.transport].expect(channel_key(hello, ack), ring)
+                try:
+                    yield to_wire(ack)
+                    channel = await self._await_channel(opening)
+                except BaseException:
+                    _withdraw(opening)
+                    raise
+                async for probed in answer_rounds(channel, ring):
+                    yield probed
+
+    async def _await_channel(self, opening: Future[AnyReceiveChannel]) -> AnyReceiveChannel:
         try:
             async with asyncio.timeout(self._timeouts.connect_s):
                 return await asyncio.wrap_future(opening)
@@ -277,8 +313,8 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         return None
 
     def _choose(self, hello: Hello) -> str | None:
-        is_same_host = hello.host_id == self._identity.host_id
-        return choose(hello.transports, self._transports, is_same_host=is_same_host)
+        sender = Reach(hello.host_id, hello.gpu_id, hello.nccl)
+        return choose(hello.transports, self._transports, sender=sender, receiver=self._reach)
 
     def _terms_for(self, hello: Hello) -> tuple[LinkTerms, HelloAck]:
         transport = self._choose(hello)
@@ -286,8 +322,8 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
             raise InvariantViolated("a Link without a common transport was not refused")
         listener = self._listeners.get(transport)
         if listener is None:
-            listener = self._listeners[transport] = transport_named(transport).listen(self._host, self._port)
-        ring = self._ring.spec_for(hello.layout.page_bytes)
+            listener = self._listeners[transport] = self._available[transport].listen(self._host, self._port)
+        ring = self._ring.spec_for(hello.layout.page_bytes, is_on_device=transport in DEVICE_NAMES)
         ack = HelloAck(
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
@@ -308,7 +344,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         host = f"[{self._advertise_host}]" if ":" in self._advertise_host else self._advertise_host
         return f"{host}:{port}"
 
-    def _begin(self, hello: Hello, transport: str, terms: LinkTerms, channel: ReceiveChannel) -> _ReceiveLink:
+    def _begin(self, hello: Hello, transport: str, terms: LinkTerms, channel: AnyReceiveChannel) -> _ReceiveLink:
         machine = ReceiverLink(
             terms=terms,
             fence=self._fence,
@@ -330,6 +366,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
                 clock=self._clock,
                 abort_anywhere=self.abort,
                 on_ended=self._links.discard,
+                device_pages=DevicePages(self._pool) if isinstance(channel, DeviceReceiveChannel) else None,
             ),
         )
         self._links.add(link)
@@ -351,13 +388,14 @@ class _Surroundings:
     clock: Clock
     abort_anywhere: Callable[[TransferId, TandemError], None]
     on_ended: Callable[[_ReceiveLink], None]
+    device_pages: DevicePages | None
 
 
 class _ReceiveLink:
     """One Link: carries out the machine's actions and tells it what happens."""
 
     def __init__(
-        self, machine: ReceiverLink, channel: ReceiveChannel, target: ReceiveTarget, around: _Surroundings
+        self, machine: ReceiverLink, channel: AnyReceiveChannel, target: ReceiveTarget, around: _Surroundings
     ) -> None:
         self.outbox = Outbox()
         self.ended = asyncio.Event()
@@ -378,6 +416,7 @@ class _ReceiveLink:
             on_events=lambda events: self._from_thread(self._on_events, events),
             on_dropped=lambda reason: self._from_thread(around.counters.count, reason),
             on_ended=lambda error: self._from_thread(self._on_placer_ended, error),
+            device_pages=around.device_pages,
         )
 
     @property
@@ -551,7 +590,7 @@ class _ReceiveLink:
             self.ended.set()
 
 
-def _withdraw(opening: Future[ReceiveChannel]) -> None:
+def _withdraw(opening: Future[AnyReceiveChannel]) -> None:
     """Nobody will use the channel: expect it no more, or close what has come."""
     if not opening.cancel() and opening.exception() is None:
         opening.result().shutdown()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
 
+from kv_transfer import probing
+from kv_transfer.device_pages import DevicePages, warm_up
 from kv_transfer.link import (
     LinkIdentity,
     MalformedMessage,
@@ -42,8 +44,8 @@ from kv_transfer.protocol.messages import Abort, Hello, HelloAck, Message, Trans
 from kv_transfer.protocol.receiver import layouts_fit
 from kv_transfer.protocol.sender import SenderLink
 from kv_transfer.protocol.timing import Timeouts
-from kv_transfer.transports.base import ChannelBroken, RingSpec, SendChannel
-from kv_transfer.transports.registry import resolve, transport_named
+from kv_transfer.transports.base import AnySendChannel, ChannelBroken, DeviceSendChannel, RingSpec, Transport
+from kv_transfer.transports.registry import AUTO, Reach, Transports, in_order
 from protos import link_pb2, link_pb2_grpc
 from services.engine.pages import PagePool
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
@@ -161,7 +163,9 @@ class SendLinks:
     """The Links of a worker that sends, made on first use and again after they broke.
 
     `generations` is asked whether pages are still in the use they were sent in; `transports` are the channels to
-    offer, best first; `auto` stands for shared memory, then TCP.
+    offer, best first. `auto` stands for all that these pages can use, and their order is then measured, once for each
+    receiver. `on_channels` is told, on the event loop, the channel to each receiver (by its worker id) whenever that
+    changes.
     """
 
     def __init__(
@@ -174,6 +178,7 @@ class SendLinks:
         clock: Clock = SYSTEM_CLOCK,
         timeouts: Timeouts | None = None,
         counters: Counters | None = None,
+        on_channels: Callable[[Mapping[str, str]], None] | None = None,
     ) -> None:
         self.counters = counters or Counters()
         self._identity = identity
@@ -187,7 +192,15 @@ class SendLinks:
         )
         self._reader = PageReader(pool)
         self._generations = generations
-        self._transports = resolve(transports)
+        self._pool = pool
+        warm_up(pool)
+        self._available = Transports(pool.data.device, pool.layout.page_bytes)
+        self._transports = self._available.resolve(transports)
+        self._is_auto = AUTO in transports
+        self._reach = Reach(identity.host_id).at(pool.data.device)
+        self._measured: dict[str, tuple[float, probing.Measured]] = {}
+        self._channels: dict[str, str] = {}
+        self._on_channels = on_channels
         self._clock = clock
         self._timeouts = timeouts or Timeouts()
         self._links: dict[tuple[str, str], asyncio.Task[_SendLink]] = {}
@@ -245,8 +258,8 @@ class SendLinks:
             del self._links[key]
 
     async def _dial(self, key: tuple[str, str]) -> _SendLink:
-        offered = self._transports
         try:
+            offered = await self._in_measured_order(key)
             async with asyncio.timeout(self._timeouts.connect_s):
                 while True:
                     try:
@@ -261,23 +274,56 @@ class SendLinks:
         except grpc.aio.AioRpcError as error:
             raise _link_error(error) from error
 
-    async def _dial_with(self, key: tuple[str, str], offered: tuple[str, ...]) -> _SendLink:
+    async def _in_measured_order(self, key: tuple[str, str]) -> tuple[str, ...]:
+        """Return the transports to offer to a receiver, best first."""
+        if not self._is_auto or len(self._transports) < 2:
+            return self._transports
+        address, _ = key
+        measured_at, measured = self._measured.get(address, (0.0, None))
+        if measured is None or self._clock.monotonic() - measured_at > probing.VALID_S:
+            measured = await self._measure(key)
+            if measured.bytes_per_s:
+                self._measured[address] = self._clock.monotonic(), measured
+        return in_order(self._transports, measured.bytes_per_s)
+
+    async def _measure(self, key: tuple[str, str]) -> probing.Measured:
         address, peer_incarnation = key
-        hello = Hello(
+        rpc_channel = make_channel(address)
+        try:
+            stub = link_pb2_grpc.LinkStub(rpc_channel)
+            hello = self._hello(peer_incarnation, self._transports)
+            measured = await probing.measure(stub.Probe, hello, self._open_channel)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            return probing.Measured()  # a receiver of an earlier version
+        finally:
+            await rpc_channel.close()
+        _log.info("channels to %s: %s", address, measured)
+        return measured
+
+    def _hello(self, peer_incarnation: str, offered: tuple[str, ...]) -> Hello:
+        return Hello(
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
             peer_incarnation=peer_incarnation,
             layout=self._layout,
             transports=offered,
-            host_id=self._identity.host_id,
+            host_id=self._reach.host_id,
+            gpu_id=self._reach.gpu_id,
+            nccl=self._reach.nccl,
         )
+
+    async def _dial_with(self, key: tuple[str, str], offered: tuple[str, ...]) -> _SendLink:
+        address, peer_incarnation = key
+        hello = self._hello(peer_incarnation, offered)
         rpc_channel = make_channel(address)
         call: _Call | None = None
         try:
             call = link_pb2_grpc.LinkStub(rpc_channel).Connect()
             ack = await _greet(call, hello)
             self._check(hello, ack)
-            channel = await _open_channel(hello, ack, self._timeouts.connect_s)
+            channel = await self._open_channel(hello, ack)
         except BaseException:
             if call is not None:
                 call.cancel()
@@ -286,6 +332,17 @@ class SendLinks:
         _log.info("handoff channel %s to %s at %s", ack.transport, ack.worker_id, address)
         note_arithmetic(self._layout, ack.layout, ack.worker_id)
         return self._adopt(key, _Opened(rpc_channel, call, channel, hello, ack))
+
+    async def _open_channel(self, hello: Hello, ack: HelloAck) -> AnySendChannel:
+        return await _open_channel(self._available[ack.transport], hello, ack, self._timeouts.connect_s)
+
+    def _note_channel(self, worker_id: str, transport: str | None) -> None:
+        if transport is None:
+            self._channels.pop(worker_id, None)
+        else:
+            self._channels[worker_id] = transport
+        if self._on_channels is not None:
+            self._on_channels(dict(self._channels))
 
     def _check(self, hello: Hello, ack: HelloAck) -> None:
         if ack.incarnation != hello.peer_incarnation:
@@ -306,6 +363,11 @@ class SendLinks:
             self._closing.discard(ended)
             ended.set()
 
+        def on_lost() -> None:
+            self._forget(key, task)
+            self._note_channel(opened.ack.worker_id, None)
+
+        self._note_channel(opened.ack.worker_id, opened.ack.transport)
         return _SendLink(
             opened,
             self._reader,
@@ -314,8 +376,9 @@ class SendLinks:
             timeouts=self._timeouts,
             counters=self.counters,
             clock=self._clock,
-            on_lost=lambda: self._forget(key, task),
+            on_lost=on_lost,
             on_ended=on_ended,
+            device_pages=DevicePages(self._pool) if isinstance(opened.channel, DeviceSendChannel) else None,
         )
 
 
@@ -325,7 +388,7 @@ class _Opened:
 
     rpc_channel: grpc.aio.Channel
     call: _Call
-    channel: SendChannel
+    channel: AnySendChannel
     hello: Hello
     ack: HelloAck
 
@@ -353,6 +416,7 @@ class _SendLink:
         clock: Clock,
         on_lost: Callable[[], None],
         on_ended: Callable[[], None],
+        device_pages: DevicePages | None,
     ) -> None:
         self.transport = opened.ack.transport
         self.now = clock.monotonic
@@ -379,6 +443,7 @@ class _SendLink:
             on_stale=lambda chunk: self._from_thread(self._on_stale, chunk),
             on_broken=lambda error: self._from_thread(self._on_broken, error),
             on_ended=lambda: self._from_thread(self._on_poster_ended),
+            device_pages=device_pages,
         )
         runs = (self._read(), self._write(), tick_until_cancelled(self._tick))
         self._tasks = [asyncio.create_task(run) for run in runs]
@@ -547,9 +612,8 @@ async def _greet(call: _Call, hello: Hello) -> HelloAck:
             raise MalformedMessage("the receiver did not introduce itself")
 
 
-async def _open_channel(hello: Hello, ack: HelloAck, timeout_s: float) -> SendChannel:
+async def _open_channel(transport: Transport, hello: Hello, ack: HelloAck, timeout_s: float) -> AnySendChannel:
     key, ring = channel_key(hello, ack), RingSpec(ack.ring_slots, ack.ring_slot_bytes)
-    transport = transport_named(ack.transport)
     opening = asyncio.get_running_loop().run_in_executor(
         None, lambda: transport.open(ack.channel_address, key, ring, timeout_s=timeout_s)
     )
@@ -570,7 +634,7 @@ def _link_error(error: grpc.aio.AioRpcError) -> TandemError:
     return meant if is_reason else WorkerUnavailable("the Link to the receiver broke")
 
 
-def _discard_channel(opening: asyncio.Future[SendChannel]) -> None:
+def _discard_channel(opening: asyncio.Future[AnySendChannel]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().shutdown()
         opening.result().close()

@@ -13,7 +13,7 @@ from prefill_worker.config import PrefillWorkerConfig
 from prefill_worker.worker import Limits, PrefillWorker, Servicer
 from protos import worker_pb2_grpc
 from services.cluster.prefix_index import PrefixPublisher
-from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
+from services.cluster.registry import WorkerLease, WorkerRecord, named_channels, new_incarnation
 from services.engine.engine import EngineParts, load_warm_engine
 from services.runtime import config, process, rpc
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
@@ -49,7 +49,7 @@ async def _serve(
     parts = await load_or_stop(lambda: load_warm_engine(**settings.engine_settings()), lease, stop)
     with contextlib.closing(parts), held(watch_gpu(parts.gpu_uuid)) as gpu:
         metrics = WorkerMetrics(worker_id=settings.id)
-        worker = _worker(settings, incarnation, parts, metrics, publisher, gpu)
+        worker = _worker(settings, incarnation, parts, metrics, lease, publisher, gpu)
         metrics.serve(settings, worker.load)
         server = rpc.make_server([SERVICE_NAME])
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(Servicer(worker.sessions), server.server)
@@ -87,6 +87,7 @@ def _worker(
     incarnation: str,
     parts: EngineParts,
     metrics: WorkerMetrics,
+    lease: WorkerLease | None,
     publisher: PrefixPublisher | None,
     gpu: GpuWatch | None,
 ) -> PrefillWorker:
@@ -113,6 +114,7 @@ def _worker(
             generations=parts.allocator,
             transports=(settings.transport,),
             counters=counters,
+            on_channels=None if lease is None else lambda channels: lease.update(channels=named_channels(channels)),
         ),
         incarnation=incarnation,
         limits=Limits(chunk_tokens=settings.chunk_tokens, max_waiting=settings.max_waiting),

@@ -36,6 +36,7 @@ class LinkMessage(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     ABORT_ACK_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    PROBED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___LinkHello:
         """Sender: who I am and what I can do."""
@@ -76,6 +77,10 @@ class LinkMessage(_message.Message):
     def heartbeat(self) -> Global___Heartbeat:
         """Either: alive."""
 
+    @_builtins.property
+    def probed(self) -> Global___Probed:
+        """Receiver, of a probe: a round of frames has arrived."""
+
     def __init__(
         self,
         *,
@@ -89,12 +94,13 @@ class LinkMessage(_message.Message):
         abort: Global___Abort | None = ...,
         abort_ack: Global___AbortAck | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        probed: Global___Probed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "chunk", b"chunk", "committed", b"committed", "granted", b"granted", "heartbeat", b"heartbeat", "hello", b"hello", "hello_ack", b"hello_ack", "message", b"message", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "chunk", b"chunk", "committed", b"committed", "granted", b"granted", "heartbeat", b"heartbeat", "hello", b"hello", "hello_ack", b"hello_ack", "message", b"message", "probed", b"probed", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "chunk", b"chunk", "committed", b"committed", "granted", b"granted", "heartbeat", b"heartbeat", "hello", b"hello", "hello_ack", b"hello_ack", "message", b"message", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "chunk", b"chunk", "committed", b"committed", "granted", b"granted", "heartbeat", b"heartbeat", "hello", b"hello", "hello_ack", b"hello_ack", "message", b"message", "probed", b"probed", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "hello_ack", "reserve", "granted", "chunk", "seal", "committed", "abort", "abort_ack", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "hello_ack", "reserve", "granted", "chunk", "seal", "committed", "abort", "abort_ack", "heartbeat", "probed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -198,6 +204,8 @@ class LinkHello(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    GPU_ID_FIELD_NUMBER: _builtins.int
+    NCCL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its worker id."""
     incarnation: _builtins.str
@@ -208,6 +216,10 @@ class LinkHello(_message.Message):
     """Names the machine; equal on both sides means shared memory may work."""
     protocol_version: _builtins.int
     """Version of this protocol."""
+    gpu_id: _builtins.str
+    """Names the GPU that holds its pages; empty: they are in host memory."""
+    nccl: _builtins.str
+    """Its version of NCCL and the name of the host that NCCL goes by, as version@name; empty: none."""
     @_builtins.property
     def layout(self) -> Global___PageLayout:
         """Its pages."""
@@ -226,10 +238,12 @@ class LinkHello(_message.Message):
         transports: _abc.Iterable[_builtins.str] | None = ...,
         host_id: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
+        gpu_id: _builtins.str = ...,
+        nccl: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "peer_incarnation", b"peer_incarnation", "protocol_version", b"protocol_version", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_id", b"gpu_id", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "nccl", b"nccl", "peer_incarnation", b"peer_incarnation", "protocol_version", b"protocol_version", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -551,3 +565,25 @@ class Heartbeat(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class Probed(_message.Message):
+    """A round of a probe's frames was received and copied out of the ring."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    """Bytes of the round."""
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probed: _TypeAlias = Probed  # noqa: Y015

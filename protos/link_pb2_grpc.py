@@ -40,6 +40,11 @@ class LinkStub(object):
                 request_serializer=protos_dot_link__pb2.LinkMessage.SerializeToString,
                 response_deserializer=protos_dot_link__pb2.LinkMessage.FromString,
                 _registered_method=True)
+        self.Probe = channel.stream_stream(
+                '/tandem.v1.Link/Probe',
+                request_serializer=protos_dot_link__pb2.LinkMessage.SerializeToString,
+                response_deserializer=protos_dot_link__pb2.LinkMessage.FromString,
+                _registered_method=True)
 
 
 class LinkServicer(object):
@@ -53,11 +58,25 @@ class LinkServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request_iterator, context):
+        """Measures channels before a Link is made. For each channel in turn: hello with those that are not measured yet,
+        hello_ack, frames of no meaning on the channel, and a probed for each round of them. Ends with an abort that says
+        that no channel is left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LinkServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Connect': grpc.stream_stream_rpc_method_handler(
                     servicer.Connect,
+                    request_deserializer=protos_dot_link__pb2.LinkMessage.FromString,
+                    response_serializer=protos_dot_link__pb2.LinkMessage.SerializeToString,
+            ),
+            'Probe': grpc.stream_stream_rpc_method_handler(
+                    servicer.Probe,
                     request_deserializer=protos_dot_link__pb2.LinkMessage.FromString,
                     response_serializer=protos_dot_link__pb2.LinkMessage.SerializeToString,
             ),
@@ -88,6 +107,33 @@ class Link(object):
             request_iterator,
             target,
             '/tandem.v1.Link/Connect',
+            protos_dot_link__pb2.LinkMessage.SerializeToString,
+            protos_dot_link__pb2.LinkMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.Link/Probe',
             protos_dot_link__pb2.LinkMessage.SerializeToString,
             protos_dot_link__pb2.LinkMessage.FromString,
             options,

@@ -37,6 +37,11 @@ class LinkStub:
     def __new__(cls, channel: _aio.Channel) -> LinkAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_link_pb2.LinkMessage, _link_pb2.LinkMessage]
     """Messages up are the sender's, messages down the receiver's. The first message each way is hello."""
+    Probe: _grpc.StreamStreamMultiCallable[_link_pb2.LinkMessage, _link_pb2.LinkMessage]
+    """Measures channels before a Link is made. For each channel in turn: hello with those that are not measured yet,
+    hello_ack, frames of no meaning on the channel, and a probed for each round of them. Ends with an abort that says
+    that no channel is left.
+    """
 
 @_typing.type_check_only
 class LinkAsyncStub(LinkStub):
@@ -45,6 +50,11 @@ class LinkAsyncStub(LinkStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_link_pb2.LinkMessage, _link_pb2.LinkMessage]  # type: ignore[assignment]
     """Messages up are the sender's, messages down the receiver's. The first message each way is hello."""
+    Probe: _aio.StreamStreamMultiCallable[_link_pb2.LinkMessage, _link_pb2.LinkMessage]  # type: ignore[assignment]
+    """Measures channels before a Link is made. For each channel in turn: hello with those that are not measured yet,
+    hello_ack, frames of no meaning on the channel, and a probed for each round of them. Ends with an abort that says
+    that no channel is left.
+    """
 
 class LinkServicer(metaclass=_abc_1.ABCMeta):
     """Served by every worker that can receive pages."""
@@ -56,5 +66,16 @@ class LinkServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_link_pb2.LinkMessage], _abc.AsyncIterator[_link_pb2.LinkMessage]]:
         """Messages up are the sender's, messages down the receiver's. The first message each way is hello."""
+
+    @_abc_1.abstractmethod
+    def Probe(
+        self,
+        request_iterator: _MaybeAsyncIterator[_link_pb2.LinkMessage],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_link_pb2.LinkMessage], _abc.AsyncIterator[_link_pb2.LinkMessage]]:
+        """Measures channels before a Link is made. For each channel in turn: hello with those that are not measured yet,
+        hello_ack, frames of no meaning on the channel, and a probed for each round of them. Ends with an abort that says
+        that no channel is left.
+        """
 
 def add_LinkServicer_to_server(servicer: LinkServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

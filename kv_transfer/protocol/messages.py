@@ -65,7 +65,10 @@ class WireLayout:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The sender introduces itself. `transports` are those it can send on, best first."""
+    """The sender introduces itself. `transports` are those it can send on, best first.
+
+    `host_id`, `gpu_id` and `nccl` say where its pages are: see transports.registry.Reach.
+    """
 
     worker_id: str
     incarnation: str
@@ -74,6 +77,8 @@ class Hello:
     transports: tuple[str, ...]
     host_id: str
     protocol_version: int = PROTOCOL_VERSION
+    gpu_id: str = ""
+    nccl: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +177,15 @@ class Heartbeat:
     """Alive."""
 
 
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The receiver has taken so many bytes of a probe's frames."""
+
+    num_bytes: int
+
+
 Message: TypeAlias = (
-    Hello | HelloAck | Reserve | Granted | ChunkHeader | Seal | Committed | Abort | AbortAck | Heartbeat
+    Hello | HelloAck | Reserve | Granted | ChunkHeader | Seal | Committed | Abort | AbortAck | Heartbeat | Probed
 )
 
 

@@ -2,19 +2,23 @@
 
 A channel is one ordered queue between two workers. Frames arrive whole, in order and once, or the channel is broken;
 a broken channel is closed and never used again. It knows neither transfers nor pages: buffers go in, frames come out.
+
+There are two kinds, which differ in where the ring is. A host channel takes flat buffers and copies them; a device
+channel lets its user write each frame straight into a slot on the GPU, so that gathering is the only copy.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from services.runtime.errors import TransferFailed
 
@@ -73,17 +77,29 @@ class Frame:
     slot: int
     data: Bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the frame."""
+        return self.data.size
 
-class SendChannel(ABC):
-    """The sending end. One thread posts; `shutdown` may come from any thread."""
 
-    @abstractmethod
-    def post(self, seq: int, digest: bytes, buffers: Sequence[Bytes], *, timeout_s: float) -> None:
-        """Send the buffers as one frame; when it returns, they are not read any more.
+@dataclass(frozen=True, slots=True)
+class DeviceFrame:
+    """As Frame, in a ring on a GPU: `data` is uint8 [bytes] there, has arrived, and may be read on any stream."""
 
-        Together they must fit into one slot. Raises ChannelTimeout if nothing moved for `timeout_s`, ChannelBroken
-        if the peer is gone; after either the channel is of no more use.
-        """
+    seq: int
+    digest: bytes
+    slot: int
+    data: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the frame."""
+        return self.data.numel()
+
+
+class SendEnd(ABC):
+    """The sending end of either kind. One thread posts; `shutdown` may come from any thread."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -94,15 +110,8 @@ class SendChannel(ABC):
         """Give back what it holds. Only after `shutdown`, when no thread uses it any more. Idempotent."""
 
 
-class ReceiveChannel(ABC):
-    """The receiving end. One thread polls; `release` and `shutdown` may come from any thread."""
-
-    @abstractmethod
-    def poll(self, *, timeout_s: float) -> Frame | None:
-        """Return the next frame, or None if none came within `timeout_s`. Raises ChannelBroken.
-
-        A frame that has begun to arrive may take longer, as long as it moves.
-        """
+class ReceiveEnd(ABC):
+    """The receiving end of either kind. One thread polls; `release` and `shutdown` may come from any thread."""
 
     @abstractmethod
     def release(self, slot: int) -> None:
@@ -117,6 +126,54 @@ class ReceiveChannel(ABC):
         """Give back what it holds. Only after `shutdown`, when no thread uses it any more. Idempotent."""
 
 
+class SendChannel(SendEnd):
+    """The sending end of a host channel."""
+
+    @abstractmethod
+    def post(self, seq: int, digest: bytes, buffers: Sequence[Bytes], *, timeout_s: float) -> None:
+        """Send the buffers as one frame; when it returns, they are not read any more.
+
+        Together they must fit into one slot. Raises ChannelTimeout if nothing moved for `timeout_s`, ChannelBroken
+        if the peer is gone; after either the channel is of no more use.
+        """
+
+
+class ReceiveChannel(ReceiveEnd):
+    """The receiving end of a host channel."""
+
+    @abstractmethod
+    def poll(self, *, timeout_s: float) -> Frame | None:
+        """Return the next frame, or None if none came within `timeout_s`. Raises ChannelBroken.
+
+        A frame that has begun to arrive may take longer, as long as it moves.
+        """
+
+
+class DeviceSendChannel(SendEnd):
+    """The sending end of a device channel."""
+
+    @abstractmethod
+    def post(self, seq: int, num_bytes: int, fill: Callable[[torch.Tensor], bytes], *, timeout_s: float) -> None:
+        """Send `num_bytes`, at most a slot, as one frame.
+
+        `fill(target)` writes them into uint8 [num_bytes] on the GPU and returns their digest; when it returns, they
+        are there. Raises ChannelTimeout if nothing moved for `timeout_s`, ChannelBroken if the peer is gone, and what
+        `fill` raises; after any of them the channel is of no more use.
+        """
+
+
+class DeviceReceiveChannel(ReceiveEnd):
+    """The receiving end of a device channel."""
+
+    @abstractmethod
+    def poll(self, *, timeout_s: float) -> DeviceFrame | None:
+        """As ReceiveChannel.poll."""
+
+
+AnySendChannel: TypeAlias = SendChannel | DeviceSendChannel
+AnyReceiveChannel: TypeAlias = ReceiveChannel | DeviceReceiveChannel
+
+
 class Listener(ABC):
     """Where a receiver's channels of one kind are opened."""
 
@@ -126,7 +183,7 @@ class Listener(ABC):
         """Where a sender opens the channel."""
 
     @abstractmethod
-    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[ReceiveChannel]:
+    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[AnyReceiveChannel]:
         """Let the holder of this key open one channel; cancel the future to withdraw it."""
 
     @abstractmethod
@@ -144,7 +201,7 @@ class Transport(ABC):
         """Start a listener. Raises OSError. Kinds without an address of their own ignore host and port."""
 
     @abstractmethod
-    def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> SendChannel:
+    def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> AnySendChannel:
         """Open a channel within `timeout_s`. Raises ChannelBroken. Blocks: not for an event loop's thread."""
 
 

@@ -24,10 +24,10 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from kv_transfer.transports.base import (
+    AnyReceiveChannel,
     ChannelBroken,
     ChannelKey,
     Countdown,
-    ReceiveChannel,
     RingSpec,
 )
 
@@ -71,7 +71,7 @@ def receive_exactly(sock: socket.socket, num_bytes: int, countdown: Countdown) -
 class _Expected:
     key: ChannelKey
     ring: RingSpec
-    channel: Future[ReceiveChannel]
+    channel: Future[AnyReceiveChannel]
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Acceptor:
     """
 
     def __init__(
-        self, listener: socket.socket, finish: Callable[[socket.socket, RingSpec], ReceiveChannel], *, name: str
+        self, listener: socket.socket, finish: Callable[[socket.socket, RingSpec], AnyReceiveChannel], *, name: str
     ) -> None:
         self._listener = listener
         self._finish = finish
@@ -107,9 +107,9 @@ class Acceptor:
         self._thread = threading.Thread(target=self._run, name=f"tandem-accept-{name}", daemon=True)
         self._thread.start()
 
-    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[ReceiveChannel]:
+    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[AnyReceiveChannel]:
         """Let this key be used once."""
-        channel: Future[ReceiveChannel] = Future()
+        channel: Future[AnyReceiveChannel] = Future()
         with self._lock:
             if self._is_closed:
                 raise ChannelBroken("the listener is closed")
@@ -242,6 +242,6 @@ def _proof(key: ChannelKey, role: bytes, sender_nonce: bytes, receiver_nonce: by
     return hmac.digest(key.token, text, "sha256")
 
 
-def _fail(channel: Future[ReceiveChannel], error: ChannelBroken) -> None:
+def _fail(channel: Future[AnyReceiveChannel], error: ChannelBroken) -> None:
     with contextlib.suppress(InvalidStateError):
         channel.set_exception(error)

@@ -16,6 +16,7 @@ from concurrent.futures import Future, InvalidStateError
 import numpy as np
 
 from kv_transfer.transports.base import (
+    AnyReceiveChannel,
     Bytes,
     ChannelBroken,
     ChannelEnded,
@@ -141,7 +142,7 @@ class _LoopbackListener(Listener):
     def __init__(self) -> None:
         self._address = f"loopback-{secrets.token_hex(16)}"
         self._lock = threading.Lock()
-        self._expected: dict[bytes, tuple[ChannelKey, Future[ReceiveChannel]]] = {}
+        self._expected: dict[bytes, tuple[ChannelKey, Future[AnyReceiveChannel]]] = {}
         with _listeners_lock:
             _listeners[self._address] = self
 
@@ -149,8 +150,8 @@ class _LoopbackListener(Listener):
     def address(self) -> str:
         return self._address
 
-    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[ReceiveChannel]:
-        channel: Future[ReceiveChannel] = Future()
+    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[AnyReceiveChannel]:
+        channel: Future[AnyReceiveChannel] = Future()
         with self._lock:
             self._expected[key.channel_id] = (key, channel)
         return channel

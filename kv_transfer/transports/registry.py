@@ -1,50 +1,147 @@
-"""Which transports there are, and which of them two workers should use."""
+"""Which transports there are, which of them a pool can use, and which of those reach another one.
+
+Choosing is pure: facts of both sides in, names in order out. What was measured comes from `kv_transfer.probing`.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
 
 from kv_transfer.transports.base import Transport
+from kv_transfer.transports.cuda_ipc import CudaIpcTransport, CudaMemory
 from kv_transfer.transports.loopback import LoopbackTransport
+from kv_transfer.transports.nccl import NcclTransport
+from kv_transfer.transports.nccl_cuda import CudaDevice
+from kv_transfer.transports.nccl_library import library_version, load_library
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
+from services.runtime import cuda_memory
 from services.runtime.errors import ConfigError
 
 AUTO = "auto"
-_TRANSPORTS: dict[str, Transport] = {
-    transport.name: transport for transport in (LoopbackTransport(), ShmTransport(), TcpTransport())
-}
-# Only these reach no further than one host.
-_SAME_HOST = frozenset({"loopback", "shm"})
+NAMES = ("cuda_ipc", "nccl", "shm", "tcp")
+"""What `auto` stands for, best first as far as that can be known without a measurement."""
+CLEARLY_FASTER = 1.25
+"""So much faster something must have been measured to be taken before what stands before it: machines are noisy."""
+WORD_BYTES = 8
+DEVICE_NAMES = frozenset({"cuda_ipc", "nccl"})
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Where one side's pages are, as far as it decides what can reach them.
+
+    `host_id` names the reach of shared memory; `gpu_id` the GPU, empty for memory of the host; `nccl` the version of
+    NCCL and the host as NCCL sees it, `version@name`, empty where there is none.
+    """
+
+    host_id: str
+    gpu_id: str = ""
+    nccl: str = ""
+
+    def at(self, device: torch.device) -> Reach:
+        """The same place with pages on a device."""
+        if device.type != "cuda":
+            return self
+        properties = torch.cuda.get_device_properties(device)
+        version = library_version()
+        nccl = f"{version}@{os.environ.get('NCCL_HOSTID', '')}" if version else ""
+        return replace(self, gpu_id=str(properties.uuid), nccl=nccl)
+
+
+class Transports:
+    """The transports of one pool, by name."""
+
+    def __init__(self, device: torch.device, page_bytes: int) -> None:
+        self._by_name = dict(_host_transports())
+        if not ShmTransport.is_supported():
+            del self._by_name["shm"]
+        # Kernels move words: a page that is no whole number of them takes the way over host memory.
+        if page_bytes % WORD_BYTES == 0:
+            self._by_name.update(device_transports(device))
+
+    def __getitem__(self, name: str) -> Transport:
+        return self._by_name[name]
+
+    def resolve(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the transports to offer, best first, with what `auto` stands for here.
+
+        Raises ConfigError for an unknown name, and for one that these pages cannot use.
+        """
+        resolved: list[str] = []
+        for name in names:
+            if name not in (AUTO, "loopback", *NAMES):
+                raise ConfigError(f"transport: {name!r} is not one of {', '.join((AUTO, 'loopback', *NAMES))}")
+            if name == AUTO:
+                resolved += [each for each in NAMES if each in self._by_name]
+            elif name not in self._by_name:
+                raise ConfigError(f"transport: {name} cannot be used here: {_what_it_needs(name)}")
+            else:
+                resolved.append(name)
+        return tuple(dict.fromkeys(resolved))
+
+
+def device_transports(device: torch.device) -> dict[str, Transport]:
+    """Return the transports that carry pages of this device without the host's memory."""
+    found: dict[str, Transport] = {}
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if cuda_memory.is_supported(index):
+            found["cuda_ipc"] = CudaIpcTransport(CudaMemory(index))
+        if library_version():
+            found["nccl"] = NcclTransport(load_library(), CudaDevice(torch.device("cuda", index)))
+    return found
 
 
 def transport_named(name: str) -> Transport:
-    """Return the transport of this name. Raises KeyError."""
-    return _TRANSPORTS[name]
+    """Return the transport of this name for memory of the host. Raises KeyError."""
+    return _host_transports()[name]
 
 
-def resolve(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the transports to offer, best first; `auto` stands for shm where there is any, then tcp.
+def reaches(name: str, sender: Reach, receiver: Reach) -> bool:
+    """Whether a transport that both sides have can work between them, as far as the facts tell."""
+    is_same_host = sender.host_id == receiver.host_id
+    if name in ("loopback", "shm"):
+        return is_same_host
+    if name in DEVICE_NAMES and not (sender.gpu_id and receiver.gpu_id):
+        return False
+    if name == "cuda_ipc":
+        return is_same_host
+    if name == "nccl":
+        version, _, host = sender.nccl.partition("@")
+        other_version, _, other_host = receiver.nccl.partition("@")
+        # NCCL refuses two ranks on one GPU, unless it is told that they are on different hosts.
+        is_accepted = sender.gpu_id != receiver.gpu_id or host != other_host
+        return bool(version) and version == other_version and is_accepted
+    return True
 
-    Raises ConfigError for an unknown name.
-    """
-    resolved: list[str] = []
-    for name in names:
-        if name != AUTO and name not in _TRANSPORTS:
-            raise ConfigError(f"transport: {name!r} is not one of {', '.join((AUTO, *sorted(_TRANSPORTS)))}")
-        best = ["shm", "tcp"] if ShmTransport.is_supported() else ["tcp"]
-        resolved += best if name == AUTO else [name]
-    return tuple(dict.fromkeys(resolved))
 
-
-def choose(offered: Sequence[str], available: Sequence[str], *, is_same_host: bool) -> str | None:
-    """Return the first offered transport that the other side has too and that reaches it, or None."""
+def choose(offered: Sequence[str], available: Sequence[str], *, sender: Reach, receiver: Reach) -> str | None:
+    """Return the first offered transport that the receiver has too and that reaches it, or None."""
     for name in offered:
-        if name in available and (is_same_host or name not in _SAME_HOST):
+        if name in available and reaches(name, sender, receiver):
             return name
     return None
+
+
+def in_order(names: Sequence[str], bytes_per_s: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the names best first: what was measured to be clearly faster, else as they were; unmeasured ones last."""
+    left = [name for name in names if name in bytes_per_s]
+    ordered: list[str] = []
+    while left:
+        best = left[0]
+        for name in left[1:]:
+            if bytes_per_s[name] > CLEARLY_FASTER * bytes_per_s[best]:
+                best = name
+        left.remove(best)
+        ordered.append(best)
+    return (*ordered, *(name for name in names if name not in bytes_per_s))
 
 
 def local_host_id() -> str:
@@ -60,3 +157,17 @@ def local_host_id() -> str:
         # Not Linux: no shared memory either, so a name that equals no other is right.
         return f"process-{os.getpid()}"
     return hashlib.sha256(f"{boot_id} {namespace}".encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _host_transports() -> dict[str, Transport]:
+    return {each.name: each for each in (LoopbackTransport(), ShmTransport(), TcpTransport())}
+
+
+def _what_it_needs(name: str) -> str:
+    needs = {
+        "cuda_ipc": "it needs pages on a GPU whose driver shares memory by file descriptors",
+        "nccl": "it needs pages on a GPU, and NCCL",
+        "shm": "it needs Linux",
+    }
+    return needs[name]

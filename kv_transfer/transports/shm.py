@@ -21,6 +21,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from kv_transfer.transports.base import (
+    AnyReceiveChannel,
     Bytes,
     ChannelBroken,
     ChannelEnded,
@@ -205,7 +206,7 @@ class _ShmListener(Listener):
     def address(self) -> str:
         return self._name
 
-    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[ReceiveChannel]:
+    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[AnyReceiveChannel]:
         return self._acceptor.expect(key, ring)
 
     def close(self) -> None:

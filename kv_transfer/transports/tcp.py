@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kv_transfer.transports.base import (
+    AnyReceiveChannel,
     Bytes,
     ChannelBroken,
     ChannelEnded,
@@ -218,7 +219,7 @@ class _TcpListener(Listener):
         host, port = self._address
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[ReceiveChannel]:
+    def expect(self, key: ChannelKey, ring: RingSpec) -> Future[AnyReceiveChannel]:
         return self._acceptor.expect(key, ring)
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class UpSettings:
     transport: str = option(
         choice("auto", "shm", "tcp", "nccl", "cuda_ipc"),
         default="auto",
-        help="Channel that KV pages travel on. nccl and cuda_ipc are refused for now.",
+        help="Channel that pages travel on; auto measures those that both workers have. nccl, cuda_ipc: pages on GPUs.",
     )
     page_size: int = option(integer(1, 1024), default=16, help="Tokens of a KV page.")
     dtype: str = option(

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import msgspec
@@ -29,6 +30,7 @@ LEASE_BEAT_S = 1.0
 WATCH_POLL_S = 1.0
 MIN_POLL_INTERVAL_S = 0.02
 MAX_RECORD_BYTES = 16 * 1024
+MAX_CHANNELS = 64
 MAX_WORKERS = 4096
 
 WORKER_ID_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
@@ -75,6 +77,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Where it runs; moving pages between regions is dear. Empty: everywhere the same."""
     tenants: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()
     """Whom it works for. Empty: everybody."""
+    channels: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=MAX_CHANNELS)] = {}
+    """The channel on which it sends pages to each worker, by that one's id."""
     pages_total: Count = 0
     pages_free: Count = 0
     pages_cached: Count = 0
@@ -101,6 +105,11 @@ class Membership:
 def new_incarnation() -> str:
     """A name for one life of a process. Random, because a counter in Redis would not survive FLUSHALL."""
     return secrets.token_hex(16)
+
+
+def named_channels(channels: Mapping[str, str]) -> dict[str, str]:
+    """As many channels as a record takes; who has more peers shows the first."""
+    return dict(islice(channels.items(), MAX_CHANNELS))
 
 
 class WorkerLease:

@@ -74,7 +74,11 @@ class WorkerConfig:
     metrics_port: int | None = option(
         integer(0, 65535), default=None, help="Port of /metrics on --host; 0 picks a free one. Not given: none."
     )
-    transport: str = option(choice("auto", "shm", "tcp"), default="auto", help="Channel that pages travel on.")
+    transport: str = option(
+        choice("auto", "shm", "tcp", "nccl", "cuda_ipc"),
+        default="auto",
+        help="Channel that pages travel on; auto measures those that both workers have. nccl, cuda_ipc: pages on GPUs.",
+    )
     page_size: int = option(integer(1, 1024), default=16, help="Tokens of a KV page.")
     dtype: str = option(
         choice("auto", "float32", "bfloat16", "float16"),

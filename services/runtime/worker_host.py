@@ -180,8 +180,9 @@ def worker_identity(settings: WorkerConfig, *, role: str) -> Identity | None:
     """The certificate of a worker, which must name its role; None: no TLS. Raises ConfigError."""
     if settings.tls is None:
         return None
-    if settings.transport != "shm" and not _is_loopback(settings.advertise_host or settings.host):
-        logger.warning("KV pages on the channel tcp are not encrypted: TLS covers what is said about them only")
+    is_within_host = settings.transport in ("shm", "cuda_ipc") or _is_loopback(settings.advertise_host or settings.host)
+    if not is_within_host:
+        logger.warning("KV pages on the channel tcp or nccl are not encrypted: TLS covers what is said about them only")
     return Identity(settings.tls, roles=(role,))
 
 

@@ -240,7 +240,7 @@ async def test_models_health_readiness_metrics_cluster(make_system, pair_type, a
     assert [worker["id"] for worker in cluster["workers"]] == ["decode-0", "prefill-0"]
     assert set(cluster["workers"][0]) == {
         *("id", "role", "pid", "host", "address", "incarnation", "state", "model", "exact", "pages"),
-        *("running", "waiting", "arithmetic", "layout", "gpu", "version", "clock_ahead_s"),
+        *("running", "waiting", "arithmetic", "layout", "gpu", "version", "clock_ahead_s", "channels"),
         *("tensor_parallel", "pipeline_parallel"),
     }
     assert cluster["workers"][0]["gpu"] is None

@@ -31,10 +31,15 @@ from services.runtime.rpc import make_server
 
 
 def make_pool(
-    *, page_size: int = 16, num_pages: int = 64, dtype: torch.dtype = torch.float32, seed: int = 0
+    *,
+    page_size: int = 16,
+    num_pages: int = 64,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> PagePool:
     layout = PageLayout(num_layers=2, num_kv_heads=2, head_dim=8, page_size=page_size, dtype=dtype)
-    pool = PagePool(layout, num_pages)
+    pool = PagePool(layout, num_pages, device=device)
     pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
     return pool
 
@@ -216,7 +221,7 @@ async def make_pair() -> AsyncIterator[PairMaker]:
                 generations=target.allocator,
                 target=target,
                 transports=receiver_transports or (transport,),
-                ring=RingConfig(slot_bytes=slot_bytes, ring_bytes=4 * slot_bytes),
+                ring=RingConfig(slot_bytes=slot_bytes, ring_bytes=4 * slot_bytes, device_slot_bytes=slot_bytes),
                 timeouts=timeouts,
             )
             address = await stack.enter_async_context(serving(receiver))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import secrets
 from multiprocessing.connection import Connection
 
@@ -16,11 +17,21 @@ from kv_transfer.link import SERVICE_NAME, LinkIdentity
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
 from kv_transfer.sending import SendLinks
+from kv_transfer.transports import registry
 from protos import link_pb2_grpc
 from services.engine.pages import PageAllocator, PageLayout, PagePool
 from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError
 from services.runtime.rpc import make_server
+from tests.kv_transfer.transports import models
+
+NCCL_ON_ONE_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+}
+"""With a NCCL_HOSTID of its own each of two processes on one GPU counts as a host, and they meet over sockets."""
 
 
 class Target:
@@ -38,7 +49,7 @@ class Target:
     async def commit(self, transfer_id: TransferId, *, first_token_id: int, sampling_position: int) -> None:
         page_ids, num_tokens = self._held.pop(transfer_id)
         kv = torch.cat([self._pool.data[page_id] for page_id in page_ids], dim=3)[:, :, :, :num_tokens]
-        digest = hashlib.sha256(kv.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(kv.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         self._pipe.send({"event": "committed", "digest": digest, "first_token_id": first_token_id})
 
     async def release(self, transfer_id: TransferId, error: TandemError) -> None:
@@ -55,7 +66,7 @@ async def receive(pipe: Connection, settings: dict[str, str], pool: PagePool) ->
         pool=pool,
         target=Target(pool, pipe),
         generations=PageAllocator(pool.num_pages),
-        transports=(settings["transport"],),
+        transports=(settings["transport"].partition("@")[0],),
         ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000),
     )
     server = make_server([SERVICE_NAME])
@@ -70,7 +81,7 @@ async def send(pipe: Connection, settings: dict[str, str], pool: PagePool) -> No
         identity=LinkIdentity("prefill-0", secrets.token_hex(16), "f" * 32, True),
         pool=pool,
         generations=PageAllocator(pool.num_pages),
-        transports=(settings["transport"],),
+        transports=(settings["transport"].partition("@")[0],),
     )
     pipe.send({"event": "ready"})
     num_pages = pool.num_pages
@@ -95,6 +106,12 @@ def main(pipe: Connection, settings: dict[str, str]) -> None:
     layout = PageLayout(
         num_layers=2, num_kv_heads=2, head_dim=8, page_size=int(settings["page_size"]), dtype=torch.float32
     )
-    pool = PagePool(layout, 64)
+    # `cuda_ipc` is a model of it, `cuda_ipc@cuda` the thing itself.
+    name, _, device = settings["transport"].partition("@")
+    if device:
+        os.environ.update(NCCL_ON_ONE_GPU, NCCL_HOSTID="peer")
+    elif name in registry.DEVICE_NAMES:
+        models.install(name)
+    pool = PagePool(layout, 64, device=device or "cpu")
     pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(3)))
     asyncio.run((receive if settings["role"] == "receiver" else send)(pipe, settings, pool))

@@ -852,11 +852,6 @@ async def test_two_callers_share_the_making_of_a_link(make_pair: PairMaker) -> N
 # --- which channel ---
 
 
-async def test_auto_takes_shared_memory_on_one_host(make_pair: PairMaker) -> None:
-    pair = await make_pair("auto")
-    assert (await pair.hand_over([1], 16)).transport == "shm"
-
-
 async def test_auto_takes_tcp_between_hosts(make_pair: PairMaker) -> None:
     pair = await make_pair("auto", sender_identity=identity("prefill-0", host_id="elsewhere"))
     assert (await pair.hand_over([1], 16)).transport == "tcp"

@@ -30,8 +30,10 @@ from services.runtime.clock import Deadline
 from services.runtime.errors import TransferFailed, WorkerUnavailable
 from tests.kv_transfer import peer_process
 from tests.kv_transfer.conftest import Target, eventually, identity, make_pool, serving, tokens_of
+from tests.kv_transfer.transports import models
 
-NAMES = ("shm", "tcp")
+GPU_NAMES = tuple(pytest.param(f"{name}@cuda", marks=pytest.mark.gpu) for name in ("cuda_ipc", "nccl"))
+NAMES = ("shm", "tcp", "cuda_ipc", *GPU_NAMES)  # cuda_ipc without a GPU is a model of it (models.py)
 FINGERPRINT = "f" * 32
 
 
@@ -86,19 +88,46 @@ async def reserve(links: SendLinks, ready: dict[str, Any], name: str, num_tokens
     )
 
 
+@pytest.fixture(autouse=True)
+def device_channels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = getattr(request.node, "callspec", None) and request.node.callspec.params.get("transport", "")
+    if transport == "cuda_ipc":
+        models.install("cuda_ipc", monkeypatch.setattr)
+    elif transport and transport.endswith("@cuda"):
+        for name, value in {**peer_process.NCCL_ON_ONE_GPU, "NCCL_HOSTID": "test"}.items():
+            monkeypatch.setenv(name, value)
+
+
+def device_of(transport: str) -> str:
+    return transport.partition("@")[2] or "cpu"
+
+
 def make_links(pool: PagePool, transport: str) -> SendLinks:
     # The host's real name, as the other process finds it too.
     return SendLinks(
         identity=LinkIdentity("prefill-0", "0" * 32, FINGERPRINT, True),
         pool=pool,
         generations=PageAllocator(pool.num_pages),
-        transports=(transport,),
+        transports=(transport.partition("@")[0],),
     )
 
 
-@pytest.mark.parametrize(("transport", "page_size", "own_page_size"), [("shm", 16, 64), ("tcp", 64, 16)])
+@pytest.mark.parametrize(
+    ("transport", "page_size", "own_page_size"),
+    [
+        ("shm", 16, 64),
+        ("tcp", 64, 16),
+        ("cuda_ipc", 16, 16),
+        ("cuda_ipc", 16, 64),
+        *(
+            pytest.param(f"{name}@cuda", *sizes, marks=pytest.mark.gpu)
+            for name in ("cuda_ipc", "nccl")
+            for sizes in ((16, 16), (64, 16))
+        ),
+    ],
+)
 async def test_pages_arrive_in_another_process(transport: str, page_size: int, own_page_size: int) -> None:
-    pool = make_pool(page_size=page_size, seed=1)
+    pool = make_pool(page_size=page_size, seed=1, device=device_of(transport))
     links = make_links(pool, transport)
     async with peer(role="receiver", transport=transport, page_size=own_page_size) as receiver:
         ready = await receiver.told("ready")
@@ -108,16 +137,16 @@ async def test_pages_arrive_in_another_process(transport: str, page_size: int, o
             transfer.send(0, table)
             stats = await transfer.seal(num_tokens=num_tokens, first_token_id=7, sampling_position=num_tokens + 1)
             committed = await receiver.told("committed")
-            sent = tokens_of(pool, table, num_tokens).contiguous().view(torch.uint8).numpy().tobytes()
+            sent = tokens_of(pool, table, num_tokens).cpu().contiguous().view(torch.uint8).numpy().tobytes()
             assert committed["digest"] == hashlib.sha256(sent).hexdigest()
             assert committed["first_token_id"] == 7
-            assert stats.transport == transport
+            assert stats.transport == transport.partition("@")[0]
         await links.close()
 
 
 @pytest.mark.parametrize("transport", NAMES)
 async def test_the_death_of_the_receiver_is_felt_at_once_and_its_next_life_is_another(transport: str) -> None:
-    pool = make_pool(seed=1)
+    pool = make_pool(seed=1, device=device_of(transport))
     links = make_links(pool, transport)
     async with peer(role="receiver", transport=transport, page_size=16) as first:
         ready = await first.told("ready")
@@ -147,14 +176,14 @@ async def test_the_death_of_the_sender_frees_the_receivers_pages(
 ) -> None:
     # A record that pytest keeps would keep the error in it, and that one's traceback the ring.
     caplog.set_level(logging.CRITICAL, logger="kv_transfer.receiving")
-    target = Target(make_pool(seed=2))
+    target = Target(make_pool(seed=2, device=device_of(transport)))
     own = identity("decode-0")
     receiver = LinkReceiver(
         identity=LinkIdentity("decode-0", own.incarnation, FINGERPRINT, True),
         pool=target.pool,
         generations=target.allocator,
         target=target,
-        transports=(transport,),
+        transports=(transport.partition("@")[0],),
         ring=RingConfig(slot_bytes=20_000, ring_bytes=80_000),
     )
     before = _traces()
@@ -194,7 +223,11 @@ async def test_a_frozen_peer_is_dead_after_three_seconds(transport: str, frozen:
     target = Target(make_pool(seed=2))
     own = LinkIdentity("decode-0", "1" * 32, FINGERPRINT, True)
     receiver = LinkReceiver(
-        identity=own, pool=target.pool, generations=target.allocator, target=target, transports=(transport,)
+        identity=own,
+        pool=target.pool,
+        generations=target.allocator,
+        target=target,
+        transports=(transport.partition("@")[0],),
     )
     async with serving(receiver) as address:
         settings = {"address": address, "incarnation": own.incarnation}

@@ -15,12 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from kv_transfer.transports import handshake
 from kv_transfer.transports.base import (
     ChannelBroken,
     ChannelKey,
     ChannelTimeout,
+    DeviceFrame,
+    DeviceSendChannel,
     Frame,
     Listener,
     ReceiveChannel,
@@ -28,16 +31,26 @@ from kv_transfer.transports.base import (
     SendChannel,
     Transport,
 )
-from kv_transfer.transports.registry import choose, local_host_id, resolve, transport_named
+from kv_transfer.transports.registry import Transports, local_host_id, transport_named
 from kv_transfer.transports.shm import ShmSendChannel
 from kv_transfer.transports.tcp import TcpSendChannel, split_address
-from services.runtime.errors import ConfigError
+from tests.kv_transfer.transports.models import cuda_ipc_model, nccl_model
 
 SLOT = 1000
 RING = RingSpec(num_slots=3, slot_bytes=SLOT)
 TIMEOUT_S = 5.0
-NAMES = ("loopback", "shm", "tcp")
-SOCKET_NAMES = ("shm", "tcp")
+# Device channels with models of what a GPU does; on a GPU, the real ones.
+GPU_NAMES = ("cuda_ipc on a GPU",)
+NAMES = (
+    "loopback",
+    "shm",
+    "tcp",
+    "cuda_ipc",
+    "nccl",
+    *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU_NAMES),
+)
+SOCKET_NAMES = ("shm", "tcp", "cuda_ipc", "nccl")
+TCP_NAMES = ("tcp", "nccl")
 
 
 @dataclass
@@ -50,13 +63,42 @@ class Ends:
     def post(self, seq: int, *sizes: int, timeout_s: float = TIMEOUT_S) -> bytes:
         """Post a frame of random buffers of these sizes; return what it holds."""
         buffers = [np.frombuffer(secrets.token_bytes(size), dtype=np.uint8) for size in sizes]
-        self.sender.post(seq, seq.to_bytes(16, "big"), buffers, timeout_s=timeout_s)
-        return b"".join(bytes(buffer) for buffer in buffers)
+        content = b"".join(bytes(buffer) for buffer in buffers)
+        digest = seq.to_bytes(16, "big")
+        if not isinstance(self.sender, DeviceSendChannel):
+            self.sender.post(seq, digest, buffers, timeout_s=timeout_s)
+            return content
+
+        def fill(target: torch.Tensor) -> bytes:
+            assert target.numel() == len(content)
+            if content:
+                target.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+            if target.device.type == "cuda":
+                torch.cuda.synchronize(target.device)
+            return digest
+
+        self.sender.post(seq, len(content), fill, timeout_s=timeout_s)
+        return content
 
     def poll(self) -> Frame:
         frame = self.receiver.poll(timeout_s=TIMEOUT_S)
+        if isinstance(frame, DeviceFrame):
+            return Frame(frame.seq, frame.digest, frame.slot, frame.data.cpu().numpy())
         assert frame is not None
         return frame
+
+
+def made(name: str) -> Transport:
+    """The transport of this name; device channels with a model of the device, unless they are meant on a GPU."""
+    match name:
+        case "cuda_ipc":
+            return cuda_ipc_model()
+        case "nccl":
+            return nccl_model()
+        case "cuda_ipc on a GPU":
+            return Transports(torch.device("cuda"), 8)["cuda_ipc"]
+        case _:
+            return transport_named(name)
 
 
 def make_key(binding: bytes = b"pair") -> ChannelKey:
@@ -72,7 +114,7 @@ def connect(transport: Transport, listener: Listener, ring: RingSpec = RING) -> 
 
 @pytest.fixture(params=NAMES)
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    transport = transport_named(request.param)
+    transport = made(request.param)
     listener = transport.listen("127.0.0.1", 0)
     both = connect(transport, listener)
     yield both
@@ -84,14 +126,15 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 @pytest.fixture(params=SOCKET_NAMES)
 def listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
-    listener = transport_named(request.param).listen("127.0.0.1", 0)
-    listener.name = request.param  # type: ignore[attr-defined]
+    transport = made(request.param)
+    listener = transport.listen("127.0.0.1", 0)
+    listener.name, listener.transport = request.param, transport  # type: ignore[attr-defined]
     yield listener
     listener.close()
 
 
 def stranger(listener: Listener) -> socket.socket:
-    if listener.name == "tcp":  # type: ignore[attr-defined]
+    if listener.name in TCP_NAMES:  # type: ignore[attr-defined]
         return socket.create_connection(split_address(listener.address), timeout=TIMEOUT_S)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.connect(b"\0" + listener.address.encode())
@@ -165,12 +208,11 @@ def test_a_receiver_that_releases_nothing_stops_the_sender_at_its_deadline(ends:
     # TCP buffers in the kernel, so only much more than that is sure to meet the limit.
     big = RingSpec(3, 2**20)
     big_ends = connect(ends.transport, ends.listener, big)
-    buffer = np.zeros(2**20, dtype=np.uint8)
     started = time.monotonic()
 
     def post_on() -> None:
         for seq in range(60):
-            big_ends.sender.post(seq, bytes(16), [buffer], timeout_s=0.3)
+            big_ends.post(seq, 2**20, timeout_s=0.3)
 
     with pytest.raises(ChannelTimeout):
         post_on()
@@ -343,7 +385,7 @@ def test_garbage_from_strangers_disturbs_nobody(listener: Listener, garbage: byt
                 sock.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(100) == b""
-    ends = connect(transport_named(listener.name), listener)  # type: ignore[attr-defined]
+    ends = connect(listener.transport, listener)  # type: ignore[attr-defined]
     content = ends.post(0, 10)
     assert bytes(ends.poll().data) == content
     for end in (ends.sender, ends.receiver):
@@ -355,7 +397,7 @@ def test_idle_strangers_are_bounded_and_disturb_nobody(listener: Listener) -> No
     with contextlib.ExitStack() as stack:
         for _ in range(handshake.MAX_STRANGERS + 20):
             stack.enter_context(stranger(listener))
-        ends = connect(transport_named(listener.name), listener)  # type: ignore[attr-defined]
+        ends = connect(listener.transport, listener)  # type: ignore[attr-defined]
         content = ends.post(0, 10)
         assert bytes(ends.poll().data) == content
         for end in (ends.sender, ends.receiver):
@@ -378,9 +420,14 @@ def test_a_stranger_that_does_not_finish_is_dropped(listener: Listener, monkeypa
 # --- a peer that breaks the rules after it was let in ---
 
 
+def _socket_of(ends: Ends) -> socket.socket:
+    if isinstance(ends.sender, ShmSendChannel | TcpSendChannel):
+        return ends.sender._socket
+    return ends.sender._slots._messages._socket  # type: ignore[attr-defined, no-any-return]
+
+
 def _raw_post(ends: Ends, slot: int, num_bytes: int) -> None:
-    assert isinstance(ends.sender, ShmSendChannel | TcpSendChannel)
-    sock = ends.sender._socket
+    sock = _socket_of(ends)
     if isinstance(ends.sender, TcpSendChannel):
         sock.send(struct.pack("<QQ16s", 0, num_bytes, bytes(16)))
     else:
@@ -393,32 +440,33 @@ def test_a_frame_larger_than_a_slot_breaks_the_channel(name: str, slot: int, num
     _check_broken_by(name, lambda ends: _raw_post(ends, slot, num_bytes))
 
 
+@pytest.mark.parametrize("name", ["shm", "cuda_ipc", "nccl"])
 @pytest.mark.parametrize("slot", [3, 2**32 - 1])
-def test_a_slot_outside_the_ring_breaks_the_channel(slot: int) -> None:
-    _check_broken_by("shm", lambda ends: _raw_post(ends, slot, 10))
+def test_a_slot_outside_the_ring_breaks_the_channel(name: str, slot: int) -> None:
+    _check_broken_by(name, lambda ends: _raw_post(ends, slot, 10))
 
 
-def test_a_slot_that_is_in_use_breaks_the_channel() -> None:
+@pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
+def test_a_slot_that_is_in_use_breaks_the_channel(name: str) -> None:
     def post_twice(ends: Ends) -> None:
         _raw_post(ends, 1, 10)
         assert ends.poll().slot == 1
         _raw_post(ends, 1, 10)
 
-    _check_broken_by("shm", post_twice)
+    _check_broken_by(name, post_twice)
 
 
 @pytest.mark.parametrize("name", SOCKET_NAMES)
 def test_a_torn_message_breaks_the_channel(name: str) -> None:
     def tear(ends: Ends) -> None:
-        assert isinstance(ends.sender, ShmSendChannel | TcpSendChannel)
-        ends.sender._socket.send(b"abc")
+        _socket_of(ends).send(b"abc")
         ends.sender.shutdown()
 
     _check_broken_by(name, tear)
 
 
 def _check_broken_by(name: str, misbehave: Callable[[Ends], None]) -> None:
-    transport = transport_named(name)
+    transport = made(name)
     listener = transport.listen("127.0.0.1", 0)
     ends = connect(transport, listener)
     misbehave(ends)
@@ -430,11 +478,15 @@ def _check_broken_by(name: str, misbehave: Callable[[Ends], None]) -> None:
     listener.close()
 
 
-def test_a_release_of_a_slot_that_was_not_posted_breaks_the_channel() -> None:
-    transport = transport_named("shm")
+@pytest.mark.parametrize("name", ["shm", "cuda_ipc", "nccl"])
+def test_a_release_of_a_slot_that_was_not_posted_breaks_the_channel(name: str) -> None:
+    transport = made(name)
     listener = transport.listen("127.0.0.1", 0)
     ends = connect(transport, listener)
-    ends.receiver._socket.send(struct.pack("<I", 77))  # type: ignore[attr-defined]
+    ends.receiver.poll(timeout_s=0.0)
+    receiver = ends.receiver
+    sock = receiver._socket if name == "shm" else receiver._slots._messages._socket  # type: ignore[attr-defined]
+    sock.send(struct.pack("<I", 77))
 
     def post_on() -> None:
         for seq in range(4):
@@ -474,7 +526,10 @@ def test_threads_and_descriptors_go_with_the_channel(ends: Ends) -> None:
             end.shutdown()
             end.close()
         listener.close()
-    assert count() == before
+    end = time.monotonic() + TIMEOUT_S  # a communicator opens and ends in the background
+    while any(now > then for now, then in zip(count(), before, strict=True)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert all(now <= then for now, then in zip(count(), before, strict=True))
 
 
 def test_a_ring_out_of_bounds_is_refused_before_memory_is_taken() -> None:
@@ -483,21 +538,7 @@ def test_a_ring_out_of_bounds_is_refused_before_memory_is_taken() -> None:
             RingSpec(num_slots, slot_bytes)
 
 
-# --- which transport ---
-
-
-def test_auto_prefers_shared_memory_and_falls_back_to_tcp() -> None:
-    assert resolve(["auto"]) == ("shm", "tcp")
-    assert resolve(["tcp", "auto"]) == ("tcp", "shm")
-    with pytest.raises(ConfigError, match="carrier-pigeon"):
-        resolve(["carrier-pigeon"])
-
-
-def test_shared_memory_is_chosen_on_one_host_only() -> None:
-    assert choose(("shm", "tcp"), ("shm", "tcp"), is_same_host=True) == "shm"
-    assert choose(("shm", "tcp"), ("shm", "tcp"), is_same_host=False) == "tcp"
-    assert choose(("shm", "tcp"), ("tcp",), is_same_host=True) == "tcp"
-    assert choose(("tcp",), ("shm",), is_same_host=True) is None
+# --- where a channel leads ---
 
 
 def test_the_host_id_is_the_same_for_all_processes_of_a_host() -> None:

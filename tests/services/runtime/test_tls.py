@@ -86,7 +86,7 @@ def test_a_worker_says_that_pages_on_tcp_are_not_encrypted(
     assert warnings() == warnings("--host=0.0.0.0", "--transport=shm") == []
     for far in (["--host=0.0.0.0"], ["--host=10.0.0.1", "--transport=tcp"], ["--advertise-host=worker.example"]):
         assert warnings(*far) == [
-            "KV pages on the channel tcp are not encrypted: TLS covers what is said about them only"
+            "KV pages on the channel tcp or nccl are not encrypted: TLS covers what is said about them only"
         ]
     with pytest.raises(ConfigError, match="spiffe://tandem/prefill"):
         worker_identity(load(WorkerConfig, flags, prog="worker", environ={}), role="prefill")

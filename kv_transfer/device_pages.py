@@ -1,0 +1,151 @@
+"""Pages of a pool where they are, on a GPU: gathered into a ring slot, digested there, spread from one over pages.
+
+The digest of a frame that never leaves the GPU cannot be xxh3, which a host computes byte after byte. It is two sums
+over all 64-bit words, each mixed with its place: sums do not depend on the order in which a GPU adds. It tells
+accidents apart with 2**-128 by chance; it is no protection against somebody who means to deceive, as xxh3 is none.
+
+On a CPU, where tests run device channels, the same is done in plain torch. No line that needs CUDA has run on a GPU
+by now; the kernels ran in Triton's interpreter.
+
+Shape legend: N pages, W 64-bit words of a page, P pages of a frame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from services.engine.pages import PagePool
+
+WORD_BYTES = 8
+_MASK = 2**64 - 1
+
+
+class DevicePages:
+    """The pages of a pool, for one thread at a time; `mark` may come from any.
+
+    Works on a stream of its own, beside what the engine computes. What the engine launched before a `mark` is waited
+    for, so a mark is taken when pages are meant: the engine launches on the device's default stream, or has waited
+    for what it launched.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        """Raises ValueError for pages that are no whole number of words; `can_hold` tells."""
+        if not can_hold(pool.layout.page_bytes):
+            raise ValueError(f"a page of {pool.layout.page_bytes} bytes is no whole number of 64-bit words")
+        self._words = pool.bytes.view(torch.int64)
+        self._device = pool.data.device
+        self._is_cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if self._is_cuda else None
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self._words.shape[1] * WORD_BYTES
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return what was launched by now, to be waited for later; None where nothing runs behind the caller."""
+        return torch.cuda.default_stream(self._device).record_event() if self._is_cuda else None
+
+    @contextlib.contextmanager
+    def working(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Launch on the own stream what is launched in here, behind a mark; leaving waits for it."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            yield
+            self._stream.synchronize()
+
+    def gather(self, page_ids: Sequence[int], target: torch.Tensor, after: torch.cuda.Event | None) -> bytes:
+        """Copy pages into uint8 [P * page_bytes] of the same device; return their digest when they are there."""
+        with self.working(after):
+            rows = torch.tensor(page_ids, dtype=torch.int64).to(self._device, non_blocking=True)
+            words = target.view(torch.int64)
+            if self._is_cuda:
+                from kv_transfer import page_kernels
+
+                sums = page_kernels.gather(self._words, rows, words)
+            else:
+                torch.index_select(self._words, 0, rows, out=words.view(len(page_ids), -1))
+                sums = word_sums(words)
+            return _digest_of(sums, words.numel())
+
+    def digest(self, data: torch.Tensor) -> bytes:
+        """Return the digest of uint8 [bytes] on the same device: a whole number of words, or it matches no sender's."""
+        if data.numel() % WORD_BYTES or not data.numel():
+            return bytes(16)
+        with self.working(None):
+            words = data.view(torch.int64)
+            if self._is_cuda:
+                from kv_transfer import page_kernels
+
+                return _digest_of(page_kernels.digest(words), words.numel())
+            return _digest_of(word_sums(words), words.numel())
+
+
+def warm_up(pool: PagePool) -> None:
+    """Have the kernels for these pages ready, if they are on a GPU.
+
+    Compiling takes seconds, and loading a kernel may wait for all that runs: that must not be a receive of NCCL's.
+    """
+    device, page_bytes = pool.data.device, pool.layout.page_bytes
+    if device.type != "cuda" or not can_hold(page_bytes):
+        return
+    from kv_transfer import page_kernels
+
+    with torch.cuda.device(device):
+        page = torch.zeros(1, page_bytes // WORD_BYTES, dtype=torch.int64, device=device)
+        rows = torch.zeros(1, dtype=torch.int64, device=device)
+        page_kernels.gather(page, rows, torch.empty_like(page).view(-1))
+        page_kernels.digest(page.view(-1))
+        page_kernels.spread(page.view(-1), rows, torch.empty_like(page))
+        torch.cuda.synchronize(device)
+
+
+def can_hold(page_bytes: int) -> bool:
+    """Whether pages of this size can travel on device channels."""
+    return page_bytes % WORD_BYTES == 0
+
+
+def spread(data: torch.Tensor, page_ids: Sequence[int], pages: torch.Tensor) -> None:
+    """Copy uint8 [P * page_bytes] into rows of uint8 [N, page_bytes] of the same device, on the current stream."""
+    if pages.device.type != "cuda" or not can_hold(pages.shape[1]):
+        pages[torch.tensor(page_ids, device=pages.device)] = data.view(len(page_ids), -1)
+        return
+    from kv_transfer import page_kernels
+
+    rows = torch.tensor(page_ids, dtype=torch.int64).to(pages.device, non_blocking=True)
+    page_kernels.spread(data.view(torch.int64), rows, pages.view(torch.int64))
+
+
+def word_sums(words: torch.Tensor) -> torch.Tensor:
+    """Return the two sums over int64 [words], mod 2**64, as int64 [2]: what the kernels compute, in plain torch."""
+    index = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device)
+    x = words ^ (index * _signed(0x9E3779B97F4A7C15))
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    x = x ^ _shifted(x, 31)
+    y = (x ^ _signed(0xD6E8FEB86659FD93)) * _signed(0xFF51AFD7ED558CCD)
+    y = y ^ _shifted(y, 33)
+    return torch.stack((x.sum(), y.sum()))
+
+
+def _shifted(words: torch.Tensor, count: int) -> torch.Tensor:
+    """Shift right and fill with zeros, which torch does for no 64-bit type."""
+    return (words >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _digest_of(sums: torch.Tensor, num_words: int) -> bytes:
+    first, second = sums.tolist()
+    # The length is in it: words of zeros at the end are not nothing.
+    return struct.pack("<2Q", (first + num_words * 0x9E3779B97F4A7C15) & _MASK, second & _MASK)

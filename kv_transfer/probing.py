@@ -1,0 +1,236 @@
+"""What the channels between two workers carry, measured before their first Link: the evidence for `auto`.
+
+The sender opens each channel that both have, posts rounds of frames that mean nothing, and takes the time until the
+receiver says that it has copied them out of its ring. The best round counts, as on a busy machine the others say more
+about the machine. A channel that cannot be opened is named with its error and left out.
+
+Knows the channels and the messages of the Link's `Probe`, and neither pages nor transfers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+import grpc
+import numpy as np
+import torch
+
+from kv_transfer.link import MalformedMessage, from_wire, to_wire
+from kv_transfer.protocol.failures import error_from
+from kv_transfer.protocol.messages import DIGEST_BYTES, Abort, Hello, HelloAck, Probed
+from kv_transfer.transports.base import (
+    AnyReceiveChannel,
+    AnySendChannel,
+    ChannelBroken,
+    DeviceFrame,
+    DeviceSendChannel,
+    RingSpec,
+)
+from protos import link_pb2
+from services.runtime.errors import TransferFailed, WorkerUnavailable
+
+ROUND_BYTES = 32 * 2**20
+NUM_ROUNDS = 3
+SLOW_ROUND_S = 0.1
+"""After a round that took longer no other follows: it is long enough to be believed."""
+LIMIT_S = 2.0
+"""For measuring all channels of a pair, beside the time that one may take to open (NCCL's does take some)."""
+OPENING_S = {"nccl": 4.0}
+STALL_S = 1.0
+VALID_S = 600.0
+"""For so long a measurement is used for the Links of a pair."""
+
+_Call = grpc.aio.StreamStreamCall[link_pb2.LinkMessage, link_pb2.LinkMessage]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Measured:
+    """What was measured of a pair's channels, and why others could not be."""
+
+    bytes_per_s: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rates = [f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.bytes_per_s.items()]
+        return ", ".join(rates + [f"{name} failed ({why})" for name, why in self.failures.items()])
+
+
+async def measure(
+    begin: Callable[[], _Call], hello: Hello, open_channel: Callable[[Hello, HelloAck], Awaitable[AnySendChannel]]
+) -> Measured:
+    """Measure the channels that the hello offers, over calls of `Probe` that `begin` makes.
+
+    Returns what there is when the time is over. Raises the receiver's refusal where it refuses the pair as a whole,
+    and grpc's error where it cannot be reached.
+    """
+    probe = _Probe(hello, open_channel)
+    try:
+        async with asyncio.timeout(LIMIT_S + max((OPENING_S.get(name, 0.0) for name in hello.transports), default=0.0)):
+            while probe.left:
+                call = begin()
+                try:
+                    await probe.run(call)
+                finally:
+                    call.cancel()
+    except TimeoutError:
+        _log.info("no time was left to measure the channels %s", ", ".join(probe.left))
+    return probe.measured
+
+
+class _Probe:
+    """The measurement of one pair. `left` are the channels that were not tried yet."""
+
+    def __init__(self, hello: Hello, open_channel: Callable[[Hello, HelloAck], Awaitable[AnySendChannel]]) -> None:
+        self.left = hello.transports
+        self.measured = Measured()
+        self._hello = hello
+        self._open_channel = open_channel
+
+    async def run(self, call: _Call) -> None:
+        """Measure one channel after the other, up to the first that cannot be opened: the receiver waits for that."""
+        while self.left:
+            hello = replace(self._hello, transports=self.left)
+            ack = await self._greet(call, hello)
+            if ack is None:
+                self.left = ()
+                return
+            self.left = tuple(name for name in self.left if name != ack.transport)
+            try:
+                channel = await self._open_channel(hello, ack)
+            except TransferFailed as error:
+                self.measured.failures[ack.transport] = error.message
+                return
+            await self._time_rounds(call, ack, channel)
+
+    async def _greet(self, call: _Call, hello: Hello) -> HelloAck | None:
+        """Return the answer to a hello, None where no channel is left that both have."""
+        await call.write(to_wire(hello))
+        wire = await call.read()
+        if not isinstance(wire, link_pb2.LinkMessage):
+            raise WorkerUnavailable("the receiver ended the probe")
+        match from_wire(wire):
+            case HelloAck() as ack if ack.transport in hello.transports:
+                return ack
+            case Abort(id=None) as refusal:
+                if hello.transports == self._hello.transports:
+                    raise error_from(refusal)
+                return None
+            case _:
+                raise MalformedMessage("the receiver did not introduce itself")
+
+    async def _time_rounds(self, call: _Call, ack: HelloAck, channel: AnySendChannel) -> None:
+        ring = RingSpec(ack.ring_slots, ack.ring_slot_bytes)
+        loop = asyncio.get_running_loop()
+        posting: asyncio.Future[None] | None = None
+        try:
+            for number in range(NUM_ROUNDS):
+                started = time.perf_counter()
+                posting = loop.run_in_executor(None, post_round, channel, ring, number * num_frames(ring))
+                await asyncio.shield(posting)
+                wire = await call.read()
+                if not isinstance(wire, link_pb2.LinkMessage) or not isinstance(from_wire(wire), Probed):
+                    raise ChannelBroken("the receiver did not say what arrived")
+                round_s = time.perf_counter() - started
+                rate = num_frames(ring) * frame_bytes(ring) / round_s
+                rates = self.measured.bytes_per_s
+                rates[ack.transport] = max(rate, rates.get(ack.transport, 0.0))
+                if round_s > SLOW_ROUND_S:
+                    break
+        except ChannelBroken as error:
+            self.measured.bytes_per_s.pop(ack.transport, None)
+            self.measured.failures[ack.transport] = error.message
+        finally:
+            channel.shutdown()
+            if posting is None or posting.done():
+                channel.close()
+            else:
+                # The thread is on its way out of the channel.
+                posting.add_done_callback(lambda done: (done.exception(), channel.close()))
+
+
+def frame_bytes(ring: RingSpec) -> int:
+    """Return the size of a probe's frame: a whole slot, if that is not more than a round."""
+    return min(ring.slot_bytes, ROUND_BYTES)
+
+
+def num_frames(ring: RingSpec) -> int:
+    """Return the frames of a round; both sides count them."""
+    return max(1, ROUND_BYTES // frame_bytes(ring))
+
+
+def post_round(channel: AnySendChannel, ring: RingSpec, first_seq: int) -> None:
+    """Post one round of frames. Raises ChannelBroken."""
+    num_bytes = frame_bytes(ring)
+    source: torch.Tensor | None = None
+
+    def fill(target: torch.Tensor) -> bytes:
+        nonlocal source
+        if source is None:
+            source = torch.zeros_like(target)
+        target.copy_(source)
+        _await_device(target)
+        return bytes(DIGEST_BYTES)
+
+    buffer = np.zeros(num_bytes, dtype=np.uint8)
+    for seq in range(first_seq, first_seq + num_frames(ring)):
+        if isinstance(channel, DeviceSendChannel):
+            channel.post(seq, num_bytes, fill, timeout_s=STALL_S)
+        else:
+            channel.post(seq, bytes(DIGEST_BYTES), [buffer], timeout_s=STALL_S)
+
+
+def take_rounds(channel: AnyReceiveChannel, ring: RingSpec, on_round: Callable[[int], None]) -> None:
+    """Copy frames out of the ring until the sender ends the channel or goes silent; tell of each round. Closes it."""
+    try:
+        copy: torch.Tensor | np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+        num_taken = num_bytes = 0
+        first_s = STALL_S + max(OPENING_S.values())
+        while (frame := channel.poll(timeout_s=STALL_S if num_taken else first_s)) is not None:
+            if isinstance(frame, DeviceFrame):
+                copy = torch.empty_like(frame.data) if not isinstance(copy, torch.Tensor) else copy
+                copy[: frame.num_bytes].copy_(frame.data)
+                _await_device(copy)
+            else:
+                copy = np.empty(frame_bytes(ring), dtype=np.uint8) if not isinstance(copy, np.ndarray) else copy
+                copy[: frame.num_bytes] = frame.data[: copy.size]
+            num_bytes += frame.num_bytes
+            channel.release(frame.slot)
+            num_taken += 1
+            if num_taken % num_frames(ring) == 0:
+                on_round(num_bytes)
+                num_bytes = 0
+    except ChannelBroken:
+        return
+    finally:
+        channel.shutdown()
+        channel.close()
+
+
+async def answer_rounds(channel: AnyReceiveChannel, ring: RingSpec) -> AsyncIterator[link_pb2.LinkMessage]:
+    """Take rounds in a thread; yield a message for each, until there are no more. Closing it ends the channel."""
+    loop = asyncio.get_running_loop()
+    told: asyncio.Queue[int | None] = asyncio.Queue()
+
+    def tell(num_bytes: int | None) -> None:
+        try:
+            loop.call_soon_threadsafe(told.put_nowait, num_bytes)
+        except RuntimeError:
+            return  # the loop is gone, and nobody is left to be told
+
+    taking = loop.run_in_executor(None, take_rounds, channel, ring, tell)
+    taking.add_done_callback(lambda _: told.put_nowait(None))
+    try:
+        while (num_bytes := await told.get()) is not None:
+            yield to_wire(Probed(num_bytes))
+    finally:
+        channel.shutdown()
+
+
+def _await_device(tensor: torch.Tensor) -> None:
+    if tensor.device.type == "cuda":
+        torch.cuda.current_stream(tensor.device).synchronize()
