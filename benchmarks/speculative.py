@@ -35,7 +35,8 @@ EQUALITY_PROMPTS, EQUALITY_TOKENS, EQUALITY_BATCH = 200, 48, 32
 NUM_PAGES = 4000
 TASKS = (
     "reads a file and returns its lines", "parses a URL", "sorts a list of names", "opens a socket",
-    "writes a log message", "returns the maximum of two numbers", "copies a directory tree", "computes a hash of a string", "escapes HTML",
+    "writes a log message", "returns the maximum of two numbers", "copies a directory tree",
+    "computes a hash of a string", "escapes HTML",
     "splits a path", "closes the connection", "encodes bytes in base64", "counts words in a text", "formats a date",
     "checks whether a string is empty", "sends an email", "starts a thread", "joins two paths", "walks a tree of nodes",
     "compiles a regular expression",

@@ -22,10 +22,14 @@ import torch
 from services.engine.attention import AttentionBatch
 from services.engine.config import load_config
 from services.engine.engine import EngineParts, load_engine
-from services.engine.pages import PageLease, num_pages_for
+from services.engine.model import Model
+from services.engine.pages import PageLease, PagePool, num_pages_for
 from services.engine.sampling import guess
 from services.engine.sequence import Sequence
 from services.runtime.errors import ConfigError, InvariantViolated
+
+MIN_LANE_PAGES = 8
+MAX_LANES = 16
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +39,51 @@ class _Memory:
     lease: PageLease
     num_tokens: int = 0
     guesses: list[int] = field(default_factory=list)
+
+
+class _Lane:
+    """One token of each of B sequences through the model, again and again, in tensors that stay: a short step.
+
+    The next token's place and number are written into them; what does not change is prepared once.
+    """
+
+    def __init__(self, model: Model, pool: PagePool, num_sequences: int, num_pages: int) -> None:
+        self.token_ids = np.zeros(num_sequences, np.int64)
+        self.positions = np.zeros(num_sequences, np.int64)
+        self.page_tables = np.zeros((num_sequences, num_pages), np.int32)
+        self._page_size = pool.layout.page_size
+        self._rows = np.arange(num_sequences)
+        self._slots = np.zeros(num_sequences, np.int64)
+        self._context_lens = np.zeros(num_sequences, np.int32)
+        query_start = np.arange(num_sequences + 1, dtype=np.int32)
+        arrays = (self.token_ids, self.positions, query_start, self._context_lens, self.page_tables, self._slots)
+        host = [torch.from_numpy(array) for array in arrays]
+        tokens, places, starts, lens, tables, mapping = there = [tensor.to(pool.data.device) for tensor in host]
+        # On a CPU these are the same memory.
+        self._copies = [] if pool.data.device.type == "cpu" else [*zip(there, host, strict=True)]
+        self._forward = model.repeatable(
+            tokens,
+            places,
+            AttentionBatch(starts, lens, tables, mapping),
+            pool.data,
+            torch.from_numpy(self._rows).to(pool.data.device),
+            longest_context=min(num_pages * self._page_size, model.config.context_length_tokens),
+        )
+
+    def fill(self, row: int, page_ids: SequenceOf[int]) -> None:
+        """Whose pages the row's are."""
+        self.page_tables[row, : len(page_ids)] = page_ids
+
+    def compute(self) -> torch.Tensor:
+        """Compute the tokens at their positions; the next ones' logits, float32 [B, V], until the next call."""
+        positions, size = self.positions, self._page_size
+        np.add(positions, 1, out=self._context_lens, casting="unsafe")
+        pages = positions // size
+        np.multiply(self.page_tables[self._rows, pages], size, out=self._slots)
+        self._slots += positions - pages * size
+        for tensor, source in self._copies:
+            tensor.copy_(source)
+        return self._forward()
 
 
 class DraftModel:
@@ -49,7 +98,9 @@ class DraftModel:
         self._pool = parts.pool
         self._allocator = parts.allocator
         self._page_size = parts.pool.layout.page_size
+        self._device = parts.pool.data.device
         self._memories: dict[Hashable, _Memory] = {}  # who was used longest ago first
+        self._lanes: dict[tuple[int, int], _Lane] = {}
 
     @property
     def num_used_pages(self) -> int:
@@ -70,7 +121,7 @@ class DraftModel:
         start = self._settle(sequence)
         if not self._reserve([(sequence, start + num_tokens)]):
             return False
-        self._forward([sequence], [start], [start + num_tokens], wants_logits=False)
+        self._forward(sequence, start, start + num_tokens)
         self._memories[sequence.sequence_id].num_tokens = start + num_tokens
         return True
 
@@ -81,11 +132,11 @@ class DraftModel:
         held = [sequences[place] for place in places]
         guessing = Guessing(self, held, places)
         if held:
-            starts = [self._settle(sequence) for sequence in held]
-            logits = self._forward(held, starts, [each.num_tokens for each in held], wants_logits=True)
+            for sequence in held:
+                self._catch_up(sequence)
+            guessing.compute(range(len(held)))
             for sequence in held:
                 self._memories[sequence.sequence_id].num_tokens = sequence.num_tokens
-            guessing.take(range(len(held)), logits)
         return guessing
 
     def free(self, key: Hashable) -> None:
@@ -132,53 +183,51 @@ class DraftModel:
                 places.append(place)
         return places
 
-    def _forward(
-        self, sequences: SequenceOf[Sequence], starts: list[int], ends: list[int], *, wants_logits: bool
-    ) -> torch.Tensor:
-        counts = np.subtract(ends, starts)
-        query_start = np.zeros(len(sequences) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        token_ids = np.empty(query_start[-1], np.int64)
-        positions = np.empty_like(token_ids)
-        for sequence, row, start, end in zip(sequences, query_start, starts, ends, strict=False):
-            token_ids[row : row + end - start] = sequence.token_ids[start:end]
-            positions[row : row + end - start] = np.arange(start, end)
-        rows = np.repeat(np.arange(len(sequences)), counts)
-        wanted = query_start[1:].astype(np.int64) - 1 if wants_logits else np.empty(0, np.int64)
-        tables = self.page_tables(sequences)
-        return self.compute(token_ids, positions, rows, query_start, np.asarray(ends, np.int32), tables, wanted)
+    def _catch_up(self, sequence: Sequence) -> None:
+        """Compute what is lacking but the last token."""
+        start, end = self._settle(sequence), sequence.num_tokens - 1
+        if end - start == 1:
+            lane = self.lane([sequence])
+            lane.token_ids[0], lane.positions[0] = sequence.token_ids[start], start
+            lane.compute()
+        elif end > start:
+            self._forward(sequence, start, end)
 
-    def page_tables(self, sequences: SequenceOf[Sequence]) -> np.ndarray:
-        """Return int32 [B, P]; entries beyond a sequence's own pages are 0."""
+    def _forward(self, sequence: Sequence, start: int, end: int) -> None:
+        """Compute a part of a sequence, of which nothing is to be known."""
+        positions = np.arange(start, end)
+        page_ids = np.array(self._memories[sequence.sequence_id].lease.page_ids, np.int32)
+        slots = page_ids[positions // self._page_size].astype(np.int64) * self._page_size
+        slots += positions % self._page_size
+        arrays = (
+            np.array(sequence.token_ids[start:end], np.int64),
+            positions,
+            np.array([0, end - start], np.int32),
+            np.array([end], np.int32),
+            page_ids[None],
+            slots,
+            np.empty(0, np.int64),
+        )
+        tokens, places, starts, lens, tables, mapping, none = (torch.from_numpy(a).to(self._device) for a in arrays)
+        self._model.forward(tokens, places, AttentionBatch(starts, lens, tables, mapping), self._pool.data, none)
+
+    def lane(self, sequences: SequenceOf[Sequence]) -> _Lane:
+        """A lane with the pages of these sequences."""
         page_ids = [self._memories[sequence.sequence_id].lease.page_ids for sequence in sequences]
-        tables = np.zeros((len(page_ids), max(map(len, page_ids), default=0)), np.int32)
-        for table, ids in zip(tables, page_ids, strict=True):
-            table[: len(ids)] = ids
-        return tables
+        num_pages = max(MIN_LANE_PAGES, 1 << (max(map(len, page_ids)) - 1).bit_length())
+        key = len(sequences), num_pages
+        lane = self._lanes.get(key)
+        if lane is None:
+            if len(self._lanes) == MAX_LANES:
+                del self._lanes[next(iter(self._lanes))]
+            lane = self._lanes[key] = _Lane(self._model, self._pool, *key)
+        for row, ids in enumerate(page_ids):
+            lane.fill(row, ids)
+        return lane
 
     def note_guess(self, key: Hashable, token_id: int) -> None:
         """The draft computes a guess of its own, behind the sequence's tokens."""
         self._memories[key].guesses.append(token_id)
-
-    def compute(
-        self,
-        token_ids: np.ndarray,
-        positions: np.ndarray,
-        rows: np.ndarray,
-        query_start: np.ndarray,
-        context_lens: np.ndarray,
-        page_tables: np.ndarray,
-        wanted: np.ndarray,
-    ) -> torch.Tensor:
-        """One pass of the model over T tokens, `rows` [T] of which say whose they are; float32 [wanted, V]."""
-        slots = page_tables[rows, positions // self._page_size].astype(np.int64)
-        slots *= self._page_size
-        slots += positions % self._page_size
-        device = self._pool.data.device
-        arrays = (token_ids, positions, query_start, context_lens, page_tables, slots, wanted)
-        tokens, places, starts, lens, tables, mapping, indices = (torch.from_numpy(a).to(device) for a in arrays)
-        batch = AttentionBatch(starts, lens, tables, mapping)
-        return self._model.forward(tokens, places, batch, self._pool.data, indices)
 
 
 def load_draft(model_dir: str | Path, parts: EngineParts, *, page_size: int, memory_bytes: int) -> DraftModel:
@@ -211,31 +260,25 @@ class Guessing:
         self.guesses: list[list[tuple[int, float]]] = [[] for _ in sequences]
         self._draft = draft
         self._sequences = sequences
-        self._num_tokens = np.array([sequence.num_tokens for sequence in sequences])
-        self._page_tables = draft.page_tables(sequences)
 
     def go_on(self, rows: SequenceOf[int]) -> None:
         """Guess one more token of the sequences at these places; `begin` was told that they may have as many."""
-        last = [self.guesses[row][-1][0] for row in rows]
-        for row, token_id in zip(rows, last, strict=True):
-            self._draft.note_guess(self._sequences[row].sequence_id, token_id)
-        num_ahead = np.array([len(self.guesses[row]) for row in rows])
-        positions = self._num_tokens[list(rows)] + num_ahead - 1
-        whole = np.arange(len(rows) + 1)
-        logits = self._draft.compute(
-            np.array(last),
-            positions,
-            whole[:-1],
-            whole.astype(np.int32),
-            (positions + 1).astype(np.int32),
-            self._page_tables if len(rows) == len(self._sequences) else self._page_tables[list(rows)],
-            whole[:-1],
-        )
-        self.take(rows, logits)
+        for row in rows:
+            self._draft.note_guess(self._sequences[row].sequence_id, self.guesses[row][-1][0])
+        self.compute(rows)
 
-    def take(self, rows: SequenceOf[int], logits: torch.Tensor) -> None:
-        """What the model says of the next token of these."""
-        samplings = [self._sequences[row].sampling for row in rows]
-        positions = [self._sequences[row].num_tokens + len(self.guesses[row]) for row in rows]
+    def compute(self, rows: SequenceOf[int]) -> None:
+        """Compute the last token or guess of these, and take what the model says of the next one."""
+        sequences = [self._sequences[row] for row in rows]
+        lane = self._draft.lane(sequences)
+        positions = []
+        for place, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
+            guesses = self.guesses[row]
+            lane.token_ids[place] = guesses[-1][0] if guesses else sequence.token_ids[-1]
+            positions.append(sequence.num_tokens + len(guesses))
+        lane.positions[:] = positions
+        lane.positions -= 1
+        logits = lane.compute()
+        samplings = [sequence.sampling for sequence in sequences]
         for row, guessed in zip(rows, guess(logits, samplings, positions), strict=True):
             self.guesses[row].append(guessed)
