@@ -7,6 +7,7 @@ import logging
 import sys
 
 from decode_worker.config import DecodeWorkerConfig
+from decode_worker.speculation import Speculator
 from decode_worker.worker import DecodeWorker, Limits, Servicer
 from kv_transfer.link import SERVICE_NAME as LINK_SERVICE_NAME
 from kv_transfer.link import LinkIdentity
@@ -16,8 +17,10 @@ from kv_transfer.sending import SendLinks
 from protos import link_pb2_grpc, worker_pb2_grpc
 from services.cluster.prefix_index import PrefixPublisher
 from services.cluster.registry import WorkerLease, WorkerRecord, named_channels, new_incarnation
+from services.engine.draft import load_draft
 from services.engine.engine import EngineParts, load_warm_engine
 from services.runtime import config, process, rpc
+from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
 from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_service, serve_until_drained
 from services.runtime.worker_metrics import WorkerMetrics
@@ -52,8 +55,9 @@ async def _serve(
 ) -> None:
     parts = await load_or_stop(lambda: load_warm_engine(**settings.engine_settings()), lease, stop)
     with contextlib.closing(parts), held(watch_gpu(parts.gpu_uuid)) as gpu:
+        speculator = await load_or_stop(lambda: _speculator(settings, parts), lease, stop)
         metrics = WorkerMetrics(worker_id=settings.id)
-        worker, receiver = _worker(settings, incarnation, parts, metrics, lease, publisher, gpu)
+        worker, receiver = _worker(settings, incarnation, parts, metrics, lease, publisher, gpu, speculator)
         metrics.serve(settings, worker.load)
         server = rpc.make_server([SERVICE_NAME, LINK_SERVICE_NAME])
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(Servicer(worker.sessions), server.server)
@@ -71,6 +75,22 @@ async def _serve(
         gc.freeze()
         logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
         await serve_until_drained(worker, server, lease, stop, drain_timeout_s=settings.drain_timeout)
+
+
+def _speculator(settings: DecodeWorkerConfig, parts: EngineParts) -> Speculator | None:
+    if settings.speculative == "off":
+        return None
+    draft = None
+    if settings.speculative != "ngram" and settings.draft_model is not None:
+        draft = load_draft(
+            settings.draft_model, parts, page_size=settings.page_size, memory_bytes=settings.draft_memory
+        )
+    return Speculator(
+        clock=SYSTEM_CLOCK,
+        uses_ngrams=settings.speculative != "draft",
+        draft=draft,
+        max_depth=settings.speculative_depth,
+    )
 
 
 def _swap_bytes(settings: DecodeWorkerConfig, parts: EngineParts) -> int:
@@ -106,6 +126,7 @@ def _worker(
     lease: WorkerLease | None,
     publisher: PrefixPublisher | None,
     gpu: GpuWatch | None,
+    speculator: Speculator | None,
 ) -> tuple[DecodeWorker, LinkReceiver]:
     max_admitted = settings.max_admitted or 2 * settings.max_batch
     identity = LinkIdentity(
@@ -147,6 +168,7 @@ def _worker(
         gpu=None if gpu is None else gpu.message,
         grammars=Grammars(settings.model / "tokenizer.json", vocab_size=parts.model_config.vocab_size),
         on_pages_changed=None if publisher is None else publisher.note,
+        speculator=speculator,
     )
     receiver = LinkReceiver(
         identity=identity,

@@ -1,8 +1,10 @@
 """The settings of a decode worker; nothing but `services.runtime.config.load` reads the environment."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from services.runtime.config import choice, integer, option, size_bytes
+from services.runtime.config import choice, integer, option, path, size_bytes
+from services.runtime.errors import ConfigError
 from services.runtime.worker_config import WorkerConfig
 
 
@@ -29,3 +31,21 @@ class DecodeWorkerConfig(WorkerConfig):
         help="Host memory for pages of sequences that gave way, where copying them takes less time than computing them "
         "again. 0: they are always computed again. Not given: as much as the KV pool has, at most 1 GiB.",
     )
+    speculative: str = option(
+        choice("off", "ngram", "draft", "auto"),
+        default="off",
+        help="Tokens that are proposed and then verified, several in a step, where that pays; answers are the same. "
+        "ngram: from what was said before; draft: by --draft-model; auto: both, if there is a draft model.",
+    )
+    draft_model: Path | None = option(
+        path(), default=None, help="Folder of a small checkpoint with the model's tokenizer, for --speculative."
+    )
+    draft_memory: int = option(size_bytes(), default=256 << 20, help="Most memory for the KV cache of the draft model.")
+    speculative_depth: int = option(
+        integer(1, 64), default=8, help="Most tokens that are proposed for a sequence in a step."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.speculative == "draft" and self.draft_model is None:
+            raise ConfigError("--speculative is draft, which needs --draft-model")

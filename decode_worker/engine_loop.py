@@ -5,22 +5,24 @@ promises are the event loop's business; this file knows none of them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from decode_worker.scheduler import BatchScheduler, Preemption, Progress, Work, is_swap_cheaper
+from decode_worker.speculation import Candidate, Proposal, Speculator
 from services.engine.host_tier import HostTier, take_prefix
 from services.engine.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
 from services.engine.prefix import KeyChain, PageKey
 from services.engine.sequence import FinishReason, Sequence
 from services.engine.step import (
     NonFiniteLogits,
-    PromptTokens,
     SampledToken,
+    SampledTokens,
     StepItem,
+    StepOutcome,
     StepPlan,
     StepResult,
     with_whole_prompt,
@@ -51,16 +53,35 @@ class Runner(Protocol):
 class Advance(NamedTuple):
     """What a step did to one sequence.
 
-    `token_index` is the place in the answer of `outcome`'s token. `outcome` is None where the step computed a part of
-    the prompt or replayed a token. A sequence with a `finish_reason` or a failure has left the batch, its pages free.
+    `num_tokens` were computed from `start` on. `token_index` is the place in the answer of `outcome`'s token, or of the
+    first of several: all but the last of them were proposed. `outcome` is None where the step computed a part of the
+    prompt or replayed a token. A sequence with a `finish_reason` or a failure has left the batch, its pages free.
     """
 
     key: Hashable
     start: int
     num_tokens: int
     token_index: int
-    outcome: SampledToken | NonFiniteLogits | None
+    outcome: SampledToken | SampledTokens | NonFiniteLogits | None
     finish_reason: FinishReason | None
+    proposal: Proposal | None = None
+
+    @property
+    def tokens(self) -> tuple[SampledToken, ...]:
+        """The new tokens of the answer, in order."""
+        if isinstance(self.outcome, SampledTokens):
+            return self.outcome.tokens
+        return (self.outcome,) if isinstance(self.outcome, SampledToken) else ()
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that went through the model, those that were rejected included."""
+        return self.num_tokens if self.proposal is None else 1 + len(self.proposal.token_ids)
+
+    @property
+    def num_accepted(self) -> int:
+        """Proposed tokens that were right."""
+        return 0 if self.proposal is None else self.proposal.num_accepted(self.tokens)
 
 
 class PausedSequence(NamedTuple):
@@ -150,6 +171,7 @@ class DecodeLoop:
         on_report: Callable[[StepReport], None],
         swap: SwapSpace | None = None,
         tier: HostTier | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self._runner = runner
         self._allocator = allocator
@@ -161,6 +183,7 @@ class DecodeLoop:
         self._swap = swap
         self._tier = tier
         self._page_bytes = 0 if (host := tier or swap) is None else host.page_bytes
+        self._speculator = speculator
         self.speedometer = Speedometer()
         """Of steps; who measures transfers may add them."""
         self._copies = CopyMeter()
@@ -262,6 +285,8 @@ class DecodeLoop:
         self._classes.pop(key, None)
         self._pausing.discard(key)
         self._paused.discard(key)
+        if self._speculator is not None:
+            self._speculator.free(key)
         lease = self._leases.pop(key, None)
         if lease is not None:
             lease.close()
@@ -282,18 +307,25 @@ class DecodeLoop:
             self._send()
             self._rest()
             return False
-        start_unix_ns = self._clock.unix_ns()
-        plan = StepPlan([self._item(work) for work in step])
+        start_unix_ns = proposed_unix_ns = self._clock.unix_ns()
+        proposals: dict[Hashable, Proposal] = {}
+        if self._speculator is not None and (proposals := self._propose(step, self._speculator)):
+            proposed_unix_ns = self._clock.unix_ns()
+        plan = StepPlan([self._item(work, proposals.get(work.key)) for work in step])
         is_usual = not plan.reports_prompts  # which takes longer than computing them
         prepared = self._runner.prepare(plan)
         self._send()
         result = self._runner.compute(prepared)
-        advances = tuple(map(self._apply, step, result.outcomes))
+        advances = tuple(
+            self._apply(work, outcome, proposals.get(work.key))
+            for work, outcome in zip(step, result.outcomes, strict=True)
+        )
+        if self._speculator is not None:
+            self._speculator.end_step(sum(advance.num_accepted for advance in advances))
         paused = tuple(self._take_out(sequence) for sequence in self._due_to_pause())
         end_unix_ns = self._clock.unix_ns()
         if is_usual:
-            work = ((one.start, one.num_tokens) for one in step)
-            speeds.observe_step(work, (end_unix_ns - start_unix_ns) / 1e9, end_unix_ns / 1e9)
+            speeds.observe_step(_rows(step, proposals), (end_unix_ns - proposed_unix_ns) / 1e9, end_unix_ns / 1e9)
         self._unsent = self._report(start_unix_ns, advances, paused)
         has_more = self._scheduler.has_any
         if not has_more:
@@ -372,12 +404,57 @@ class DecodeLoop:
             tuple(sequence.page_table[:num_pages]),
         )
 
-    def _item(self, work: Work) -> StepItem:
+    def _propose(self, step: list[Work], speculator: Speculator) -> dict[Hashable, Proposal]:
+        """Proposals for sequences that have begun their answer and take the next token of it in this step."""
+        decoding = [work for work in step if work.samples and work.num_tokens == 1]
+        if not decoding or not speculator.is_open(len(decoding)):
+            return {}
+        candidates = []
+        for work in decoding:
+            sequence = self._sequences[work.key]
+            num_free = self._scheduler.look_ahead(work.key, speculator.max_depth, self._memory)
+            if num_free and sequence.num_generated_tokens:
+                candidates.append(Candidate(sequence, num_free))
+        if not candidates:
+            return {}
+        return speculator.propose(
+            candidates,
+            speed=self.speedometer.decode,
+            num_sequences=len(decoding),
+            context_tokens=sum(work.start for work in decoding),
+        )
+
+    def _item(self, work: Work, proposal: Proposal | None) -> StepItem:
         sequence = self._sequences[work.key]
         assert sequence.num_computed_tokens == work.start, "the schedule and the sequence agree"
-        return StepItem(sequence, work.num_tokens)
+        return StepItem(sequence, work.num_tokens, proposed=() if proposal is None else proposal.token_ids)
 
-    def _apply(self, work: Work, outcome: SampledToken | PromptTokens | NonFiniteLogits | None) -> Advance:
+    def _apply_proposed(self, work: Work, outcome: SampledTokens, proposal: Proposal) -> Advance:
+        """The proposals that were right are tokens like others, and computed. What is behind them in the pages is no
+        matter: the next step writes there before it reads.
+        """
+        sequence = self._sequences[work.key]
+        token_index = sequence.num_generated_tokens
+        for token in outcome.tokens:
+            sequence.append_token(token.token_id)
+        num_accepted = proposal.num_accepted(outcome.tokens)
+        num_tokens = sequence.num_computed_tokens = min(work.start + 1 + num_accepted, sequence.num_tokens - 1)
+        num_tokens -= work.start
+        if work.start // self._page_size != sequence.num_computed_tokens // self._page_size:
+            self._name(sequence, work.start)
+        assert self._speculator is not None
+        self._speculator.learn(work.key, proposal, outcome.tokens)
+        finish_reason = sequence.finish_reason()
+        if finish_reason is not None:
+            self.free(work.key)
+        else:
+            self._scheduler.accept(work.key, num_tokens - 1)
+        return Advance(work.key, work.start, num_tokens, token_index, outcome, finish_reason, proposal)
+
+    def _apply(self, work: Work, outcome: StepOutcome, proposal: Proposal | None) -> Advance:
+        if isinstance(outcome, SampledTokens):
+            assert proposal is not None, "who gets several tokens has proposed some"
+            return self._apply_proposed(work, outcome, proposal)
         sequence = self._sequences[work.key]
         outcome = with_whole_prompt(sequence, work.start, outcome)
         sequence.num_computed_tokens += work.num_tokens
@@ -392,7 +469,7 @@ class DecodeLoop:
             finish_reason = sequence.finish_reason()
         if finish_reason is not None or isinstance(outcome, NonFiniteLogits):
             self.free(work.key)
-        return Advance(work.key, work.start, work.num_tokens, token_index, outcome, finish_reason)
+        return Advance(work.key, work.start, work.num_tokens, token_index, outcome, finish_reason, proposal)
 
     def _rest(self) -> None:
         """Nothing to compute: the pages may have changed, and there is time to check the books."""
@@ -400,6 +477,8 @@ class DecodeLoop:
             self._allocator.check_integrity()
             if self._swap is not None and self._swap.num_free_slots != self._swap.num_slots:
                 raise InvariantViolated("slots of the swap space are held by nobody")
+            if self._speculator is not None:
+                self._speculator.check_integrity()
             self._is_checked = True
         if self._allocator.counts() != self._reported_pages or self._allocator.has_changes:
             self._on_report(self._report(self._clock.unix_ns(), (), ()))
@@ -505,6 +584,15 @@ class DecodeLoop:
         end_s = self._clock.monotonic()
         self._copies.observe(num_pages * self._page_bytes, end_s - start_s, end_s)
         return result
+
+
+def _rows(step: list[Work], proposals: Mapping[Hashable, Proposal]) -> Iterator[tuple[int, int]]:
+    """A step's work for who measures it: a proposed token costs what one more sequence would."""
+    for work in step:
+        yield work.start, work.num_tokens
+        if (proposal := proposals.get(work.key)) is not None:
+            for num_ahead in range(1, 1 + len(proposal.token_ids)):
+                yield work.start + num_ahead, 1
 
 
 class _Memory:

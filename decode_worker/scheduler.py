@@ -415,6 +415,27 @@ class BatchScheduler:
             step += self._prefill_chunks(len(step), prefill, decode, now_s)
         return step
 
+    def look_ahead(self, key: Hashable, num_tokens: int, memory: Memory) -> int:
+        """How many tokens more than it has, `num_tokens` at most, a sequence that decodes in this step has pages for.
+
+        It gets pages for them if nobody waits and the watermark stays free: they are pages that it would take soon.
+        """
+        entry = self._decoding[key]
+        end = entry.progress.num_computed_tokens
+        # The last token of all is never computed, and the step itself gives one.
+        num_tokens = min(num_tokens, entry.max_num_tokens - entry.progress.num_tokens)
+        num_missing = _num_pages_for(end + num_tokens, self._page_size) - entry.num_pages
+        if num_missing > 0 and not self._line and memory.num_available_pages - num_missing >= self._watermark:
+            memory.grow(key, num_missing)
+            entry.num_pages += num_missing
+        return max(0, min(num_tokens, entry.num_pages * self._page_size - end))
+
+    def accept(self, key: Hashable, num_tokens: int) -> None:
+        """The last step computed so many tokens more of a sequence that decodes, and gave as many more."""
+        progress = self._decoding[key].progress
+        progress.num_computed_tokens += num_tokens
+        progress.num_tokens += num_tokens
+
     def settle(self, memory: Memory) -> None:
         """Gives pages and places to all in line who can have them now."""
         is_short = is_full = False

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 from decode_worker.engine_loop import Advance, DecodeLoop, PausedSequence, ReservedPages, StepReport
 from decode_worker.scheduler import AdmissionBook, BatchScheduler, Preemption
+from decode_worker.speculation import Speculator
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.receiving import LinkReceiver, Reserved
 from kv_transfer.sending import HandoffStats, SendLinks, SendTransfer
@@ -36,7 +37,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.engine.engine import EngineParts, check_fits, check_token_ids
 from services.engine.prefix import PageKey, cache_salt
 from services.engine.sequence import Grammar, Sampling, Sequence
-from services.engine.step import PROMPT_ROWS, NonFiniteLogits, SampledToken
+from services.engine.step import PROMPT_ROWS, NonFiniteLogits
 from services.engine.swap import SwapSpace
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
@@ -145,6 +146,9 @@ class _Attempt:
     """Tokens that were emitted here."""
     num_preempted: int = 0
     """How often it gave way to others."""
+    num_proposed: int = 0
+    """Tokens that were proposed for it, and those of them that were right."""
+    num_accepted: int = 0
 
     @property
     def num_tokens_to_come(self) -> int:
@@ -176,6 +180,8 @@ class _Attempt:
                 "tandem.batch_mean": self.num_neighbours / self.num_steps,
                 "tandem.batch_max": self.max_batch,
                 "tandem.preemptions": self.num_preempted,
+                "tandem.proposed": self.num_proposed,
+                "tandem.accepted": self.num_accepted,
             },
             events=self.span_events,
             error=error,
@@ -202,6 +208,7 @@ class DecodeWorker:
         gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None,
         grammars: Grammars | None = None,
         on_pages_changed: Callable[[tuple[PageKey, ...], tuple[PageKey, ...]], None] | None = None,
+        speculator: Speculator | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._parts = parts
@@ -266,6 +273,7 @@ class DecodeWorker:
             on_report=on_this_loop(self._on_report),
             swap=SwapSpace(parts.pool, limits.swap_bytes) if limits.swap_bytes else None,
             tier=parts.tier,
+            speculator=speculator,
         )
         self._speedometer = self._loop.speedometer
         self._engine = EngineThread(self._loop.step, on_fatal=on_this_loop(self._on_engine_failed))
@@ -683,7 +691,7 @@ class DecodeWorker:
             self._metrics.note_step(
                 seconds=(report.end_unix_ns - report.start_unix_ns) / 1e9,
                 num_sequences=len(report.advances),
-                num_tokens=sum(advance.num_tokens for advance in report.advances),
+                num_tokens=sum(advance.num_rows for advance in report.advances),
             )
             self._context_tokens = sum(a.start + a.num_tokens for a in report.advances)
         if not report.num_running:
@@ -708,12 +716,18 @@ class DecodeWorker:
         if isinstance(advance.outcome, NonFiniteLogits):
             self._end(attempt, "failed", advance.outcome, answer=failed(advance.outcome))
             return
-        if isinstance(advance.outcome, SampledToken):
-            attempt.num_tokens += 1
-            self._book.note_tokens(attempt.spec.key, advance.token_index + 1)
-            self._emit(attempt, tokens_message(advance.token_index, advance.outcome))
+        if advance.proposal is not None:
+            num_proposed, num_accepted = len(advance.proposal.token_ids), advance.num_accepted
+            attempt.num_proposed += num_proposed
+            attempt.num_accepted += num_accepted
+            self._metrics.note_speculation(advance.proposal.source, proposed=num_proposed, accepted=num_accepted)
+        num_answer_tokens = advance.token_index + len(advance.tokens)
+        if advance.tokens:
+            attempt.num_tokens += len(advance.tokens)
+            self._book.note_tokens(attempt.spec.key, num_answer_tokens)
+            self._emit(attempt, tokens_message(advance.token_index, *advance.tokens))
         if advance.finish_reason is not None:
-            self._book.note_end(advance.token_index + 1)
+            self._book.note_end(num_answer_tokens)
             answer = finished_message(advance.finish_reason)
             self._end(attempt, "finished", RequestCancelled("the answer is complete"), answer=answer)
 

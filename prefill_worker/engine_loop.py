@@ -15,9 +15,9 @@ from services.engine.sequence import FinishReason, Sequence
 from services.engine.step import (
     PROMPT_ROWS,
     NonFiniteLogits,
-    PromptTokens,
     SampledToken,
     StepItem,
+    StepOutcome,
     StepPlan,
     StepResult,
     with_whole_prompt,
@@ -215,7 +215,7 @@ class PrefillLoop:
     def _item(self, chunk: Chunk) -> StepItem:
         return StepItem(self._sequences[chunk.key], chunk.num_tokens)
 
-    def _apply(self, chunk: Chunk, outcome: SampledToken | PromptTokens | NonFiniteLogits | None) -> ComputedChunk:
+    def _apply(self, chunk: Chunk, outcome: StepOutcome) -> ComputedChunk:
         sequence = self._sequences[chunk.key]
         outcome = with_whole_prompt(sequence, chunk.start, outcome)
         assert sequence.num_computed_tokens == chunk.start, "the schedule and the sequence agree"

@@ -196,6 +196,8 @@ def _decode_flags(settings: UpSettings) -> list[tuple[str, object]]:
         ("max-batch", settings.max_batch),
         ("admission", settings.admission),
         ("swap-memory", settings.swap_memory),
+        ("speculative", settings.speculative),
+        ("draft-model", settings.draft),
     ]
 
 

@@ -10,6 +10,7 @@ from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+DEMO_DRAFT = DEMO_MODEL.with_name("draft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,17 @@ class UpSettings:
         help="Host memory of each decode worker for pages of sequences that gave way; 0: they are always computed "
         "again. As much as the KV pool, at most 1 GiB, if not given.",
     )
+    speculative: str = option(
+        choice("off", "ngram", "draft", "auto"),
+        default="off",
+        help="Tokens that decode workers propose and then verify, several in a step, where that pays; answers are the "
+        "same. ngram: from what was said before; draft: by a draft model; auto: both.",
+    )
+    draft_model: Path | None = option(
+        path(),
+        default=None,
+        help="Folder of a small checkpoint with the model's tokenizer, for --speculative; the demo model has its own.",
+    )
     threads: int | None = option(
         integer(1, 1024), default=None, help="Processor threads of each worker; the cores shared out if not given."
     )
@@ -138,6 +150,8 @@ class UpSettings:
     def __post_init__(self) -> None:
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("--kv-pages and --kv-memory are both given; the size of the KV pool is one of them")
+        if self.speculative == "draft" and self.draft is None:
+            raise ConfigError("--speculative is draft, which needs --draft-model")
         if self.models is not None and (self.model != DEMO_MODEL or self.model_name is not None):
             raise ConfigError("--models and --model or --model-name are both given; the models are one of them")
         if self.http_port == self.grpc_port != 0:
@@ -148,6 +162,13 @@ class UpSettings:
     def tls(self) -> TlsFiles | None:
         """Certificate, key and CA of all processes; None: no TLS."""
         return tls_files(self.tls_cert, self.tls_key, self.tls_ca)
+
+    @property
+    def draft(self) -> Path | None:
+        """Folder of the draft model, if one is wanted."""
+        if self.draft_model is None and self.model == DEMO_MODEL and self.speculative in ("draft", "auto"):
+            return DEMO_DRAFT
+        return self.draft_model
 
     @property
     def served_name(self) -> str:

@@ -6,6 +6,7 @@ Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D hea
 import functools
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +83,24 @@ class Model:
             raise InvariantViolated(f"a step reaches {longest} tokens, beyond the model's context")
         rope = self._rope.ensure(longest)
         return self._decoder.forward(DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope))
+
+    def repeatable(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        pool_data: torch.Tensor,
+        logits_indices: torch.Tensor,
+        *,
+        longest_context: int,
+    ) -> Callable[[], torch.Tensor]:
+        """`forward` of these tensors, for who puts other numbers into them each time; it costs less than `forward`.
+
+        No context is longer than `longest_context`. The logits are overwritten by the next call.
+        """
+        rope = self._rope.ensure(longest_context)
+        step = DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope)
+        return torch.inference_mode()(self._decoder.repeatable(step))
 
 
 def load_model(model_dir: str | Path, *, dtype: str = "auto", device: str = "auto", use_kernels: bool = True) -> Model:

@@ -8,6 +8,8 @@ Legend: T packed tokens of a step, B sequences in it, S slots of a page, V vocab
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,11 +19,13 @@ from services.engine.attention import AttentionBatch
 from services.engine.model import Model
 from services.engine.pages import PagePool, num_pages_for
 from services.engine.sampling import report, rows_are_finite, sample
+from services.engine.sequence import Chooser, Lookahead
 from services.engine.step import (
     PROMPT_ROWS,
     NonFiniteLogits,
     PromptTokens,
     SampledToken,
+    SampledTokens,
     StepItem,
     StepPlan,
     StepResult,
@@ -68,11 +72,18 @@ class ModelRunner:
         others = iter(self._outcomes([item for item in items if not item.sequence.reports_prompt], step.packed))
         return StepResult([self._report(item) if item.sequence.reports_prompt else next(others) for item in items])
 
-    def _outcomes(self, items: list[StepItem], packed: _Packed | None) -> list[SampledToken | NonFiniteLogits | None]:
+    def _outcomes(
+        self, items: list[StepItem], packed: _Packed | None
+    ) -> list[SampledToken | SampledTokens | NonFiniteLogits | None]:
         if packed is None:
             return []
-        sampled = iter(sample(self._logits(packed), [item.sequence for item in items if item.is_sampled]))
-        return [next(sampled) if item.is_sampled else None for item in items]
+        logits = self._logits(packed)
+        due = [item for item in items if item.is_sampled]
+        if any(item.proposed for item in due):
+            chosen = iter(choose(logits, due))
+        else:
+            chosen = iter(sample(logits, [item.sequence for item in due]))
+        return [next(chosen) if item.is_sampled else None for item in items]
 
     def _report(self, item: StepItem) -> SampledToken | PromptTokens | NonFiniteLogits:
         """Compute a part of a prompt piece by piece, and say of each of its tokens' successors how likely it was."""
@@ -103,7 +114,7 @@ class ModelRunner:
     def _pack(self, items: list[StepItem], *, wants_all: bool = False) -> _Packed:
         """Gather the inputs of one forward pass; its logits are those of all tokens, or of those that choose one."""
         page_size = self._pool.layout.page_size
-        counts = np.array([item.num_scheduled_tokens for item in items])
+        counts = np.array([item.num_rows for item in items])
         ends = np.array([item.sequence.num_computed_tokens for item in items]) + counts
         query_start = self._buffer("query_start", len(items) + 1, np.int32)
         query_start[0] = 0
@@ -112,8 +123,8 @@ class ModelRunner:
         page_tables = self._page_tables(items, num_pages_for(int(ends.max()), page_size))
         token_ids = self._buffer("token_ids", num_tokens, np.int64)
         for item, start, end in zip(items, query_start[:-1], ends, strict=True):
-            count = item.num_scheduled_tokens
-            token_ids[start : start + count] = item.sequence.token_ids[end - count : end]
+            count = item.num_rows
+            token_ids[start : start + count] = (*item.sequence.token_ids[end - count : end], *item.proposed)
         self._check_token_ids(token_ids)
         rows = np.repeat(np.arange(len(items)), counts)
         positions = self._buffer("positions", num_tokens, np.int64)
@@ -122,8 +133,7 @@ class ModelRunner:
         slot_mapping[:] = page_tables[rows, positions // page_size]
         slot_mapping *= page_size
         slot_mapping += positions % page_size
-        is_sampled = np.array([item.is_sampled for item in items])
-        wanted = np.arange(num_tokens) if wants_all else query_start[1:][is_sampled].astype(np.int64) - 1
+        wanted = np.arange(num_tokens) if wants_all else _wanted_rows(items, query_start[1:])
         return _Packed(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),
@@ -180,6 +190,71 @@ class _Packed:
     logits_indices: torch.Tensor
 
 
+def choose(logits: torch.Tensor, items: list[StepItem]) -> list[SampledToken | SampledTokens | NonFiniteLogits]:
+    """Choose the tokens of items that are sampled; `logits` has the rows of each one's last token and its proposals.
+
+    The token behind a proposal is what `sample` would have given in a step of its own, with the proposal in place. It
+    counts as far as the proposals are what was chosen; with the noise a function of seed and position, that is no
+    matter of chance.
+    """
+    starts = [0, *itertools.accumulate(1 + len(item.proposed) for item in items)]
+    choosers: list[Chooser] = []
+    rows: list[int] = []
+    for item, start in zip(items, starts, strict=False):
+        # A grammar goes forward only, and so must know that a proposal is right before it is asked what may follow.
+        num_ahead = 0 if item.sequence.grammar is not None else len(item.proposed)
+        choosers += [item.sequence, *(Lookahead(item.sequence, item.proposed[: n + 1]) for n in range(num_ahead))]
+        rows += range(start, start + 1 + num_ahead)
+    chosen = iter(sample(logits if len(rows) == starts[-1] else logits[rows], choosers))
+    outcomes: list[SampledToken | SampledTokens | NonFiniteLogits] = []
+    for item, start in zip(items, starts, strict=False):
+        if not item.proposed:
+            outcomes.append(next(chosen))
+        elif item.sequence.grammar is None:
+            outcomes.append(_accepted(item, [next(chosen) for _ in range(1 + len(item.proposed))]))
+        else:
+            outcomes.append(_accepted(item, _one_by_one(item, next(chosen), logits[start:])))
+    return outcomes
+
+
+def _one_by_one(
+    item: StepItem, outcome: SampledToken | NonFiniteLogits, logits: torch.Tensor
+) -> Iterator[SampledToken | NonFiniteLogits]:
+    """Give the choices of an item, `outcome` and those behind it, each made when it is asked for."""
+    yield outcome
+    for num_ahead in range(1, 1 + len(item.proposed)):
+        ahead = Lookahead(item.sequence, item.proposed[:num_ahead])
+        yield sample(logits[num_ahead : num_ahead + 1], [ahead])[0]
+
+
+def _accepted(
+    item: StepItem, outcomes: Iterable[SampledToken | NonFiniteLogits]
+) -> SampledToken | SampledTokens | NonFiniteLogits:
+    """Return what counts of the choices behind an item's last token and behind each of its proposals."""
+    tokens: list[SampledToken] = []
+    for outcome, proposal in zip(outcomes, (*item.proposed, None), strict=False):
+        if not isinstance(outcome, SampledToken):
+            # Behind right proposals it shows again, as the first choice of the next step.
+            return SampledTokens(tuple(tokens)) if tokens else outcome
+        tokens.append(outcome)
+        num_generated = item.sequence.num_generated_tokens + len(tokens)
+        if outcome.token_id != proposal or item.sequence.sampling.finish_reason(num_generated, outcome.token_id):
+            break
+    return SampledTokens(tuple(tokens))
+
+
+def _wanted_rows(items: list[StepItem], ends: np.ndarray) -> np.ndarray:
+    """Return int64 [rows]: of items that are sampled, the rows of their last token and of their proposals."""
+    is_sampled = np.array([item.is_sampled for item in items])
+    last: np.ndarray = ends[is_sampled].astype(np.int64) - 1
+    num_proposed = [len(item.proposed) for item in items if item.is_sampled]
+    if not any(num_proposed):
+        return last
+    own_rows = [np.arange(end - num, end + 1) for end, num in zip(last.tolist(), num_proposed, strict=True)]
+    own_rows = [np.arange(end - num, end + 1) for end, num in zip(last.tolist(), num_proposed, strict=True)]
+    return np.concatenate(own_rows)
+
+
 def _check_plan(plan: StepPlan, page_size: int) -> None:
     if len({id(item.sequence) for item in plan.items}) != len(plan.items):
         raise InvariantViolated("a sequence occurs twice in a step")
@@ -190,7 +265,9 @@ def _check_plan(plan: StepPlan, page_size: int) -> None:
                 f"sequence {sequence.sequence_id}: {item.num_scheduled_tokens} tokens scheduled, "
                 f"{sequence.num_uncomputed_tokens} are not computed"
             )
-        num_tokens = sequence.num_computed_tokens + item.num_scheduled_tokens
+        if item.proposed and not (item.is_sampled and sequence.num_generated_tokens):
+            raise InvariantViolated(f"sequence {sequence.sequence_id}: proposals in the middle of it")
+        num_tokens = sequence.num_computed_tokens + item.num_rows
         if num_pages_for(num_tokens, page_size) > len(sequence.page_table):
             raise InvariantViolated(
                 f"sequence {sequence.sequence_id}: {len(sequence.page_table)} pages cannot hold {num_tokens} tokens"

@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from services.engine.sequence import Sequence
+from services.engine.sequence import Chooser, Sampling
 from services.engine.step import NonFiniteLogits, NothingAllowed, SampledToken
 
 # SplitMix64 (Steele, Lea, Flood 2014): its increment and the multipliers of its mixing function.
@@ -36,11 +36,14 @@ _UNIFORM_BITS = 52
 _FEW_CANDIDATES = 64
 _MORE_CANDIDATES_FACTOR = 16
 
+# Of a guess: so few that the noise costs little, so many that they nearly always have the winner among them.
+_GUESS_CANDIDATES = 32
+
 # Logits worked on at a time.
 _BLOCK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
-def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken | NonFiniteLogits]:
+def sample(logits: torch.Tensor, sequences: SequenceOf[Chooser]) -> list[SampledToken | NonFiniteLogits]:
     """Choose one token for each row.
 
     `logits` [B, V] float32 is not changed. Row i is for `sequences[i]`, at the position after its last token. A row
@@ -87,6 +90,46 @@ def report(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> list
     return [SampledToken(*one) for one in zip(token_ids, own, tops, strict=True)]
 
 
+def guess(logits: torch.Tensor, samplings: SequenceOf[Sampling], positions: SequenceOf[int]) -> list[tuple[int, float]]:
+    """Say which token `sample` would choose in each row of `logits` [R, V] float32, or nearly, and its probability.
+
+    Cheaper than `sample`: of a draw only the likeliest candidates race, and what depends on other tokens is left out.
+    The noise is that of the position, so that from similar logits the same token is drawn (Gumbel coupling).
+    """
+    values = logits.numpy(force=True)
+    token_ids = values.argmax(axis=-1)
+    by_chance = [row for row, sampling in enumerate(samplings) if not sampling.is_greedy]
+    scales = np.array([1.0 if sampling.is_greedy else sampling.temperature for sampling in samplings], np.float32)
+    if by_chance:
+        values = values / scales[:, None]
+        count = min(_GUESS_CANDIDATES, values.shape[1])
+        candidate_ids = np.argpartition(values[by_chance], -count, axis=-1)[:, -count:]
+        seeds = [samplings[row].seed for row in by_chance]
+        noise = gumbel_noise(seeds, [positions[row] for row in by_chance], torch.from_numpy(candidate_ids)).numpy()
+        for place, row in enumerate(by_chance):
+            scores = values[row, candidate_ids[place]]
+            noise[place] += np.where(_is_likely(scores, samplings[row]), scores, -np.inf)
+            token_ids[row] = candidate_ids[place, noise[place].argmax()]
+    rows = np.arange(len(token_ids))
+    chosen = values[rows, token_ids]
+    highest = values.max(axis=-1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # of a draft that gives NaN, nothing is likely
+        probabilities = np.exp(chosen - highest[:, 0]) / np.exp(values - highest).sum(axis=-1)
+    return list(zip(token_ids.tolist(), np.nan_to_num(probabilities).tolist(), strict=True))
+
+
+def _is_likely(scores: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Say of the candidates' scores [C] which top-k, top-p and min-p leave, as if there were no others."""
+    order = np.argsort(-scores)
+    weights = np.exp(scores[order] - scores[order[0]])
+    shares = weights.cumsum() / weights.sum()
+    is_kept = (shares - weights / weights.sum() < sampling.top_p) & (weights >= sampling.min_p)
+    is_kept[sampling.top_k or len(order) :] = False
+    is_likely = np.empty(len(order), bool)
+    is_likely[order] = is_kept
+    return is_likely
+
+
 def rows_are_finite(logits: torch.Tensor) -> torch.Tensor:
     """Return bool [B]: whether each row of `logits` [B, V] is free of NaN and infinity."""
     # NaN carries through both. torch.aminmax gives the same and takes 10 times as long on a CPU.
@@ -108,7 +151,7 @@ def gumbel_noise(seeds: SequenceOf[int], positions: SequenceOf[int], token_ids: 
     return uniform.log_().neg_().log_().neg_()
 
 
-def _failure(sequence: Sequence, allowed: bytes | None) -> NonFiniteLogits:
+def _failure(sequence: Chooser, allowed: bytes | None) -> NonFiniteLogits:
     if allowed is not None and not any(allowed):
         return NothingAllowed("the schema is too complex for this answer to go on", field="response_format")
     return NonFiniteLogits(
@@ -159,7 +202,7 @@ class _Elements:
         )
 
 
-def _adjust(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+def _adjust(logits: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
     """Apply min_tokens, logit_bias and penalties; return `logits` itself where there is nothing to apply."""
     vocab_size = logits.shape[1]
     banned, biased, repeated, counted = (_Elements(vocab_size) for _ in range(4))
@@ -194,7 +237,7 @@ def _adjust(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tens
     return adjusted
 
 
-def _collect_penalties(row: int, sequence: Sequence, repeated: _Elements, counted: _Elements) -> None:
+def _collect_penalties(row: int, sequence: Chooser, repeated: _Elements, counted: _Elements) -> None:
     sampling = sequence.sampling
     counts = sequence.generated_counts()
     if sampling.repetition_penalty != 1.0:
@@ -207,7 +250,7 @@ def _collect_penalties(row: int, sequence: Sequence, repeated: _Elements, counte
 # -- Grammars: which tokens a row may choose from ----------------------------------------------------------------------
 
 
-def _allowed_tokens(sequences: SequenceOf[Sequence]) -> dict[int, bytes]:
+def _allowed_tokens(sequences: SequenceOf[Chooser]) -> dict[int, bytes]:
     """Return the bits of `Grammar.allowed`, by row, of the rows that have a grammar."""
     return {row: bits for row, sequence in enumerate(sequences) if (bits := sequence.allowed_tokens()) is not None}
 
@@ -237,7 +280,7 @@ def _draw_rows(
     *,
     scores: torch.Tensor,
     places: SequenceOf[int],
-    sequences: SequenceOf[Sequence],
+    sequences: SequenceOf[Chooser],
 ) -> None:
     """Put a drawn token into each of `rows` of `token_ids` [B]; its scores are in the row of `scores` at its place."""
     # In blocks: float64 temporaries that stay in a CPU's cache are several times faster there.
@@ -248,7 +291,7 @@ def _draw_rows(
         token_ids[_index(block, scores.device)] = _draw(block_scores, [sequences[row] for row in block])
 
 
-def _draw(scores: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+def _draw(scores: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
     """Draw a token for each row of `scores` [R, V] float64, which may be changed; return ids [R]."""
     samplings = [sequence.sampling for sequence in sequences]
     if any(sampling.temperature != 1 for sampling in samplings):
@@ -274,12 +317,12 @@ def _apply_min_p(scores: torch.Tensor, min_ps: SequenceOf[float]) -> None:
     scores.masked_fill_(scores < bounds, -math.inf)
 
 
-def _draw_whole(scores: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+def _draw_whole(scores: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
     """Draw among all tokens."""
     return _race(scores, torch.arange(scores.shape[1], device=scores.device)[None], sequences)
 
 
-def _race(scores: torch.Tensor, token_ids: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+def _race(scores: torch.Tensor, token_ids: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
     """Return, per row of `scores` [R, C], the token id whose score plus noise is highest. `token_ids` [R or 1, C]."""
     seeds = [sequence.sampling.seed for sequence in sequences]
     positions = [sequence.num_tokens for sequence in sequences]
@@ -288,7 +331,7 @@ def _race(scores: torch.Tensor, token_ids: torch.Tensor, sequences: SequenceOf[S
 
 
 def _draw_cut(
-    scores: torch.Tensor, sequences: SequenceOf[Sequence], num_candidates: int = _FEW_CANDIDATES
+    scores: torch.Tensor, sequences: SequenceOf[Chooser], num_candidates: int = _FEW_CANDIDATES
 ) -> torch.Tensor:
     """Draw with top-k and top-p among the `num_candidates` likeliest; rows where others could matter try with more."""
     device = scores.device
@@ -324,7 +367,7 @@ def _likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
     return ids.gather(1, order)
 
 
-def _num_kept(probabilities: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+def _num_kept(probabilities: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
     """Return how many leading candidates [R, 1] top-k and then top-p keep, given `probabilities` [R, C], falling.
 
     Top-p keeps the fewest tokens whose share of what top-k left is at least top_p.
@@ -377,7 +420,7 @@ def _signed(value: int) -> int:
 
 
 def _logprob_reports(
-    logits: torch.Tensor, sequences: SequenceOf[Sequence], chosen: SequenceOf[int]
+    logits: torch.Tensor, sequences: SequenceOf[Chooser], chosen: SequenceOf[int]
 ) -> dict[int, SampledToken]:
     """Return tokens with logprobs for the rows that ask for them, by row."""
     asking = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]

@@ -79,6 +79,12 @@ class Sampling:
         """Whether a choice depends on the tokens before it in other ways than through the model."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
+    def finish_reason(self, num_generated_tokens: int, last_token_id: int) -> FinishReason | None:
+        """Say why an answer of so many tokens, at least one, ends with its last one; None where it does not."""
+        if num_generated_tokens > self.min_tokens and last_token_id in self.stop_token_ids:
+            return "stop"
+        return "length" if num_generated_tokens >= self.max_tokens else None
+
 
 class Grammar(Protocol):
     """What form an answer must have, and how much of it is there. It belongs to one sequence.
@@ -194,11 +200,7 @@ class Sequence:
     def finish_reason(self) -> FinishReason | None:
         """Say why the last token ends the sequence; None where it does not."""
         num_generated = self.num_generated_tokens
-        if num_generated == 0:
-            return None
-        if num_generated > self.sampling.min_tokens and self.token_ids[-1] in self.sampling.stop_token_ids:
-            return "stop"
-        return "length" if num_generated >= self.sampling.max_tokens else None
+        return None if num_generated == 0 else self.sampling.finish_reason(num_generated, self.token_ids[-1])
 
     def allowed_tokens(self) -> bytes | None:
         """Say which tokens may come next, in the bits of `Grammar.allowed`; None where there is no grammar: all may.
@@ -223,3 +225,45 @@ class Sequence:
         if self._prompt_token_set is None:
             self._prompt_token_set = frozenset(self.prompt_token_ids)
         return self._prompt_token_set
+
+
+class Lookahead:
+    """A sequence as it will be with more tokens, for who chooses the token after them. The sequence is not changed.
+
+    Where it has a grammar, these must be tokens that it will have: a grammar only goes forward.
+    """
+
+    __slots__ = ("_sequence", "_token_ids", "num_generated_tokens", "num_tokens", "sampling")
+
+    def __init__(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
+        self._sequence = sequence
+        self._token_ids = token_ids
+        self.sampling = sequence.sampling
+        self.num_tokens = sequence.num_tokens + len(token_ids)
+        self.num_generated_tokens = sequence.num_generated_tokens + len(token_ids)
+
+    def allowed_tokens(self) -> bytes | None:
+        """As of a Sequence."""
+        sequence, grammar = self._sequence, self._sequence.grammar
+        if grammar is None:
+            return None
+        num_missing = self.num_generated_tokens - grammar.num_tokens
+        num_ahead = min(num_missing, len(self._token_ids))
+        behind = sequence.token_ids[sequence.num_tokens - (num_missing - num_ahead) :]
+        grammar.advance([*behind, *self._token_ids[len(self._token_ids) - num_ahead :]])
+        return grammar.allowed()
+
+    def generated_counts(self) -> Mapping[int, int]:
+        """As of a Sequence."""
+        counts = dict(self._sequence.generated_counts())
+        for token_id in self._token_ids:
+            counts[token_id] = counts.get(token_id, 0) + 1
+        return counts
+
+    def prompt_token_set(self) -> frozenset[int]:
+        """As of a Sequence."""
+        return self._sequence.prompt_token_set()
+
+
+Chooser = Sequence | Lookahead
+"""What a choice depends on, beside the logits."""

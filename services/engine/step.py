@@ -24,17 +24,24 @@ class NothingAllowed(NonFiniteLogits, InvalidRequest):
 class StepItem:
     """Compute `token_ids[num_computed : num_computed + num_scheduled_tokens]` of one sequence.
 
-    A token is sampled where that reaches the end of `token_ids`, unless `wants_token` is false.
+    A token is sampled where that reaches the end of `token_ids`, unless `wants_token` is false. `proposed` are guesses
+    of what comes then: they are computed in the same pass, and a token is chosen behind each of them, too.
     """
 
     sequence: Sequence
     num_scheduled_tokens: int
     wants_token: bool = True
+    proposed: tuple[int, ...] = ()
 
     @property
     def is_sampled(self) -> bool:
         """Whether the step gives a token for this sequence."""
         return self.wants_token and self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that go through the model for it."""
+        return self.num_scheduled_tokens + len(self.proposed)
 
 
 @dataclass(slots=True)
@@ -75,7 +82,18 @@ class PromptTokens:
     prompt: tuple[SampledToken, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What an item with proposals gave: each proposal that is what was chosen in its place, and the next choice.
+
+    The last one is missing where it could not be made, or where a token before it ends the sequence. At least one.
+    """
+
+    tokens: tuple[SampledToken, ...]
+
+
 Outcome = SampledToken | NonFiniteLogits | None
+StepOutcome = SampledToken | SampledTokens | PromptTokens | NonFiniteLogits | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +104,16 @@ class StepResult:
     that the step computed; `with_whole_prompt` puts them together.
     """
 
-    outcomes: list[SampledToken | PromptTokens | NonFiniteLogits | None]
+    outcomes: list[StepOutcome]
 
 
-def with_whole_prompt(
-    sequence: Sequence, start: int, outcome: SampledToken | PromptTokens | NonFiniteLogits | None
-) -> Outcome:
+def with_whole_prompt(sequence: Sequence, start: int, outcome: StepOutcome) -> Outcome:
     """Return the outcome of a step that began at token `start`, a first token with all of the prompt's reports.
 
-    Until then they are kept with the sequence; what is computed once more takes the place of what was there.
+    Until then they are kept with the sequence; what is computed once more takes the place of what was there. Nothing
+    was proposed.
     """
+    assert not isinstance(outcome, SampledTokens), "who proposes tokens takes the outcome apart"
     if not sequence.reports_prompt or not isinstance(outcome, SampledToken | PromptTokens):
         assert not isinstance(outcome, PromptTokens)
         return outcome

@@ -136,13 +136,13 @@ class Sampled(Protocol):
         ...
 
 
-def tokens_message(index: int, token: Sampled) -> worker_pb2.Tokens:
-    """The token at place `index` of an answer, as an event."""
-    message = worker_pb2.Tokens(first_index=index, token_ids=(token.token_id,))
-    if token.logprob is not None:
-        message.logprobs.append(_logprobs_message(token))
-    if token.prompt:
-        message.prompt_logprobs.extend(map(_logprobs_message, token.prompt))
+def tokens_message(index: int, *tokens: Sampled) -> worker_pb2.Tokens:
+    """Tokens of an answer, at least one, from place `index` on, as an event."""
+    message = worker_pb2.Tokens(first_index=index, token_ids=[token.token_id for token in tokens])
+    if tokens[0].logprob is not None:
+        message.logprobs.extend(map(_logprobs_message, tokens))
+    if tokens[0].prompt:
+        message.prompt_logprobs.extend(map(_logprobs_message, tokens[0].prompt))
     return message
 
 

@@ -204,6 +204,13 @@ class WorkerMetrics:
             ("worker", "reason"),
             registry=self.registry,
         )
+        self._proposed, self._accepted = (
+            Counter(f"tandem_speculative_{what}_tokens", words, ("worker", "source"), registry=self.registry)
+            for what, words in (
+                ("proposed", "Tokens that were proposed and computed along with others, by where they are from."),
+                ("accepted", "Those of them that were what the model chose."),
+            )
+        )
         self._attempts = Counter(
             "tandem_attempts", "Attempts by how they ended.", ("worker", "outcome"), registry=self.registry
         )
@@ -243,6 +250,11 @@ class WorkerMetrics:
     def count_attempt(self, outcome: str) -> None:
         """Counts an attempt that ended; `outcome` is one of a few words."""
         self._attempts.labels(self._worker_id, outcome).inc()
+
+    def note_speculation(self, source: str, *, proposed: int, accepted: int) -> None:
+        """Counts tokens that were proposed for a sequence; `source` is one of a few words."""
+        self._proposed.labels(self._worker_id, source).inc(proposed)
+        self._accepted.labels(self._worker_id, source).inc(accepted)
 
     def count_preemption(self, reason: str) -> None:
         """Counts a sequence that gave way to another; `reason` is one of a few words."""

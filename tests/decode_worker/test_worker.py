@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 
+from decode_worker.speculation import Speculator
 from kv_transfer.protocol.messages import TransferId
 from protos import inference_pb2, worker_pb2
+from services.engine.step import SampledToken, SampledTokens, StepItem
 from services.runtime.attempts import DECODE_SPAN
+from services.runtime.clock import ManualClock
 from services.runtime.errors import (
     DeadlineExceeded,
     InvariantViolated,
@@ -94,6 +97,38 @@ async def test_a_resumed_request_goes_on_where_it_was(make_bench: Make, is_local
         await bench.hand_over("r", [1, 2, 3], attempt=2, first=emitted[0])
     await gateway.event("r", "finished", attempt=2)
     assert gateway.tokens("r", attempt=2) == {index: full[index] for index in (5, 6, 7)}
+
+
+async def test_tokens_of_one_step_come_in_one_event(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that counts 0 1 2 3 0 1 2 3, and chooses behind each proposal what it would have chosen there."""
+
+    def outcome(item: StepItem) -> SampledToken | SampledTokens | None:
+        if not item.is_sampled:
+            return None
+        last, tokens = item.sequence.token_ids[-1], []
+        for proposal in (*item.proposed, None):
+            last = (last + 1) % 4
+            tokens.append(SampledToken(last))
+            if last != proposal:
+                break
+        return SampledTokens(tuple(tokens)) if item.proposed else tokens[0]
+
+    bench = make_bench(speculator=Speculator(clock=ManualClock()))
+    monkeypatch.setattr(bench.runner, "_outcome", outcome)
+    gateway = bench.gateway()
+    gateway.admit("r", [0, 1, 2, 3, 0, 1], max_tokens=30, local=True)
+    finished = await gateway.event("r", "finished")
+    assert finished.reason == inference_pb2.FINISH_REASON_LENGTH
+    assert gateway.tokens("r") == {index: (index + 2) % 4 for index in range(30)}
+    num_events = gateway.kinds("r").count("tokens")
+    assert num_events == bench.runner.num_steps < 10
+    labels = {"worker": "decode-0", "source": "ngram"}
+    proposed, accepted = (
+        bench.metrics.registry.get_sample_value(f"tandem_speculative_{what}_tokens_total", labels)
+        for what in ("proposed", "accepted")
+    )
+    assert proposed == accepted == 30 - num_events
+    await bench.until_free()
 
 
 async def test_a_stop_token_is_the_last_token(make_bench: Make) -> None:

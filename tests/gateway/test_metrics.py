@@ -365,6 +365,7 @@ def worker_page():
     metrics.watch_gpu(lambda: GpuUse(412.0, 700.0, 5e6, {"sm": 1.98e9}, {"dram": 0.78}))
     metrics.count_attempt("finished")
     metrics.count_preemption("place")
+    metrics.note_speculation("ngram", proposed=2, accepted=1)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
     settings = load_config(

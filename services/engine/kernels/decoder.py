@@ -3,6 +3,9 @@
 Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D head_dim, V vocabulary.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from services.engine.config import ModelConfig
@@ -50,6 +53,25 @@ class KernelDecoder:
 
         Raises InvariantViolated, with nothing written, where the step contradicts itself, the pool or the model.
         """
+        args, logits = self._arguments(step)
+        self._kernels.forward(self._args, args, self._dtype)
+        return logits
+
+    def repeatable(self, step: DecoderStep) -> Callable[[], torch.Tensor]:
+        """`forward` of these tensors, for who puts other numbers into them each time. The logits are overwritten.
+
+        What the tensors are is checked now, and what is in them each time.
+        """
+        args, logits = self._arguments(step)
+
+        def forward(step: DecoderStep) -> torch.Tensor:
+            args.workspace = self._reserve_workspace(args.num_tokens, args.num_logits)  # others may have made it grow
+            self._kernels.forward(self._args, args, self._dtype)
+            return logits
+
+        return partial(forward, step)  # which keeps the tensors that the arguments point into
+
+    def _arguments(self, step: DecoderStep) -> tuple[StepArgs, torch.Tensor]:
         num_tokens, num_logits = step.token_ids.shape[0], step.logits_indices.shape[0]
         logits = torch.empty(num_logits, self._config.vocab_size)
         self._check_pool(step.pool_data)
@@ -67,8 +89,7 @@ class KernelDecoder:
             pointer(logits),
             self._reserve_workspace(num_tokens, num_logits),
         )
-        self._kernels.forward(self._args, args, self._dtype)
-        return logits
+        return args, logits
 
     def _check_pool(self, pool_data: torch.Tensor) -> None:
         config = self._config

@@ -10,7 +10,7 @@ import pytest
 from decode_worker.config import DecodeWorkerConfig
 from services.cli.children import Addresses, child_environment, gateway_spec, model_plans, worker_specs
 from services.cli.cores import Machine
-from services.cli.up_settings import DEMO_MODEL, UpSettings
+from services.cli.up_settings import DEMO_DRAFT, DEMO_MODEL, UpSettings
 from services.runtime.config import load
 from services.runtime.errors import ConfigError
 
@@ -59,6 +59,21 @@ def test_decode_workers_alone_are_told_how_to_make_room() -> None:
         read = load(DecodeWorkerConfig, spec.command[4:], prog="decode_worker", environ={})
         assert (read.admission, read.swap_memory) == ("worst_case", 0)
     assert not any(flag.startswith(("--admission", "--swap-memory")) for flag in specs[0].command)
+
+
+def test_decode_workers_alone_are_told_what_to_propose() -> None:
+    for settings, draft in (
+        (UpSettings(), None),
+        (UpSettings(speculative="auto"), DEMO_DRAFT),
+        (UpSettings(speculative="auto", model=Path("/m")), None),
+        (UpSettings(speculative="draft", model=Path("/m"), draft_model=Path("/d")), Path("/d")),
+    ):
+        prefill, decode = worker_specs(settings, model_plans(settings), ADDRESSES, {})
+        assert not any(flag.startswith(("--speculative", "--draft")) for flag in prefill.command)
+        read = load(DecodeWorkerConfig, decode.command[4:], prog="decode_worker", environ={})
+        assert (read.speculative, read.draft_model) == (settings.speculative, draft)
+    with pytest.raises(ConfigError, match="--draft-model"):
+        UpSettings(speculative="draft", model=Path("/m"))
 
 
 def test_workers_stay_on_loopback_when_the_gateway_is_opened() -> None:

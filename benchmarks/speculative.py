@@ -1,0 +1,231 @@
+"""Speculative decoding with the demo models: `python -m benchmarks.speculative [--json FILE]`.
+
+A decode worker's loop in this process, once without and once with each source of proposals, on the same prompts in
+turn; ratios are of tokens/s after the first token, taken within each pair. What a draft reads of a prompt is in them.
+Prompts: the demo's own domain (questions for functions, pieces of the standard library) and random tokens. And: 200
+greedy answers with each source, which must be those without.
+
+On a machine that others use, `--cpu-time` counts the process's own time of one thread instead of the clock's.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sysconfig
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from decode_worker.engine_loop import DecodeLoop, StepReport
+from decode_worker.scheduler import BatchScheduler
+from decode_worker.speculation import Speculator
+from demo import DEMO_DRAFT, DEMO_MODEL
+from services.engine.draft import DraftModel
+from services.engine.engine import EngineParts, load_engine
+from services.engine.sequence import Sampling, Sequence
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+
+MODES = ("off", "ngram", "draft", "auto")
+EQUALITY_PROMPTS, EQUALITY_TOKENS, EQUALITY_BATCH = 200, 48, 32
+NUM_PAGES = 4000
+TASKS = (
+    "reads a file and returns its lines", "parses a URL", "sorts a list of names", "opens a socket",
+    "writes a log message", "returns the maximum of two numbers", "copies a directory tree",
+    "computes a hash of a string", "escapes HTML",
+    "splits a path", "closes the connection", "encodes bytes in base64", "counts words in a text", "formats a date",
+    "checks whether a string is empty", "sends an email", "starts a thread", "joins two paths", "walks a tree of nodes",
+    "compiles a regular expression",
+)  # fmt: skip
+
+
+class ProcessClock:
+    """The time that this process has computed."""
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return time.process_time()
+
+    def unix_ns(self) -> int:
+        """Nanoseconds; not since 1970."""
+        return time.process_time_ns()
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one kind of prompt at one size of batch; `ratio` is the median of the pairs, to `off`."""
+
+    prompts: str
+    temperature: float
+    batch: int
+    mode: str
+    tokens_per_s: float
+    ratio: float
+    tokens_per_step: float
+
+
+class Bench:
+    """One loop with one source of proposals."""
+
+    def __init__(self, mode: str, model: EngineParts, draft: EngineParts, clock: Clock) -> None:
+        self._clock = clock
+        self._num_runs = 0
+        self._reports: list[StepReport] = []
+        speculator = Speculator(
+            clock=clock,
+            uses_ngrams=mode in ("ngram", "auto"),
+            draft=DraftModel(draft) if mode in ("draft", "auto") else None,
+        )
+        self._loop = DecodeLoop(
+            runner=model.runner,
+            allocator=model.allocator,
+            page_size=model.pool.layout.page_size,
+            scheduler=BatchScheduler(
+                max_batch=64,
+                step_tokens=512,
+                num_pages=NUM_PAGES,
+                page_size=model.pool.layout.page_size,
+                is_exact=model.model.exact,
+            ),
+            is_exact=model.model.exact,
+            clock=clock,
+            on_report=self._reports.append,
+            speculator=None if mode == "off" else speculator,
+        )
+
+    def run(
+        self, prompts: SequenceOf[list[int]], *, num_tokens: int, temperature: float
+    ) -> tuple[list[list[int]], float, float]:
+        """The answers of prompts that run together, tokens/s after all have begun, and tokens of a sequence's step."""
+        self._num_runs += 1
+        self._reports.clear()
+        for place, prompt in enumerate(prompts):
+            sampling = Sampling(max_tokens=num_tokens, temperature=temperature, seed=place)
+            sequence = Sequence((self._num_runs, place), prompt, sampling=sampling)
+            self._loop.start(sequence, salt=self._num_runs.to_bytes(4, "little"))
+        while self._num_begun() < len(prompts) and self._loop.step():
+            pass
+        num_before = self._num_tokens()
+        began_s = self._clock.monotonic()
+        while self._loop.step():
+            pass
+        took_s = self._clock.monotonic() - began_s
+        self._loop.step()
+        answers: list[list[int]] = [[] for _ in prompts]
+        num_steps = 0
+        for advance in (advance for report in self._reports for advance in report.advances):
+            assert isinstance(advance.key, tuple)
+            answers[advance.key[1]] += [token.token_id for token in advance.tokens]
+            num_steps += bool(advance.tokens)
+        num_all = self._num_tokens()
+        return answers, (num_all - num_before) / took_s, num_all / num_steps
+
+    def _num_begun(self) -> int:
+        return len({advance.key for report in self._reports for advance in report.advances if advance.tokens})
+
+    def _num_tokens(self) -> int:
+        return sum(len(advance.tokens) for report in self._reports for advance in report.advances)
+
+
+def main() -> None:
+    """Measure, print, and write the figures as JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=40, help="prompts of each kind at batch 1")
+    parser.add_argument("--batches", default="1,8,32", help="sizes of batch")
+    parser.add_argument("--temperatures", default="0,0.8", help="temperatures; 0 is greedy")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
+    parser.add_argument("--modes", default=",".join(MODES[1:]), help="sources of proposals")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the engine")
+    parser.add_argument("--equal", type=int, default=EQUALITY_PROMPTS, help="greedy answers that are compared; 0: none")
+    parser.add_argument("--cpu-time", action="store_true", help="count the process's own time; needs one thread")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    clock: Clock = ProcessClock() if arguments.cpu_time else SYSTEM_CLOCK
+    model, draft = load_engine(DEMO_MODEL, num_pages=NUM_PAGES), load_engine(DEMO_DRAFT, num_pages=NUM_PAGES)
+    benches = {mode: Bench(mode, model, draft, clock) for mode in ("off", *arguments.modes.split(","))}
+    kinds = make_prompts(max(arguments.prompts, *map(int, arguments.batches.split(","))))
+    print(f"exact: {model.model.exact} ({model.model.arithmetic}), {arguments.threads} threads", flush=True)
+    num_different = compare(benches, arguments.equal) if arguments.equal else {}
+    results: list[Result] = []
+    for temperature in map(float, arguments.temperatures.split(",")):
+        for batch in map(int, arguments.batches.split(",")):
+            for kind, prompts in kinds.items():
+                groups = group(prompts, batch, arguments.prompts)
+                results += measure(benches, kind, groups, num_tokens=arguments.tokens, temperature=temperature)
+    if arguments.json:
+        figures = {"different_answers": num_different, "results": [*map(asdict, results)]}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def make_prompts(num: int) -> dict[str, list[list[int]]]:
+    """So many prompts of each kind."""
+    source = random.Random(1)
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    chats = [f"<|bos|><|user|>\nWrite a function that {task}.<|end|>\n<|assistant|>\n" for task in TASKS]
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    code: list[list[int]] = []
+    while len(code) < num:
+        token_ids = tokenizer.encode(source.choice(files).read_text(errors="ignore")).ids
+        start = source.randrange(max(1, len(token_ids) - 200))
+        code.append(token_ids[start : start + source.randrange(40, 160)])
+    return {
+        "questions": [tokenizer.encode(chats[n % len(chats)], add_special_tokens=False).ids for n in range(num)],
+        "code": code,
+        "random": [[source.randrange(6, 2048) for _ in range(source.randrange(40, 160))] for _ in range(num)],
+    }
+
+
+def group(prompts: list[list[int]], batch: int, num_prompts: int) -> list[list[list[int]]]:
+    """Prompts that run together; at least two groups."""
+    num_groups = max(2, num_prompts // batch)
+    return [[prompts[(n * batch + place) % len(prompts)] for place in range(batch)] for n in range(num_groups)]
+
+
+def compare(benches: dict[str, Bench], num_prompts: int) -> dict[str, int]:
+    """How many of so many greedy answers differ from those without speculation."""
+    kinds = make_prompts(num_prompts)
+    prompts = [kinds[[*kinds][n % len(kinds)]][n] for n in range(num_prompts)]
+    found: dict[str, list[list[int]]] = {mode: [] for mode in benches}
+    for first in range(0, num_prompts, EQUALITY_BATCH):
+        for mode, bench in benches.items():
+            some = prompts[first : first + EQUALITY_BATCH]
+            found[mode] += bench.run(some, num_tokens=EQUALITY_TOKENS, temperature=0.0)[0]
+    num_different = {}
+    for mode in [*benches][1:]:
+        num_different[mode] = sum(one != other for one, other in zip(found["off"], found[mode], strict=True))
+        print(f"{mode:6s} {num_different[mode]} of {num_prompts} greedy answers differ", flush=True)
+    return num_different
+
+
+def measure(
+    benches: dict[str, Bench], kind: str, groups: list[list[list[int]]], *, num_tokens: int, temperature: float
+) -> list[Result]:
+    """One kind of prompt at one size of batch, printed."""
+    rates: dict[str, list[float]] = {mode: [] for mode in benches}
+    per_step: dict[str, list[float]] = {mode: [] for mode in benches}
+    for prompts in (groups[0], *groups):  # the first warms up, and teaches how long steps take
+        for mode, bench in benches.items():
+            _, rate, tokens_per_step = bench.run(prompts, num_tokens=num_tokens, temperature=temperature)
+            rates[mode].append(rate)
+            per_step[mode].append(tokens_per_step)
+    results = []
+    for mode in benches:
+        ratio = statistics.median(one / other for one, other in zip(rates[mode][1:], rates["off"][1:], strict=True))
+        mean = statistics.mean(per_step[mode][1:])
+        rate = statistics.median(rates[mode][1:])
+        results.append(Result(kind, temperature, len(groups[0]), mode, rate, ratio, mean))
+        print(
+            f"t {temperature:.1f} batch {len(groups[0]):2d} {kind:9s} {mode:5s} {rate:6.0f} tok/s {ratio:5.2f} of off "
+            f"{mean:5.2f} tokens/step",
+            flush=True,
+        )
+    return results
+
+
+if __name__ == "__main__":
+    main()

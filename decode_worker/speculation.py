@@ -1,0 +1,311 @@
+"""Proposes tokens for the sequences of a step, so that one pass of the model may give several of them.
+
+Speculation changes no answer. The model chooses in every place what it would have chosen in a step of its own: the
+likeliest token, or the winner by noise that is a function of (seed, position, token id). A proposal counts only if it
+is that choice. Rejection sampling (Leviathan et al. 2023, Chen et al. 2023) gives tokens of the same distribution; this
+gives the same tokens, and so the same distribution, too. The draft draws with the same noise, which makes its token the
+model's nearly as often as rejection sampling would accept one (Gumbel coupling: Daliri, Musco, Suresh 2025, "Coupling
+without communication and drafter-invariant speculative decoding"). So an answer goes on anywhere, with or without
+speculation. Where the model's arithmetic is not exact, a place of a longer pass may differ from a pass of its own by
+rounding, as results may there whatever shares their step.
+
+Two sources: what the sequence said before (services.engine.lookup), and a draft model (services.engine.draft). For each
+step and each sequence the better one is taken, and so many tokens as are worth their time by what is measured
+(decode_worker.acceptance): at a large batch, where a row costs what it gives, or for a text that cannot be guessed,
+these are none. Failure cases: no room in the draft's pool, or a sequence longer than its context: then it has no say.
+
+Belongs to the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from decode_worker.acceptance import (
+    ANY_LEVEL,
+    REQUEST_HALF_LIFE_STEPS,
+    WORKER_HALF_LIFE_STEPS,
+    Balance,
+    Kind,
+    Price,
+    Record,
+    Source,
+    level_of_match,
+    level_of_probability,
+    worthwhile,
+)
+from services.engine.draft import DraftModel
+from services.engine.lookup import PromptLookup
+from services.engine.sequence import Sequence
+from services.engine.step import SampledToken
+from services.runtime.clock import Clock
+from services.runtime.errors import InvariantViolated
+from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeMeter, DecodeSpeed, PrefillMeter
+
+DEFAULT_DEPTH = 8
+READ_SHARE = 0.25
+"""A draft reads what it lacks of a prompt in parts that take so much of a step's time, at least READ_TOKENS."""
+READ_TOKENS = 32
+SHORTEST_S = 1e-6
+GUESSES_TO_COME = 3
+"""As many guesses of a draft are weighed before there is one."""
+STEPS_TO_COME = 64
+"""At most so many steps are expected to make up for reading a prompt."""
+DEFAULT_GUESS = DEFAULT_DECODE.times(0.1)
+"""Of a draft, until it was measured."""
+DEFAULT_READ = DEFAULT_PREFILL.times(0.1)
+
+
+class Candidate(NamedTuple):
+    """A sequence of the step that takes its next token, and for how many proposals there is room."""
+
+    sequence: Sequence
+    num_free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens that may come next, all of one source."""
+
+    token_ids: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+
+    @property
+    def source(self) -> Source:
+        """Where they are from."""
+        return self.kinds[0].source
+
+    def num_accepted(self, tokens: SequenceOf[SampledToken]) -> int:
+        """How many are among the tokens that were chosen."""
+        return sum(token.token_id == proposed for token, proposed in zip(tokens, self.token_ids, strict=False))
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    lookup: PromptLookup
+    record: Record
+
+
+@dataclass(eq=False, slots=True)
+class _Chain:
+    """Guesses of the draft for one sequence, as far as they are worth it."""
+
+    candidate: Candidate
+    record: Record
+    row_s: float
+    kinds: list[Kind] = field(default_factory=list)
+    reached: float = 1.0
+    """How likely all of them are to be right."""
+
+
+class Speculator:
+    """Proposes for the sequences of one worker, and learns from what became of it."""
+
+    def __init__(
+        self, *, clock: Clock, uses_ngrams: bool = True, draft: DraftModel | None = None, max_depth: int = DEFAULT_DEPTH
+    ) -> None:
+        """At most `max_depth` tokens are proposed for a sequence in a step."""
+        assert max_depth > 0, "who proposes nothing needs no speculator"
+        self._clock = clock
+        self._uses_ngrams = uses_ngrams
+        self._draft = draft
+        self.max_depth = max_depth
+        self._requests: dict[Hashable, _Request] = {}
+        self._everybody = Record(WORKER_HALF_LIFE_STEPS)
+        self._guesses, self._reads = DecodeMeter(DEFAULT_GUESS), PrefillMeter(DEFAULT_READ)
+        self._balances: dict[int, Balance] = {}
+        self._tried: tuple[Balance, Price, float] | None = None
+        """Of the step that is being computed, and what was spent on it in seconds."""
+        self._step = 0
+
+    def is_open(self, num_sequences: int) -> bool:
+        """Whether anything is to be proposed in the next step, over so many sequences that decode; once a step."""
+        self._step += 1
+        return self._balance(num_sequences).is_open()
+
+    def propose(
+        self, candidates: SequenceOf[Candidate], *, speed: DecodeSpeed | None, num_sequences: int, context_tokens: int
+    ) -> dict[Hashable, Proposal]:
+        """Tokens for those for whom it pays, beside `num_sequences` that decode in this step.
+
+        `speed` is that of steps without proposals: a proposal costs what one more sequence would.
+        """
+        began_s = self._clock.monotonic()
+        speed = DEFAULT_DECODE if speed is None else speed
+        step_s = max(SHORTEST_S, speed.step_s(num_sequences, context_tokens))
+        price = Price(num_tokens=num_sequences, time_s=step_s)
+        plain = Price(num_tokens=num_sequences, time_s=step_s)
+        proposals: dict[Hashable, Proposal] = {}
+        to_draft: list[_Chain] = []
+        rows_s = 0.0
+        for candidate in candidates:
+            row_s = speed.s_per_sequence + speed.s_per_context_token * candidate.sequence.num_tokens
+            request = self._request(candidate.sequence.sequence_id)
+            looked_up, gain = self._look_up(candidate, request, price.of(row_s))
+            if self._draft is not None and self._draft_gain(candidate, request, price, row_s) > gain:
+                to_draft.append(_Chain(candidate, request.record, row_s))
+            elif looked_up is not None:
+                num = len(looked_up.token_ids)
+                rows_s += num * row_s
+                price.add(num_tokens=gain + num * price.of(row_s), time_s=num * row_s)
+                proposals[candidate.sequence.sequence_id] = looked_up
+        if to_draft and self._draft is not None:
+            for chain, proposal in self._draft_all(self._draft, to_draft, price, step_s):
+                rows_s += len(proposal.token_ids) * chain.row_s
+                proposals[chain.candidate.sequence.sequence_id] = proposal
+        spent_s = self._clock.monotonic() - began_s + rows_s
+        self._tried = self._balance(num_sequences), plain, spent_s
+        return proposals
+
+    def learn(self, key: Hashable, proposal: Proposal, tokens: SequenceOf[SampledToken]) -> None:
+        """What was chosen behind a proposal, up to the first token that it did not have."""
+        record = self._requests[key].record
+        for token, token_id, kind in zip(tokens, proposal.token_ids, proposal.kinds, strict=False):
+            record.note(kind, self._step, float(token.token_id == token_id))
+
+    def end_step(self, num_accepted: int) -> None:
+        """The step was computed, and so many proposals of all were right."""
+        if self._tried is not None:
+            (balance, price, spent_s), self._tried = self._tried, None
+            balance.note(num_accepted - price.of(spent_s))
+
+    def free(self, key: Hashable) -> None:
+        """Forgets a sequence. Unknown keys are ignored."""
+        self._requests.pop(key, None)
+        if self._draft is not None:
+            self._draft.free(key)
+
+    def check_integrity(self) -> None:
+        """Raises InvariantViolated where the draft's books are wrong. At rest."""
+        if self._requests:
+            raise InvariantViolated("requests are remembered that have ended")
+        if self._draft is not None:
+            self._draft.check_integrity()
+
+    def _balance(self, num_sequences: int) -> Balance:
+        return self._balances.setdefault(num_sequences.bit_length(), Balance())
+
+    def _request(self, key: Hashable) -> _Request:
+        request = self._requests.get(key)
+        if request is None:
+            record = Record(REQUEST_HALF_LIFE_STEPS, behind=self._everybody)
+            request = self._requests[key] = _Request(PromptLookup(), record)
+        return request
+
+    def _depth(self, candidate: Candidate) -> int:
+        return min(self.max_depth, candidate.num_free)
+
+    # --- what was said before ---
+
+    def _look_up(self, candidate: Candidate, request: _Request, cost: float) -> tuple[Proposal | None, float]:
+        """Proposes what is worth its cost; with what is gained by it, in tokens."""
+        if not self._uses_ngrams:
+            return None, 0.0
+        sequence = candidate.sequence
+        token_ids, num_matched = request.lookup.propose(sequence.token_ids, self._depth(candidate))
+        kinds = [
+            Kind("ngram", sequence.sampling.is_greedy, level_of_match(num_matched + num_before))
+            for num_before in range(len(token_ids))
+        ]
+        num, gain = worthwhile([request.record.chance(kind, self._step) for kind in kinds], cost)
+        return (Proposal(tuple(token_ids[:num]), tuple(kinds[:num])), gain) if num else (None, 0.0)
+
+    # --- the draft ---
+
+    def _draft_gain(self, candidate: Candidate, request: _Request, price: Price, row_s: float) -> float:
+        """What the draft is expected to give a sequence in a step, in tokens; 0 where reading is too much for that."""
+        assert self._draft is not None
+        sequence = candidate.sequence
+        chances = [request.record.chance(_any(sequence), self._step)] * min(GUESSES_TO_COME, self._depth(candidate))
+        _, gain = worthwhile(chances, price.of(self._guesses.speed.step_s(1, sequence.num_tokens) + row_s))
+        if gain and (num_lacking := self._draft.num_lacking(sequence)) > READ_TOKENS:
+            num_steps = min(STEPS_TO_COME, sequence.max_num_tokens - sequence.num_tokens)
+            read_s = self._reads.speed.time_s(num_lacking, sequence.num_tokens - num_lacking)
+            return gain if price.of(read_s) < num_steps * gain else 0.0
+        return gain
+
+    def _draft_all(
+        self, draft: DraftModel, chains: list[_Chain], price: Price, step_s: float
+    ) -> list[tuple[_Chain, Proposal]]:
+        """Guesses for these, round by round, as long as a round is worth it. Who lacks much reads a part instead."""
+        lacking = [draft.num_lacking(chain.candidate.sequence) for chain in chains]
+        num_to_read = self._num_to_read(step_s)
+        for chain, num in zip(chains, lacking, strict=True):
+            if num > READ_TOKENS and num_to_read > 0:
+                num_to_read -= self._read(draft, chain.candidate.sequence, min(num - 1, num_to_read))
+        chains = [chain for chain, num in zip(chains, lacking, strict=True) if num <= READ_TOKENS]
+        if not chains:
+            return []
+        began_s = self._clock.monotonic()
+        guessing = draft.begin(
+            [chain.candidate.sequence for chain in chains], [self._depth(chain.candidate) for chain in chains]
+        )
+        chains = [chains[place] for place in guessing.places]
+        rows = list(range(len(chains)))
+        while rows:
+            self._observe_round(chains, rows, began_s, price)
+            for row in rows:
+                self._weigh(chains[row], guessing.guesses[row][-1][1], price)
+            rows = self._rows_to_go_on(chains, [len(guesses) for guesses in guessing.guesses], price)
+            began_s = self._clock.monotonic()
+            if rows:
+                guessing.go_on(rows)
+        return [
+            (chain, Proposal(tuple(token_id for token_id, _ in guesses[: len(chain.kinds)]), tuple(chain.kinds)))
+            for chain, guesses in zip(chains, guessing.guesses, strict=True)
+            if chain.kinds
+        ]
+
+    def _observe_round(self, chains: list[_Chain], rows: list[int], began_s: float, price: Price) -> None:
+        now_s = self._clock.monotonic()
+        context_tokens = sum(chains[row].candidate.sequence.num_tokens for row in rows)
+        self._guesses.observe(len(rows), context_tokens, now_s - began_s, now_s)
+        price.add(num_tokens=0.0, time_s=now_s - began_s)
+
+    def _weigh(self, chain: _Chain, probability: float, price: Price) -> None:
+        """Takes a new guess, or ends the chain."""
+        sequence = chain.candidate.sequence
+        kind = Kind("draft", sequence.sampling.is_greedy, level_of_probability(probability))
+        chance = chain.record.chance(kind, self._step)
+        # Also of those that are not taken: this is what a guess is expected to be worth before it is made.
+        chain.record.note(_any(sequence), self._step, chance)
+        chain.reached *= chance
+        if chain.reached > price.of(chain.row_s):
+            chain.kinds.append(kind)
+            price.add(num_tokens=chain.reached, time_s=chain.row_s)
+
+    def _rows_to_go_on(self, chains: list[_Chain], num_guesses: list[int], price: Price) -> list[int]:
+        """Those for whom one guess more is worth its time; none, where all of them do not make up for a round."""
+        speed = self._guesses.speed
+        rows, gain = [], 0.0
+        for row, chain in enumerate(chains):
+            sequence = chain.candidate.sequence
+            if len(chain.kinds) < num_guesses[row] or num_guesses[row] >= self._depth(chain.candidate):
+                continue
+            reached = chain.reached * chain.record.chance(_any(sequence), self._step)
+            own_s = speed.s_per_sequence + speed.s_per_context_token * sequence.num_tokens + chain.row_s
+            if (net := reached - price.of(own_s)) > 0:
+                rows.append(row)
+                gain += net
+        return rows if gain > price.of(speed.overhead_s) else []
+
+    def _num_to_read(self, step_s: float) -> int:
+        speed = self._reads.speed
+        left_s = READ_SHARE * step_s - speed.overhead_s
+        return max(READ_TOKENS, int(left_s / speed.s_per_token) if speed.s_per_token > 0 else READ_TOKENS)
+
+    def _read(self, draft: DraftModel, sequence: Sequence, num_tokens: int) -> int:
+        num_before = sequence.num_tokens - draft.num_lacking(sequence)
+        began_s = self._clock.monotonic()
+        if not draft.read(sequence, num_tokens):
+            return 0
+        now_s = self._clock.monotonic()
+        self._reads.observe(num_tokens, num_before, now_s - began_s, now_s)
+        return num_tokens
+
+
+def _any(sequence: Sequence) -> Kind:
+    return Kind("draft", sequence.sampling.is_greedy, ANY_LEVEL)

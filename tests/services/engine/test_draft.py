@@ -1,0 +1,126 @@
+"""A draft that is the model itself guesses what the model says: its cache, however it is used, changes no guess."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.engine.draft import DraftModel, load_draft
+from services.engine.engine import Engine, EngineParts, load_engine
+from services.engine.sequence import Sampling, Sequence
+from services.runtime.errors import ConfigError, InvariantViolated
+
+GREEDY = Sampling(max_tokens=40, temperature=0)
+CHANCE = Sampling(max_tokens=40, temperature=0.8, seed=5, top_k=20, top_p=0.95)
+PAGE_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def parts(checkpoint: Callable[..., Path]) -> EngineParts:
+    return load_engine(checkpoint("llama3-gqa-tied"), dtype="float32", page_size=PAGE_SIZE, num_pages=200, threads=1)
+
+
+@pytest.fixture
+def new_draft(checkpoint: Callable[..., Path]) -> Callable[[int], DraftModel]:
+    def make(num_pages: int) -> DraftModel:
+        return DraftModel(
+            load_engine(checkpoint("llama3-gqa-tied"), dtype="float32", page_size=PAGE_SIZE, num_pages=num_pages)
+        )
+
+    return make
+
+
+def answer(parts: EngineParts, prompt: list[int], sampling: Sampling) -> list[int]:
+    (tokens,) = Engine(parts).generate([prompt], sampling)
+    return tokens
+
+
+def guesses(draft: DraftModel, sequence: Sequence, num: int) -> list[int]:
+    guessing = draft.begin([sequence], [num])
+    assert guessing.places == [0]
+    for _ in range(num - 1):
+        guessing.go_on([0])
+    return [token_id for token_id, _ in guessing.guesses[0]]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, CHANCE])
+def test_right_and_wrong_guesses_leave_it_with_what_the_sequence_has(
+    parts: EngineParts,
+    new_draft: Callable[[int], DraftModel],
+    random_ids: Callable[..., list[int]],
+    sampling: Sampling,
+) -> None:
+    draft, source = new_draft(40), random.Random(3)
+    prompt = random_ids(23, seed=1)
+    expected = answer(parts, prompt, sampling)
+    sequence = Sequence("a", prompt, sampling=sampling)
+    assert draft.read(sequence, 10)
+    assert draft.num_lacking(sequence) == 13
+    while sequence.num_generated_tokens < 30:
+        at = sequence.num_generated_tokens
+        num = source.randrange(1, 6)
+        assert guesses(draft, sequence, num) == expected[at : at + num]
+        if source.random() < 0.4:  # somebody else's choice: what follows was guessed for nothing
+            for token_id in expected[at : at + source.randrange(num)]:
+                sequence.append_token(token_id)
+            sequence.append_token((sequence.token_ids[-1] + 1) % 300)
+            prompt_now = list(sequence.token_ids)
+            expected = expected[: sequence.num_generated_tokens]
+            expected += answer(parts, prompt_now, sampling)
+        else:
+            for token_id in expected[at : at + num + 1]:
+                sequence.append_token(token_id)
+        assert draft.num_lacking(sequence) <= 2, "what was guessed rightly is not computed again"
+    draft.free("a")
+    draft.check_integrity()
+    assert draft.num_used_pages == 0
+
+
+def test_sequences_are_guessed_together_as_alone(
+    parts: EngineParts, new_draft: Callable[[int], DraftModel], random_ids: Callable[..., list[int]]
+) -> None:
+    draft = new_draft(100)
+    prompts = [random_ids(length, seed=length) for length in (1, 6, 17)]
+    sequences = [Sequence(key, prompt, sampling=GREEDY) for key, prompt in enumerate(prompts)]
+    guessing = draft.begin(sequences, [4, 4, 4])
+    guessing.go_on([0, 1, 2])
+    guessing.go_on([2, 0])
+    guessing.go_on([2])
+    expected = [answer(parts, prompt, GREEDY) for prompt in prompts]
+    found = [[token_id for token_id, _ in each] for each in guessing.guesses]
+    assert found == [expected[0][:3], expected[1][:2], expected[2][:4]]
+    assert all(0 < probability <= 1 for each in guessing.guesses for _, probability in each)
+
+
+def test_who_was_used_longest_ago_gives_way_and_is_read_again(
+    parts: EngineParts, new_draft: Callable[[int], DraftModel], random_ids: Callable[..., list[int]]
+) -> None:
+    draft = new_draft(10)
+    first, second = (Sequence(name, random_ids(24, seed=seed), sampling=GREEDY) for name, seed in (("a", 1), ("b", 2)))
+    assert guesses(draft, first, 2) == answer(parts, first.token_ids, GREEDY)[:2]
+    assert guesses(draft, second, 2) == answer(parts, second.token_ids, GREEDY)[:2]
+    assert draft.num_lacking(first) == 24
+    assert guesses(draft, first, 2) == answer(parts, first.token_ids, GREEDY)[:2]
+    assert draft.begin([first, second], [2, 2]).places == [0], "both do not fit"
+    assert not draft.read(Sequence("c", random_ids(60, seed=3), sampling=GREEDY), 50)
+    for key in ("a", "b", "c", "c"):
+        draft.free(key)
+    draft.check_integrity()
+
+
+def test_pages_that_nobody_holds_are_noticed(new_draft: Callable[[int], DraftModel]) -> None:
+    draft = new_draft(10)
+    draft.begin([Sequence("a", [1, 2, 3], sampling=GREEDY)], [1])
+    draft._memories.clear()
+    with pytest.raises(InvariantViolated):
+        draft.check_integrity()
+
+
+def test_a_draft_of_another_vocabulary_is_refused(checkpoint: Callable[..., Path], parts: EngineParts) -> None:
+    from demo import DEMO_MODEL
+
+    with pytest.raises(ConfigError, match="vocabulary of 2048 tokens"):
+        load_draft(DEMO_MODEL, parts, page_size=PAGE_SIZE, memory_bytes=1 << 20)
+    loaded = load_draft(checkpoint("llama3-gqa-tied"), parts, page_size=PAGE_SIZE, memory_bytes=1 << 20)
+    assert loaded.num_pages > 0
