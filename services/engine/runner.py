@@ -32,6 +32,9 @@ from services.runtime.errors import InvariantViolated
 class ModelRunner:
     """Runs plans on one model and one pool. Buffers are reused: one call at a time."""
 
+    lookahead_tokens = 0
+    """For so many tokens after a step's own it is well to have pages: the next step can be begun before it is asked."""
+
     def __init__(self, model: Model, pool: PagePool) -> None:
         self._model = model
         self._pool = pool
@@ -52,7 +55,7 @@ class ModelRunner:
 
         Raises InvariantViolated as `run` does.
         """
-        _check_plan(plan, self._pool.layout.page_size)
+        check_plan(plan, self._pool.layout.page_size)
         items = plan.items
         if plan.reports_prompts:
             items = [item for item in items if not item.sequence.reports_prompt]
@@ -132,6 +135,7 @@ class ModelRunner:
                 context_lens=self._tensor(ends.astype(np.int32)),
                 page_tables=self._tensor(page_tables),
                 slot_mapping=self._tensor(slot_mapping),
+                longest_tokens=int(ends.max()),
             ),
             logits_indices=self._tensor(wanted),
         )
@@ -180,7 +184,8 @@ class _Packed:
     logits_indices: torch.Tensor
 
 
-def _check_plan(plan: StepPlan, page_size: int) -> None:
+def check_plan(plan: StepPlan, page_size: int) -> None:
+    """Raise InvariantViolated for a plan that contradicts its sequences."""
     if len({id(item.sequence) for item in plan.items}) != len(plan.items):
         raise InvariantViolated("a sequence occurs twice in a step")
     for item in plan.items:
