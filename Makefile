@@ -10,7 +10,7 @@ BENCHMARKS ?= system handoff gateway
 ARGS ?=
 
 .PHONY: help install run status chat test test-all test-faults fuzz test-mutants test-gpu check-model check format format-check lint types imports proto \
-	proto-check proto-release bench demo-model clean clean-all
+	proto-check proto-release bench bench-gpu demo-model clean clean-all
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS=\"...\"]"
@@ -81,6 +81,9 @@ proto-release: install ## part of a release: from now on its public protos are t
 
 bench: install ## measure, with ratios to what is possible (BENCHMARKS: which, ARGS: their flags)
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PYTHON_IN) -m benchmarks.$$name $(ARGS); done
+
+bench-gpu: install ## measure the engine on a CUDA device beside what the device can do (ARGS: flags of benchmarks.gpu)
+	@$(PYTHON_IN) -m benchmarks.gpu $(ARGS)
 
 demo-model: install ## train the committed demo model and its draft again; takes most of an hour
 	$(PYTHON_IN) demo/train.py $(ARGS)

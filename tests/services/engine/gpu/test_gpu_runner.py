@@ -356,7 +356,7 @@ def engine_of(model, runner_class, **settings):
     return EngineParts(config, model, pool, PageAllocator(24), runner_class(model, pool, **settings), "")
 
 
-@pytest.mark.parametrize("name", ["llama3-gqa-tied", "qwen3-tied-bias"])
+@pytest.mark.parametrize("name", [pytest.param("llama3-gqa-tied", marks=pytest.mark.slow), "qwen3-tied-bias"])
 def test_decoder_and_graphs_answer_as_the_cpu_does(checkpoint, random_ids, device, name):
     """Greedy and seeded, prompts in chunks beside decode rows; pages full of NaN where nothing was written."""
     prompts = [random_ids(17, seed=1), random_ids(3, seed=2)]
