@@ -22,6 +22,7 @@ Legend: B rows, S slots of a page.
 
 import math
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +60,8 @@ class GpuRunner(ModelRunner):
             raise InvariantViolated("graphs need the decoder of a CUDA device")
         self._page_size = pool.layout.page_size
         self._context_tokens = model.config.context_length_tokens
-        self._graphs = DecodeGraphs(model.decoder, pool, model.whole_rope(), max_rows=max_rows, capture=capture)
+        with self._on_device():
+            self._graphs = DecodeGraphs(model.decoder, pool, model.whole_rope(), max_rows=max_rows, capture=capture)
         self._ahead: _Ahead | None = None
         self.num_launched_ahead = 0
         """Steps that were launched before anybody asked for them."""
@@ -83,8 +85,9 @@ class GpuRunner(ModelRunner):
     def compute(self, step: PreparedStep) -> StepResult:
         """Do the rest of `run`, and launch the next step where it is known what that will be."""
         assert isinstance(step, GpuStep), "who prepared it is who computes it"
-        decoded = iter(self._decode(step.decoding, is_alone=not step.others.plan.items))
-        others = iter(super().compute(step.others).outcomes)
+        with self._on_device():
+            decoded = iter(self._decode(step.decoding, is_alone=not step.others.plan.items))
+            others = iter(super().compute(step.others).outcomes)
         return StepResult([next(decoded if _is_decoding(item) else others) for item in step.plan.items])
 
     def _decode(self, items: SequenceOf[StepItem], *, is_alone: bool) -> list[SampledToken | NonFiniteLogits | None]:
@@ -136,6 +139,10 @@ class GpuRunner(ModelRunner):
             return None
         self.num_launched_ahead += 1
         return _Ahead(self._graphs.launch(rows), expected)
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Kernels go to the thread's current device, which is the first one wherever nothing else was said."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _check_token_id(self, token_id: int) -> None:
         # On a GPU such a token would not raise but end the process's use of the device.

@@ -35,7 +35,7 @@ def rounding_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
     convert = interpreter._convert_float
 
-    def convert_as_devices_do(values, from_type, to_type, rounding):  # type: ignore[no-untyped-def]
+    def convert_as_devices_do(values, from_type, to_type, rounding):
         kinds = (from_type.name, to_type.name)
         if kinds == ("bf16", "fp32"):
             return values.astype(np.uint32) << 16

@@ -14,6 +14,7 @@ from services.engine.gpu.attention_triton import (
     prefill_attention,
     split_starts,
 )
+from services.engine.pages import host_zeros
 
 LAYERS, LAYER, SCALE = 2, 1, 0.25
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
@@ -165,6 +166,20 @@ def test_strides_are_those_of_the_pool_whatever_its_order(device):
     expected = case.decode([0, 1])
     case.layer_data = case.layer_data.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(case.decode([0, 1]), expected)
+
+
+def test_pages_beyond_2_to_the_31_elements_are_found(device):
+    """The same few pages near each other and far apart; memory in between is never touched, and so takes none."""
+    near = Case(device, [(1, 40), (3, 17)], heads=(1, 1), head_dim=16, dtype=BF16)
+    size, last_page = near.layer_data[0].numel(), len(near.layer_data) - 1
+    page_stride = -(-(2**31) // last_page // 16) * 16 + 16
+    memory = host_zeros((last_page * page_stride + size,), BF16).to(device)
+    far = memory.as_strided(near.layer_data.shape, (page_stride, size, 256, 16, 1))
+    far.copy_(near.layer_data)
+    expected = near.prefill(), near.decode([0])
+    near.layer_data = far
+    assert torch.equal(near.prefill(), expected[0])
+    assert torch.equal(near.decode([0]), expected[1])
 
 
 def test_great_scores_do_not_overflow(device):

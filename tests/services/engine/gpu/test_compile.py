@@ -29,6 +29,7 @@ def compiled(*models: str) -> str:
     return result.stdout
 
 
+@pytest.mark.timeout(600)  # seconds of a core, and there may be few
 def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
     output = compiled("Qwen3-0.6B")
     for kernel in KERNELS:
