@@ -13,7 +13,7 @@ HISTORY ?=
 ARGS ?=
 
 .PHONY: help install run status chat test test-all test-faults fuzz test-mutants test-gpu check-model check format format-check lint types imports proto \
-	proto-check proto-release bench bench-history demo-model clean clean-all
+	proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS=\"...\"]"
@@ -90,6 +90,9 @@ bench: install ## measure, with ratios to what is possible (BENCHMARKS: which, A
 
 bench-history: install ## the last ratios beside earlier ones of the same kind of machine; fails where one became worse
 	@exec $(PYTHON_IN) -m benchmarks.history $(ARGS)
+
+bench-gpu: install ## measure the engine on a CUDA device beside what the device can do (ARGS: flags of benchmarks.gpu)
+	@$(PYTHON_IN) -m benchmarks.gpu $(ARGS)
 
 demo-model: install ## train the committed demo model and its draft again; takes most of an hour
 	$(PYTHON_IN) demo/train.py $(ARGS)

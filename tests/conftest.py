@@ -23,6 +23,9 @@ settings.register_profile("tandem", deadline=None, suppress_health_check=[Health
 settings.load_profile("tandem")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Triton looks at this when it is first imported. Where there is no GPU, its kernels are interpreted on the CPU.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 # Not a multiple of any vector width, so that tails are exercised.

@@ -22,17 +22,21 @@ class AttentionBatch:
     `page_tables` int32 [B, max pages]: page ids in order; entries beyond the context are ignored.
     `slot_mapping` int64 [T]: page_id * S + slot where each packed token's key and value are written.
 
-    All tensors are on the model's device.
+    All tensors are on the model's device. `longest_tokens`, where given, is the longest of `context_lens`: who knows it
+    saves the host from waiting until a GPU has got so far that it can tell.
     """
 
     query_start: torch.Tensor
     context_lens: torch.Tensor
     page_tables: torch.Tensor
     slot_mapping: torch.Tensor
+    longest_tokens: int | None = None
 
     @property
     def longest_context(self) -> int:
         """Most tokens of a sequence with the ones of this step."""
+        if self.longest_tokens is not None:
+            return self.longest_tokens
         lens = self.context_lens
         # numpy keeps the interpreter's lock for so little; torch would give it away right before the model is called.
         return int(lens.numpy().max() if lens.device.type == "cpu" else lens.max())

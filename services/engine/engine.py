@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from services.engine.config import ModelConfig, load_config
+from services.engine.decoder import TorchDecoder
 from services.engine.host_tier import HostTier
 from services.engine.model import Model, load_model
 from services.engine.pages import PageAllocator, PageLayout, PageLease, PagePool, num_pages_for
@@ -175,12 +176,20 @@ def _with_pool(
         model=model,
         pool=pool,
         allocator=PageAllocator(pool.num_pages, store=tier),
-        runner=ModelRunner(model, pool),
+        runner=_make_runner(model, pool),
         fingerprint=model.fingerprint,
         tier=tier,
         parallelism=SINGLE if ranks is None else ranks.parallelism,
         ranks=ranks,
     )
+
+
+def _make_runner(model: Model, pool: PagePool) -> ModelRunner:
+    if model.device.type == "cuda" and not isinstance(model.decoder, TorchDecoder):
+        from services.engine.gpu.runner import GpuRunner  # only where there is a Triton to import
+
+        return GpuRunner(model, pool)
+    return ModelRunner(model, pool)
 
 
 def load_warm_engine(model_dir: str | Path, **settings: Any) -> EngineParts:
@@ -371,7 +380,8 @@ class Engine:
             if num_tokens > 0:
                 plan.items.append(StepItem(sequence, num_tokens))
                 budget_tokens -= num_tokens if num_prompt_left > 0 else 0
-                self._grow(sequence, sequence.num_computed_tokens + num_tokens)
+                num_wanted_tokens = sequence.num_computed_tokens + num_tokens + self._parts.runner.lookahead_tokens
+                self._grow(sequence, min(num_wanted_tokens, sequence.max_num_tokens))
         return plan
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:

@@ -5,6 +5,7 @@ Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D hea
 
 import functools
 import hashlib
+import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from services.engine.attention import AttentionBatch
 from services.engine.checkpoint import Checkpoint
 from services.engine.config import ModelConfig, load_config
 from services.engine.decoder import Decoder, DecoderStep, TorchDecoder
+from services.engine.gpu.matmul import forbid_split_k
 from services.engine.kernels.build import KernelsUnavailable
 from services.engine.kernels.decoder import KernelDecoder
 from services.engine.kernels.library import Kernels, load_kernels
 from services.engine.linear import PackedLinear, TorchLinear
 from services.engine.rope import RopeTable
-from services.engine.weights import WeightPlacement, load_weights
+from services.engine.weights import ModelWeights, WeightPlacement, load_weights
 from services.runtime.errors import ConfigError, InvariantViolated
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class Model:
         self.dtype = placement.dtype
         self.device = placement.device
         self._rope = RopeTable(config, device=self.device)
-        self._decoder = decoder
+        self.decoder = decoder
 
     @torch.inference_mode()
     def forward(
@@ -82,7 +84,11 @@ class Model:
         if longest > self.config.context_length_tokens:
             raise InvariantViolated(f"a step reaches {longest} tokens, beyond the model's context")
         rope = self._rope.ensure(longest)
-        return self._decoder.forward(DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope))
+        return self.decoder.forward(DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope))
+
+    def whole_rope(self) -> torch.Tensor:
+        """The rotary table [P, 2, D/2] of the whole context; from then on it stays where it is in memory."""
+        return self._rope.ensure(self.config.context_length_tokens)
 
     def repeatable(
         self,
@@ -100,7 +106,7 @@ class Model:
         """
         rope = self._rope.ensure(longest_context)
         step = DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope)
-        return torch.inference_mode()(self._decoder.repeatable(step))
+        return torch.inference_mode()(self.decoder.repeatable(step))
 
 
 def load_model(model_dir: str | Path, *, dtype: str = "auto", device: str = "auto", use_kernels: bool = True) -> Model:
@@ -119,7 +125,7 @@ def load_model(model_dir: str | Path, *, dtype: str = "auto", device: str = "aut
         fingerprint = layout_fingerprint(config, weights_digest=source.checkpoint.digest())
     finally:
         source.checkpoint.close()
-    decoder = TorchDecoder(config, weights) if kernels is None else KernelDecoder(kernels, config, weights)
+    decoder = _make_decoder(config, weights, kernels)
     return Model(config, decoder, source.placement, fingerprint=fingerprint, kernels=kernels)
 
 
@@ -138,6 +144,8 @@ def open_model(model_dir: str | Path, *, dtype: str, device: str, use_kernels: b
     config = load_config(model_dir)
     chosen_device = _choose_device(device)
     chosen_dtype = _choose_dtype(dtype, config, chosen_device)
+    if chosen_device.type == "cuda":
+        forbid_split_k()
     checkpoint = Checkpoint(model_dir)
     kernels = _find_kernels() if use_kernels and chosen_device.type == "cpu" else None
     make_linear = TorchLinear if kernels is None else functools.partial(PackedLinear, kernels)
@@ -147,6 +155,16 @@ def open_model(model_dir: str | Path, *, dtype: str, device: str, use_kernels: b
 def arithmetic_of(kernels: Kernels | None) -> str:
     """Names what results depend on beside the inputs."""
     return "torch" if kernels is None else kernels.arithmetic
+
+
+def _make_decoder(config: ModelConfig, weights: ModelWeights, kernels: Kernels | None) -> Decoder:
+    if kernels is not None:
+        return KernelDecoder(kernels, config, weights)
+    if weights.embedding.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from services.engine.gpu.decoder import TritonDecoder  # only where there is a Triton to import
+
+        return TritonDecoder(config, weights)
+    return TorchDecoder(config, weights)
 
 
 def layout_fingerprint(config: ModelConfig, *, weights_digest: str) -> str:

@@ -36,6 +36,9 @@ from services.runtime.errors import InvariantViolated
 class ModelRunner:
     """Runs plans on one model and one pool. Buffers are reused: one call at a time."""
 
+    lookahead_tokens = 0
+    """For so many tokens after a step's own it is well to have pages: the next step can be begun before it is asked."""
+
     def __init__(self, model: Model, pool: PagePool) -> None:
         self._model = model
         self._pool = pool
@@ -56,7 +59,7 @@ class ModelRunner:
 
         Raises InvariantViolated as `run` does.
         """
-        _check_plan(plan, self._pool.layout.page_size)
+        check_plan(plan, self._pool.layout.page_size)
         items = plan.items
         if plan.reports_prompts:
             items = [item for item in items if not item.sequence.reports_prompt]
@@ -142,6 +145,7 @@ class ModelRunner:
                 context_lens=self._tensor(ends.astype(np.int32)),
                 page_tables=self._tensor(page_tables),
                 slot_mapping=self._tensor(slot_mapping),
+                longest_tokens=int(ends.max()),
             ),
             logits_indices=self._tensor(wanted),
         )
@@ -251,11 +255,11 @@ def _wanted_rows(items: list[StepItem], ends: np.ndarray) -> np.ndarray:
     if not any(num_proposed):
         return last
     own_rows = [np.arange(end - num, end + 1) for end, num in zip(last.tolist(), num_proposed, strict=True)]
-    own_rows = [np.arange(end - num, end + 1) for end, num in zip(last.tolist(), num_proposed, strict=True)]
     return np.concatenate(own_rows)
 
 
-def _check_plan(plan: StepPlan, page_size: int) -> None:
+def check_plan(plan: StepPlan, page_size: int) -> None:
+    """Raise InvariantViolated for a plan that contradicts its sequences."""
     if len({id(item.sequence) for item in plan.items}) != len(plan.items):
         raise InvariantViolated("a sequence occurs twice in a step")
     for item in plan.items:

@@ -144,7 +144,7 @@ def gumbel_noise(seeds: SequenceOf[int], positions: SequenceOf[int], token_ids: 
 
     Bits come from SplitMix64 started at a key mixed from seed and position, at the token's place in its stream.
     """
-    keys = [_signed(_row_key(seed, position)) for seed, position in zip(seeds, positions, strict=True)]
+    keys = [noise_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     state = torch.tensor(keys, device=token_ids.device)[:, None] + token_ids * _signed(_INCREMENT)
     bits = _shift_right(_mix(state), 64 - _UNIFORM_BITS)
     uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-_UNIFORM_BITS)
@@ -388,9 +388,9 @@ def _num_kept(probabilities: torch.Tensor, sequences: SequenceOf[Chooser]) -> to
 # -- Noise bits --------------------------------------------------------------------------------------------------------
 
 
-def _row_key(seed: int, position: int) -> int:
-    """Mix seed and position into the start of the row's stream, on the host."""
-    return _mix_int(_mix_int((seed + _INCREMENT) & _MASK64) + position * _INCREMENT)
+def noise_key(seed: int, position: int) -> int:
+    """Mix seed and position into the start of the row's stream, a signed 64-bit integer, on the host."""
+    return _signed(_mix_int(_mix_int((seed + _INCREMENT) & _MASK64) + position * _INCREMENT))
 
 
 def _mix_int(value: int) -> int:

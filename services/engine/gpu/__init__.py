@@ -1,0 +1,1 @@
+"""The engine's path on CUDA devices: Triton kernels, the decoder made of them, and its decode steps as CUDA graphs."""

@@ -1,0 +1,126 @@
+"""The decoder of the Llama family on a CUDA device: torch's matrix products, Triton kernels for all between them.
+
+`services.engine.decoder` is its readable twin. Prompts and decode rows go different ways: `forward` computes tokens
+with the kernel of prompts, whatever their number, and `decode` one token a sequence with the kernel of decode rows,
+from tensors that may stay where they are, so that a CUDA graph can hold it. Neither asks the device for anything.
+
+Legend: T packed tokens, B sequences, N pages, H KV heads, L layers, S slots of a page, P positions, Hq query heads,
+D head_dim, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from services.engine.config import ModelConfig
+from services.engine.decoder import DecoderStep
+from services.engine.gpu.attention_triton import DecodeRows, DecodeScratch, decode_attention, prefill_attention
+from services.engine.gpu.fused_triton import add_rms_norm, rms_norm, rope_and_write, silu_and_multiply
+from services.engine.weights import ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """The inputs of a step with one token for each of B sequences; all tensors are on the model's device.
+
+    `token_ids` and `positions` [B]; `slot_mapping` [B] is page_id * S + slot, less than 0 for padding; `rope` is the
+    table of the model's whole context, [P, 2, D/2]; `pool_data` [N, H, L, 2, S, D].
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    rows: DecodeRows
+    scratch: DecodeScratch
+    pool_data: torch.Tensor
+    rope: torch.Tensor
+
+
+class TritonDecoder:
+    """The decoder on one device. For one thread at a time."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+        self.config = config
+        self._weights = weights
+        self._scale = config.head_dim**-0.5
+
+    def forward(self, step: DecoderStep) -> torch.Tensor:
+        """Writes the tokens' keys and values into the pool and returns the wanted logits, float32 [rows, V]."""
+        batch = step.batch
+
+        def attend(q: torch.Tensor, layer_data: torch.Tensor) -> torch.Tensor:
+            return prefill_attention(
+                q,
+                layer_data,
+                query_start=batch.query_start,
+                context_lens=batch.context_lens,
+                page_tables=batch.page_tables,
+                scale=self._scale,
+            )
+
+        x, residual = self._layers(
+            F.embedding(step.token_ids, self._weights.embedding),
+            positions=step.positions,
+            slot_mapping=batch.slot_mapping,
+            pool_data=step.pool_data,
+            rope=step.rope,
+            attend=attend,
+        )
+        wanted = step.logits_indices
+        return self._logits(x[wanted], residual[wanted]).float()
+
+    def decode(self, step: DecodeStep) -> torch.Tensor:
+        """The same for one token of each sequence; logits of all of them, [B, V] in the model's dtype."""
+
+        def attend(q: torch.Tensor, layer_data: torch.Tensor) -> torch.Tensor:
+            return decode_attention(q, layer_data, step.rows, step.scratch, scale=self._scale)
+
+        x, residual = self._layers(
+            F.embedding(step.token_ids, self._weights.embedding),
+            positions=step.positions,
+            slot_mapping=step.slot_mapping,
+            pool_data=step.pool_data,
+            rope=step.rope,
+            attend=attend,
+        )
+        return self._logits(x, residual)
+
+    def _layers(
+        self,
+        residual: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        pool_data: torch.Tensor,
+        rope: torch.Tensor,
+        attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All blocks; what the last one adds to the residual, and the residual, which is changed in place."""
+        config, eps = self.config, self.config.norm_eps
+        x = residual
+        for index, layer in enumerate(self._weights.layers):
+            norm = layer.input_norm
+            normed = add_rms_norm(x, residual, norm, eps) if index else rms_norm(x, norm, eps)
+            norms = None
+            if layer.query_norm is not None and layer.key_norm is not None:
+                norms = (layer.query_norm, layer.key_norm)
+            layer_data = pool_data[:, :, index]
+            q = rope_and_write(
+                layer.qkv(normed),
+                layer_data,
+                num_heads=config.num_heads,
+                positions=positions,
+                slot_mapping=slot_mapping,
+                rope=rope,
+                norms=norms,
+                eps=eps,
+            )
+            x = layer.output(attend(q, layer_data).flatten(1))
+            normed = add_rms_norm(x, residual, layer.post_norm, eps)
+            x = layer.down(silu_and_multiply(layer.gate_up(normed)))
+        return x, residual
+
+    def _logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._weights.lm_head(add_rms_norm(x, residual, self._weights.final_norm, self.config.norm_eps))
