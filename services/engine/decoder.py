@@ -3,9 +3,7 @@
 Legend: T packed tokens, P positions, N pages, H KV heads, L layers, S slots of a page, D head_dim, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -36,10 +34,6 @@ class Decoder(Protocol):
         """Writes the tokens' keys and values into the pool and returns the wanted logits, float32 [rows, V]."""
         ...
 
-    def repeatable(self, step: DecoderStep) -> Callable[[], torch.Tensor]:
-        """`forward` of these tensors, for who puts other numbers into them each time. The logits are overwritten."""
-        ...
-
 
 class TorchDecoder:
     """The decoder in torch operations. A row's result may depend on the other rows of its step."""
@@ -56,10 +50,6 @@ class TorchDecoder:
             x = x + self._feed_forward(layer, x)
         wanted = self._norm(x[step.logits_indices], self._weights.final_norm)
         return self._weights.lm_head(wanted, out_dtype=torch.float32)
-
-    def repeatable(self, step: DecoderStep) -> Callable[[], torch.Tensor]:
-        """`forward` of these tensors, for who puts other numbers into them each time."""
-        return partial(self.forward, step)
 
     def _attend(self, layer: LayerWeights, index: int, x: torch.Tensor, step: DecoderStep) -> torch.Tensor:
         config = self._config

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,14 +138,21 @@ def load_engine(
         if threads < 1:
             raise ConfigError(f"threads is {threads}, it must be at least 1")
         torch.set_num_threads(threads)
+    make_parts = partial(
+        _with_pool,
+        page_size=page_size,
+        num_pages=num_pages,
+        kv_memory_bytes=kv_memory_bytes,
+        host_tier_bytes=host_tier_bytes,
+    )
     parallelism = Parallelism(tensor_parallel, pipeline_parallel)
     if parallelism.num_ranks == 1:
-        return _with_pool(load_model(model_dir, dtype=dtype, device=device), page_size, num_pages, kv_memory_bytes)
+        return make_parts(load_model(model_dir, dtype=dtype, device=device))
     parallelism.check(load_config(model_dir))
     ranks = RankGroup(parallelism)
     try:
         model = ranks.load(model_dir, dtype=dtype, device=device, threads=threads)
-        return _with_pool(model, page_size, num_pages, kv_memory_bytes, ranks)
+        return make_parts(model, ranks)
     except BaseException:
         ranks.close()
         raise
@@ -152,10 +160,12 @@ def load_engine(
 
 def _with_pool(
     model: Model,
+    ranks: RankGroup | None = None,
+    *,
     page_size: int,
     num_pages: int | None,
     kv_memory_bytes: int | None,
-    ranks: RankGroup | None = None,
+    host_tier_bytes: int | None,
 ) -> EngineParts:
     config = model.config
     layout = PageLayout(

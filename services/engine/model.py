@@ -3,12 +3,12 @@
 Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D head_dim, V vocabulary.
 """
 
-import functools
 import hashlib
 import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -106,7 +106,9 @@ class Model:
         """
         rope = self._rope.ensure(longest_context)
         step = DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope)
-        return torch.inference_mode()(self.decoder.repeatable(step))
+        decoder = self.decoder
+        again = decoder.repeatable(step) if isinstance(decoder, KernelDecoder) else partial(decoder.forward, step)
+        return torch.inference_mode()(again)
 
 
 def load_model(model_dir: str | Path, *, dtype: str = "auto", device: str = "auto", use_kernels: bool = True) -> Model:
@@ -148,7 +150,7 @@ def open_model(model_dir: str | Path, *, dtype: str, device: str, use_kernels: b
         forbid_split_k()
     checkpoint = Checkpoint(model_dir)
     kernels = _find_kernels() if use_kernels and chosen_device.type == "cpu" else None
-    make_linear = TorchLinear if kernels is None else functools.partial(PackedLinear, kernels)
+    make_linear = TorchLinear if kernels is None else partial(PackedLinear, kernels)
     return ModelSource(config, checkpoint, WeightPlacement(chosen_dtype, chosen_device, make_linear), kernels)
 
 
