@@ -214,10 +214,10 @@ class NcclReceiveChannel(DeviceReceiveChannel):
 
     def close(self) -> None:
         """See ReceiveEnd. What kernels may touch is kept by the pair until they have ended."""
-        self._memory = None
         self._in_flight.clear()
         with self._lock:
             self._is_closed = True
+            self._memory = None
             if self._opened.is_set():  # else the opening thread, which reads from it, closes it
                 self._socket.close()
 
@@ -250,8 +250,10 @@ class NcclReceiveChannel(DeviceReceiveChannel):
             self._pair.open(unique_id, 1, timeout_s=countdown.remaining_s())
             self._pair.wait(self._pair.receive(memory[-_WARM_UP_BYTES:]))
             self._socket.sendall(OPENED)
-            self._memory = memory
-            self._slots = ReceiverSlots(self._socket, self._ring)
+            with self._lock:
+                if not self._is_closed:  # the sender is ready by now, and may be through and gone
+                    self._memory = memory
+                    self._slots = ReceiverSlots(self._socket, self._ring)
         except OSError as error:
             _give_up(self._socket, self._pair, ChannelBroken(f"the channel broke while it was opened: {error}"))
         except ChannelBroken as error:

@@ -207,7 +207,7 @@ class NcclPair:
         with self._changed:
             if self._state in (State.OPENING, State.OPEN):
                 self._state = State.BROKEN
-                self._error = error
+                self._error = type(error)(error.message)  # one that is raised holds on to what its frames hold
             if self._watchdog is None:
                 self._state = State.GONE
                 self._kept.clear()

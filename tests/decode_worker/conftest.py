@@ -251,6 +251,8 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
             runner=runner,
             model=SimpleNamespace(exact=exact),
             fingerprint="a model",
+            tier=None,
+            loss=None,
         )
         metrics = WorkerMetrics(worker_id="decode-0")
         links = FakeLinks()

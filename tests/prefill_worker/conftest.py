@@ -183,6 +183,8 @@ async def make_bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
             allocator=allocator,
             runner=runner,
             fingerprint="a model",
+            tier=None,
+            loss=None,
         )
         metrics = WorkerMetrics(worker_id="prefill-0")
         worker = PrefillWorker(

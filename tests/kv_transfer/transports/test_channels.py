@@ -483,8 +483,11 @@ def test_a_release_of_a_slot_that_was_not_posted_breaks_the_channel(name: str) -
     transport = made(name)
     listener = transport.listen("127.0.0.1", 0)
     ends = connect(transport, listener)
-    ends.receiver.poll(timeout_s=0.0)
     receiver = ends.receiver
+    deadline = time.monotonic() + TIMEOUT_S
+    ends.receiver.poll(timeout_s=0.0)
+    while name != "shm" and receiver._slots is None and time.monotonic() < deadline:  # type: ignore[attr-defined]
+        ends.receiver.poll(timeout_s=0.01)  # it opens behind the receiving end
     sock = receiver._socket if name == "shm" else receiver._slots._messages._socket  # type: ignore[attr-defined]
     sock.send(struct.pack("<I", 77))
 
