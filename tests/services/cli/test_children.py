@@ -45,7 +45,7 @@ def test_every_worker_has_a_name_and_the_cluster_s_settings() -> None:
 )
 def test_each_role_may_have_its_own_degree(given: dict[str, int], prefill: int, decode: int) -> None:
     settings = UpSettings(pipeline_parallel=3, **given)
-    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {})
+    specs = worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)
     degrees = [{flag for flag in spec.command if "-parallel=" in flag} for spec in specs]
     expected = [{f"--tensor-parallel={degree}", "--pipeline-parallel=3"} for degree in (prefill, decode)]
     assert degrees == expected
@@ -68,7 +68,7 @@ def test_decode_workers_alone_are_told_what_to_propose() -> None:
         (UpSettings(speculative="auto", model=Path("/m")), None),
         (UpSettings(speculative="draft", model=Path("/m"), draft_model=Path("/d")), Path("/d")),
     ):
-        prefill, decode = worker_specs(settings, model_plans(settings), ADDRESSES, {})
+        prefill, decode = worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)
         assert not any(flag.startswith(("--speculative", "--draft")) for flag in prefill.command)
         read = load(DecodeWorkerConfig, decode.command[4:], prog="decode_worker", environ={})
         assert (read.speculative, read.draft_model) == (settings.speculative, draft)
