@@ -112,7 +112,6 @@ async def test_a_stall_of_the_streams_is_seen() -> None:
     assert found.num_failed == 0
     assert found.ttft_p50_s >= System.prompt_s
     assert found.itl_p99_s >= System.prompt_s * 0.9
-    assert found.itl_p99_s > 2 * found.itl_p50_s
     assert found.goodput == found.num_requests / ARGUMENTS.seconds
     assert found.stream_tokens_per_s > 0
 
