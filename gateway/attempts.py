@@ -379,6 +379,9 @@ class Attempt:
     def close(self) -> None:
         """Frees what the workers still hold, and drops whatever still comes. May be called twice."""
         self.watch.end()
+        # Its last token came in a message with its end, and was taken first: there is nothing to cancel.
+        if any(session is self.decode and isinstance(event, Finished) for session, event in self._mailbox.events):
+            self._is_at_decode = False
         if self._giver is not None and self._is_at_giver:
             self._is_at_giver = False
             self._giver.session.cancel(self._giver.key)
