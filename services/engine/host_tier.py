@@ -73,7 +73,9 @@ class HostTier:
 
         Of more than fit in, the last are kept: those that would have given way last.
         """
-        pages = pages[max(0, len(pages) - self._space.num_slots) :]
+        # What was taken and is not loaded yet still has its slots.
+        room = self._space.num_free_slots + len(self._entries)
+        pages = pages[max(0, len(pages) - room) :]
         if not pages:
             return []
         gone = list(islice(self._entries, max(0, len(pages) - self._space.num_free_slots)))

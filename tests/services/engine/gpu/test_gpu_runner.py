@@ -341,10 +341,10 @@ def test_rows_without_their_pages_or_in_wrong_number_are_refused(parts):
 def triton_model(folder, device, dtype=torch.float32):
     config = load_config(folder)
     checkpoint = Checkpoint(folder)
-    weights = load_weights(config, checkpoint, WeightPlacement(dtype, device, TorchLinear))
+    placement = WeightPlacement(dtype, device, TorchLinear)
+    weights = load_weights(config, checkpoint, placement)
     checkpoint.close()
-    model = Model(config, weights, fingerprint="")
-    model.decoder = TritonDecoder(config, weights)
+    model = Model(config, TritonDecoder(config, weights), placement, fingerprint="")
     return model
 
 
