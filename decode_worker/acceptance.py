@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from services.engine.kernels.library import LEVELS
+
 Source = Literal["ngram", "draft"]
 
-LEVELS = 8
-"""Of how sure a source may be."""
 ANY_LEVEL = LEVELS
 """Of a draft's guess before it is made."""
 PRIOR_WEIGHT = 4.0
@@ -35,16 +35,11 @@ WORKER_HALF_LIFE_STEPS = 4096
 
 
 class Kind(NamedTuple):
-    """What makes proposals alike. `level` from 0 to LEVELS - 1, or ANY_LEVEL."""
+    """What makes proposals alike. `level`, of how sure a source is, is from 0 to LEVELS - 1, or ANY_LEVEL."""
 
     source: Source
     is_greedy: bool
     level: int
-
-
-def level_of_probability(probability: float) -> int:
-    """How sure a draft is that gives its guess this probability."""
-    return min(LEVELS - 1, int(probability * LEVELS))
 
 
 def level_of_match(num_tokens: int) -> int:

@@ -34,10 +34,11 @@ from decode_worker.acceptance import (
     Record,
     Source,
     level_of_match,
-    level_of_probability,
     worthwhile,
 )
 from services.engine.draft import DraftModel
+from services.engine.guessing import Guess, Limit
+from services.engine.kernels.library import LEVELS
 from services.engine.lookup import PromptLookup
 from services.engine.sequence import Sequence
 from services.engine.step import SampledToken
@@ -91,14 +92,12 @@ class _Request:
 
 @dataclass(eq=False, slots=True)
 class _Chain:
-    """Guesses of the draft for one sequence, as far as they are worth it."""
+    """A sequence that the draft is to guess for, and the kinds of those guesses that are worth it."""
 
     candidate: Candidate
     record: Record
     row_s: float
     kinds: list[Kind] = field(default_factory=list)
-    reached: float = 1.0
-    """How likely all of them are to be right."""
 
 
 class Speculator:
@@ -230,7 +229,7 @@ class Speculator:
     def _draft_all(
         self, draft: DraftModel, chains: list[_Chain], price: Price, step_s: float
     ) -> list[tuple[_Chain, Proposal]]:
-        """Guesses for these, round by round, as long as a round is worth it. Who lacks much reads a part instead."""
+        """Guesses for these, as far as it is worth it. Who lacks much reads a part instead."""
         lacking = [draft.num_lacking(chain.candidate.sequence) for chain in chains]
         num_to_read = self._num_to_read(step_s)
         for chain, num in zip(chains, lacking, strict=True):
@@ -239,58 +238,51 @@ class Speculator:
         chains = [chain for chain, num in zip(chains, lacking, strict=True) if num <= READ_TOKENS]
         if not chains:
             return []
+        sequences = [chain.candidate.sequence for chain in chains]
         began_s = self._clock.monotonic()
-        guessing = draft.begin(
-            [chain.candidate.sequence for chain in chains], [self._depth(chain.candidate) for chain in chains]
-        )
-        chains = [chains[place] for place in guessing.places]
-        rows = list(range(len(chains)))
-        while rows:
-            self._observe_round(chains, rows, began_s, price)
-            for row in rows:
-                self._weigh(chains[row], guessing.guesses[row][-1][1], price)
-            rows = self._rows_to_go_on(chains, [len(guesses) for guesses in guessing.guesses], price)
-            began_s = self._clock.monotonic()
-            if rows:
-                guessing.go_on(rows)
+        guessed = draft.guess(sequences, [self._limit(chain, len(chains), price) for chain in chains])
+        self._observe(sequences, guessed, began_s, price)
+        for chain, guesses in zip(chains, guessed, strict=True):
+            self._weigh(chain, guesses, price)
         return [
-            (chain, Proposal(tuple(token_id for token_id, _ in guesses[: len(chain.kinds)]), tuple(chain.kinds)))
-            for chain, guesses in zip(chains, guessing.guesses, strict=True)
+            (chain, Proposal(tuple(guess.token_id for guess in guesses[: len(chain.kinds)]), tuple(chain.kinds)))
+            for chain, guesses in zip(chains, guessed, strict=True)
             if chain.kinds
         ]
 
-    def _observe_round(self, chains: list[_Chain], rows: list[int], began_s: float, price: Price) -> None:
+    def _limit(self, chain: _Chain, num_chains: int, price: Price) -> Limit:
+        """Guess on as long as one more is worth its time: its own, its part of a round's, and that of its row."""
+        sequence, speed = chain.candidate.sequence, self._guesses.speed
+        own_s = speed.s_per_sequence + speed.s_per_context_token * sequence.num_tokens + chain.row_s
+        kinds = [Kind("draft", sequence.sampling.is_greedy, level) for level in range(LEVELS)]
+        chances = [chain.record.chance(kind, self._step) for kind in kinds]
+        next_chance = chain.record.chance(_any(sequence), self._step)
+        return Limit(
+            self._depth(chain.candidate), chances, next_chance, price.of(own_s + speed.overhead_s / num_chains)
+        )
+
+    def _observe(self, sequences: list[Sequence], guessed: list[list[Guess]], began_s: float, price: Price) -> None:
         now_s = self._clock.monotonic()
-        context_tokens = sum(chains[row].candidate.sequence.num_tokens for row in rows)
-        self._guesses.observe(len(rows), context_tokens, now_s - began_s, now_s)
+        num_rounds = max(map(len, guessed))
+        if num_rounds:
+            context_tokens = sum(sequence.num_tokens for sequence in sequences)
+            self._guesses.observe(len(sequences), context_tokens, (now_s - began_s) / num_rounds, now_s)
         price.add(num_tokens=0.0, time_s=now_s - began_s)
 
-    def _weigh(self, chain: _Chain, probability: float, price: Price) -> None:
-        """Takes a new guess, or ends the chain."""
+    def _weigh(self, chain: _Chain, guesses: list[Guess], price: Price) -> None:
+        """Takes the guesses that are worth their rows, up to the first that is not."""
         sequence = chain.candidate.sequence
-        kind = Kind("draft", sequence.sampling.is_greedy, level_of_probability(probability))
-        chance = chain.record.chance(kind, self._step)
-        # Also of those that are not taken: this is what a guess is expected to be worth before it is made.
-        chain.record.note(_any(sequence), self._step, chance)
-        chain.reached *= chance
-        if chain.reached > price.of(chain.row_s):
+        reached = 1.0
+        for guess in guesses:
+            kind = Kind("draft", sequence.sampling.is_greedy, guess.level)
+            chance = chain.record.chance(kind, self._step)
+            # Also of those that are not taken: this is what a guess is expected to be worth before it is made.
+            chain.record.note(_any(sequence), self._step, chance)
+            reached *= chance
+            if reached <= price.of(chain.row_s):
+                break
             chain.kinds.append(kind)
-            price.add(num_tokens=chain.reached, time_s=chain.row_s)
-
-    def _rows_to_go_on(self, chains: list[_Chain], num_guesses: list[int], price: Price) -> list[int]:
-        """Those for whom one guess more is worth its time; none, where all of them do not make up for a round."""
-        speed = self._guesses.speed
-        rows, gain = [], 0.0
-        for row, chain in enumerate(chains):
-            sequence = chain.candidate.sequence
-            if len(chain.kinds) < num_guesses[row] or num_guesses[row] >= self._depth(chain.candidate):
-                continue
-            reached = chain.reached * chain.record.chance(_any(sequence), self._step)
-            own_s = speed.s_per_sequence + speed.s_per_context_token * sequence.num_tokens + chain.row_s
-            if (net := reached - price.of(own_s)) > 0:
-                rows.append(row)
-                gain += net
-        return rows if gain > price.of(speed.overhead_s) else []
+            price.add(num_tokens=reached, time_s=chain.row_s)
 
     def _num_to_read(self, step_s: float) -> int:
         speed = self._reads.speed

@@ -35,6 +35,19 @@ class Decoder(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RepeatedStep:
+    """A step whose tensors stay where they are, with other numbers in them each time."""
+
+    decoder: Decoder
+    step: DecoderStep
+
+    @torch.inference_mode()
+    def forward(self) -> torch.Tensor:
+        """Logits, float32 [rows, V]."""
+        return self.decoder.forward(self.step)
+
+
 class TorchDecoder:
     """The decoder in torch operations. A row's result may depend on the other rows of its step."""
 

@@ -22,9 +22,12 @@ import torch
 from services.engine.attention import AttentionBatch
 from services.engine.config import load_config
 from services.engine.engine import EngineParts, load_engine
+from services.engine.guessing import Chain, Guess, Limit, guess
+from services.engine.kernels.decoder import KernelStep
+from services.engine.kernels.library import Draw
 from services.engine.model import Model
 from services.engine.pages import PageLease, PagePool, num_pages_for
-from services.engine.sampling import guess
+from services.engine.sampling import draw_of
 from services.engine.sequence import Sequence
 from services.runtime.errors import ConfigError, InvariantViolated
 
@@ -48,20 +51,20 @@ class _Lane:
     """
 
     def __init__(self, model: Model, pool: PagePool, num_sequences: int, num_pages: int) -> None:
-        self.token_ids = np.zeros(num_sequences, np.int64)
-        self.positions = np.zeros(num_sequences, np.int64)
-        self.page_tables = np.zeros((num_sequences, num_pages), np.int32)
+        self._token_ids = np.zeros(num_sequences, np.int64)
+        self._positions = np.zeros(num_sequences, np.int64)
+        self._page_tables = np.zeros((num_sequences, num_pages), np.int32)
         self._page_size = pool.layout.page_size
         self._rows = np.arange(num_sequences)
         self._slots = np.zeros(num_sequences, np.int64)
         self._context_lens = np.zeros(num_sequences, np.int32)
         query_start = np.arange(num_sequences + 1, dtype=np.int32)
-        arrays = (self.token_ids, self.positions, query_start, self._context_lens, self.page_tables, self._slots)
+        arrays = (self._token_ids, self._positions, query_start, self._context_lens, self._page_tables, self._slots)
         host = [torch.from_numpy(array) for array in arrays]
         tokens, places, starts, lens, tables, mapping = there = [tensor.to(pool.data.device) for tensor in host]
         # On a CPU these are the same memory.
         self._copies = [] if pool.data.device.type == "cpu" else [*zip(there, host, strict=True)]
-        self._forward = model.repeatable(
+        self._step = model.repeatable(
             tokens,
             places,
             AttentionBatch(starts, lens, tables, mapping),
@@ -70,20 +73,45 @@ class _Lane:
             longest_context=min(num_pages * self._page_size, model.config.context_length_tokens),
         )
 
-    def fill(self, row: int, page_ids: SequenceOf[int]) -> None:
-        """Whose pages the row's are."""
-        self.page_tables[row, : len(page_ids)] = page_ids
+    def place(self, row: int, page_ids: SequenceOf[int], token_id: int, position: int) -> None:
+        """Say which token of whom the row is."""
+        self._page_tables[row, : len(page_ids)] = page_ids
+        self._token_ids[row] = token_id
+        self._positions[row] = position
 
     def compute(self) -> torch.Tensor:
         """Compute the tokens at their positions; the next ones' logits, float32 [B, V], until the next call."""
-        positions, size = self.positions, self._page_size
+        self._prepare()
+        return self._step.forward()
+
+    def guess(self, draws: SequenceOf[Draw], limits: SequenceOf[Limit]) -> list[list[Guess]]:
+        """Compute the tokens, and guess for each row what follows it, as far as its limit says."""
+        if isinstance(self._step, KernelStep):
+            self._prepare()
+            return self._step.guess(draws, limits)
+        chains = [Chain(limit) for limit in limits]
+        open_rows = [*range(len(chains))]
+        while open_rows:
+            at = [
+                draw._replace(position=draw.position + len(chain.guesses))
+                for draw, chain in zip(draws, chains, strict=True)
+            ]
+            guessed = guess(self.compute(), at)
+            open_rows = [row for row in open_rows if chains[row].add(guessed[row])]
+            # The other rows are computed as before, which writes what is there.
+            for row in open_rows:
+                self._token_ids[row] = guessed[row].token_id
+                self._positions[row] += 1
+        return [chain.guesses for chain in chains]
+
+    def _prepare(self) -> None:
+        positions, size = self._positions, self._page_size
         np.add(positions, 1, out=self._context_lens, casting="unsafe")
         pages = positions // size
-        np.multiply(self.page_tables[self._rows, pages], size, out=self._slots)
+        np.multiply(self._page_tables[self._rows, pages], size, out=self._slots)
         self._slots += positions - pages * size
         for tensor, source in self._copies:
             tensor.copy_(source)
-        return self._forward()
 
 
 class DraftModel:
@@ -125,19 +153,26 @@ class DraftModel:
         self._memories[sequence.sequence_id].num_tokens = start + num_tokens
         return True
 
-    def begin(self, sequences: SequenceOf[Sequence], max_guesses: SequenceOf[int]) -> Guessing:
-        """Compute what is lacking and guess the next token of each sequence for which there is room."""
-        wanted = [(each, each.num_tokens + most - 1) for each, most in zip(sequences, max_guesses, strict=True)]
+    def guess(self, sequences: SequenceOf[Sequence], limits: SequenceOf[Limit]) -> list[list[Guess]]:
+        """Compute what is lacking and guess what follows each sequence; nothing where there is no room for it."""
+        wanted = [(each, each.num_tokens + limit.most - 1) for each, limit in zip(sequences, limits, strict=True)]
         places = self._reserve(wanted)
+        found: list[list[Guess]] = [[] for _ in sequences]
+        if not places:
+            return found
         held = [sequences[place] for place in places]
-        guessing = Guessing(self, held, places)
-        if held:
-            for sequence in held:
-                self._catch_up(sequence)
-            guessing.compute(range(len(held)))
-            for sequence in held:
-                self._memories[sequence.sequence_id].num_tokens = sequence.num_tokens
-        return guessing
+        for sequence in held:
+            self._catch_up(sequence)
+        draws = [draw_of(sequence.sampling, sequence.num_tokens) for sequence in held]
+        guessed = self._lane(held, [sequence.num_tokens - 1 for sequence in held]).guess(
+            draws, [limits[place] for place in places]
+        )
+        for place, sequence, guesses in zip(places, held, guessed, strict=True):
+            found[place] = guesses
+            memory = self._memories[sequence.sequence_id]
+            memory.num_tokens = sequence.num_tokens
+            memory.guesses = [token_id for token_id, _ in guesses[:-1]]
+        return found
 
     def free(self, key: Hashable) -> None:
         """Forget a sequence. Unknown keys are ignored."""
@@ -187,9 +222,7 @@ class DraftModel:
         """Compute what is lacking but the last token."""
         start, end = self._settle(sequence), sequence.num_tokens - 1
         if end - start == 1:
-            lane = self.lane([sequence])
-            lane.token_ids[0], lane.positions[0] = sequence.token_ids[start], start
-            lane.compute()
+            self._lane([sequence], [start]).compute()
         elif end > start:
             self._forward(sequence, start, end)
 
@@ -211,8 +244,8 @@ class DraftModel:
         tokens, places, starts, lens, tables, mapping, none = (torch.from_numpy(a).to(self._device) for a in arrays)
         self._model.forward(tokens, places, AttentionBatch(starts, lens, tables, mapping), self._pool.data, none)
 
-    def lane(self, sequences: SequenceOf[Sequence]) -> _Lane:
-        """A lane with the pages of these sequences."""
+    def _lane(self, sequences: SequenceOf[Sequence], positions: SequenceOf[int]) -> _Lane:
+        """Return a lane with a token of each of these sequences."""
         page_ids = [self._memories[sequence.sequence_id].lease.page_ids for sequence in sequences]
         num_pages = max(MIN_LANE_PAGES, 1 << (max(map(len, page_ids)) - 1).bit_length())
         key = len(sequences), num_pages
@@ -221,13 +254,9 @@ class DraftModel:
             if len(self._lanes) == MAX_LANES:
                 del self._lanes[next(iter(self._lanes))]
             lane = self._lanes[key] = _Lane(self._model, self._pool, *key)
-        for row, ids in enumerate(page_ids):
-            lane.fill(row, ids)
+        for row, (sequence, ids, position) in enumerate(zip(sequences, page_ids, positions, strict=True)):
+            lane.place(row, ids, sequence.token_ids[position], position)
         return lane
-
-    def note_guess(self, key: Hashable, token_id: int) -> None:
-        """The draft computes a guess of its own, behind the sequence's tokens."""
-        self._memories[key].guesses.append(token_id)
 
 
 def load_draft(model_dir: str | Path, parts: EngineParts, *, page_size: int, memory_bytes: int) -> DraftModel:
@@ -246,39 +275,3 @@ def load_draft(model_dir: str | Path, parts: EngineParts, *, page_size: int, mem
     device = parts.model.device
     draft = load_engine(model_dir, device=str(device), page_size=page_size, kv_memory_bytes=memory_bytes)
     return DraftModel(draft)
-
-
-class Guessing:
-    """Guesses for some sequences, token by token, until nobody wants more. The next use of the model ends it.
-
-    `guesses` has for each sequence its tokens so far and how likely the draft found them; `places` says which it is.
-    """
-
-    def __init__(self, draft: DraftModel, sequences: SequenceOf[Sequence], places: list[int]) -> None:
-        """`places` are those of the sequences among all for which guesses were wanted."""
-        self.places = places
-        self.guesses: list[list[tuple[int, float]]] = [[] for _ in sequences]
-        self._draft = draft
-        self._sequences = sequences
-
-    def go_on(self, rows: SequenceOf[int]) -> None:
-        """Guess one more token of the sequences at these places; `begin` was told that they may have as many."""
-        for row in rows:
-            self._draft.note_guess(self._sequences[row].sequence_id, self.guesses[row][-1][0])
-        self.compute(rows)
-
-    def compute(self, rows: SequenceOf[int]) -> None:
-        """Compute the last token or guess of these, and take what the model says of the next one."""
-        sequences = [self._sequences[row] for row in rows]
-        lane = self._draft.lane(sequences)
-        positions = []
-        for place, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
-            guesses = self.guesses[row]
-            lane.token_ids[place] = guesses[-1][0] if guesses else sequence.token_ids[-1]
-            positions.append(sequence.num_tokens + len(guesses))
-        lane.positions[:] = positions
-        lane.positions -= 1
-        logits = lane.compute()
-        samplings = [sequence.sampling for sequence in sequences]
-        for row, guessed in zip(rows, guess(logits, samplings, positions), strict=True):
-            self.guesses[row].append(guessed)

@@ -6,7 +6,6 @@ Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D hea
 import hashlib
 import importlib.util
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,10 @@ import torch
 from services.engine.attention import AttentionBatch
 from services.engine.checkpoint import Checkpoint
 from services.engine.config import ModelConfig, load_config
-from services.engine.decoder import Decoder, DecoderStep, TorchDecoder
+from services.engine.decoder import Decoder, DecoderStep, RepeatedStep, TorchDecoder
 from services.engine.gpu.matmul import forbid_split_k
 from services.engine.kernels.build import KernelsUnavailable
-from services.engine.kernels.decoder import KernelDecoder
+from services.engine.kernels.decoder import KernelDecoder, KernelStep
 from services.engine.kernels.library import Kernels, load_kernels
 from services.engine.linear import PackedLinear, TorchLinear
 from services.engine.rope import RopeTable
@@ -41,6 +40,7 @@ class Model:
     however its prompt was cut into chunks, and whether it was computed by prefill or by decode.
     `arithmetic` names what results depend on beside the inputs: two exact models whose fingerprint, dtype and
     arithmetic are equal give bitwise equal results in different processes.
+    `kernels` are those of the CPU in use, if any.
     `fingerprint` names the weights and the meaning of a page's bytes: two workers exchange pages only if theirs agree.
     """
 
@@ -55,6 +55,7 @@ class Model:
     ) -> None:
         self.config = config
         self.fingerprint = fingerprint
+        self.kernels = kernels
         self.exact = kernels is not None
         self.arithmetic = arithmetic_of(kernels)
         self.dtype = placement.dtype
@@ -99,7 +100,7 @@ class Model:
         logits_indices: torch.Tensor,
         *,
         longest_context: int,
-    ) -> Callable[[], torch.Tensor]:
+    ) -> KernelStep | RepeatedStep:
         """`forward` of these tensors, for who puts other numbers into them each time; it costs less than `forward`.
 
         No context is longer than `longest_context`. The logits are overwritten by the next call.
@@ -107,8 +108,7 @@ class Model:
         rope = self._rope.ensure(longest_context)
         step = DecoderStep(token_ids, positions, batch, pool_data, logits_indices, rope)
         decoder = self.decoder
-        again = decoder.repeatable(step) if isinstance(decoder, KernelDecoder) else partial(decoder.forward, step)
-        return torch.inference_mode()(again)
+        return decoder.repeatable(step) if isinstance(decoder, KernelDecoder) else RepeatedStep(decoder, step)
 
 
 def load_model(model_dir: str | Path, *, dtype: str = "auto", device: str = "auto", use_kernels: bool = True) -> Model:

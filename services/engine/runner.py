@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from services.engine.attention import AttentionBatch
+from services.engine.kernels.library import Kernels
 from services.engine.model import Model
 from services.engine.pages import PagePool, num_pages_for
 from services.engine.sampling import report, rows_are_finite, sample
@@ -83,9 +84,9 @@ class ModelRunner:
         logits = self._logits(packed)
         due = [item for item in items if item.is_sampled]
         if any(item.proposed for item in due):
-            chosen = iter(choose(logits, due))
+            chosen = iter(choose(logits, due, kernels=self._model.kernels))
         else:
-            chosen = iter(sample(logits, [item.sequence for item in due]))
+            chosen = iter(sample(logits, [item.sequence for item in due], kernels=self._model.kernels))
         return [next(chosen) if item.is_sampled else None for item in items]
 
     def _report(self, item: StepItem) -> SampledToken | PromptTokens | NonFiniteLogits:
@@ -103,7 +104,7 @@ class ModelRunner:
             following = sequence.token_ids[start + 1 : start + 1 + piece.num_scheduled_tokens]
             reports += report(logits[: len(following)], following, count)
             if piece.is_sampled:
-                (outcome,) = sample(logits[-1:], [sequence])
+                (outcome,) = sample(logits[-1:], [sequence], kernels=self._model.kernels)
                 return replace(outcome, prompt=tuple(reports)) if isinstance(outcome, SampledToken) else outcome
             sequence.num_computed_tokens += piece.num_scheduled_tokens
             if sequence.num_computed_tokens == end:
@@ -194,7 +195,9 @@ class _Packed:
     logits_indices: torch.Tensor
 
 
-def choose(logits: torch.Tensor, items: list[StepItem]) -> list[SampledToken | SampledTokens | NonFiniteLogits]:
+def choose(
+    logits: torch.Tensor, items: list[StepItem], *, kernels: Kernels | None = None
+) -> list[SampledToken | SampledTokens | NonFiniteLogits]:
     """Choose the tokens of items that are sampled; `logits` has the rows of each one's last token and its proposals.
 
     The token behind a proposal is what `sample` would have given in a step of its own, with the proposal in place. It
@@ -209,7 +212,7 @@ def choose(logits: torch.Tensor, items: list[StepItem]) -> list[SampledToken | S
         num_ahead = 0 if item.sequence.grammar is not None else len(item.proposed)
         choosers += [item.sequence, *(Lookahead(item.sequence, item.proposed[: n + 1]) for n in range(num_ahead))]
         rows += range(start, start + 1 + num_ahead)
-    chosen = iter(sample(logits if len(rows) == starts[-1] else logits[rows], choosers))
+    chosen = iter(sample(logits if len(rows) == starts[-1] else logits[rows], choosers, kernels=kernels))
     outcomes: list[SampledToken | SampledTokens | NonFiniteLogits] = []
     for item, start in zip(items, starts, strict=False):
         if not item.proposed:
@@ -217,18 +220,18 @@ def choose(logits: torch.Tensor, items: list[StepItem]) -> list[SampledToken | S
         elif item.sequence.grammar is None:
             outcomes.append(_accepted(item, [next(chosen) for _ in range(1 + len(item.proposed))]))
         else:
-            outcomes.append(_accepted(item, _one_by_one(item, next(chosen), logits[start:])))
+            outcomes.append(_accepted(item, _one_by_one(item, next(chosen), logits[start:], kernels)))
     return outcomes
 
 
 def _one_by_one(
-    item: StepItem, outcome: SampledToken | NonFiniteLogits, logits: torch.Tensor
+    item: StepItem, outcome: SampledToken | NonFiniteLogits, logits: torch.Tensor, kernels: Kernels | None
 ) -> Iterator[SampledToken | NonFiniteLogits]:
     """Give the choices of an item, `outcome` and those behind it, each made when it is asked for."""
     yield outcome
     for num_ahead in range(1, 1 + len(item.proposed)):
         ahead = Lookahead(item.sequence, item.proposed[:num_ahead])
-        yield sample(logits[num_ahead : num_ahead + 1], [ahead])[0]
+        yield sample(logits[num_ahead : num_ahead + 1], [ahead], kernels=kernels)[0]
 
 
 def _accepted(

@@ -20,6 +20,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from services.engine.kernels.library import Draw, Kernels
 from services.engine.sequence import Chooser, Sampling
 from services.engine.step import NonFiniteLogits, NothingAllowed, SampledToken
 
@@ -36,15 +37,14 @@ _UNIFORM_BITS = 52
 _FEW_CANDIDATES = 64
 _MORE_CANDIDATES_FACTOR = 16
 
-# Of a guess: so few that the noise costs little, so many that they nearly always have the winner among them.
-_GUESS_CANDIDATES = 32
-
 # Logits worked on at a time.
 _BLOCK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
-def sample(logits: torch.Tensor, sequences: SequenceOf[Chooser]) -> list[SampledToken | NonFiniteLogits]:
-    """Choose one token for each row.
+def sample(
+    logits: torch.Tensor, sequences: SequenceOf[Chooser], *, kernels: Kernels | None = None
+) -> list[SampledToken | NonFiniteLogits]:
+    """Choose one token for each row. `kernels`, for logits on a CPU, make nothing but haste.
 
     `logits` [B, V] float32 is not changed. Row i is for `sequences[i]`, at the position after its last token. A row
     that holds NaN or infinity, or whose tokens are all ruled out, gives a NonFiniteLogits in its place.
@@ -72,8 +72,9 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Chooser]) -> list[Sampled
     places = {row: place for place, row in enumerate(allowed)}
     free = [row for row in by_chance if row not in places]
     bound = [row for row in by_chance if row in places]
-    _draw_rows(token_ids, free, scores=adjusted, places=free, sequences=sequences)
-    _draw_rows(token_ids, bound, scores=narrowed, places=[places[row] for row in bound], sequences=sequences)
+    _draw_rows(token_ids, free, scores=adjusted, places=free, sequences=sequences, kernels=kernels)
+    bound_places = [places[row] for row in bound]
+    _draw_rows(token_ids, bound, scores=narrowed, places=bound_places, sequences=sequences, kernels=kernels)
     chosen: list[int] = token_ids.tolist()
     reports = _logprob_reports(logits, sequences, chosen)
     return [
@@ -88,46 +89,6 @@ def report(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> list
     own: list[float] = logprobs.gather(1, _index(token_ids, logits.device)[:, None])[:, 0].tolist()
     tops = _top_tokens(logprobs, count)
     return [SampledToken(*one) for one in zip(token_ids, own, tops, strict=True)]
-
-
-def guess(logits: torch.Tensor, samplings: SequenceOf[Sampling], positions: SequenceOf[int]) -> list[tuple[int, float]]:
-    """Say which token `sample` would choose in each row of `logits` [R, V] float32, or nearly, and its probability.
-
-    Cheaper than `sample`: of a draw only the likeliest candidates race, and what depends on other tokens is left out.
-    The noise is that of the position, so that from similar logits the same token is drawn (Gumbel coupling).
-    """
-    values = logits.numpy(force=True)
-    token_ids = values.argmax(axis=-1)
-    by_chance = [row for row, sampling in enumerate(samplings) if not sampling.is_greedy]
-    scales = np.array([1.0 if sampling.is_greedy else sampling.temperature for sampling in samplings], np.float32)
-    if by_chance:
-        values = values / scales[:, None]
-        count = min(_GUESS_CANDIDATES, values.shape[1])
-        candidate_ids = np.argpartition(values[by_chance], -count, axis=-1)[:, -count:]
-        seeds = [samplings[row].seed for row in by_chance]
-        noise = gumbel_noise(seeds, [positions[row] for row in by_chance], torch.from_numpy(candidate_ids)).numpy()
-        for place, row in enumerate(by_chance):
-            scores = values[row, candidate_ids[place]]
-            noise[place] += np.where(_is_likely(scores, samplings[row]), scores, -np.inf)
-            token_ids[row] = candidate_ids[place, noise[place].argmax()]
-    rows = np.arange(len(token_ids))
-    chosen = values[rows, token_ids]
-    highest = values.max(axis=-1, keepdims=True)
-    with np.errstate(invalid="ignore"):  # of a draft that gives NaN, nothing is likely
-        probabilities = np.exp(chosen - highest[:, 0]) / np.exp(values - highest).sum(axis=-1)
-    return list(zip(token_ids.tolist(), np.nan_to_num(probabilities).tolist(), strict=True))
-
-
-def _is_likely(scores: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Say of the candidates' scores [C] which top-k, top-p and min-p leave, as if there were no others."""
-    order = np.argsort(-scores)
-    weights = np.exp(scores[order] - scores[order[0]])
-    shares = weights.cumsum() / weights.sum()
-    is_kept = (shares - weights / weights.sum() < sampling.top_p) & (weights >= sampling.min_p)
-    is_kept[sampling.top_k or len(order) :] = False
-    is_likely = np.empty(len(order), bool)
-    is_likely[order] = is_kept
-    return is_likely
 
 
 def rows_are_finite(logits: torch.Tensor) -> torch.Tensor:
@@ -281,14 +242,46 @@ def _draw_rows(
     scores: torch.Tensor,
     places: SequenceOf[int],
     sequences: SequenceOf[Chooser],
+    kernels: Kernels | None,
 ) -> None:
     """Put a drawn token into each of `rows` of `token_ids` [B]; its scores are in the row of `scores` at its place."""
+    if kernels is not None:
+        rows, places = _race_by_kernels(token_ids, rows, scores, places, sequences, kernels)
     # In blocks: float64 temporaries that stay in a CPU's cache are several times faster there.
     block_rows = max(1, _BLOCK_ELEMENTS.get(scores.device.type, 1 << 20) // scores.shape[1])
     for start in range(0, len(rows), block_rows):
         block = rows[start : start + block_rows]
         block_scores = scores[_index(places[start : start + block_rows], scores.device)].to(torch.float64)
         token_ids[_index(block, scores.device)] = _draw(block_scores, [sequences[row] for row in block])
+
+
+def _race_by_kernels(
+    token_ids: torch.Tensor,
+    rows: SequenceOf[int],
+    scores: torch.Tensor,
+    places: SequenceOf[int],
+    sequences: SequenceOf[Chooser],
+    kernels: Kernels,
+) -> tuple[list[int], list[int]]:
+    """Draw for the rows without top-k and top-p; return those that are left to draw for, and their places."""
+    left = [index for index, row in enumerate(rows) if _is_cut(sequences[row].sampling)]
+    whole = [index for index, row in enumerate(rows) if not _is_cut(sequences[row].sampling)]
+    if whole:
+        draws = [draw_of(sequences[rows[index]].sampling, sequences[rows[index]].num_tokens) for index in whole]
+        winners = kernels.race(scores.contiguous(), [places[index] for index in whole], draws)
+        token_ids.numpy()[[rows[index] for index in whole]] = winners
+        left += [index for index, winner in zip(whole, winners, strict=True) if winner < 0]
+    return [rows[index] for index in left], [places[index] for index in left]
+
+
+def draw_of(sampling: Sampling, position: int) -> Draw:
+    """Say how a request's token at a position is chosen, as the kernels read it."""
+    temperature = 0.0 if sampling.is_greedy else sampling.temperature
+    return Draw(sampling.seed & _MASK64, position, temperature, sampling.min_p, sampling.top_p, sampling.top_k)
+
+
+def _is_cut(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1
 
 
 def _draw(scores: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
@@ -298,7 +291,7 @@ def _draw(scores: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
         scores.div_(_column([sampling.temperature for sampling in samplings], scores.device))
     if any(sampling.min_p > 0 for sampling in samplings):
         _apply_min_p(scores, [sampling.min_p for sampling in samplings])
-    is_cut = [sampling.top_k > 0 or sampling.top_p < 1 for sampling in samplings]
+    is_cut = [_is_cut(sampling) for sampling in samplings]
     if not any(is_cut):
         return _draw_whole(scores, sequences)
     token_ids = torch.empty(len(sequences), dtype=torch.int64, device=scores.device)

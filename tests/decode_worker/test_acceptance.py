@@ -10,9 +10,9 @@ from decode_worker.acceptance import (
     Record,
     first_guess,
     level_of_match,
-    level_of_probability,
     worthwhile,
 )
+from services.engine.guessing import Guess
 
 KIND = Kind("draft", True, 5)
 
@@ -58,7 +58,7 @@ def test_a_long_record_still_learns() -> None:
 
 
 def test_levels_are_in_range_and_rise() -> None:
-    probabilities = [level_of_probability(number / 100) for number in range(101)]
+    probabilities = [Guess(0, number / 100).level for number in range(101)]
     matches = [level_of_match(number) for number in range(2, 40)]
     for levels in (probabilities, matches):
         assert levels == sorted(levels)

@@ -3,15 +3,22 @@
 Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D head_dim, V vocabulary.
 """
 
-from collections.abc import Callable
-from functools import partial
+from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
 import torch
 
 from services.engine.config import ModelConfig
 from services.engine.decoder import DecoderStep
+from services.engine.guessing import Guess, Limit
 from services.engine.kernels.library import (
+    DRAW,
+    LIMIT,
     DecoderArgs,
+    Draw,
+    GuessesArgs,
     HeadsArgs,
     Kernels,
     LayerArgs,
@@ -53,25 +60,29 @@ class KernelDecoder:
 
         Raises InvariantViolated, with nothing written, where the step contradicts itself, the pool or the model.
         """
-        args, logits = self._arguments(step)
-        self._kernels.forward(self._args, args, self._dtype)
+        args, logits = self.arguments(step)
+        self.run(args)
         return logits
 
-    def repeatable(self, step: DecoderStep) -> Callable[[], torch.Tensor]:
-        """`forward` of these tensors, for who puts other numbers into them each time. The logits are overwritten.
+    def run(self, args: StepArgs) -> None:
+        """`forward` of these arguments."""
+        args.workspace = self._reserve_workspace(args.num_tokens, args.num_logits)
+        self._kernels.forward(self._args, args, self._dtype)
+
+    def run_guesses(self, args: StepArgs, guesses: GuessesArgs) -> None:
+        """`Kernels.guess` of these arguments."""
+        args.workspace = self._reserve_workspace(args.num_tokens, args.num_logits)
+        self._kernels.guess(self._args, args, guesses, self._dtype)
+
+    def repeatable(self, step: DecoderStep) -> KernelStep:
+        """`forward` of these tensors, for who puts other numbers into them each time.
 
         What the tensors are is checked now, and what is in them each time.
         """
-        args, logits = self._arguments(step)
+        return KernelStep(self, step)
 
-        def forward(step: DecoderStep) -> torch.Tensor:
-            args.workspace = self._reserve_workspace(args.num_tokens, args.num_logits)  # others may have made it grow
-            self._kernels.forward(self._args, args, self._dtype)
-            return logits
-
-        return partial(forward, step)  # which keeps the tensors that the arguments point into
-
-    def _arguments(self, step: DecoderStep) -> tuple[StepArgs, torch.Tensor]:
+    def arguments(self, step: DecoderStep) -> tuple[StepArgs, torch.Tensor]:
+        """A step as the kernels read it, and where its logits will be. The tensors must outlive it."""
         num_tokens, num_logits = step.token_ids.shape[0], step.logits_indices.shape[0]
         logits = torch.empty(num_logits, self._config.vocab_size)
         self._check_pool(step.pool_data)
@@ -87,7 +98,6 @@ class KernelDecoder:
             pointer(step.rope),
             step.rope.shape[0],
             pointer(logits),
-            self._reserve_workspace(num_tokens, num_logits),
         )
         return args, logits
 
@@ -102,6 +112,51 @@ class KernelDecoder:
         if needed > self._workspace.shape[0]:
             self._workspace = torch.empty(needed, dtype=self._dtype)
         return self._workspace.data_ptr()
+
+
+class KernelStep:
+    """A step whose tensors stay where they are; the logits are overwritten each time."""
+
+    def __init__(self, decoder: KernelDecoder, step: DecoderStep) -> None:
+        self._decoder = decoder
+        self._step = step  # the arguments point into its tensors
+        self._args, self._logits = decoder.arguments(step)
+        num = step.batch.context_lens.shape[0]
+        self._draws, self._limits = np.zeros(num, DRAW), np.zeros(num, LIMIT)
+        self._num_chosen = np.zeros(num, np.int64)
+        self._chosen, self._probabilities = np.zeros((num, 0), np.int64), np.zeros((num, 0), np.float32)
+        self._guesses = GuessesArgs(
+            self._draws.ctypes.data,
+            self._limits.ctypes.data,
+            pointer(step.token_ids),
+            pointer(step.positions),
+            pointer(step.batch.slot_mapping),
+            pointer(step.batch.context_lens),
+            num_chosen=self._num_chosen.ctypes.data,
+        )
+
+    def forward(self) -> torch.Tensor:
+        """Logits, float32 [rows, V]."""
+        self._decoder.run(self._args)
+        return self._logits
+
+    def guess(self, draws: SequenceOf[Draw], limits: SequenceOf[Limit]) -> list[list[Guess]]:
+        """Of a step of one token of each sequence: what follows each, as far as its limit says.
+
+        The step's tensors are moved on.
+        """
+        self._draws[:] = draws
+        self._limits[:] = limits
+        most = max(limit.most for limit in limits)
+        if most > self._chosen.shape[1]:
+            self._chosen = np.zeros((len(limits), most), np.int64)
+            self._probabilities = np.zeros((len(limits), most), np.float32)
+            self._guesses.most = most
+            self._guesses.chosen = self._chosen.ctypes.data
+            self._guesses.probabilities = self._probabilities.ctypes.data
+        self._decoder.run_guesses(self._args, self._guesses)
+        found = zip(self._chosen.tolist(), self._probabilities.tolist(), self._num_chosen.tolist(), strict=True)
+        return [[*map(Guess, ids[:num], probabilities)] for ids, probabilities, num in found]
 
 
 def heads_args(config: ModelConfig) -> HeadsArgs:

@@ -8,8 +8,11 @@ Hq query heads, D head_dim.
 
 import ctypes
 import functools
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from services.engine.kernels.build import KernelsUnavailable, build_library, source_digest
@@ -128,6 +131,59 @@ class PlaceArgs(ctypes.Structure):
     )
 
 
+class GuessesArgs(ctypes.Structure):
+    """`Guesses` of guess.h."""
+
+    _fields_ = (
+        ("draws", _POINTER),
+        ("limits", _POINTER),
+        ("token_ids", _POINTER),
+        ("positions", _POINTER),
+        ("slot_mapping", _POINTER),
+        ("context_lens", _POINTER),
+        ("most", _I64),
+        ("chosen", _POINTER),
+        ("probabilities", _POINTER),
+        ("num_chosen", _POINTER),
+    )
+
+
+DRAW = np.dtype(
+    {
+        "names": ["seed", "position", "temperature", "min_p", "top_p", "top_k"],
+        "formats": [np.uint64, np.int64, np.float64, np.float64, np.float64, np.int64],
+    },
+    align=True,
+)
+"""`Draw` of choose.h."""
+
+
+class Draw(NamedTuple):
+    """The fields of DRAW: the noise is that of `seed`, an unsigned 64-bit number, at `position`.
+
+    The likeliest token is chosen where the temperature is 0; top_k is 0 for all tokens.
+    """
+
+    seed: int
+    position: int
+    temperature: float
+    min_p: float
+    top_p: float
+    top_k: int
+
+
+LEVELS = 8
+"""Of how likely a guess is by the draft: `LEVELS` of guess.h."""
+
+LIMIT = np.dtype(
+    {
+        "names": ["most", "chances", "next", "least"],
+        "formats": [np.int64, (np.float32, LEVELS), np.float32, np.float32],
+    },
+    align=True,
+)
+"""`Limit` of guess.h."""
+
 _INT = ctypes.c_int
 _SIGNATURES = {
     "tandem_arithmetic": (ctypes.c_char_p, ()),
@@ -142,6 +198,11 @@ _SIGNATURES = {
     "tandem_norm": (None, (_POINTER, _POINTER, ctypes.c_float, _I64, _I64, _POINTER, _INT, _INT)),
     "tandem_activate": (None, (_POINTER, _I64, _I64, _POINTER, _INT, _INT)),
     "tandem_workspace_elements": (_I64, (ctypes.POINTER(DecoderArgs), _I64, _I64)),
+    "tandem_guess": (
+        _INT,
+        (ctypes.POINTER(DecoderArgs), ctypes.POINTER(StepArgs), ctypes.POINTER(GuessesArgs), _INT, _INT),
+    ),
+    "tandem_race": (None, (_POINTER, _I64, _POINTER, _POINTER, _I64, _POINTER, _INT)),
     "tandem_forward": (_INT, (ctypes.POINTER(DecoderArgs), ctypes.POINTER(StepArgs), _INT, _INT)),
 }
 
@@ -226,6 +287,30 @@ class Kernels:
         """Runs a step of a decoder. Raises InvariantViolated, with nothing written, for a step that is wrong."""
         is_bfloat16 = int(dtype == torch.bfloat16)
         _raise_for(self._library.tandem_forward(decoder, step, is_bfloat16, torch.get_num_threads()))
+
+    def guess(self, decoder: DecoderArgs, step: StepArgs, guesses: GuessesArgs, dtype: torch.dtype) -> None:
+        """Runs a step of one token of each sequence, chooses the next ones, runs it with them, and so on.
+
+        Raises InvariantViolated, with nothing written, for a step that is wrong or that leaves its page tables.
+        """
+        is_bfloat16 = int(dtype == torch.bfloat16)
+        _raise_for(self._library.tandem_guess(decoder, step, guesses, is_bfloat16, torch.get_num_threads()))
+
+    def race(self, logits: torch.Tensor, rows: SequenceOf[int], draws: SequenceOf[Draw]) -> list[int]:
+        """Draws a token for each of these rows of logits [B, V] float32; top-k and top-p are not looked at.
+
+        The winners are those of the noise of `services.engine.sampling`, -1 where it is too close to say.
+        """
+        source = check_tensor(logits, torch.float32, shape=tuple(logits.shape))
+        if not all(0 <= row < logits.shape[0] for row in rows):
+            raise InvariantViolated("a race was wanted of a row that is not there")
+        winners = np.empty(len(rows), np.int64)
+        arrays = (np.array(rows, np.int64), np.array(draws, DRAW))
+        addresses = [array.ctypes.data for array in arrays]
+        num_threads = min(torch.get_num_threads(), len(rows))
+        self._library.tandem_race(source, logits.shape[1], *addresses, len(rows), winners.ctypes.data, num_threads)
+        chosen: list[int] = winners.tolist()
+        return chosen
 
     def workspace_elements(self, decoder: DecoderArgs, *, num_tokens: int, num_logits: int) -> int:
         """The size of the scratch memory of a step, in elements of the model's dtype."""

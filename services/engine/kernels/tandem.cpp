@@ -3,6 +3,7 @@
 // Legend: T packed tokens, H KV heads, Hq query heads, D head_dim.
 #include "attention.h"
 #include "gemm.h"
+#include "guess.h"
 #include "rows.h"
 
 using namespace tandem;
@@ -178,6 +179,45 @@ int run_decoder(const Decoder& decoder, const Step& step, int num_threads) {
   return NONE;
 }
 
+// Computes the step, chooses behind each sequence, moves on those that are guessed for again, and so on. A sequence that
+// is not moved on is computed as before, which writes what is there.
+template <typename E>
+int run_guesses(const Decoder& decoder, const Step& step, const Guesses& guesses, int num_threads) {
+  const int64_t num = step.batch.num_sequences, page_size = step.batch.page_size;
+  Guesser guesser(guesses, num, decoder.vocab_size);
+  std::vector<char> is_open((size_t)num, 1);
+  for (bool goes_on = true; goes_on;) {
+    const Error error = (Error)run_decoder<E>(decoder, step, num_threads);
+    if (error != NONE) return error;
+    goes_on = false;
+    for (int64_t b = 0; b < num; ++b) {
+      if (!is_open[(size_t)b] || !guesser.take(b, step.logits + b * decoder.vocab_size)) {
+        is_open[(size_t)b] = 0;
+        continue;
+      }
+      goes_on = true;
+      const int64_t position = ++guesses.positions[b];
+      const int64_t page = position / page_size;
+      if (page >= step.batch.max_pages) return BAD_SEQUENCE;
+      guesses.token_ids[b] = guesses.chosen[b * guesses.most + guesses.num_chosen[b] - 1];
+      guesses.context_lens[b] = (int32_t)position + 1;
+      guesses.slot_mapping[b] = step.batch.page_tables[b * step.batch.max_pages + page] * page_size + position % page_size;
+    }
+  }
+  return NONE;
+}
+
+// Draws for rows of scores, each by itself; -1 for those that need another look.
+void run_race(const float* logits, int64_t vocab_size, const int64_t* rows, const Draw* draws, int64_t num,
+              int64_t* winners, Team team) {
+  const Range mine = share(num, team);
+  std::vector<double> values((size_t)(mine.begin < mine.end ? vocab_size : 0));
+  for (int64_t i = mine.begin; i < mine.end; ++i) {
+    const Choice choice = race(logits + rows[i] * vocab_size, vocab_size, draws[i], values.data());
+    winners[i] = choice.is_certain ? choice.token : -1;
+  }
+}
+
 template <typename E>
 int run_attention(const Batch& batch, const Heads& heads, int64_t layer, const E* q, E* out, int num_threads) {
   const Error error = check_batch(batch, batch.query_start[batch.num_sequences]);
@@ -222,6 +262,17 @@ int64_t tandem_workspace_elements(const Decoder* decoder, int64_t num_tokens, in
 
 int tandem_forward(const Decoder* decoder, const Step* step, int is_bfloat16, int num_threads) {
   return is_bfloat16 ? run_decoder<bf16>(*decoder, *step, num_threads) : run_decoder<float>(*decoder, *step, num_threads);
+}
+
+int tandem_guess(const Decoder* decoder, const Step* step, const Guesses* guesses, int is_bfloat16, int num_threads) {
+  return is_bfloat16 ? run_guesses<bf16>(*decoder, *step, *guesses, num_threads)
+                     : run_guesses<float>(*decoder, *step, *guesses, num_threads);
+}
+
+// Rows of logits [..][vocab_size] race with their noise, top_k and top_p apart: the winners [num], -1 where it is close.
+void tandem_race(const float* logits, int64_t vocab_size, const int64_t* rows, const Draw* draws, int64_t num,
+                 int64_t* winners, int num_threads) {
+  run_team(num_threads, [&](Team team) { run_race(logits, vocab_size, rows, draws, num, winners, team); });
 }
 
 int tandem_attention(const Batch* batch, const Heads* heads, int64_t layer, const void* q, void* out, int is_bfloat16,

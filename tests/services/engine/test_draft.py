@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from services.engine.decoder import RepeatedStep
 from services.engine.draft import DraftModel, load_draft
 from services.engine.engine import Engine, EngineParts, load_engine
+from services.engine.guessing import Guess, Limit
+from services.engine.kernels.decoder import KernelDecoder
+from services.engine.kernels.library import LEVELS
 from services.engine.sequence import Sampling, Sequence
 from services.runtime.errors import ConfigError, InvariantViolated
 
@@ -21,8 +25,14 @@ def parts(checkpoint: Callable[..., Path]) -> EngineParts:
     return load_engine(checkpoint("llama3-gqa-tied"), dtype="float32", page_size=PAGE_SIZE, num_pages=200, threads=1)
 
 
-@pytest.fixture
-def new_draft(checkpoint: Callable[..., Path]) -> Callable[[int], DraftModel]:
+@pytest.fixture(params=["kernels", "one by one"])
+def new_draft(
+    checkpoint: Callable[..., Path], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int], DraftModel]:
+    """Drafts that guess in a loop of the kernels, or token by token as on a GPU."""
+    if request.param == "one by one":
+        monkeypatch.setattr(KernelDecoder, "repeatable", lambda decoder, step: RepeatedStep(decoder, step))
+
     def make(num_pages: int) -> DraftModel:
         return DraftModel(
             load_engine(checkpoint("llama3-gqa-tied"), dtype="float32", page_size=PAGE_SIZE, num_pages=num_pages)
@@ -36,12 +46,14 @@ def answer(parts: EngineParts, prompt: list[int], sampling: Sampling) -> list[in
     return tokens
 
 
+def limit(most: int, *, least: float = 0.0) -> Limit:
+    return Limit(most, [1.0] * LEVELS, 1.0, least)
+
+
 def guesses(draft: DraftModel, sequence: Sequence, num: int) -> list[int]:
-    guessing = draft.begin([sequence], [num])
-    assert guessing.places == [0]
-    for _ in range(num - 1):
-        guessing.go_on([0])
-    return [token_id for token_id, _ in guessing.guesses[0]]
+    (found,) = draft.guess([sequence], [limit(num)])
+    assert len(found) == num
+    return [token_id for token_id, _ in found]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, CHANCE])
@@ -83,14 +95,51 @@ def test_sequences_are_guessed_together_as_alone(
     draft = new_draft(100)
     prompts = [random_ids(length, seed=length) for length in (1, 6, 17)]
     sequences = [Sequence(key, prompt, sampling=GREEDY) for key, prompt in enumerate(prompts)]
-    guessing = draft.begin(sequences, [4, 4, 4])
-    guessing.go_on([0, 1, 2])
-    guessing.go_on([2, 0])
-    guessing.go_on([2])
+    guessed = draft.guess(sequences, [limit(3), limit(2), limit(4)])
     expected = [answer(parts, prompt, GREEDY) for prompt in prompts]
-    found = [[token_id for token_id, _ in each] for each in guessing.guesses]
+    found = [[token_id for token_id, _ in each] for each in guessed]
     assert found == [expected[0][:3], expected[1][:2], expected[2][:4]]
-    assert all(0 < probability <= 1 for each in guessing.guesses for _, probability in each)
+    assert all(0 < probability <= 1 for each in guessed for _, probability in each)
+
+
+def test_guessing_ends_where_the_next_is_too_unlikely(
+    new_draft: Callable[[int], DraftModel], random_ids: Callable[..., list[int]]
+) -> None:
+    draft = new_draft(100)
+    sequence = Sequence("a", random_ids(9, seed=1), sampling=GREEDY)
+    (all_guesses,) = draft.guess([sequence], [limit(20)])
+    for least in (0.9, 0.6, 0.3, 0.05):
+        (some,) = draft.guess([sequence], [Limit(20, [0.8] * LEVELS, 0.9, least)])
+        num = next(num for num in range(1, 21) if num == 20 or 0.8**num * 0.9 <= least)
+        assert some == all_guesses[:num]
+    (some,) = draft.guess([sequence], [Limit(20, [float(level >= 1) for level in range(LEVELS)], 1.0, 0.5)])
+    first_doubt = next((place for place, guess in enumerate(all_guesses) if guess.level == 0), 19)
+    assert some == all_guesses[: first_doubt + 1]
+
+
+def test_a_loop_of_the_kernels_guesses_what_is_guessed_token_by_token(
+    checkpoint: Callable[..., Path], random_ids: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samplings = [
+        GREEDY,
+        Sampling(max_tokens=40, temperature=0.05, seed=3),  # of all tokens, of which few can win
+        Sampling(max_tokens=40, temperature=1.5, seed=4, top_k=3),
+        Sampling(max_tokens=40, temperature=1.0, seed=5, top_p=0.6),
+        Sampling(max_tokens=40, temperature=1.2, seed=6, top_p=0.9, min_p=0.2),
+    ]
+    sequences = [Sequence(n, random_ids(5 + n, seed=n), sampling=sampling) for n, sampling in enumerate(samplings)]
+    limits = [limit(4 + n) for n in range(len(samplings))]
+
+    def guessed() -> list[list[Guess]]:
+        parts = load_engine(checkpoint("llama3-gqa-tied"), dtype="float32", page_size=PAGE_SIZE, num_pages=100)
+        return DraftModel(parts).guess(sequences, limits)
+
+    by_kernels = guessed()
+    monkeypatch.setattr(KernelDecoder, "repeatable", lambda decoder, step: RepeatedStep(decoder, step))
+    one_by_one = guessed()
+    for some, others in zip(by_kernels, one_by_one, strict=True):
+        assert [guess.token_id for guess in some] == [guess.token_id for guess in others]
+        assert [guess.probability for guess in some] == pytest.approx([guess.probability for guess in others], rel=1e-4)
 
 
 def test_who_was_used_longest_ago_gives_way_and_is_read_again(
@@ -102,7 +151,7 @@ def test_who_was_used_longest_ago_gives_way_and_is_read_again(
     assert guesses(draft, second, 2) == answer(parts, second.token_ids, GREEDY)[:2]
     assert draft.num_lacking(first) == 24
     assert guesses(draft, first, 2) == answer(parts, first.token_ids, GREEDY)[:2]
-    assert draft.begin([first, second], [2, 2]).places == [0], "both do not fit"
+    assert [*map(len, draft.guess([first, second], [limit(2), limit(2)]))] == [2, 0], "both do not fit"
     assert not draft.read(Sequence("c", random_ids(60, seed=3), sampling=GREEDY), 50)
     for key in ("a", "b", "c", "c"):
         draft.free(key)
@@ -111,7 +160,7 @@ def test_who_was_used_longest_ago_gives_way_and_is_read_again(
 
 def test_pages_that_nobody_holds_are_noticed(new_draft: Callable[[int], DraftModel]) -> None:
     draft = new_draft(10)
-    draft.begin([Sequence("a", [1, 2, 3], sampling=GREEDY)], [1])
+    draft.guess([Sequence("a", [1, 2, 3], sampling=GREEDY)], [limit(1)])
     draft._memories.clear()
     with pytest.raises(InvariantViolated):
         draft.check_integrity()

@@ -9,13 +9,29 @@ import pytest
 import torch
 
 from services.engine import sampling as sampling_module
-from services.engine.sampling import gumbel_noise, sample
+from services.engine.kernels.library import Draw, Kernels, load_kernels
+from services.engine.sampling import draw_of, gumbel_noise
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, NothingAllowed, SampledToken
 from services.runtime import status
-from services.runtime.errors import InvalidRequest
+from services.runtime.errors import InvalidRequest, InvariantViolated
 
 MASK64 = (1 << 64) - 1
+
+
+class With:
+    """What the test at hand draws with."""
+
+    kernels: Kernels | None = None
+
+
+@pytest.fixture(autouse=True, params=["torch", "kernels"])
+def with_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(With, "kernels", load_kernels() if request.param == "kernels" else None)
+
+
+def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken | NonFiniteLogits]:
+    return sampling_module.sample(logits, sequences, kernels=With.kernels)
 
 
 def sequence(*, prompt: list[int] | None = None, emitted: list[int] | None = None, **sampling: Any) -> Sequence:
@@ -637,3 +653,58 @@ class TestGrammar:
         assert tied.token_id == 17
         assert tied.top == free.top
         assert tied.logprob == pytest.approx(float(logits[0].double().log_softmax(-1)[17]))
+
+
+# -- The kernels' race -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 7, 8, 129, 2048, 32001])
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 3.0, 1e4])
+def test_the_kernels_race_ends_as_torch_s(vocab: int, scale: float) -> None:
+    logits = random_logits(24, vocab, seed=vocab, scale=scale)
+    source = random.Random(vocab)
+    sequences = [
+        sequence(
+            seed=source.getrandbits(63),
+            emitted=[0] * source.randrange(4),
+            temperature=source.choice([0.01, 0.7, 1.0, 2.0]),
+            min_p=source.choice([0.0, 0.0, 0.05, 1.0]),
+        )
+        for _ in range(24)
+    ]
+    assert load_kernels().race(logits, range(24), [*map(draw, sequences)]) != [-1] * 24
+    expected = sampling_module.sample(logits, sequences)
+    assert sampling_module.sample(logits, sequences, kernels=load_kernels()) == expected
+
+
+def draw(seq: Sequence) -> Draw:
+    return draw_of(seq.sampling, seq.num_tokens)
+
+
+def test_the_kernels_noise_is_the_noise() -> None:
+    """Two tokens of which one is ahead by a little more, or less, than the difference of their noise."""
+    source = random.Random(1)
+    for _ in range(300):
+        seq = sequence(seed=source.getrandbits(63), temperature=1.0)
+        difference = reference_noise(seq.sampling.seed, 1, 1) - reference_noise(seq.sampling.seed, 1, 0)
+        if abs(difference) > 8:
+            continue  # float32 logits are too coarse beside it
+        for ahead in (2e-6, -2e-6, 0.0):
+            logits = torch.tensor([[difference + ahead, 0.0]])
+            gap = logits[0, 0].item() - difference
+            winner = -1 if abs(gap) < 0.8e-7 else 0 if gap > 1.2e-7 else 1 if gap < -1.2e-7 else None
+            if winner is not None:
+                assert load_kernels().race(logits, [0], [draw(seq)]) == [winner]
+
+
+def test_what_the_kernels_leave_open_is_decided_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = random_logits(9, 50)
+    sequences = [sequence(seed=seed, temperature=0.9) for seed in range(9)]
+    expected = sampling_module.sample(logits, sequences)
+    monkeypatch.setattr(Kernels, "race", lambda self, logits, rows, draws: [-1] * len(rows))
+    assert sampling_module.sample(logits, sequences, kernels=load_kernels()) == expected
+
+
+def test_a_race_of_a_row_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvariantViolated):
+        load_kernels().race(random_logits(2, 8), [2], [draw(sequence(seed=1))])
