@@ -28,6 +28,8 @@ PRIOR_WEIGHT = 4.0
 MOST_WEIGHT = 64.0
 """A record does not count for more than so many observations: the past fades as they come."""
 TRIAL_STEPS = 16
+KEPT_OF_GAINS = 0.5
+"""What was gained in earlier trials counts for so much: a text that cannot be guessed does not end it for the next."""
 FIRST_REST_STEPS = 64
 MOST_REST_STEPS = 1024
 REQUEST_HALF_LIFE_STEPS = 256
@@ -145,7 +147,7 @@ class Balance:
 
     def __init__(self) -> None:
         self._net = 0.0
-        """Tokens gained beyond their price, since the last rest."""
+        """Tokens gained beyond their price since the last rest, of earlier trials a part."""
         self._num_steps = 0
         self._num_resting = 0
         self._rest_steps = FIRST_REST_STEPS
@@ -166,6 +168,8 @@ class Balance:
         if self._net < 0:
             self._num_resting = self._rest_steps
             self._rest_steps = min(2 * self._rest_steps, MOST_REST_STEPS)
+            self._net = 0.0
         else:
             self._rest_steps = FIRST_REST_STEPS
-        self._net, self._num_steps = 0.0, 0
+            self._net *= KEPT_OF_GAINS
+        self._num_steps = 0

@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from services.engine.kernels.library import Draw, Kernels
+from services.engine.kernels.library import NOT_FINITE, Draw, Kernels
 from services.engine.sequence import Chooser, Sampling
 from services.engine.step import NonFiniteLogits, NothingAllowed, SampledToken
 
@@ -44,17 +44,48 @@ _BLOCK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 def sample(
     logits: torch.Tensor, sequences: SequenceOf[Chooser], *, kernels: Kernels | None = None
 ) -> list[SampledToken | NonFiniteLogits]:
-    """Choose one token for each row. `kernels`, for logits on a CPU, make nothing but haste.
+    """Choose one token for each row.
 
     `logits` [B, V] float32 is not changed. Row i is for `sequences[i]`, at the position after its last token. A row
     that holds NaN or infinity, or whose tokens are all ruled out, gives a NonFiniteLogits in its place.
 
-    Rows with a grammar are worked on in a copy of their own: the others cost what they cost without them.
+    `kernels`, for logits on a CPU, do the same in less time for the rows that ask for nothing but a temperature and
+    min-p. Rows with a grammar are worked on in a copy of their own: the others cost what they cost without them.
     """
     if not sequences:
         return []
     # First of all: where the logits are still being computed on a GPU, the grammars' work is hidden behind that.
     allowed = _allowed_tokens(sequences)
+    plain = [row for row, sequence in enumerate(sequences) if row not in allowed and _is_plain(sequence)]
+    if kernels is None or not plain:
+        return _sample(logits, sequences, allowed)
+    outcomes: dict[int, SampledToken | NonFiniteLogits] = {}
+    draws = [draw_of(sequences[row].sampling, sequences[row].num_tokens) for row in plain]
+    for row, token_id in zip(plain, kernels.choose(logits.contiguous(), plain, draws), strict=True):
+        if token_id >= 0:
+            outcomes[row] = SampledToken(token_id)
+        elif token_id == NOT_FINITE:
+            outcomes[row] = _failure(sequences[row], None)
+    others = [row for row in range(len(sequences)) if row not in outcomes]
+    if others:
+        places = {row: place for place, row in enumerate(others)}
+        bound = {places[row]: bits for row, bits in allowed.items()}
+        rows = logits[_index(others, logits.device)]
+        outcomes |= zip(others, _sample(rows, [sequences[row] for row in others], bound), strict=True)
+    return [outcomes[row] for row in range(len(sequences))]
+
+
+def _is_plain(sequence: Chooser) -> bool:
+    sampling = sequence.sampling
+    may_stop = sequence.num_generated_tokens >= sampling.min_tokens or not sampling.stop_token_ids
+    is_changed = sampling.logit_bias or sampling.has_penalties or _is_cut(sampling)
+    return may_stop and not is_changed and sampling.logprobs is None
+
+
+def _sample(
+    logits: torch.Tensor, sequences: SequenceOf[Chooser], allowed: dict[int, bytes]
+) -> list[SampledToken | NonFiniteLogits]:
+    """Do `sample` in torch; `allowed` has the bits of `Grammar.allowed` of the rows that have a grammar."""
     is_finite = rows_are_finite(logits)
     adjusted = _adjust(logits, sequences)
     token_ids = _argmax(adjusted)
@@ -72,9 +103,8 @@ def sample(
     places = {row: place for place, row in enumerate(allowed)}
     free = [row for row in by_chance if row not in places]
     bound = [row for row in by_chance if row in places]
-    _draw_rows(token_ids, free, scores=adjusted, places=free, sequences=sequences, kernels=kernels)
-    bound_places = [places[row] for row in bound]
-    _draw_rows(token_ids, bound, scores=narrowed, places=bound_places, sequences=sequences, kernels=kernels)
+    _draw_rows(token_ids, free, scores=adjusted, places=free, sequences=sequences)
+    _draw_rows(token_ids, bound, scores=narrowed, places=[places[row] for row in bound], sequences=sequences)
     chosen: list[int] = token_ids.tolist()
     reports = _logprob_reports(logits, sequences, chosen)
     return [
@@ -242,36 +272,14 @@ def _draw_rows(
     scores: torch.Tensor,
     places: SequenceOf[int],
     sequences: SequenceOf[Chooser],
-    kernels: Kernels | None,
 ) -> None:
     """Put a drawn token into each of `rows` of `token_ids` [B]; its scores are in the row of `scores` at its place."""
-    if kernels is not None:
-        rows, places = _race_by_kernels(token_ids, rows, scores, places, sequences, kernels)
     # In blocks: float64 temporaries that stay in a CPU's cache are several times faster there.
     block_rows = max(1, _BLOCK_ELEMENTS.get(scores.device.type, 1 << 20) // scores.shape[1])
     for start in range(0, len(rows), block_rows):
         block = rows[start : start + block_rows]
         block_scores = scores[_index(places[start : start + block_rows], scores.device)].to(torch.float64)
         token_ids[_index(block, scores.device)] = _draw(block_scores, [sequences[row] for row in block])
-
-
-def _race_by_kernels(
-    token_ids: torch.Tensor,
-    rows: SequenceOf[int],
-    scores: torch.Tensor,
-    places: SequenceOf[int],
-    sequences: SequenceOf[Chooser],
-    kernels: Kernels,
-) -> tuple[list[int], list[int]]:
-    """Draw for the rows without top-k and top-p; return those that are left to draw for, and their places."""
-    left = [index for index, row in enumerate(rows) if _is_cut(sequences[row].sampling)]
-    whole = [index for index, row in enumerate(rows) if not _is_cut(sequences[row].sampling)]
-    if whole:
-        draws = [draw_of(sequences[rows[index]].sampling, sequences[rows[index]].num_tokens) for index in whole]
-        winners = kernels.race(scores.contiguous(), [places[index] for index in whole], draws)
-        token_ids.numpy()[[rows[index] for index in whole]] = winners
-        left += [index for index, winner in zip(whole, winners, strict=True) if winner < 0]
-    return [rows[index] for index in left], [places[index] for index in left]
 
 
 def draw_of(sampling: Sampling, position: int) -> Draw:

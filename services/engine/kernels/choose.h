@@ -90,6 +90,12 @@ inline T highest_of(const T* values, int64_t size) {
   return highest;
 }
 
+inline bool all_finite(const float* values, int64_t size) {
+  uint32_t found = 0;
+  for (int64_t i = 0; i < size; ++i) found |= (bits_of<uint32_t>(values[i]) & 0x7f800000u) == 0x7f800000u;
+  return !found;
+}
+
 // The lowest of the tokens with the highest logit; 0 where there are but NaN.
 inline int64_t likeliest(const float* logits, int64_t size) {
   const float highest = highest_of(logits, size);

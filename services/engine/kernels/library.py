@@ -172,6 +172,9 @@ class Draw(NamedTuple):
     top_k: int
 
 
+TOO_CLOSE, NOT_FINITE = -1, -2
+"""`NoChoice` of tandem.cpp."""
+
 LEVELS = 8
 """Of how likely a guess is by the draft: `LEVELS` of guess.h."""
 
@@ -202,7 +205,7 @@ _SIGNATURES = {
         _INT,
         (ctypes.POINTER(DecoderArgs), ctypes.POINTER(StepArgs), ctypes.POINTER(GuessesArgs), _INT, _INT),
     ),
-    "tandem_race": (None, (_POINTER, _I64, _POINTER, _POINTER, _I64, _POINTER, _INT)),
+    "tandem_choose": (None, (_POINTER, _I64, _POINTER, _POINTER, _I64, _POINTER, _INT)),
     "tandem_forward": (_INT, (ctypes.POINTER(DecoderArgs), ctypes.POINTER(StepArgs), _INT, _INT)),
 }
 
@@ -296,21 +299,28 @@ class Kernels:
         is_bfloat16 = int(dtype == torch.bfloat16)
         _raise_for(self._library.tandem_guess(decoder, step, guesses, is_bfloat16, torch.get_num_threads()))
 
-    def race(self, logits: torch.Tensor, rows: SequenceOf[int], draws: SequenceOf[Draw]) -> list[int]:
-        """Draws a token for each of these rows of logits [B, V] float32; top-k and top-p are not looked at.
+    def choose(self, logits: torch.Tensor, rows: SequenceOf[int], draws: SequenceOf[Draw]) -> list[int]:
+        """Chooses a token for each of these rows of logits [B, V] float32; top-k and top-p are not looked at.
 
-        The winners are those of the noise of `services.engine.sampling`, -1 where it is too close to say.
+        They are those of `services.engine.sampling`, or TOO_CLOSE to say, or NOT_FINITE.
         """
         source = check_tensor(logits, torch.float32, shape=tuple(logits.shape))
         if not all(0 <= row < logits.shape[0] for row in rows):
-            raise InvariantViolated("a race was wanted of a row that is not there")
-        winners = np.empty(len(rows), np.int64)
-        arrays = (np.array(rows, np.int64), np.array(draws, DRAW))
-        addresses = [array.ctypes.data for array in arrays]
+            raise InvariantViolated("a choice was wanted of a row that is not there")
+        chosen = np.empty(len(rows), np.int64)
+        wanted, how = np.array(rows, np.int64), np.array(draws, DRAW)
         num_threads = min(torch.get_num_threads(), len(rows))
-        self._library.tandem_race(source, logits.shape[1], *addresses, len(rows), winners.ctypes.data, num_threads)
-        chosen: list[int] = winners.tolist()
-        return chosen
+        self._library.tandem_choose(
+            source,
+            logits.shape[1],
+            wanted.ctypes.data,
+            how.ctypes.data,
+            len(rows),
+            chosen.ctypes.data,
+            num_threads,
+        )
+        token_ids: list[int] = chosen.tolist()
+        return token_ids
 
     def workspace_elements(self, decoder: DecoderArgs, *, num_tokens: int, num_logits: int) -> int:
         """The size of the scratch memory of a step, in elements of the model's dtype."""

@@ -207,14 +207,24 @@ int run_guesses(const Decoder& decoder, const Step& step, const Guesses& guesses
   return NONE;
 }
 
-// Draws for rows of scores, each by itself; -1 for those that need another look.
-void run_race(const float* logits, int64_t vocab_size, const int64_t* rows, const Draw* draws, int64_t num,
-              int64_t* winners, Team team) {
+enum NoChoice : int64_t { TOO_CLOSE = -1, NOT_FINITE = -2 };
+
+// Chooses for some rows of logits, each by itself.
+void run_choices(const float* logits, int64_t vocab_size, const int64_t* rows, const Draw* draws, int64_t num,
+                 int64_t* chosen, Team team) {
   const Range mine = share(num, team);
-  std::vector<double> values((size_t)(mine.begin < mine.end ? vocab_size : 0));
+  std::vector<double> values;
   for (int64_t i = mine.begin; i < mine.end; ++i) {
-    const Choice choice = race(logits + rows[i] * vocab_size, vocab_size, draws[i], values.data());
-    winners[i] = choice.is_certain ? choice.token : -1;
+    const float* row = logits + rows[i] * vocab_size;
+    if (!all_finite(row, vocab_size)) {
+      chosen[i] = NOT_FINITE;
+    } else if (!(draws[i].temperature > 0)) {
+      chosen[i] = likeliest(row, vocab_size);
+    } else {
+      values.resize((size_t)vocab_size);
+      const Choice choice = race(row, vocab_size, draws[i], values.data());
+      chosen[i] = choice.is_certain ? choice.token : TOO_CLOSE;
+    }
   }
 }
 
@@ -269,10 +279,10 @@ int tandem_guess(const Decoder* decoder, const Step* step, const Guesses* guesse
                      : run_guesses<float>(*decoder, *step, *guesses, num_threads);
 }
 
-// Rows of logits [..][vocab_size] race with their noise, top_k and top_p apart: the winners [num], -1 where it is close.
-void tandem_race(const float* logits, int64_t vocab_size, const int64_t* rows, const Draw* draws, int64_t num,
-                 int64_t* winners, int num_threads) {
-  run_team(num_threads, [&](Team team) { run_race(logits, vocab_size, rows, draws, num, winners, team); });
+// The tokens of some rows of logits [..][vocab_size], top_k and top_p apart, or a NoChoice.
+void tandem_choose(const float* logits, int64_t vocab_size, const int64_t* rows, const Draw* draws, int64_t num,
+                   int64_t* chosen, int num_threads) {
+  run_team(num_threads, [&](Team team) { run_choices(logits, vocab_size, rows, draws, num, chosen, team); });
 }
 
 int tandem_attention(const Batch* batch, const Heads* heads, int64_t layer, const void* q, void* out, int is_bfloat16,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.engine import sampling as sampling_module
-from services.engine.kernels.library import Draw, Kernels, load_kernels
+from services.engine.kernels.library import TOO_CLOSE, Draw, Kernels, load_kernels
 from services.engine.sampling import draw_of, gumbel_noise
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, NothingAllowed, SampledToken
@@ -672,7 +672,7 @@ def test_the_kernels_race_ends_as_torch_s(vocab: int, scale: float) -> None:
         )
         for _ in range(24)
     ]
-    assert load_kernels().race(logits, range(24), [*map(draw, sequences)]) != [-1] * 24
+    assert load_kernels().choose(logits, range(24), [*map(draw, sequences)]) != [TOO_CLOSE] * 24
     expected = sampling_module.sample(logits, sequences)
     assert sampling_module.sample(logits, sequences, kernels=load_kernels()) == expected
 
@@ -692,19 +692,19 @@ def test_the_kernels_noise_is_the_noise() -> None:
         for ahead in (2e-6, -2e-6, 0.0):
             logits = torch.tensor([[difference + ahead, 0.0]])
             gap = logits[0, 0].item() - difference
-            winner = -1 if abs(gap) < 0.8e-7 else 0 if gap > 1.2e-7 else 1 if gap < -1.2e-7 else None
+            winner = TOO_CLOSE if abs(gap) < 0.8e-7 else 0 if gap > 1.2e-7 else 1 if gap < -1.2e-7 else None
             if winner is not None:
-                assert load_kernels().race(logits, [0], [draw(seq)]) == [winner]
+                assert load_kernels().choose(logits, [0], [draw(seq)]) == [winner]
 
 
 def test_what_the_kernels_leave_open_is_decided_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(9, 50)
     sequences = [sequence(seed=seed, temperature=0.9) for seed in range(9)]
     expected = sampling_module.sample(logits, sequences)
-    monkeypatch.setattr(Kernels, "race", lambda self, logits, rows, draws: [-1] * len(rows))
+    monkeypatch.setattr(Kernels, "choose", lambda self, logits, rows, draws: [TOO_CLOSE] * len(rows))
     assert sampling_module.sample(logits, sequences, kernels=load_kernels()) == expected
 
 
-def test_a_race_of_a_row_that_is_not_there_is_refused() -> None:
+def test_a_choice_of_a_row_that_is_not_there_is_refused() -> None:
     with pytest.raises(InvariantViolated):
-        load_kernels().race(random_logits(2, 8), [2], [draw(sequence(seed=1))])
+        load_kernels().choose(random_logits(2, 8), [2], [draw(sequence(seed=1))])
