@@ -30,7 +30,7 @@ MOST_WEIGHT = 64.0
 TRIAL_STEPS = 16
 KEPT_OF_GAINS = 0.5
 """What was gained in earlier trials counts for so much: a text that cannot be guessed does not end it for the next."""
-FIRST_REST_STEPS = 64
+FIRST_REST_STEPS = 32
 MOST_REST_STEPS = 1024
 REQUEST_HALF_LIFE_STEPS = 256
 WORKER_HALF_LIFE_STEPS = 4096

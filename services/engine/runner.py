@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,6 +46,8 @@ class ModelRunner:
         self._pool = pool
         self._device = pool.data.device
         self._buffers: dict[str, np.ndarray] = {}
+        self._views: dict[str, tuple[np.ndarray, torch.Tensor]] = {}
+        """Of buffers, as long as they were asked for last."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV into the pool and sample where that is due.
@@ -54,7 +57,6 @@ class ModelRunner:
         """
         return self.compute(self.prepare(plan))
 
-    @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> PreparedStep:
         """Do the part of `run` that needs the interpreter. The step must be computed before the next is prepared.
 
@@ -117,6 +119,8 @@ class ModelRunner:
 
     def _pack(self, items: list[StepItem], *, wants_all: bool = False) -> _Packed:
         """Gather the inputs of one forward pass; its logits are those of all tokens, or of those that choose one."""
+        if not wants_all and all(item.num_rows == 1 and item.is_sampled for item in items):
+            return self._pack_next_tokens(items)
         page_size = self._pool.layout.page_size
         counts = np.array([item.num_rows for item in items])
         ends = np.array([item.sequence.num_computed_tokens for item in items]) + counts
@@ -129,7 +133,7 @@ class ModelRunner:
         for item, start, end in zip(items, query_start[:-1], ends, strict=True):
             count = item.num_rows
             token_ids[start : start + count] = (*item.sequence.token_ids[end - count : end], *item.proposed)
-        self._check_token_ids(token_ids)
+        self._check_token_ids(token_ids.min(), token_ids.max())
         rows = np.repeat(np.arange(len(items)), counts)
         positions = self._buffer("positions", num_tokens, np.int64)
         positions[:] = np.arange(num_tokens) + (ends - query_start[1:])[rows]
@@ -151,6 +155,40 @@ class ModelRunner:
             logits_indices=self._tensor(wanted),
         )
 
+    def _pack_next_tokens(self, items: list[StepItem]) -> _Packed:
+        """Do the same where each sequence has its next token, as in most steps: lists beat arrays of a few numbers."""
+        page_size = self._pool.layout.page_size
+        positions = [item.sequence.num_computed_tokens for item in items]
+        token_ids, slots = [], []
+        for item, position in zip(items, positions, strict=True):
+            page, place = divmod(position, page_size)
+            token_ids.append(item.sequence.token_ids[position])
+            slots.append(item.sequence.page_table[page] * page_size + place)
+        self._check_token_ids(min(token_ids), max(token_ids))
+        longest = max(positions) + 1
+        return _Packed(
+            token_ids=self._filled("token_ids", token_ids, np.int64),
+            positions=self._filled("positions", positions, np.int64),
+            batch=AttentionBatch(
+                query_start=self._filled("query_start", range(len(items) + 1), np.int32),
+                context_lens=self._filled("context_lens", [position + 1 for position in positions], np.int32),
+                page_tables=self._tensor(self._page_tables(items, num_pages_for(longest, page_size))),
+                slot_mapping=self._filled("slot_mapping", slots, np.int64),
+                longest_tokens=longest,
+            ),
+            logits_indices=self._filled("logits_indices", range(len(items)), np.int64),
+        )
+
+    def _filled(self, name: str, values: SequenceOf[int], dtype: type[np.signedinteger]) -> torch.Tensor:
+        """Return the named buffer with these values."""
+        array, tensor = self._views.get(name, (None, None))
+        if array is None or tensor is None or len(array) != len(values):
+            array = self._buffer(name, len(values), dtype)
+            tensor = torch.from_numpy(array)
+            self._views[name] = array, tensor
+        array[:] = values
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+
     def _page_tables(self, items: list[StepItem], num_pages: int) -> np.ndarray:
         """Return int32 [B, num_pages]; entries beyond a sequence's own pages are 0."""
         tables = self._buffer("page_tables", len(items) * num_pages, np.int32).reshape(len(items), num_pages)
@@ -167,10 +205,10 @@ class ModelRunner:
             buffer = self._buffers[name] = np.empty(max(64, 2 * size), dtype=dtype)
         return buffer[:size]
 
-    def _check_token_ids(self, token_ids: np.ndarray) -> None:
+    def _check_token_ids(self, lowest: int, highest: int) -> None:
         # On a GPU such a token would not raise but end the process's use of the device.
         vocab_size = self._model.config.vocab_size
-        if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+        if lowest < 0 or highest >= vocab_size:
             raise InvariantViolated(f"a token id lies outside the vocabulary of {vocab_size}")
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

@@ -385,7 +385,7 @@ def batch_args(
 
 def check_tensor(tensor: torch.Tensor, dtype: torch.dtype, *, shape: tuple[int, ...]) -> int:
     """The tensor's address. Raises InvariantViolated where its type, shape or layout is not what a kernel reads."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+    if tensor.dtype != dtype or tensor.shape != shape:
         raise InvariantViolated(
             f"a kernel was given {tensor.dtype} {list(tensor.shape)} where it reads {dtype} {list(shape)}"
         )
@@ -394,7 +394,7 @@ def check_tensor(tensor: torch.Tensor, dtype: torch.dtype, *, shape: tuple[int, 
 
 def pointer(tensor: torch.Tensor) -> int:
     """The address of a contiguous CPU tensor."""
-    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+    if not tensor.is_contiguous() or not tensor.is_cpu:
         raise InvariantViolated("a kernel was given a tensor that is not contiguous or not in host memory")
     return tensor.data_ptr()
 

@@ -1,3 +1,4 @@
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,31 @@ def test_buffers_grow_and_shrink_with_the_steps(
     expected = compute(parts, new_sequence(short), [2])
     compute(parts, new_sequence(long), [150])
     assert compute(parts, new_sequence(short), [2]) == expected
+
+
+def test_next_tokens_are_packed_like_any_others(
+    parts: EngineParts, new_sequence: Callable[..., Sequence], random_ids: Callable[..., list[int]]
+) -> None:
+    for lengths in ([1], [9, 2, 40], [17, 16, 15], [5]):
+        sequences = [new_sequence(random_ids(length, seed=length)) for length in lengths]
+        for sequence, length in zip(sequences, lengths, strict=True):
+            sequence.num_computed_tokens = length - 1
+        items = [StepItem(sequence, 1) for sequence in sequences]
+        # Of all tokens the logits are wanted, which are those of the last ones here. Buffers are used again.
+        expected = copy.deepcopy(parts.runner._pack(items, wants_all=True))
+        packed = parts.runner._pack(items)
+        for one, other in (
+            (packed.token_ids, expected.token_ids),
+            (packed.positions, expected.positions),
+            (packed.logits_indices, expected.logits_indices),
+            (packed.batch.query_start, expected.batch.query_start),
+            (packed.batch.context_lens, expected.batch.context_lens),
+            (packed.batch.page_tables, expected.batch.page_tables),
+            (packed.batch.slot_mapping, expected.batch.slot_mapping),
+        ):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+        assert packed.batch.longest_tokens == expected.batch.longest_tokens
 
 
 def test_a_poisoned_page_fails_its_sequence_only(
