@@ -1,7 +1,6 @@
 """Workers of several ranks as real processes: the answer of one process whatever their degrees, and how they end."""
 
 import asyncio
-import itertools
 import os
 import random
 import signal
@@ -79,7 +78,10 @@ async def check_pair(prefill: Any, decode: Any, make_gateway: Make, expected: Ma
     await decode.until_free()
 
 
-@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), list(itertools.product((1, 2), (1, 2))))
+@pytest.mark.parametrize(
+    ("prefill_ranks", "decode_ranks"),
+    [(1, 2), (2, 1), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
+)
 async def test_every_pair_of_degrees_gives_the_same_answer(
     prefill_ranks: int, decode_ranks: int, parallel_worker: Make, make_gateway: Make, expected: Make
 ) -> None:
@@ -124,7 +126,7 @@ async def test_a_running_answer_moves_to_another_degree(
     assert emitted + moved.token_ids == full
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 async def test_a_lost_rank_is_the_end_of_its_worker(
     end: signal.Signals, start_worker: Make, parallel_worker: Make, make_gateway: Make
 ) -> None:

@@ -146,8 +146,8 @@ def test_new_cache_is_private(tmp_path, tiny_source):
 @pytest.mark.parametrize(
     ("flags", "arithmetic"),
     [
-        (["-DTANDEM_NO_AMX"], "avx512+bf16"),
-        (["-mno-avx512bf16", "-DTANDEM_NO_AMX"], "avx512"),
+        pytest.param(["-DTANDEM_NO_AMX"], "avx512+bf16", marks=pytest.mark.slow),
+        pytest.param(["-mno-avx512bf16", "-DTANDEM_NO_AMX"], "avx512", marks=pytest.mark.slow),
         (["-march=haswell"], "avx2"),
         (["-march=x86-64"], "portable"),
     ],
