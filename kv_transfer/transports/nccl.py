@@ -199,7 +199,7 @@ class NcclReceiveChannel(DeviceReceiveChannel):
             if not self._in_flight and time.monotonic() >= end:
                 return None
             if self._in_flight:
-                time.sleep(_POLL_S)
+                time.sleep(_POLL_S)  # a GPU's event wakes nobody
 
     def release(self, slot: int) -> None:
         """See ReceiveEnd."""

@@ -199,7 +199,7 @@ class NcclPair:
         """Wait until an operation has ended. Raises ChannelBroken; the watchdog keeps the time."""
         while not operation.event.is_done():
             self.check()
-            time.sleep(self._limits.poll_s)
+            time.sleep(self._limits.poll_s)  # a GPU's event wakes nobody
         self.check()
 
     def break_off(self, error: ChannelBroken) -> None:
@@ -252,7 +252,7 @@ class NcclPair:
             if code != IN_PROGRESS:
                 self._raise_for(code)
                 return
-            time.sleep(min(self._limits.poll_s, countdown.remaining_s()))
+            time.sleep(min(self._limits.poll_s, countdown.remaining_s()))  # NCCL tells its state to who asks only
 
     def _raise_for(self, code: int) -> None:
         if code not in (SUCCESS, IN_PROGRESS):

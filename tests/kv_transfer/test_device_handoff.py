@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -52,7 +54,9 @@ def channel_of(pair: Pair) -> CudaIpcReceiveChannel | NcclReceiveChannel:
     return channel
 
 
-async def test_a_bit_that_flips_on_the_way_fails_the_transfer(make_pair: PairMaker, transport: str) -> None:
+async def test_a_bit_that_flips_on_the_way_fails_the_transfer(
+    make_pair: PairMaker, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = await make_pair(transport)
     await pair.assert_works()
     channel = channel_of(pair)
@@ -60,14 +64,14 @@ async def test_a_bit_that_flips_on_the_way_fails_the_transfer(make_pair: PairMak
 
     hurt: list[int] = []
 
-    def poll_hurt(*, timeout_s: float):  # type: ignore[no-untyped-def]
+    def poll_hurt(*, timeout_s: float) -> Any:
         frame = poll(timeout_s=timeout_s)
         if frame is not None and not hurt:
             frame.data[17] ^= 4
             hurt.append(frame.seq)
         return frame
 
-    channel.poll = poll_hurt  # type: ignore[method-assign]
+    monkeypatch.setattr(channel, "poll", poll_hurt)
     with pytest.raises(TransferFailed):
         await pair.hand_over(TABLE, 140)
     assert pair.receiver.counters[Reason.CHECKSUM_MISMATCH] == 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_channel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    def open_nothing(self, *arguments, **options):  # type: ignore[no-untyped-def]
+    def open_nothing(self: Any, *arguments: Any, **options: Any) -> None:
         raise ChannelBroken(f"{name} is out of order")
 
     monkeypatch.setattr(type(transport_named(name)), "open", open_nothing)
@@ -39,11 +40,11 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, name: str, frame_s: float) -> Non
     kind = type(transport_named(name))
     really_open = kind.open
 
-    def open_slow(self, *arguments, **options):  # type: ignore[no-untyped-def]
+    def open_slow(self: Any, *arguments: Any, **options: Any) -> Any:
         channel = really_open(self, *arguments, **options)
         post = channel.post
 
-        def post_slowly(*arguments, **options):  # type: ignore[no-untyped-def]
+        def post_slowly(*arguments: Any, **options: Any) -> None:
             time.sleep(frame_s)
             post(*arguments, **options)
 

@@ -36,8 +36,8 @@ inline void score_vectors(const float* q, int64_t stride, const float* const* ke
   for (; k < count; ++k) score_keys<1, VECS>(q, stride, keys + k, head_dim, scores + k * stride);
 }
 
-// The same for ROWS rows and at most W keys, as scores[row][k] with rows of BLOCK_KEYS: lanes are keys. Rows of keys are
-// `width` long, whole vectors.
+// The same for ROWS rows and at most W keys, as scores[row][k] with rows of BLOCK_KEYS: lanes are keys. Rows of keys
+// are `width` long, whole vectors.
 template <int ROWS>
 inline void score_few_rows(const float* q, int64_t stride, const float* const* keys, int count, int64_t width,
                            float* scores) {

@@ -83,7 +83,8 @@ inline T highest_of(const T* values, int64_t size) {
   for (T& lane : lanes) lane = -std::numeric_limits<T>::infinity();
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES)
-    for (int lane = 0; lane < LANES; ++lane) lanes[lane] = values[i + lane] > lanes[lane] ? values[i + lane] : lanes[lane];
+    for (int lane = 0; lane < LANES; ++lane)
+      lanes[lane] = values[i + lane] > lanes[lane] ? values[i + lane] : lanes[lane];
   for (; i < size; ++i) lanes[0] = values[i] > lanes[0] ? values[i] : lanes[0];
   T highest = lanes[0];
   for (T lane : lanes) highest = lane > highest ? lane : highest;
@@ -107,7 +108,8 @@ inline int64_t likeliest(const float* logits, int64_t size) {
 // Draws among all tokens; top_k and top_p are not looked at. `values` is room for as many numbers as logits.
 inline Choice race(const float* logits, int64_t size, const Draw& draw, double* values) {
   const uint64_t key = noise_key(draw.seed, draw.position);
-  const double least = (double)highest_of(logits, size) / draw.temperature + (draw.min_p > 0 ? std::log(draw.min_p) : -INFINITE);
+  const double margin = draw.min_p > 0 ? std::log(draw.min_p) : -INFINITE;
+  const double least = (double)highest_of(logits, size) / draw.temperature + margin;
   for (int64_t i = 0; i < size; ++i) {
     const double score = (double)logits[i] / draw.temperature;
     values[i] = score < least ? -INFINITE : score + gumbel(key, i);

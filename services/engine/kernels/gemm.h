@@ -130,7 +130,8 @@ void multiply_panel(const E* x, int64_t x_stride, int64_t rows, const E* panel, 
 }
 
 #if defined(TANDEM_AMX)
-inline void multiply_tiles_amx(const bf16* x, int64_t x_stride, int64_t rows, const bf16* panel, int64_t k, float* acc) {
+inline void multiply_tiles_amx(const bf16* x, int64_t x_stride, int64_t rows, const bf16* panel, int64_t k,
+                               float* acc) {
   const bool has_lower = rows > 16;
   _tile_zero(0);
   _tile_zero(1);
@@ -157,7 +158,8 @@ inline void multiply_tiles_amx(const bf16* x, int64_t x_stride, int64_t rows, co
   }
 }
 
-inline void multiply_panel_amx(const bf16* x, int64_t x_stride, int64_t rows, const bf16* panel, int64_t k, float* acc) {
+inline void multiply_panel_amx(const bf16* x, int64_t x_stride, int64_t rows, const bf16* panel, int64_t k,
+                               float* acc) {
   int64_t configured = 0;
   for (int64_t first = 0; first < rows; first += 32) {
     const int64_t count = std::min<int64_t>(32, rows - first);

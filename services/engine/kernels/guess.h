@@ -86,7 +86,8 @@ class Guesser {
     Draw draw = guesses_.draws[b];
     draw.position += num;
     const int64_t token = choose(logits, draw);
-    const float probability = probability_of(logits, size_, token, draw.temperature > 0 ? (float)draw.temperature : 1.0f);
+    const float temperature = draw.temperature > 0 ? (float)draw.temperature : 1.0f;
+    const float probability = probability_of(logits, size_, token, temperature);
     guesses_.chosen[b * guesses_.most + num] = token;
     guesses_.probabilities[b * guesses_.most + num] = probability;
     ++num;

@@ -27,7 +27,8 @@ struct Heads {
 };
 
 // The start of one page's keys (part 0) or values (part 1) for a head of a layer, in elements.
-inline int64_t page_offset(const Batch& batch, const Heads& heads, int64_t page, int64_t head, int64_t layer, int part) {
+inline int64_t page_offset(const Batch& batch, const Heads& heads, int64_t page, int64_t head, int64_t layer,
+                           int part) {
   const int64_t slots = batch.page_size * heads.head_dim;
   return (((page * heads.num_kv_heads + head) * heads.num_layers + layer) * 2 + part) * slots;
 }

@@ -179,8 +179,8 @@ int run_decoder(const Decoder& decoder, const Step& step, int num_threads) {
   return NONE;
 }
 
-// Computes the step, chooses behind each sequence, moves on those that are guessed for again, and so on. A sequence that
-// is not moved on is computed as before, which writes what is there.
+// Computes the step, chooses behind each sequence, moves on those that are guessed for again, and so on. A sequence
+// that is not moved on is computed as before, which writes what is there.
 template <typename E>
 int run_guesses(const Decoder& decoder, const Step& step, const Guesses& guesses, int num_threads) {
   const int64_t num = step.batch.num_sequences, page_size = step.batch.page_size;
@@ -201,7 +201,8 @@ int run_guesses(const Decoder& decoder, const Step& step, const Guesses& guesses
       if (page >= step.batch.max_pages) return BAD_SEQUENCE;
       guesses.token_ids[b] = guesses.chosen[b * guesses.most + guesses.num_chosen[b] - 1];
       guesses.context_lens[b] = (int32_t)position + 1;
-      guesses.slot_mapping[b] = step.batch.page_tables[b * step.batch.max_pages + page] * page_size + position % page_size;
+      const int64_t page_id = step.batch.page_tables[b * step.batch.max_pages + page];
+      guesses.slot_mapping[b] = page_id * page_size + position % page_size;
     }
   }
   return NONE;
@@ -271,7 +272,8 @@ int64_t tandem_workspace_elements(const Decoder* decoder, int64_t num_tokens, in
 }
 
 int tandem_forward(const Decoder* decoder, const Step* step, int is_bfloat16, int num_threads) {
-  return is_bfloat16 ? run_decoder<bf16>(*decoder, *step, num_threads) : run_decoder<float>(*decoder, *step, num_threads);
+  return is_bfloat16 ? run_decoder<bf16>(*decoder, *step, num_threads)
+                     : run_decoder<float>(*decoder, *step, num_threads);
 }
 
 int tandem_guess(const Decoder* decoder, const Step* step, const Guesses* guesses, int is_bfloat16, int num_threads) {

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,17 +125,26 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     listener.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Somebody whom strangers can reach."""
+
+    name: str
+    transport: Transport
+    listener: Listener
+
+
 @pytest.fixture(params=SOCKET_NAMES)
-def listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
+def listening(request: pytest.FixtureRequest) -> Iterator[Listening]:
     transport = made(request.param)
     listener = transport.listen("127.0.0.1", 0)
-    listener.name, listener.transport = request.param, transport  # type: ignore[attr-defined]
-    yield listener
+    yield Listening(request.param, transport, listener)
     listener.close()
 
 
-def stranger(listener: Listener) -> socket.socket:
-    if listener.name in TCP_NAMES:  # type: ignore[attr-defined]
+def stranger(listening: Listening) -> socket.socket:
+    listener = listening.listener
+    if listening.name in TCP_NAMES:
         return socket.create_connection(split_address(listener.address), timeout=TIMEOUT_S)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.connect(b"\0" + listener.address.encode())
@@ -376,16 +386,16 @@ def test_a_receiver_must_prove_itself_to_the_sender() -> None:
 @pytest.mark.parametrize(
     "garbage", [b"", b"\0", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4, handshake.MAGIC + bytes(48), b"\xff" * 4096]
 )
-def test_garbage_from_strangers_disturbs_nobody(listener: Listener, garbage: bytes) -> None:
+def test_garbage_from_strangers_disturbs_nobody(listening: Listening, garbage: bytes) -> None:
     for _ in range(5):
-        with stranger(listener) as sock:
+        with stranger(listening) as sock:
             if garbage:
                 sock.send(garbage)
             with contextlib.suppress(OSError):  # it may have been thrown out already
                 sock.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(100) == b""
-    ends = connect(listener.transport, listener)  # type: ignore[attr-defined]
+    ends = connect(listening.transport, listening.listener)
     content = ends.post(0, 10)
     assert bytes(ends.poll().data) == content
     for end in (ends.sender, ends.receiver):
@@ -393,11 +403,11 @@ def test_garbage_from_strangers_disturbs_nobody(listener: Listener, garbage: byt
         end.close()
 
 
-def test_idle_strangers_are_bounded_and_disturb_nobody(listener: Listener) -> None:
+def test_idle_strangers_are_bounded_and_disturb_nobody(listening: Listening) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(handshake.MAX_STRANGERS + 20):
-            stack.enter_context(stranger(listener))
-        ends = connect(listener.transport, listener)  # type: ignore[attr-defined]
+            stack.enter_context(stranger(listening))
+        ends = connect(listening.transport, listening.listener)
         content = ends.post(0, 10)
         assert bytes(ends.poll().data) == content
         for end in (ends.sender, ends.receiver):
@@ -405,11 +415,11 @@ def test_idle_strangers_are_bounded_and_disturb_nobody(listener: Listener) -> No
             end.close()
 
 
-def test_a_stranger_that_does_not_finish_is_dropped(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_does_not_finish_is_dropped(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.2)
     key = make_key()
-    opening = listener.expect(key, RING)
-    with stranger(listener) as sock:
+    opening = listening.listener.expect(key, RING)
+    with stranger(listening) as sock:
         sock.send(handshake.MAGIC + key.channel_id + bytes(32))
         assert len(sock.recv(1000)) == 64
         with pytest.raises(ChannelBroken):
@@ -423,7 +433,9 @@ def test_a_stranger_that_does_not_finish_is_dropped(listener: Listener, monkeypa
 def _socket_of(ends: Ends) -> socket.socket:
     if isinstance(ends.sender, ShmSendChannel | TcpSendChannel):
         return ends.sender._socket
-    return ends.sender._slots._messages._socket  # type: ignore[attr-defined, no-any-return]
+    sender: Any = ends.sender  # of a GPU's pages
+    found: socket.socket = sender._slots._messages._socket
+    return found
 
 
 def _raw_post(ends: Ends, slot: int, num_bytes: int) -> None:
@@ -483,12 +495,12 @@ def test_a_release_of_a_slot_that_was_not_posted_breaks_the_channel(name: str) -
     transport = made(name)
     listener = transport.listen("127.0.0.1", 0)
     ends = connect(transport, listener)
-    receiver = ends.receiver
+    receiver: Any = ends.receiver
     deadline = time.monotonic() + TIMEOUT_S
-    ends.receiver.poll(timeout_s=0.0)
-    while name != "shm" and receiver._slots is None and time.monotonic() < deadline:  # type: ignore[attr-defined]
+    receiver.poll(timeout_s=0.0)
+    while name != "shm" and receiver._slots is None and time.monotonic() < deadline:
         ends.receiver.poll(timeout_s=0.01)  # it opens behind the receiving end
-    sock = receiver._socket if name == "shm" else receiver._slots._messages._socket  # type: ignore[attr-defined]
+    sock = receiver._socket if name == "shm" else receiver._slots._messages._socket
     sock.send(struct.pack("<I", 77))
 
     def post_on() -> None:
