@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from decode_worker.acceptance import (
     ANY_LEVEL,
+    MOST_REST_STEPS,
     REQUEST_HALF_LIFE_STEPS,
     WORKER_HALF_LIFE_STEPS,
     Balance,
@@ -44,7 +45,14 @@ from services.engine.sequence import Sequence
 from services.engine.step import SampledToken
 from services.runtime.clock import Clock
 from services.runtime.errors import InvariantViolated
-from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeMeter, DecodeSpeed, PrefillMeter
+from services.scheduling.prediction import (
+    DEFAULT_DECODE,
+    DEFAULT_PREFILL,
+    DecodeMeter,
+    DecodeSpeed,
+    PrefillMeter,
+    PrefillSpeed,
+)
 
 DEFAULT_DEPTH = 8
 READ_SHARE = 0.25
@@ -115,6 +123,10 @@ class Speculator:
         self._requests: dict[Hashable, _Request] = {}
         self._everybody = Record(WORKER_HALF_LIFE_STEPS)
         self._guesses, self._reads = DecodeMeter(DEFAULT_GUESS), PrefillMeter(DEFAULT_READ)
+        self._measured_step = 0
+        """The last step in which the draft was measured."""
+        self._slowness = 1.0
+        """A step's time here over the default's, which is a large GPU's."""
         self._balances: dict[int, Balance] = {}
         self._tried: tuple[Balance, Price, float] | None = None
         """Of the step that is being computed, and what was spent on it in seconds."""
@@ -135,6 +147,11 @@ class Speculator:
         began_s = self._clock.monotonic()
         speed = DEFAULT_DECODE if speed is None else speed
         step_s = max(SHORTEST_S, speed.step_s(num_sequences, context_tokens))
+        self._slowness = max(SHORTEST_S, speed.step_s(1, 0)) / DEFAULT_DECODE.step_s(1, 0)
+        if self._step - self._measured_step > MOST_REST_STEPS:
+            # What was measured long ago, and badly, must not keep the draft from being tried for good.
+            self._guesses, self._reads = DecodeMeter(DEFAULT_GUESS), PrefillMeter(DEFAULT_READ)
+            self._measured_step = self._step
         price = Price(num_tokens=num_sequences, time_s=step_s)
         plain = Price(num_tokens=num_sequences, time_s=step_s)
         proposals: dict[Hashable, Proposal] = {}
@@ -219,10 +236,10 @@ class Speculator:
         assert self._draft is not None
         sequence = candidate.sequence
         chances = [request.record.chance(_any(sequence), self._step)] * min(GUESSES_TO_COME, self._depth(candidate))
-        _, gain = worthwhile(chances, price.of(self._guesses.speed.step_s(1, sequence.num_tokens) + row_s))
+        _, gain = worthwhile(chances, price.of(self._guess_speed().step_s(1, sequence.num_tokens) + row_s))
         if gain and (num_lacking := self._draft.num_lacking(sequence)) > READ_TOKENS:
             num_steps = min(STEPS_TO_COME, sequence.max_num_tokens - sequence.num_tokens)
-            read_s = self._reads.speed.time_s(num_lacking, sequence.num_tokens - num_lacking)
+            read_s = self._read_speed().time_s(num_lacking, sequence.num_tokens - num_lacking)
             return gain if price.of(read_s) < num_steps * gain else 0.0
         return gain
 
@@ -252,7 +269,7 @@ class Speculator:
 
     def _limit(self, chain: _Chain, num_chains: int, price: Price) -> Limit:
         """Guess on as long as one more is worth its time: its own, its part of a round's, and that of its row."""
-        sequence, speed = chain.candidate.sequence, self._guesses.speed
+        sequence, speed = chain.candidate.sequence, self._guess_speed()
         own_s = speed.s_per_sequence + speed.s_per_context_token * sequence.num_tokens + chain.row_s
         kinds = [Kind("draft", sequence.sampling.is_greedy, level) for level in range(LEVELS)]
         chances = [chain.record.chance(kind, self._step) for kind in kinds]
@@ -263,6 +280,7 @@ class Speculator:
 
     def _observe(self, sequences: list[Sequence], guessed: list[list[Guess]], began_s: float, price: Price) -> None:
         now_s = self._clock.monotonic()
+        self._measured_step = self._step
         num_rounds = max(map(len, guessed))
         if num_rounds:
             context_tokens = sum(sequence.num_tokens for sequence in sequences)
@@ -284,8 +302,18 @@ class Speculator:
             chain.kinds.append(kind)
             price.add(num_tokens=reached, time_s=chain.row_s)
 
-    def _num_to_read(self, step_s: float) -> int:
+    def _guess_speed(self) -> DecodeSpeed:
+        """The draft's, or before it was measured what this machine makes likely."""
+        speed = self._guesses.speed
+        return speed.times(self._slowness) if speed is DEFAULT_GUESS else speed
+
+    def _read_speed(self) -> PrefillSpeed:
+        """The same of prompts."""
         speed = self._reads.speed
+        return speed.times(self._slowness) if speed is DEFAULT_READ else speed
+
+    def _num_to_read(self, step_s: float) -> int:
+        speed = self._read_speed()
         left_s = READ_SHARE * step_s - speed.overhead_s
         return max(READ_TOKENS, int(left_s / speed.s_per_token) if speed.s_per_token > 0 else READ_TOKENS)
 
@@ -295,6 +323,7 @@ class Speculator:
         if not draft.read(sequence, num_tokens):
             return 0
         now_s = self._clock.monotonic()
+        self._measured_step = self._step
         self._reads.observe(num_tokens, num_before, now_s - began_s, now_s)
         return num_tokens
 

@@ -721,11 +721,12 @@ class DecodeWorker:
             attempt.num_proposed += num_proposed
             attempt.num_accepted += num_accepted
             self._metrics.note_speculation(advance.proposal.source, proposed=num_proposed, accepted=num_accepted)
-        num_answer_tokens = advance.token_index + len(advance.tokens)
-        if advance.tokens:
-            attempt.num_tokens += len(advance.tokens)
+        tokens = advance.tokens
+        num_answer_tokens = advance.token_index + len(tokens)
+        if tokens:
+            attempt.num_tokens += len(tokens)
             self._book.note_tokens(attempt.spec.key, num_answer_tokens)
-            self._emit(attempt, tokens_message(advance.token_index, *advance.tokens))
+            self._emit(attempt, tokens_message(advance.token_index, *tokens))
         if advance.finish_reason is not None:
             self._book.note_end(num_answer_tokens)
             answer = finished_message(advance.finish_reason)

@@ -8,6 +8,7 @@ from protos import inference_pb2, worker_pb2
 from services.runtime.answer_form import AnswerForm, read_form
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import AlreadyExists, InvalidRequest
+from services.runtime.session import NewTokens
 
 DEFAULT_SERVICE_CLASS = 2
 """Of five, 0 to 4: of an attempt that names none."""
@@ -136,9 +137,12 @@ class Sampled(Protocol):
         ...
 
 
-def tokens_message(index: int, *tokens: Sampled) -> worker_pb2.Tokens:
+def tokens_message(index: int, *tokens: Sampled) -> NewTokens | worker_pb2.Tokens:
     """Tokens of an answer, at least one, from place `index` on, as an event."""
-    message = worker_pb2.Tokens(first_index=index, token_ids=[token.token_id for token in tokens])
+    token_ids = [token.token_id for token in tokens]
+    if tokens[0].logprob is None and not tokens[0].prompt:
+        return NewTokens(index, token_ids)
+    message = worker_pb2.Tokens(first_index=index, token_ids=token_ids)
     if tokens[0].logprob is not None:
         message.logprobs.extend(map(_logprobs_message, tokens))
     if tokens[0].prompt:

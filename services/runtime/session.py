@@ -25,8 +25,17 @@ from services.runtime.errors import (
 
 logger = logging.getLogger(__name__)
 
+
+class NewTokens(NamedTuple):
+    """Tokens of an answer without anything said about them: what nearly all events are, so they are no message yet."""
+
+    first_index: int
+    token_ids: list[int]
+
+
 Payload: TypeAlias = (
-    worker_pb2.Admitted
+    NewTokens
+    | worker_pb2.Admitted
     | worker_pb2.Refused
     | worker_pb2.PrefillStarted
     | worker_pb2.Tokens
@@ -293,6 +302,12 @@ def _add_event(message: worker_pb2.StepEvents, emission: Emission) -> None:
     event = message.events.add()
     event.id.request_id = emission.request_id
     event.id.attempt = emission.attempt
-    payload: Any = getattr(event, _FIELD_OF_PAYLOAD[type(emission.payload)])
-    payload.SetInParent()
-    payload.CopyFrom(emission.payload)
+    payload = emission.payload
+    if type(payload) is NewTokens:
+        tokens = event.tokens
+        tokens.first_index = payload.first_index
+        tokens.token_ids.extend(payload.token_ids)
+        return
+    place: Any = getattr(event, _FIELD_OF_PAYLOAD[type(payload)])
+    place.SetInParent()
+    place.CopyFrom(payload)

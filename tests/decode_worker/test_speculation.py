@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from decode_worker.acceptance import MOST_REST_STEPS
 from decode_worker.engine_loop import Advance, DecodeLoop, StepReport
 from decode_worker.scheduler import BatchScheduler
-from decode_worker.speculation import Speculator
+from decode_worker.speculation import Candidate, Speculator
 from demo import DEMO_DRAFT, DEMO_MODEL
 from services.engine.draft import DraftModel
 from services.engine.engine import Engine, EngineParts, load_engine
+from services.engine.guessing import Guess, Limit
 from services.engine.pages import PageAllocator
 from services.engine.runner import ModelRunner
 from services.engine.sequence import Sampling, Sequence
@@ -24,6 +26,7 @@ from services.engine.swap import SwapSpace
 from services.runtime.answer_form import AnswerForm
 from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated
+from services.scheduling.prediction import DecodeSpeed
 from services.structured.grammar import Grammars
 
 PAGE_SIZE = 4
@@ -312,3 +315,55 @@ def test_a_plan_that_proposes_in_the_middle_is_refused(parts: EngineParts) -> No
         parts.runner.run(StepPlan([StepItem(sequence, 3, proposed=(8, 9))]))
     with pytest.raises(InvariantViolated, match="vocabulary"):
         parts.runner.run(StepPlan([StepItem(sequence, 3, proposed=(VOCAB_SIZE,))]))
+
+
+class ScriptedDraft:
+    """Guesses three likely tokens whenever it is asked; each takes `guess_s`."""
+
+    def __init__(self, clock: ManualClock, guess_s: float) -> None:
+        self.clock, self.guess_s, self.num_asked = clock, guess_s, 0
+
+    def num_lacking(self, sequence: Sequence) -> int:
+        return 1
+
+    def guess(self, sequences: list[Sequence], limits: list[Limit]) -> list[list[Guess]]:
+        self.num_asked += 1
+        guesses = [[Guess(7, 0.95)] * min(3, limit.most) for limit in limits]
+        self.clock.advance(self.guess_s * max(map(len, guesses)))
+        return guesses
+
+
+def propose_once(speculator: Speculator, sequence: Sequence, step_s: float) -> int:
+    """How many tokens; a step takes `step_s`, most of it whatever is in it, and all proposals are right."""
+    if not speculator.is_open(1):
+        return 0
+    speed = DecodeSpeed(overhead_s=0.95 * step_s, s_per_sequence=0.05 * step_s, s_per_context_token=0.0)
+    found = speculator.propose([Candidate(sequence, 8)], speed=speed, num_sequences=1, context_tokens=10)
+    num = len(found[sequence.sequence_id].token_ids) if found else 0
+    if found:
+        speculator.learn(sequence.sequence_id, found[sequence.sequence_id], [SampledToken(7)] * num)
+    speculator.end_step(num)
+    return num
+
+
+@pytest.mark.parametrize("step_s", [1e-4, 1e-3, 1e-2, 1.0])
+def test_a_draft_is_tried_however_fast_a_machine_is(step_s: float) -> None:
+    clock = ManualClock()
+    draft = ScriptedDraft(clock, 0.1 * step_s)
+    speculator = Speculator(clock=clock, uses_ngrams=False, draft=draft)  # type: ignore[arg-type]
+    sequence = Sequence("a", [5, 6, 7], sampling=Sampling(max_tokens=5000, temperature=0.0))
+    assert [propose_once(speculator, sequence, step_s) for _ in range(20)] == [3] * 20
+
+
+def test_a_draft_that_was_slow_once_is_tried_again() -> None:
+    clock, step_s = ManualClock(), 1e-3
+    draft = ScriptedDraft(clock, 50 * step_s)
+    speculator = Speculator(clock=clock, uses_ngrams=False, draft=draft)  # type: ignore[arg-type]
+    sequence = Sequence("a", [5, 6, 7], sampling=Sampling(max_tokens=5000, temperature=0.0))
+    for _ in range(100):
+        propose_once(speculator, sequence, step_s)
+    assert draft.num_asked == 1, "it does not pay"
+    draft.guess_s = 0.1 * step_s
+    for _ in range(3 * MOST_REST_STEPS):
+        propose_once(speculator, sequence, step_s)
+    assert draft.num_asked > MOST_REST_STEPS
