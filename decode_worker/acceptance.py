@@ -30,6 +30,11 @@ MOST_WEIGHT = 64.0
 TRIAL_STEPS = 16
 KEPT_OF_GAINS = 0.5
 """What was gained in earlier trials counts for so much: a text that cannot be guessed does not end it for the next."""
+PLAIN_EVERY = 32
+"""After so many steps with proposals, one is made without, to be compared with."""
+NEWEST_PLAIN = 0.25
+"""The part of a new plain step in what plain steps take."""
+SHORTEST_S = 1e-6
 FIRST_REST_STEPS = 32
 MOST_REST_STEPS = 1024
 REQUEST_HALF_LIFE_STEPS = 256
@@ -142,13 +147,17 @@ def worthwhile(chances: Sequence[float], cost: float) -> tuple[int, float]:
 class Balance:
     """Whether speculation has paid at a size of batch, all that it costs included; where it has not, it rests.
 
-    The rest after a loss is twice that after the loss before, up to MOST_REST_STEPS; then it is tried for a few steps.
+    Steps that were tried are compared by the clock with plain ones, of which one is made now and then. The rest after
+    a loss is twice that after the loss before, up to MOST_REST_STEPS; then it is tried for a few steps.
     """
 
     def __init__(self) -> None:
+        self.plain_s: float | None = None
+        """Seconds for a token without proposals; None: there was no such step yet."""
         self._net = 0.0
         """Tokens gained beyond their price since the last rest, of earlier trials a part."""
         self._num_steps = 0
+        self._num_since_plain = 0
         self._num_resting = 0
         self._rest_steps = FIRST_REST_STEPS
 
@@ -157,11 +166,22 @@ class Balance:
         if self._num_resting:
             self._num_resting -= 1
             return False
-        return True
+        self._num_since_plain += 1
+        return self.plain_s is not None and self._num_since_plain <= PLAIN_EVERY
 
-    def note(self, net_tokens: float) -> None:
-        """A step that was tried gave so many tokens more than it cost."""
-        self._net += net_tokens
+    def note_plain(self, num_tokens: int, time_s: float) -> None:
+        """A step without proposals took so long."""
+        self._num_since_plain = 0
+        plain_s = max(time_s, SHORTEST_S) / num_tokens
+        if self.plain_s is None:
+            self.plain_s = plain_s
+        else:  # one that was held up says little
+            self.plain_s += (min(plain_s, 2 * self.plain_s) - self.plain_s) * NEWEST_PLAIN
+
+    def note(self, num_tokens: int, time_s: float) -> None:
+        """A step that was tried gave so many tokens and took so long."""
+        assert self.plain_s is not None, "it was not open"
+        self._net += num_tokens - time_s / self.plain_s
         self._num_steps += 1
         if self._num_steps < TRIAL_STEPS:
             return

@@ -320,10 +320,12 @@ class DecodeLoop:
             self._apply(work, outcome, proposals.get(work.key))
             for work, outcome in zip(step, result.outcomes, strict=True)
         )
-        if self._speculator is not None:
-            self._speculator.end_step(sum(advance.num_accepted for advance in advances))
-        paused = tuple(self._take_out(sequence) for sequence in self._due_to_pause())
         end_unix_ns = self._clock.unix_ns()
+        if self._speculator is not None:
+            is_decoding_only = is_usual and all(work.samples and work.num_tokens == 1 for work in step)
+            took_s = (end_unix_ns - start_unix_ns) / 1e9 if is_decoding_only else None
+            self._speculator.end_step(sum(advance.num_accepted for advance in advances), took_s)
+        paused = tuple(self._take_out(sequence) for sequence in self._due_to_pause())
         if is_usual:
             speeds.observe_step(_rows(step, proposals), (end_unix_ns - proposed_unix_ns) / 1e9, end_unix_ns / 1e9)
         self._unsent = self._report(start_unix_ns, advances, paused)
@@ -417,12 +419,7 @@ class DecodeLoop:
                 candidates.append(Candidate(sequence, num_free))
         if not candidates:
             return {}
-        return speculator.propose(
-            candidates,
-            speed=self.speedometer.decode,
-            num_sequences=len(decoding),
-            context_tokens=sum(work.start for work in decoding),
-        )
+        return speculator.propose(candidates, speed=self.speedometer.decode)
 
     def _item(self, work: Work, proposal: Proposal | None) -> StepItem:
         sequence = self._sequences[work.key]

@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 from decode_worker.acceptance import (
     ANY_LEVEL,
-    MOST_REST_STEPS,
     REQUEST_HALF_LIFE_STEPS,
+    SHORTEST_S,
     WORKER_HALF_LIFE_STEPS,
     Balance,
     Kind,
@@ -58,7 +58,8 @@ DEFAULT_DEPTH = 8
 READ_SHARE = 0.25
 """A draft reads what it lacks of a prompt in parts that take so much of a step's time, at least READ_TOKENS."""
 READ_TOKENS = 32
-SHORTEST_S = 1e-6
+TRY_AGAIN_STEPS = 128
+"""After so many steps in which a draft was not used, what was measured of it is forgotten."""
 GUESSES_TO_COME = 3
 """As many guesses of a draft are weighed before there is one."""
 STEPS_TO_COME = 64
@@ -122,58 +123,58 @@ class Speculator:
         self.max_depth = max_depth
         self._requests: dict[Hashable, _Request] = {}
         self._everybody = Record(WORKER_HALF_LIFE_STEPS)
-        self._guesses, self._reads = DecodeMeter(DEFAULT_GUESS), PrefillMeter(DEFAULT_READ)
+        self._guesses: dict[int, DecodeMeter] = {}
+        """By the size of the batch: at one it says little of another."""
+        self._reads = PrefillMeter(DEFAULT_READ)
         self._measured_step = 0
         """The last step in which the draft was measured."""
         self._slowness = 1.0
         """A step's time here over the default's, which is a large GPU's."""
         self._balances: dict[int, Balance] = {}
-        self._tried: tuple[Balance, Price, float] | None = None
-        """Of the step that is being computed, and what was spent on it in seconds."""
+        self._current: tuple[Balance, int] | None = None
+        """Of the step that is being computed, with its sequences that decode; whether it was tried."""
+        self._is_tried = False
         self._step = 0
 
     def is_open(self, num_sequences: int) -> bool:
         """Whether anything is to be proposed in the next step, over so many sequences that decode; once a step."""
         self._step += 1
-        return self._balance(num_sequences).is_open()
+        balance = self._balances.setdefault(num_sequences.bit_length(), Balance())
+        self._current = balance, num_sequences
+        self._is_tried = balance.is_open()
+        return self._is_tried
 
-    def propose(
-        self, candidates: SequenceOf[Candidate], *, speed: DecodeSpeed | None, num_sequences: int, context_tokens: int
-    ) -> dict[Hashable, Proposal]:
-        """Tokens for those for whom it pays, beside `num_sequences` that decode in this step.
+    def propose(self, candidates: SequenceOf[Candidate], *, speed: DecodeSpeed | None) -> dict[Hashable, Proposal]:
+        """Tokens for those for whom it pays, in a step that is open.
 
-        `speed` is that of steps without proposals: a proposal costs what one more sequence would.
+        `speed` is that of the worker's steps: a proposal costs what one more sequence would.
         """
-        began_s = self._clock.monotonic()
+        assert self._current is not None, "the step is open"
+        balance, num_sequences = self._current
+        assert balance.plain_s is not None, "the step is open"
         speed = DEFAULT_DECODE if speed is None else speed
-        step_s = max(SHORTEST_S, speed.step_s(num_sequences, context_tokens))
+        step_s = balance.plain_s * num_sequences
         self._slowness = max(SHORTEST_S, speed.step_s(1, 0)) / DEFAULT_DECODE.step_s(1, 0)
-        if self._step - self._measured_step > MOST_REST_STEPS:
-            # What was measured long ago, and badly, must not keep the draft from being tried for good.
-            self._guesses, self._reads = DecodeMeter(DEFAULT_GUESS), PrefillMeter(DEFAULT_READ)
+        if self._step - self._measured_step > TRY_AGAIN_STEPS:
+            # One bad measurement must not keep the draft from being tried for good.
+            self._guesses, self._reads = {}, PrefillMeter(DEFAULT_READ)
             self._measured_step = self._step
         price = Price(num_tokens=num_sequences, time_s=step_s)
-        plain = Price(num_tokens=num_sequences, time_s=step_s)
         proposals: dict[Hashable, Proposal] = {}
         to_draft: list[_Chain] = []
-        rows_s = 0.0
         for candidate in candidates:
             row_s = speed.s_per_sequence + speed.s_per_context_token * candidate.sequence.num_tokens
             request = self._request(candidate.sequence.sequence_id)
             looked_up, gain = self._look_up(candidate, request, price.of(row_s))
-            if self._draft is not None and self._draft_gain(candidate, request, price, row_s) > gain:
+            if self._draft is not None and self._draft_gain(candidate, request, price, row_s, len(candidates)) > gain:
                 to_draft.append(_Chain(candidate, request.record, row_s))
             elif looked_up is not None:
                 num = len(looked_up.token_ids)
-                rows_s += num * row_s
                 price.add(num_tokens=gain + num * price.of(row_s), time_s=num * row_s)
                 proposals[candidate.sequence.sequence_id] = looked_up
         if to_draft and self._draft is not None:
             for chain, proposal in self._draft_all(self._draft, to_draft, price, step_s):
-                rows_s += len(proposal.token_ids) * chain.row_s
                 proposals[chain.candidate.sequence.sequence_id] = proposal
-        spent_s = self._clock.monotonic() - began_s + rows_s
-        self._tried = self._balance(num_sequences), plain, spent_s
         return proposals
 
     def learn(self, key: Hashable, proposal: Proposal, tokens: SequenceOf[SampledToken]) -> None:
@@ -182,11 +183,15 @@ class Speculator:
         for token, token_id, kind in zip(tokens, proposal.token_ids, proposal.kinds, strict=False):
             record.note(kind, self._step, float(token.token_id == token_id))
 
-    def end_step(self, num_accepted: int) -> None:
-        """The step was computed, and so many proposals of all were right."""
-        if self._tried is not None:
-            (balance, price, spent_s), self._tried = self._tried, None
-            balance.note(num_accepted - price.of(spent_s))
+    def end_step(self, num_accepted: int, time_s: float | None) -> None:
+        """The step took so long, and so many proposals of all were right. None: it cannot be compared with others."""
+        if self._current is not None and time_s is not None:
+            balance, num_sequences = self._current
+            if self._is_tried:
+                balance.note(num_sequences + num_accepted, time_s)
+            else:
+                balance.note_plain(num_sequences, time_s)
+        self._current, self._is_tried = None, False
 
     def free(self, key: Hashable) -> None:
         """Forgets a sequence. Unknown keys are ignored."""
@@ -200,9 +205,6 @@ class Speculator:
             raise InvariantViolated("requests are remembered that have ended")
         if self._draft is not None:
             self._draft.check_integrity()
-
-    def _balance(self, num_sequences: int) -> Balance:
-        return self._balances.setdefault(num_sequences.bit_length(), Balance())
 
     def _request(self, key: Hashable) -> _Request:
         request = self._requests.get(key)
@@ -231,12 +233,12 @@ class Speculator:
 
     # --- the draft ---
 
-    def _draft_gain(self, candidate: Candidate, request: _Request, price: Price, row_s: float) -> float:
-        """What the draft is expected to give a sequence in a step, in tokens; 0 where reading is too much for that."""
+    def _draft_gain(self, candidate: Candidate, request: _Request, price: Price, row_s: float, num: int) -> float:
+        """What the draft is expected to give one of `num` sequences, in tokens; 0 where reading it is too much."""
         assert self._draft is not None
         sequence = candidate.sequence
         chances = [request.record.chance(_any(sequence), self._step)] * min(GUESSES_TO_COME, self._depth(candidate))
-        _, gain = worthwhile(chances, price.of(self._guess_speed().step_s(1, sequence.num_tokens) + row_s))
+        _, gain = worthwhile(chances, price.of(self._guess_s(sequence, num) + row_s))
         if gain and (num_lacking := self._draft.num_lacking(sequence)) > READ_TOKENS:
             num_steps = min(STEPS_TO_COME, sequence.max_num_tokens - sequence.num_tokens)
             read_s = self._read_speed().time_s(num_lacking, sequence.num_tokens - num_lacking)
@@ -256,7 +258,10 @@ class Speculator:
         if not chains:
             return []
         sequences = [chain.candidate.sequence for chain in chains]
+        lacking_since_s = self._clock.monotonic()
+        draft.catch_up(sequences)
         began_s = self._clock.monotonic()
+        price.add(num_tokens=0.0, time_s=began_s - lacking_since_s)
         guessed = draft.guess(sequences, [self._limit(chain, len(chains), price) for chain in chains])
         self._observe(sequences, guessed, began_s, price)
         for chain, guesses in zip(chains, guessed, strict=True):
@@ -269,13 +274,15 @@ class Speculator:
 
     def _limit(self, chain: _Chain, num_chains: int, price: Price) -> Limit:
         """Guess on as long as one more is worth its time: its own, its part of a round's, and that of its row."""
-        sequence, speed = chain.candidate.sequence, self._guess_speed()
-        own_s = speed.s_per_sequence + speed.s_per_context_token * sequence.num_tokens + chain.row_s
+        sequence = chain.candidate.sequence
         kinds = [Kind("draft", sequence.sampling.is_greedy, level) for level in range(LEVELS)]
         chances = [chain.record.chance(kind, self._step) for kind in kinds]
         next_chance = chain.record.chance(_any(sequence), self._step)
         return Limit(
-            self._depth(chain.candidate), chances, next_chance, price.of(own_s + speed.overhead_s / num_chains)
+            self._depth(chain.candidate),
+            chances,
+            next_chance,
+            price.of(self._guess_s(sequence, num_chains) + chain.row_s),
         )
 
     def _observe(self, sequences: list[Sequence], guessed: list[list[Guess]], began_s: float, price: Price) -> None:
@@ -284,7 +291,8 @@ class Speculator:
         num_rounds = max(map(len, guessed))
         if num_rounds:
             context_tokens = sum(sequence.num_tokens for sequence in sequences)
-            self._guesses.observe(len(sequences), context_tokens, (now_s - began_s) / num_rounds, now_s)
+            meter = self._guesses.setdefault(len(sequences).bit_length(), DecodeMeter(DEFAULT_GUESS))
+            meter.observe(len(sequences), context_tokens, (now_s - began_s) / num_rounds, now_s)
         price.add(num_tokens=0.0, time_s=now_s - began_s)
 
     def _weigh(self, chain: _Chain, guesses: list[Guess], price: Price) -> None:
@@ -302,13 +310,14 @@ class Speculator:
             chain.kinds.append(kind)
             price.add(num_tokens=reached, time_s=chain.row_s)
 
-    def _guess_speed(self) -> DecodeSpeed:
-        """The draft's, or before it was measured what this machine makes likely."""
-        speed = self._guesses.speed
-        return speed.times(self._slowness) if speed is DEFAULT_GUESS else speed
+    def _guess_s(self, sequence: Sequence, num_sequences: int) -> float:
+        """The time of a guess for one of so many sequences: its own, and its part of the round's."""
+        meter = self._guesses.get(num_sequences.bit_length())
+        speed = DEFAULT_GUESS.times(self._slowness) if meter is None else meter.speed
+        return speed.s_per_sequence + speed.s_per_context_token * sequence.num_tokens + speed.overhead_s / num_sequences
 
     def _read_speed(self) -> PrefillSpeed:
-        """The same of prompts."""
+        """The draft's for prompts, or before it was measured what this machine makes likely."""
         speed = self._reads.speed
         return speed.times(self._slowness) if speed is DEFAULT_READ else speed
 

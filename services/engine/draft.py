@@ -153,6 +153,11 @@ class DraftModel:
         self._memories[sequence.sequence_id].num_tokens = start + num_tokens
         return True
 
+    def catch_up(self, sequences: SequenceOf[Sequence]) -> None:
+        """Compute what is lacking of each but the last token, where there is room."""
+        for place in self._reserve([(sequence, sequence.num_tokens) for sequence in sequences]):
+            self._catch_up(sequences[place])
+
     def guess(self, sequences: SequenceOf[Sequence], limits: SequenceOf[Limit]) -> list[list[Guess]]:
         """Compute what is lacking and guess what follows each sequence; nothing where there is no room for it."""
         wanted = [(each, each.num_tokens + limit.most - 1) for each, limit in zip(sequences, limits, strict=True)]
@@ -219,12 +224,12 @@ class DraftModel:
         return places
 
     def _catch_up(self, sequence: Sequence) -> None:
-        """Compute what is lacking but the last token."""
         start, end = self._settle(sequence), sequence.num_tokens - 1
         if end - start == 1:
             self._lane([sequence], [start]).compute()
         elif end > start:
             self._forward(sequence, start, end)
+        self._memories[sequence.sequence_id].num_tokens = end
 
     def _forward(self, sequence: Sequence, start: int, end: int) -> None:
         """Compute a part of a sequence, of which nothing is to be known."""

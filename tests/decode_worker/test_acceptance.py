@@ -84,11 +84,14 @@ def test_time_costs_what_the_step_gives_in_it() -> None:
 
 def test_what_does_not_pay_rests_longer_and_longer_and_is_tried_again() -> None:
     balance = Balance()
+    assert not balance.is_open(), "there is nothing to compare with"
+    balance.note_plain(4, 0.004)
 
     def rests(net: float) -> int:
         for _ in range(TRIAL_STEPS):
             assert balance.is_open()
-            balance.note(net)
+            balance.note(5, (5 - net) * 0.001)
+        balance.note_plain(4, 0.004)
         num = 0
         while not balance.is_open():
             num += 1

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from decode_worker.acceptance import MOST_REST_STEPS
+from decode_worker.acceptance import PLAIN_EVERY
 from decode_worker.engine_loop import Advance, DecodeLoop, StepReport
 from decode_worker.scheduler import BatchScheduler
-from decode_worker.speculation import Candidate, Speculator
+from decode_worker.speculation import TRY_AGAIN_STEPS, Candidate, Speculator
 from demo import DEMO_DRAFT, DEMO_MODEL
 from services.engine.draft import DraftModel
 from services.engine.engine import Engine, EngineParts, load_engine
 from services.engine.guessing import Guess, Limit
 from services.engine.pages import PageAllocator
-from services.engine.runner import ModelRunner
+from services.engine.runner import ModelRunner, PreparedStep
 from services.engine.sequence import Sampling, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan
+from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
 from services.engine.swap import SwapSpace
 from services.runtime.answer_form import AnswerForm
 from services.runtime.clock import ManualClock
@@ -76,8 +76,20 @@ def alone(parts: EngineParts, prompt: list[int], sampling: Sampling) -> list[Sam
     return tokens
 
 
+class SlowRunner(ModelRunner):
+    """By the clock, steps are slow and a token more in one is cheap."""
+
+    def __init__(self, parts: EngineParts, clock: ManualClock) -> None:
+        super().__init__(parts.model, parts.pool)
+        self._clock = clock
+
+    def compute(self, step: PreparedStep) -> StepResult:
+        self._clock.advance(0.010 + 1e-4 * sum(item.num_rows for item in step.plan.items))
+        return super().compute(step)
+
+
 class Bench:
-    """A loop that believes steps to be slow and proposals to be cheap, for its clock stands still."""
+    """A loop in which nothing but steps takes time."""
 
     def __init__(
         self,
@@ -93,7 +105,7 @@ class Bench:
         self.reports: list[StepReport] = []
         clock, num_pages, page_size = ManualClock(), parts.pool.num_pages, parts.pool.layout.page_size
         self.loop = DecodeLoop(
-            runner=parts.runner,
+            runner=SlowRunner(parts, clock),
             allocator=parts.allocator,
             page_size=page_size,
             scheduler=BatchScheduler(
@@ -326,6 +338,9 @@ class ScriptedDraft:
     def num_lacking(self, sequence: Sequence) -> int:
         return 1
 
+    def catch_up(self, sequences: list[Sequence]) -> None:
+        pass
+
     def guess(self, sequences: list[Sequence], limits: list[Limit]) -> list[list[Guess]]:
         self.num_asked += 1
         guesses = [[Guess(7, 0.95)] * min(3, limit.most) for limit in limits]
@@ -333,16 +348,18 @@ class ScriptedDraft:
         return guesses
 
 
-def propose_once(speculator: Speculator, sequence: Sequence, step_s: float) -> int:
+def propose_once(speculator: Speculator, clock: ManualClock, sequence: Sequence, step_s: float) -> int:
     """How many tokens; a step takes `step_s`, most of it whatever is in it, and all proposals are right."""
-    if not speculator.is_open(1):
-        return 0
-    speed = DecodeSpeed(overhead_s=0.95 * step_s, s_per_sequence=0.05 * step_s, s_per_context_token=0.0)
-    found = speculator.propose([Candidate(sequence, 8)], speed=speed, num_sequences=1, context_tokens=10)
-    num = len(found[sequence.sequence_id].token_ids) if found else 0
-    if found:
-        speculator.learn(sequence.sequence_id, found[sequence.sequence_id], [SampledToken(7)] * num)
-    speculator.end_step(num)
+    num, began_s = 0, clock.monotonic()
+    if speculator.is_open(1):
+        speed = DecodeSpeed(overhead_s=0.95 * step_s, s_per_sequence=0.05 * step_s, s_per_context_token=0.0)
+        found = speculator.propose([Candidate(sequence, 8)], speed=speed)
+        if found:
+            proposal = found[sequence.sequence_id]
+            num = len(proposal.token_ids)
+            speculator.learn(sequence.sequence_id, proposal, [SampledToken(7)] * num)
+    clock.advance(step_s * (1 + 0.05 * num))
+    speculator.end_step(num, clock.monotonic() - began_s)
     return num
 
 
@@ -352,7 +369,8 @@ def test_a_draft_is_tried_however_fast_a_machine_is(step_s: float) -> None:
     draft = ScriptedDraft(clock, 0.1 * step_s)
     speculator = Speculator(clock=clock, uses_ngrams=False, draft=draft)  # type: ignore[arg-type]
     sequence = Sequence("a", [5, 6, 7], sampling=Sampling(max_tokens=5000, temperature=0.0))
-    assert [propose_once(speculator, sequence, step_s) for _ in range(20)] == [3] * 20
+    proposed = [propose_once(speculator, clock, sequence, step_s) for _ in range(1 + PLAIN_EVERY + 2)]
+    assert proposed == [0, *[3] * PLAIN_EVERY, 0, 3], "plain ones are made to compare with"
 
 
 def test_a_draft_that_was_slow_once_is_tried_again() -> None:
@@ -360,10 +378,10 @@ def test_a_draft_that_was_slow_once_is_tried_again() -> None:
     draft = ScriptedDraft(clock, 50 * step_s)
     speculator = Speculator(clock=clock, uses_ngrams=False, draft=draft)  # type: ignore[arg-type]
     sequence = Sequence("a", [5, 6, 7], sampling=Sampling(max_tokens=5000, temperature=0.0))
-    for _ in range(100):
-        propose_once(speculator, sequence, step_s)
+    for _ in range(TRY_AGAIN_STEPS - 10):
+        propose_once(speculator, clock, sequence, step_s)
     assert draft.num_asked == 1, "it does not pay"
     draft.guess_s = 0.1 * step_s
-    for _ in range(3 * MOST_REST_STEPS):
-        propose_once(speculator, sequence, step_s)
-    assert draft.num_asked > MOST_REST_STEPS
+    for _ in range(3 * TRY_AGAIN_STEPS):
+        propose_once(speculator, clock, sequence, step_s)
+    assert draft.num_asked > TRY_AGAIN_STEPS
