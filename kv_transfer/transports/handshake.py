@@ -122,11 +122,11 @@ class Acceptor:
         with self._lock:
             if self._is_closed:
                 return
+            self._wake_writer.send(b"\0")  # before the flag: the thread closes this socket once it has seen that
             self._is_closed = True
             withdrawn = list(self._expected.values())
         for expected in withdrawn:
             expected.channel.cancel()
-        self._wake_writer.send(b"\0")
         self._thread.join()
 
     def _forget(self, channel_id: bytes) -> None:

@@ -122,8 +122,9 @@ async def test_a_death_that_the_other_worker_reports_first_counts(
     assert len(dead) == 2
 
 
-async def test_a_worker_that_died_before_it_could_say_that_it_began_counts(make_system, worker_type, pair):
+async def test_a_worker_that_died_before_it_could_say_that_it_began_counts(make_system, worker_type, pair, monkeypatch):
     """Only the decode worker knows, whose transfer was cut off."""
+    monkeypatch.setattr("gateway.recovery.REPORT_WAIT_S", 0.25)  # also on a busy machine the report comes within it
     system, dead = await make_system(), []
 
     async def dies(attempt):

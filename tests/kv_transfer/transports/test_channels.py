@@ -346,6 +346,29 @@ def test_a_withdrawn_key_opens_nothing(ends: Ends) -> None:
         opening.result(0)
 
 
+def test_a_listener_is_closed_whatever_its_thread_is_doing(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may see the end before it is woken for it, and be gone before the closing is."""
+    acceptor: Any = listening.listener
+    acceptor = acceptor._acceptor
+    is_awake = threading.Event()
+
+    def busy() -> None:
+        is_awake.set()
+        while not acceptor._is_closed:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(acceptor, "_drop_late", busy)
+    opening = listening.listener.expect(make_key(), RING)
+    opening.add_done_callback(lambda _: acceptor._thread.join(TIMEOUT_S))
+    with stranger(listening):
+        assert is_awake.wait(TIMEOUT_S)
+        listening.listener.close()
+    assert not acceptor._thread.is_alive()
+    assert opening.cancelled()
+
+
 def test_a_closed_listener_opens_nothing(ends: Ends) -> None:
     listener = ends.transport.listen("127.0.0.1", 0)
     key = make_key()
