@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -329,7 +330,7 @@ def test_a_plan_that_proposes_in_the_middle_is_refused(parts: EngineParts) -> No
         parts.runner.run(StepPlan([StepItem(sequence, 3, proposed=(VOCAB_SIZE,))]))
 
 
-class ScriptedDraft:
+class ScriptedDraft(DraftModel):
     """Guesses three likely tokens whenever it is asked; each takes `guess_s`."""
 
     def __init__(self, clock: ManualClock, guess_s: float) -> None:
@@ -338,10 +339,10 @@ class ScriptedDraft:
     def num_lacking(self, sequence: Sequence) -> int:
         return 1
 
-    def catch_up(self, sequences: list[Sequence]) -> None:
+    def catch_up(self, sequences: SequenceOf[Sequence]) -> None:
         pass
 
-    def guess(self, sequences: list[Sequence], limits: list[Limit]) -> list[list[Guess]]:
+    def guess(self, sequences: SequenceOf[Sequence], limits: SequenceOf[Limit]) -> list[list[Guess]]:
         self.num_asked += 1
         guesses = [[Guess(7, 0.95)] * min(3, limit.most) for limit in limits]
         self.clock.advance(self.guess_s * max(map(len, guesses)))
@@ -367,7 +368,7 @@ def propose_once(speculator: Speculator, clock: ManualClock, sequence: Sequence,
 def test_a_draft_is_tried_however_fast_a_machine_is(step_s: float) -> None:
     clock = ManualClock()
     draft = ScriptedDraft(clock, 0.1 * step_s)
-    speculator = Speculator(clock=clock, uses_ngrams=False, draft=draft)  # type: ignore[arg-type]
+    speculator = Speculator(clock=clock, uses_ngrams=False, draft=draft)
     sequence = Sequence("a", [5, 6, 7], sampling=Sampling(max_tokens=5000, temperature=0.0))
     proposed = [propose_once(speculator, clock, sequence, step_s) for _ in range(1 + PLAIN_EVERY + 2)]
     assert proposed == [0, *[3] * PLAIN_EVERY, 0, 3], "plain ones are made to compare with"
@@ -376,7 +377,7 @@ def test_a_draft_is_tried_however_fast_a_machine_is(step_s: float) -> None:
 def test_a_draft_that_was_slow_once_is_tried_again() -> None:
     clock, step_s = ManualClock(), 1e-3
     draft = ScriptedDraft(clock, 50 * step_s)
-    speculator = Speculator(clock=clock, uses_ngrams=False, draft=draft)  # type: ignore[arg-type]
+    speculator = Speculator(clock=clock, uses_ngrams=False, draft=draft)
     sequence = Sequence("a", [5, 6, 7], sampling=Sampling(max_tokens=5000, temperature=0.0))
     for _ in range(TRY_AGAIN_STEPS - 10):
         propose_once(speculator, clock, sequence, step_s)

@@ -40,8 +40,8 @@ def short() -> Iterator[Short]:
 async def test_kill_9_of_workers_changes_no_answer(short: Short) -> None:
     async with short.under_load("kill_decode") as opened:
         short.reference = opened.reference
-        await cases.kill_some(opened, ["decode"], 2)
-        await cases.kill_some(opened, ["prefill"], 1)
+        await cases.kill_some(opened, ["decode"], 3)
+        await cases.kill_some(opened, ["prefill"], 2)
         await cases.kill_some(opened, ["prefill", "decode"], 1)
     assert opened.hits, "no stream was hit"
     assert opened.row.is_good, table([opened.row])

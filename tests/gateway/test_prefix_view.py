@@ -634,7 +634,7 @@ def expected_longest(held: dict[str, set[bytes]], keys: list[bytes]) -> dict[str
 def test_once_quiet_it_is_what_the_workers_hold() -> None:
     with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as client:
 
-        @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
         @given(st.lists(STEPS, max_size=25))
         def check(steps: list[tuple[Any, ...]]) -> None:
             client.flushall()
