@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from services.engine.kernels.library import LEVELS
+from services.engine.guessing import LEVELS
 
 Source = Literal["ngram", "draft"]
 

@@ -38,8 +38,7 @@ from decode_worker.acceptance import (
     worthwhile,
 )
 from services.engine.draft import DraftModel
-from services.engine.guessing import Guess, Limit
-from services.engine.kernels.library import LEVELS
+from services.engine.guessing import LEVELS, Guess, Limit
 from services.engine.lookup import PromptLookup
 from services.engine.sequence import Sequence
 from services.engine.step import SampledToken
@@ -132,7 +131,7 @@ class Speculator:
         """A step's time here over the default's, which is a large GPU's."""
         self._balances: dict[int, Balance] = {}
         self._current: tuple[Balance, int] | None = None
-        """Of the step that is being computed, with its sequences that decode; whether it was tried."""
+        """Of the step that is being computed, with its sequences that decode; whether proposals were looked for."""
         self._is_tried = False
         self._step = 0
 
@@ -141,8 +140,7 @@ class Speculator:
         self._step += 1
         balance = self._balances.setdefault(num_sequences.bit_length(), Balance())
         self._current = balance, num_sequences
-        self._is_tried = balance.is_open()
-        return self._is_tried
+        return balance.is_open()
 
     def propose(self, candidates: SequenceOf[Candidate], *, speed: DecodeSpeed | None) -> dict[Hashable, Proposal]:
         """Tokens for those for whom it pays, in a step that is open.
@@ -152,6 +150,7 @@ class Speculator:
         assert self._current is not None, "the step is open"
         balance, num_sequences = self._current
         assert balance.plain_s is not None, "the step is open"
+        self._is_tried = True
         speed = DEFAULT_DECODE if speed is None else speed
         step_s = balance.plain_s * num_sequences
         self._slowness = max(SHORTEST_S, speed.step_s(1, 0)) / DEFAULT_DECODE.step_s(1, 0)

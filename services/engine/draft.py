@@ -22,12 +22,11 @@ import torch
 from services.engine.attention import AttentionBatch
 from services.engine.config import load_config
 from services.engine.engine import EngineParts, load_engine
-from services.engine.guessing import Chain, Guess, Limit, guess
+from services.engine.guessing import Chain, Draw, Guess, Limit
 from services.engine.kernels.decoder import KernelStep
-from services.engine.kernels.library import Draw
 from services.engine.model import Model
 from services.engine.pages import PageLease, PagePool, num_pages_for
-from services.engine.sampling import draw_of
+from services.engine.sampling import draw_of, guess
 from services.engine.sequence import Sequence
 from services.runtime.errors import ConfigError, InvariantViolated
 

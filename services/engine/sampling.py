@@ -20,7 +20,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from services.engine.kernels.library import NOT_FINITE, Draw, Kernels
+from services.engine.guessing import Draw, Guess
+from services.engine.kernels.library import NOT_FINITE, Kernels
 from services.engine.sequence import Chooser, Sampling
 from services.engine.step import NonFiniteLogits, NothingAllowed, SampledToken
 
@@ -36,6 +37,9 @@ _UNIFORM_BITS = 52
 # nothing; a row where it might is tried again with more, in the end with all.
 _FEW_CANDIDATES = 64
 _MORE_CANDIDATES_FACTOR = 16
+
+# Of a guess: so few that the noise costs little, so many that they nearly always have the winner among them.
+_GUESS_CANDIDATES = 32
 
 # Logits worked on at a time.
 _BLOCK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -119,6 +123,47 @@ def report(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> list
     own: list[float] = logprobs.gather(1, _index(token_ids, logits.device)[:, None])[:, 0].tolist()
     tops = _top_tokens(logprobs, count)
     return [SampledToken(*one) for one in zip(token_ids, own, tops, strict=True)]
+
+
+def guess(logits: torch.Tensor, draws: SequenceOf[Draw]) -> list[Guess]:
+    """Say which token `sample` would choose in each row of `logits` [R, V] float32, or nearly, and how likely it is.
+
+    Of a draw with top-k or top-p only the likeliest candidates race, and what depends on other tokens is left out. The
+    noise is that of the position, so that from similar logits the same token is drawn (Gumbel coupling). The CPU
+    kernels have a loop of their own for this, `kernels/guess.h`.
+    """
+    values = logits.numpy(force=True)
+    token_ids = values.argmax(axis=-1)
+    by_chance = [row for row, draw in enumerate(draws) if draw.temperature > 0]
+    scales = np.array([draw.temperature or 1.0 for draw in draws], np.float32)
+    if by_chance:
+        values = values / scales[:, None]
+        count = min(_GUESS_CANDIDATES, values.shape[1])
+        candidate_ids = np.argpartition(values[by_chance], -count, axis=-1)[:, -count:]
+        seeds, positions = [draws[row].seed for row in by_chance], [draws[row].position for row in by_chance]
+        noise = gumbel_noise(seeds, positions, torch.from_numpy(candidate_ids)).numpy()
+        for place, row in enumerate(by_chance):
+            scores = values[row, candidate_ids[place]]
+            noise[place] += np.where(_is_likely(scores, draws[row]), scores, -np.inf)
+            token_ids[row] = candidate_ids[place, noise[place].argmax()]
+    rows = np.arange(len(token_ids))
+    chosen = values[rows, token_ids]
+    highest = values.max(axis=-1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # of a draft that gives NaN, nothing is likely
+        probabilities = np.exp(chosen - highest[:, 0]) / np.exp(values - highest).sum(axis=-1)
+    return [*map(Guess, token_ids.tolist(), np.nan_to_num(probabilities).tolist())]
+
+
+def _is_likely(scores: np.ndarray, draw: Draw) -> np.ndarray:
+    """Say of the candidates' scores [C] which top-k, top-p and min-p leave, as if there were no others."""
+    order = np.argsort(-scores)
+    weights = np.exp(scores[order] - scores[order[0]])
+    shares = weights.cumsum() / weights.sum()
+    is_kept = (shares - weights / weights.sum() < draw.top_p) & (weights >= draw.min_p)
+    is_kept[draw.top_k or len(order) :] = False
+    is_likely = np.empty(len(order), bool)
+    is_likely[order] = is_kept
+    return is_likely
 
 
 def rows_are_finite(logits: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,9 @@ struct Choice {
 };
 
 constexpr double INFINITE = std::numeric_limits<double>::infinity();
-constexpr double DOUBT = 1e-7;  // more than twice what the noise may be wrong by
+// More than twice what the noise may be wrong by, and of the value, whose rounding hides what the noise decides.
+inline double doubt(double value) { return 1e-7 + 1e-15 * std::fabs(value); }
+
 
 template <typename T>
 inline T highest_of(const T* values, int64_t size) {
@@ -97,7 +99,7 @@ inline bool all_finite(const float* values, int64_t size) {
   return !found;
 }
 
-// The lowest of the tokens with the highest logit; 0 where there are but NaN.
+// The lowest of the tokens with the highest logit.
 inline int64_t likeliest(const float* logits, int64_t size) {
   const float highest = highest_of(logits, size);
   for (int64_t i = 0; i < size; ++i)
@@ -110,15 +112,16 @@ inline Choice race(const float* logits, int64_t size, const Draw& draw, double* 
   const uint64_t key = noise_key(draw.seed, draw.position);
   const double margin = draw.min_p > 0 ? std::log(draw.min_p) : -INFINITE;
   const double least = (double)highest_of(logits, size) / draw.temperature + margin;
+  for (int64_t i = 0; i < size; ++i) values[i] = gumbel(key, i);
   for (int64_t i = 0; i < size; ++i) {
     const double score = (double)logits[i] / draw.temperature;
-    values[i] = score < least ? -INFINITE : score + gumbel(key, i);
+    values[i] += score < least ? -INFINITE : score;
   }
-  const double best = highest_of(values, size);
+  const double best = highest_of(values, size), least_of_doubt = best - doubt(best);
   Choice choice{0, true};
   int64_t num = 0;
   for (int64_t i = 0; i < size; ++i)
-    if (values[i] >= best - DOUBT) {
+    if (values[i] >= least_of_doubt) {
       if (num++ == 0) choice.token = i;
     }
   choice.is_certain = num == 1;

@@ -12,12 +12,11 @@ import torch
 
 from services.engine.config import ModelConfig
 from services.engine.decoder import DecoderStep
-from services.engine.guessing import Guess, Limit
+from services.engine.guessing import Draw, Guess, Limit
 from services.engine.kernels.library import (
     DRAW,
     LIMIT,
     DecoderArgs,
-    Draw,
     GuessesArgs,
     HeadsArgs,
     Kernels,

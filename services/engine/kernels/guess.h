@@ -59,7 +59,7 @@ inline int64_t race_of_few(const float* logits, int64_t size, const Draw& draw, 
   return winner;
 }
 
-// How likely a token is by softmax at a temperature; 0 where the logits are not finite.
+// How likely a token is by softmax at a temperature.
 inline float probability_of(const float* logits, int64_t size, int64_t token, float temperature) {
   const float highest = highest_of(logits, size), scale = 1.0f / temperature;
   V sums = {};
@@ -67,8 +67,7 @@ inline float probability_of(const float* logits, int64_t size, int64_t token, fl
   for (; i + W <= size; i += W) sums = sums + exp((load(logits + i) - all(highest)) * all(scale));
   float sum = sum_lanes(sums);
   for (; i < size; ++i) sum += std::exp((logits[i] - highest) * scale);
-  const float probability = std::exp((logits[token] - highest) * scale) / sum;
-  return probability >= 0.0f && probability <= 1.0f ? probability : 0.0f;
+  return std::min(1.0f, std::exp((logits[token] - highest) * scale) / sum);
 }
 
 // Chooses behind each sequence that is still guessed for, and moves it on. Returns how many are guessed for after that.
@@ -85,9 +84,10 @@ class Guesser {
     int64_t& num = guesses_.num_chosen[b];
     Draw draw = guesses_.draws[b];
     draw.position += num;
-    const int64_t token = choose(logits, draw);
+    const bool is_finite = all_finite(logits, size_);  // of a draft that gives NaN, nothing is likely
+    const int64_t token = is_finite ? choose(logits, draw) : 0;
     const float temperature = draw.temperature > 0 ? (float)draw.temperature : 1.0f;
-    const float probability = probability_of(logits, size_, token, temperature);
+    const float probability = is_finite ? probability_of(logits, size_, token, temperature) : 0.0f;
     guesses_.chosen[b * guesses_.most + num] = token;
     guesses_.probabilities[b * guesses_.most + num] = probability;
     ++num;

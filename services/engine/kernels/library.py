@@ -10,11 +10,11 @@ import ctypes
 import functools
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from services.engine.guessing import LEVELS, Draw
 from services.engine.kernels.build import KernelsUnavailable, build_library, source_digest
 from services.runtime.errors import InvariantViolated
 
@@ -155,28 +155,11 @@ DRAW = np.dtype(
     },
     align=True,
 )
-"""`Draw` of choose.h."""
-
-
-class Draw(NamedTuple):
-    """The fields of DRAW: the noise is that of `seed`, an unsigned 64-bit number, at `position`.
-
-    The likeliest token is chosen where the temperature is 0; top_k is 0 for all tokens.
-    """
-
-    seed: int
-    position: int
-    temperature: float
-    min_p: float
-    top_p: float
-    top_k: int
+"""`Draw` of choose.h and of services.engine.guessing."""
 
 
 TOO_CLOSE, NOT_FINITE = -1, -2
 """`NoChoice` of tandem.cpp."""
-
-LEVELS = 8
-"""Of how likely a guess is by the draft: `LEVELS` of guess.h."""
 
 LIMIT = np.dtype(
     {
@@ -185,7 +168,7 @@ LIMIT = np.dtype(
     },
     align=True,
 )
-"""`Limit` of guess.h."""
+"""`Limit` of guess.h and of services.engine.guessing."""
 
 _INT = ctypes.c_int
 _SIGNATURES = {
@@ -294,7 +277,7 @@ class Kernels:
     def guess(self, decoder: DecoderArgs, step: StepArgs, guesses: GuessesArgs, dtype: torch.dtype) -> None:
         """Runs a step of one token of each sequence, chooses the next ones, runs it with them, and so on.
 
-        Raises InvariantViolated, with nothing written, for a step that is wrong or that leaves its page tables.
+        Raises InvariantViolated for a step that is wrong, or where it would leave its page tables.
         """
         is_bfloat16 = int(dtype == torch.bfloat16)
         _raise_for(self._library.tandem_guess(decoder, step, guesses, is_bfloat16, torch.get_num_threads()))

@@ -9,9 +9,8 @@ import pytest
 from services.engine.decoder import RepeatedStep
 from services.engine.draft import DraftModel, load_draft
 from services.engine.engine import Engine, EngineParts, load_engine
-from services.engine.guessing import Guess, Limit
+from services.engine.guessing import LEVELS, Guess, Limit
 from services.engine.kernels.decoder import KernelDecoder
-from services.engine.kernels.library import LEVELS
 from services.engine.sequence import Sampling, Sequence
 from services.runtime.errors import ConfigError, InvariantViolated
 
@@ -140,6 +139,20 @@ def test_a_loop_of_the_kernels_guesses_what_is_guessed_token_by_token(
     for some, others in zip(by_kernels, one_by_one, strict=True):
         assert [guess.token_id for guess in some] == [guess.token_id for guess in others]
         assert [guess.probability for guess in some] == pytest.approx([guess.probability for guess in others], rel=1e-4)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, CHANCE, Sampling(max_tokens=40, temperature=1.0)])
+def test_a_draft_that_gives_nan_finds_nothing_likely(
+    checkpoint: Callable[..., Path], random_ids: Callable[..., list[int]], sampling: Sampling
+) -> None:
+    parts = load_engine(checkpoint("llama3-gqa-tied"), dtype="float32", page_size=PAGE_SIZE, num_pages=40)
+    draft, sequence = DraftModel(parts), Sequence("a", random_ids(20, seed=2), sampling=sampling)
+    assert draft.read(sequence, 12)
+    parts.pool.data.fill_(float("nan"))
+    (found,) = draft.guess([sequence], [limit(5)])
+    assert [guess.probability for guess in found] == [0.0] * 5
+    draft.free("a")
+    draft.check_integrity()
 
 
 def test_who_was_used_longest_ago_gives_way_and_is_read_again(
