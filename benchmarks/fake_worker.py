@@ -20,7 +20,7 @@ from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
 from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK
-from services.runtime.session import Emission, Session, SessionServer
+from services.runtime.session import Emission, Session, SessionServer, StepTokens
 
 NUM_PAGES = 1_000_000
 FIRST_TOKEN_ID = 300
@@ -36,6 +36,7 @@ class _Sequence:
     request_id: str
     attempt: int
     max_tokens: int
+    handle: int
     next_index: int = 0
 
 
@@ -57,7 +58,7 @@ class FakeWorkers:
         """Promises capacity, and begins at once where the prompt is computed here."""
         spec = admit.sequence
         key = (spec.id.request_id, spec.id.attempt)
-        sequence = _Sequence(session, *key, spec.sampling.max_tokens, len(spec.emitted_token_ids))
+        sequence = _Sequence(session, *key, spec.sampling.max_tokens, admit.handle, len(spec.emitted_token_ids))
         self.has_work.set()
         self.waiting[key] = sequence
         self.from_decode.append(Emission(session, *key, worker_pb2.Admitted()))
@@ -113,15 +114,18 @@ class FakeWorkers:
                 await self.has_work.wait()
                 self.has_work.clear()
             await asyncio.sleep(self.step_s)
+            step: dict[Session, StepTokens] = {}
             for key, sequence in list(self.running.items()):
                 num_left = sequence.max_tokens - sequence.next_index
-                self.from_decode += self._tokens(sequence, min(self.tokens_per_step, num_left))
+                self.from_decode += self._tokens(sequence, min(self.tokens_per_step, num_left), step)
                 if sequence.next_index >= sequence.max_tokens:
                     del self.running[key]
             from_prefill, self.from_prefill = self.from_prefill, []
             from_decode, self.from_decode = self.from_decode, []
             self.prefill.emit_many(from_prefill)
             self.decode.emit_many(from_decode)
+            for session, tokens in step.items():
+                self.decode.emit_step(session, tokens)
 
     def _start(self, key: tuple[str, int]) -> None:
         sequence = self.waiting.pop(key, None)
@@ -129,10 +133,18 @@ class FakeWorkers:
             self.running[key] = sequence
             self.from_decode.append(Emission(sequence.session, *key, worker_pb2.DecodeStarted()))
 
-    def _tokens(self, sequence: _Sequence, num_tokens: int) -> list[Emission]:
+    @staticmethod
+    def _tokens(sequence: _Sequence, num_tokens: int, step: dict[Session, StepTokens]) -> list[Emission]:
+        """The events of a sequence's next tokens; one alone goes into `step`, as real workers have it."""
         first, last = sequence.next_index, sequence.next_index + num_tokens
         sequence.next_index = last
         token_ids = [FIRST_TOKEN_ID + index % NUM_TOKEN_IDS for index in range(first, last)]
+        if num_tokens == 1 and last < sequence.max_tokens:
+            handles, indexes, tokens = step.setdefault(sequence.session, StepTokens([], [], []))
+            handles.append(sequence.handle)
+            indexes.append(first)
+            tokens += token_ids
+            return []
         name = (sequence.session, sequence.request_id, sequence.attempt)
         emissions = [Emission(*name, worker_pb2.Tokens(first_index=first, token_ids=token_ids))]
         if last >= sequence.max_tokens:

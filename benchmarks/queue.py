@@ -209,7 +209,7 @@ def gateway_second(num_waiting: int) -> tuple[float, dict[str, float]]:
 
     async def run() -> float:
         queue = RequestQueue(max_waiting=2 * num_waiting + NUM_PAIRS)
-        guard = OverloadGuard(policy, queue, targets=TARGETS, decodes=tuple, clock=SYSTEM_CLOCK)
+        guard = OverloadGuard(policy, queue, targets=TARGETS, free_share=lambda: 1.0, clock=SYSTEM_CLOCK)
         admission = AdmissionQueue(lambda name: Lane(name, queue, guard))
         # Nobody has a deadline: these times are those of the stream, and the queue's clock is the machine's.
         timeless = (replace(entry, deadline_s=math.inf) for entry in stream)

@@ -2,16 +2,21 @@
 
 The limit is one pass in plain Python over the views that reads one number of each; a decision cannot look at all
 workers in less. Both are measured in turn, the best of many rounds counts: other programs only ever add time. Every
-worker holds another part of the prompt, which is the most expensive case.
+worker holds another part of the prompt, which is the most expensive case. `gateway` is the same decision beginning with
+what the gateway knows of the workers' sessions.
 
     python -m benchmarks.routing [--policy hybrid] [--rounds 200]
 """
 
 import argparse
+import asyncio
 import random
 import time
 from collections.abc import Callable
 
+from gateway.sessions import Load
+from gateway.topology import Topology
+from services.cluster.registry import WorkerRecord
 from services.scheduling.health import WorkerHealth
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 from services.scheduling.routing import POLICY_NAMES, Router, RouteRequest, WorkerView
@@ -32,16 +37,17 @@ def main() -> None:
     settings = parser.parse_args()
     rng = random.Random(settings.seed)
     print(f"policy {settings.policy}, prompt of {PROMPT_PAGES} pages; microseconds, best of {settings.rounds} rounds")
-    print(f"{'workers':>12} {'route':>9} {'one pass':>9} {'ratio':>7} {'all routes':>11}")
+    print(f"{'workers':>12} {'route':>9} {'one pass':>9} {'ratio':>7} {'all routes':>11} {'gateway':>9}")
     for num_prefill, num_decode in SIZES:
         prefills, decodes = _workers(rng, "p", num_prefill), _workers(rng, "d", num_decode)
         route_s, pass_s, all_s = _measure(settings.policy, rng, prefills, decodes, settings.rounds)
         note = ""
         if num_prefill in (32, 64):
             note = f"   target {TARGET_S * 1e6:.0f}: {'met' if route_s < TARGET_S else 'MISSED'}"
+        gateway_s = asyncio.run(_gateway_s(settings.policy, rng, num_prefill, num_decode, settings.rounds))
         name = f"{num_prefill}P + {num_decode}D"
         figures = f"{route_s * 1e6:>9.1f} {pass_s * 1e6:>9.1f} {route_s / pass_s:>7.1f} {all_s * 1e6:>11.0f}"
-        print(f"{name:>12} {figures}{note}")
+        print(f"{name:>12} {figures} {gateway_s * 1e6:>9.1f}{note}")
     for num_workers in (8, 64, 512):
         print(f"health of {num_workers} workers: {_health_s(num_workers) * 1e6:.1f} us a request, judging included")
 
@@ -75,6 +81,65 @@ def _measure(
         best[1] = min(best[1], _time_s(one_pass))
     all_s = min(_time_s(lambda: list(router.route(request, prefills, decodes, now_s=0.0))) for _ in range(3))
     return best[0], best[1], all_s
+
+
+async def _gateway_s(policy: str, rng: random.Random, num_prefill: int, num_decode: int, rounds: int) -> float:
+    """Seconds of a decision with its first route, beginning with the workers as the gateway knows them."""
+    topology = Topology(gateway_incarnation="0" * 32, on_change=lambda: None)
+    views = {view.worker_id: view for view in _workers(rng, "p", num_prefill) + _workers(rng, "d", num_decode)}
+    topology.take_membership([_record(view) for view in views.values()])
+    for member in topology.members():
+        member.session.is_up, member.session.load = True, _load(views[member.record.id])
+    router = Router(policy)
+    cached_tokens = {worker_id: rng.randrange(PROMPT_PAGES) * PAGE_SIZE for worker_id in views}
+
+    def decide() -> object:
+        prompt = (2, PROMPT_PAGES * PAGE_SIZE)
+        request = RouteRequest(
+            num_prompt_tokens=prompt[1],
+            max_new_tokens=256,
+            cached_tokens=cached_tokens,
+            kv_bytes_per_token=topology.kv_bytes_per_token("m"),
+        )
+        prefills = topology.prefill_views("m", prompt=prompt)
+        return router.route(request, prefills, topology.decode_views("m", prompt=prompt), now_s=0.0)[0]
+
+    best_s = min(_time_s(decide) for _ in range(rounds))
+    await topology.close()
+    return best_s
+
+
+def _load(view: WorkerView) -> Load:
+    return Load(
+        pages_total=view.pages_total,
+        pages_free=view.pages_available,
+        running=view.num_running,
+        waiting_tokens=view.waiting_tokens,
+        context_tokens=view.context_tokens,
+        prefill_speed=view.prefill_speed,
+        decode_speed=view.decode_speed,
+        link_speed=view.link_speed,
+    )
+
+
+def _record(view: WorkerView) -> WorkerRecord:
+    """Of a worker that has no address yet, so that nobody connects to it."""
+    return WorkerRecord(
+        id=view.worker_id,
+        role="prefill" if view.worker_id.startswith("p") else "decode",
+        pid=1,
+        host="localhost",
+        address="",
+        incarnation=view.incarnation,
+        started_unix_ns=0,
+        state="starting",
+        model="m",
+        exact=True,
+        page_size=PAGE_SIZE,
+        layout_fingerprint="same",
+        max_sequence_tokens=view.max_sequence_tokens,
+        kv_bytes_per_token=128 * 1024,
+    )
 
 
 def _health_s(num_workers: int) -> float:

@@ -37,7 +37,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.engine.engine import EngineParts, check_fits, check_token_ids
 from services.engine.prefix import PageKey, cache_salt
 from services.engine.sequence import Grammar, Sampling, Sequence
-from services.engine.step import PROMPT_ROWS, NonFiniteLogits
+from services.engine.step import PROMPT_ROWS, NonFiniteLogits, SampledToken
 from services.engine.swap import SwapSpace
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
@@ -49,6 +49,7 @@ from services.runtime.attempts import (
     AttemptTable,
     finished_message,
     handed_off_message,
+    is_bare,
     read_key,
     read_spec,
     tokens_message,
@@ -65,7 +66,7 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 from services.runtime.logs import request_fields
-from services.runtime.session import Payload, Session, SessionServer, failed
+from services.runtime.session import Payload, Session, SessionServer, StepTokens, failed
 from services.runtime.telemetry import Event, TraceContext, Value
 from services.runtime.worker_host import infallible, on_this_loop, record_chunk, record_sending
 from services.runtime.worker_metrics import Load, Speeds, WorkerMetrics
@@ -118,6 +119,8 @@ class _Attempt:
     admitted_s: float
     from_decode: bool
     is_local: bool
+    handle: int = 0
+    """Under which its tokens may be told together with others'; 0: they may not."""
     phase: Phase = Phase.ADMITTED
     wants_pause: bool = False
     paused: PausedSequence | None = None
@@ -343,7 +346,9 @@ class DecodeWorker:
         self._check(spec)
         if message.from_decode and (message.local_prefill or not spec.emitted_token_ids):
             raise InvalidRequest("a decode worker hands over a sequence that has emitted tokens", field="from_decode")
-        attempt = _Attempt(spec, session, self._clock.monotonic(), message.from_decode, message.local_prefill)
+        attempt = _Attempt(
+            spec, session, self._clock.monotonic(), message.from_decode, message.local_prefill, message.handle
+        )
         attempt.trace = telemetry.sampled(spec.traceparent, spec.tracestate)
         superseded = self._attempts.begin(spec.key, attempt)
         if superseded is not None:
@@ -677,11 +682,7 @@ class DecodeWorker:
         self._waiting_tokens = report.waiting_tokens
         for preemption in report.preempted:
             self._on_preempted(preemption, report)
-        for advance in report.advances:
-            assert isinstance(advance.key, AttemptKey), "only attempts are computed"
-            attempt = self._attempts.find(advance.key)
-            if attempt is not None:
-                self._on_advance(attempt, advance, report)
+        self._on_advances(report)
         for paused in report.paused:
             assert isinstance(paused.key, AttemptKey), "only attempts are computed"
             attempt = self._attempts.find(paused.key)
@@ -697,7 +698,25 @@ class DecodeWorker:
         if not report.num_running:
             self.sessions.load_changed()  # an idle worker is seen as idle at once, even if its last step has no event
 
-    def _on_advance(self, attempt: _Attempt, advance: Advance, report: StepReport) -> None:
+    def _on_advances(self, report: StepReport) -> None:
+        """Tells each gateway the tokens of the step, together as far as nothing else is to be said about them."""
+        steps: dict[Session, StepTokens] = {}
+        for advance in report.advances:
+            assert isinstance(advance.key, AttemptKey), "only attempts are computed"
+            attempt = self._attempts.find(advance.key)
+            if attempt is None:
+                continue
+            token = self._on_advance(attempt, advance, report)
+            if token is not None:
+                handles, indexes, token_ids = steps.setdefault(attempt.session, StepTokens([], [], []))
+                handles.append(attempt.handle)
+                indexes.append(advance.token_index)
+                token_ids.append(token.token_id)
+        for session, tokens in steps.items():
+            self.sessions.emit_step(session, tokens)
+
+    def _on_advance(self, attempt: _Attempt, advance: Advance, report: StepReport) -> SampledToken | None:
+        """Says what happened to a sequence, but for a token about which there is nothing else to say: that is given."""
         if attempt.is_local and not attempt.has_begun:
             attempt.has_begun = True
             self._on_prefill_begun(attempt, advance, report)
@@ -715,7 +734,7 @@ class DecodeWorker:
             )
         if isinstance(advance.outcome, NonFiniteLogits):
             self._end(attempt, "failed", advance.outcome, answer=failed(advance.outcome))
-            return
+            return None
         if advance.proposal is not None:
             num_proposed, num_accepted = len(advance.proposal.token_ids), advance.num_accepted
             attempt.num_proposed += num_proposed
@@ -726,11 +745,14 @@ class DecodeWorker:
         if tokens:
             attempt.num_tokens += len(tokens)
             self._book.note_tokens(attempt.spec.key, num_answer_tokens)
+            if attempt.handle and len(tokens) == 1 and advance.finish_reason is None and is_bare(tokens[0]):
+                return tokens[0]
             self._emit(attempt, tokens_message(advance.token_index, *tokens))
         if advance.finish_reason is not None:
             self._book.note_end(num_answer_tokens)
             answer = finished_message(advance.finish_reason)
             self._end(attempt, "finished", RequestCancelled("the answer is complete"), answer=answer)
+        return None
 
     def _on_paused(self, attempt: _Attempt, paused: PausedSequence) -> None:
         if not attempt.wants_pause:

@@ -18,6 +18,11 @@ class Books:
     requests: int = 0
     pages: int = 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the worker's own report says everything."""
+        return not self.prompts and not self.requests and not self.pages
+
     def tokens_ahead(self, prompt: tuple[int, int], waiting_tokens: int) -> int:
         """Tokens that are computed before a prompt, where the worker says that so many wait.
 

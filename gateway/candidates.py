@@ -23,7 +23,7 @@ from services.runtime.errors import InternalError, LayoutMismatch, TransferFaile
 from services.scheduling.breakers import Breakers, CircuitState
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.queue import ServiceClass
-from services.scheduling.routing import Fits, Route, Router, RouteRequest, WorkerView
+from services.scheduling.routing import Fits, Route, Router, RouteRequest, Views, WorkerView
 
 
 class PrefixHints(Protocol):
@@ -105,9 +105,7 @@ class Candidates:
         They are all decode workers that it may use: it may go to any of them. Prefill workers need no such care. What
         waits there counts by class, so one that is too busy for the request is so for whoever comes behind it.
         """
-        tenant = request.generation.tenant
-        views = self._topology.decode_views(request.generation.model)
-        return {view.worker_id for view in views if not view.tenants or tenant in view.tenants}
+        return self._topology.decode_ids(request.generation.model, tenant=request.generation.tenant)
 
     def book(self, request: RunningRequest, route: Route) -> None:
         """Keeps the places of a route, and of no other one. Raises WorkerUnavailable."""
@@ -127,7 +125,7 @@ class Candidates:
         usual = self._topology.usual_speeds(generation.model)
         decodes = self._usable(self._topology.decode_views(generation.model, prompt=prompt), usual.local, usual.decode)
         if kept:
-            decodes = [view for view in decodes if view.worker_id not in kept]
+            decodes = decodes.only(set(decodes.worker_ids) - kept)
         prefills = self._usable(
             self._topology.prefill_views(generation.model, prompt=prompt), usual.prefill, usual.decode
         )
@@ -144,7 +142,7 @@ class Candidates:
             wanted, prefills, decodes, fits=self._fits(generation.model), now_s=self._clock.monotonic()
         )
         paired = {decode for _, decode in request.avoided_pairs}
-        probe = self._due_for_probe(request, decodes)
+        probe = self._due_for_probe(request, decodes.worker_ids)
         if not request.avoided and not paired and not self._breakers.num_open and probe is None:
             return routes
         return sorted(
@@ -162,7 +160,7 @@ class Candidates:
         sessions = [self._topology.prefill_session(view.worker_id) for view in route.prefills]
         decode = self._topology.decode_session(route.decode.worker_id).peer
         sessions.sort(key=lambda session: _reluctance(request, session.peer, decode))
-        probe = self._due_for_probe(request, route.prefills)
+        probe = self._due_for_probe(request, [view.worker_id for view in route.prefills])
         if probe is not None:
             sessions.sort(key=lambda session: session.peer.worker_id != probe)
         return sessions
@@ -246,7 +244,7 @@ class Candidates:
         """What an answer takes at least, from the moment in which workers take it, if nobody else was there."""
         sampling = generation.sampling
         num_new_tokens = sampling.max_tokens if sampling.ignore_eos else max(1, sampling.min_tokens)
-        speeds = self._topology.decode_speeds(generation.model)
+        speeds = self._topology.usual_speeds(generation.model).decodes
         steps = (speed.step_s(1, len(generation.prompt_token_ids)) for speed in speeds)
         return min(steps, default=0.0) * max(0, num_new_tokens - len(generation.emitted_token_ids))
 
@@ -267,9 +265,9 @@ class Candidates:
         if request.generation.sampling.prompt_logprobs is not None and not request.log.next_index:
             return {}  # All of the prompt is computed.
         cached = dict(self._hints.cached_tokens(request)) if self._hints is not None else {}
-        for view in self._topology.prefill_views(request.generation.model) if request.is_resumed else ():
-            if request.has_kept_prompt(self._topology.prefill_session(view.worker_id).peer):
-                cached[view.worker_id] = len(request.generation.prompt_token_ids)
+        for worker_id in self._topology.prefill_ids(request.generation.model) if request.is_resumed else ():
+            if request.has_kept_prompt(self._topology.prefill_session(worker_id).peer):
+                cached[worker_id] = len(request.generation.prompt_token_ids)
         return cached
 
     def _fits(self, model: str) -> Fits | None:
@@ -291,22 +289,22 @@ class Candidates:
             peer = self._topology.decode_session(decode_id).peer
         except WorkerUnavailable:
             return set()
-        pairs = [(view.worker_id, decode_id) for view in self._topology.prefill_views(model, decode=peer)]
+        pairs = [(prefill_id, decode_id) for prefill_id in self._topology.prefill_ids(model, decode=peer)]
         return {prefill_id for prefill_id, _ in self._breakers.usable(pairs, self._clock.monotonic())}
 
     def _has_no_way_to(self, model: str, decode: WorkerView) -> bool:
         """Whether every prefill worker's way there is cut."""
-        pairs = [(view.worker_id, decode.worker_id) for view in self._topology.prefill_views(model)]
+        pairs = [(prefill_id, decode.worker_id) for prefill_id in self._topology.prefill_ids(model)]
         return bool(pairs) and all(self._breakers.is_open(pair) for pair in pairs)
 
     def _note_error(self, attempt: Attempt, worker_id: str) -> None:
         attempt.watch.failed(worker_id)
 
-    def _due_for_probe(self, request: RunningRequest, views: Sequence[WorkerView]) -> str | None:
+    def _due_for_probe(self, request: RunningRequest, worker_ids: Sequence[str]) -> str | None:
         """A worker that the request should try out; nobody's urgent request is used for that."""
         if request.queue_entry.service_class == ServiceClass.CRITICAL or request.is_resumed:
             return None
-        return self._watch.due_for_probe([view.worker_id for view in views]) if self._watch.num_ejected else None
+        return self._watch.due_for_probe(worker_ids) if self._watch.num_ejected else None
 
     def _note_lost(self, attempt: Attempt, worker: WorkerSession) -> None:
         peer = worker.peer
@@ -314,22 +312,23 @@ class Candidates:
             self._last_lost[peer.worker_id] = peer.incarnation
             self._note_error(attempt, peer.worker_id)
 
-    def _usable(self, views: list[WorkerView], prefill: PrefillSpeed, decode: DecodeSpeed) -> list[WorkerView]:
+    def _usable(self, views: Views, prefill: PrefillSpeed, decode: DecodeSpeed) -> Views:
         """Those that get new work; one whose GPU is in trouble is slower than what is usual, `prefill` and `decode`.
 
         Here and not in the topology: who judges what the cluster can do goes by what was measured.
         """
-        group = [view.worker_id for view in views]
-        usable = self._watch.usable(group)
-        if usable is not group:
-            views = [view for view in views if view.worker_id in usable]
-        weights = self._watch.gpu_weights(usable)
+        usable = self._watch.usable(views.worker_ids)
+        if usable is not views.worker_ids:
+            views = views.only(frozenset(usable))
+        weights = self._watch.gpu_weights(views.worker_ids)
         if not weights:
             return views
-        return [
-            view if weight == 1.0 else _slowed(view, prefill.times(1 / weight), decode.times(1 / weight))
-            for view, weight in zip(views, weights, strict=True)
-        ]
+
+        def slowed(view: WorkerView) -> WorkerView:
+            slowdown = 1 / weights[view.worker_id]
+            return _slowed(view, prefill.times(slowdown), decode.times(slowdown))
+
+        return views.changed(slowed, weights)
 
 
 def _slowed(view: WorkerView, prefill: PrefillSpeed, decode: DecodeSpeed) -> WorkerView:

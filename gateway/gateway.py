@@ -56,7 +56,7 @@ from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.lanes import LaneOrder
 from services.scheduling.overload import OverloadPolicy, Targets
 from services.scheduling.queue import RequestQueue
-from services.scheduling.routing import Router, RoutingSettings, WorkerView
+from services.scheduling.routing import Router, RoutingSettings
 
 LEAVING_RETRY_S = 1.0
 """What a client is told whose request outlasted the drain."""
@@ -208,14 +208,11 @@ class Gateway:
             tenant_weights=self.door.tenant_weights,
         )
 
-        def decodes() -> list[WorkerView]:
-            return [view for view in self.topology.decode_views(model) if not view.tenants or name in view.tenants]
-
         guard = OverloadGuard(
             OverloadPolicy(),
             waiting,
             targets=_targets(config),
-            decodes=decodes,
+            free_share=lambda: self.topology.free_share(model, name),
             clock=SYSTEM_CLOCK,
         )
         return Lane(name, waiting, guard)

@@ -119,7 +119,7 @@ class HttpServer:
         if self._task is None:
             return
         self._config.timeout_graceful_shutdown = max(1, round(grace_s))
-        self._server.should_exit = True
+        self._server.leaving.set()
         await self._task
 
 
@@ -129,10 +129,15 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self.leaving = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
+
+    async def main_loop(self) -> None:
+        """Waits until it is to end. uvicorn's own looks ten times a second, and sets headers that this has not."""
+        await self.leaving.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -5,17 +5,20 @@ its words. Whoever asks a cluster that is full hears so within milliseconds, wit
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from services.runtime.clock import Clock
 from services.runtime.errors import Overloaded
 from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
 from services.scheduling.queue import QueueEntry, RequestQueue
-from services.scheduling.routing import Route, WorkerView
+from services.scheduling.routing import Route
 
 
 class OverloadGuard:
-    """Judges every new request of one model. `decodes` gives its decode workers in rotation."""
+    """Judges every new request of one model.
+
+    `free_share` gives the largest share of its pages that a decode worker in rotation has free.
+    """
 
     def __init__(
         self,
@@ -23,13 +26,13 @@ class OverloadGuard:
         queue: RequestQueue,
         *,
         targets: Targets,
-        decodes: Callable[[], Sequence[WorkerView]],
+        free_share: Callable[[], float],
         clock: Clock,
     ) -> None:
         self._policy = policy
         self._queue = queue
         self._targets = targets
-        self._decodes = decodes
+        self._free_share = free_share
         self._clock = clock
         self._random = random.Random()
 
@@ -72,17 +75,15 @@ class OverloadGuard:
 
     def _load(self, entry: QueueEntry, route: Route | None) -> ClusterLoad:
         queue, one = self._queue, entry.service_class
-        decodes = self._decodes() if route is None else (route.decode,)
-        free_share = max((view.pages_available / max(1, view.pages_total) for view in decodes), default=1.0)
         if route is None:
-            return ClusterLoad(queue.num_ahead(one), queue.waiting_tokens(one), len(queue), free_share)
+            return ClusterLoad(queue.num_ahead(one), queue.waiting_tokens(one), len(queue), self._free_share())
         at = route.prefills[0] if route.is_remote else route.decode
         queue_s = at.prefill_speed.time_s(at.waiting_tokens) if at.waiting_tokens else 0.0
         return ClusterLoad(
             queue.num_ahead(one),
             queue.waiting_tokens(one),
             len(queue),
-            free_share,
+            route.decode.pages_available / max(1, route.decode.pages_total),
             prefill_s=max(0.0, route.predicted_ttft_s - queue_s),
             prefill_queue_s=queue_s,
             step_s=route.predicted_itl_s,

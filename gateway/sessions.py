@@ -6,6 +6,7 @@ gets plain events for exactly that attempt, and closes it; an event without a ro
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -34,6 +35,8 @@ looks at it, that is within 3 s of its last word."""
 MAX_OUTGOING_COMMANDS = 16_384
 MAX_COMMANDS_BYTES = 2**20
 """Commands that wait together go down in one message, until it is this large."""
+
+_HANDLES = itertools.count(1)
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +207,9 @@ class WorkerSession(ABC):
         )
         self._on_change = on_change
         self._routes: dict[tuple[str, int], Route] = {}
+        self._handles: dict[AttemptKey, int] = {}
+        """Of open attempts whose tokens may come together with others'."""
+        self._routes_by_handle: dict[int, Route] = {}
         self._outgoing: deque[Any] = deque()
         self._wake_writer: asyncio.Future[None] | None = None
         self._call: Any = None
@@ -249,6 +255,7 @@ class WorkerSession(ABC):
     def close(self, key: AttemptKey) -> None:
         """Drops whatever still comes for the attempt."""
         self._routes.pop(key, None)
+        self._routes_by_handle.pop(self._handles.pop(key, 0), None)
 
     def cancel(self, key: AttemptKey) -> None:
         """Closes the attempt and tells the worker to free what it holds. A broken session has freed it already."""
@@ -319,12 +326,15 @@ class WorkerSession(ABC):
             raise WorkerUnavailable(f"{self.peer.worker_id} was restarted")
         self._heard_at_s = asyncio.get_running_loop().time()
         for event in message.events:
+            kind = event.WhichOneof("event")
+            if kind == "step_tokens":
+                self._take_step(event.step_tokens)
+                continue
             attempt_id = event.id
             route = self._routes.get((attempt_id.request_id, attempt_id.attempt))
             if route is None:
                 self.num_dropped_events += 1
                 continue
-            kind = event.WhichOneof("event")
             if kind is not None:
                 route.deliver(self, _READERS[kind](getattr(event, kind)))
         if message.HasField("gpu"):
@@ -335,6 +345,18 @@ class WorkerSession(ABC):
                 self._worked_at_s = self._heard_at_s
             if self.is_up:
                 self._on_change(self)
+
+    def _take_step(self, step: worker_pb2.StepTokens) -> None:
+        """Hands each attempt its token. Raises WorkerUnavailable where it is not clear which is whose."""
+        handles, indexes, token_ids = list(step.handles), list(step.indexes), list(step.token_ids)
+        if not len(handles) == len(indexes) == len(token_ids):
+            raise WorkerUnavailable(f"{self.peer.worker_id} sent tokens that cannot be told apart")
+        for handle, index, token_id in zip(handles, indexes, token_ids, strict=True):
+            route = self._routes_by_handle.get(handle)
+            if route is None:
+                self.num_dropped_events += 1
+            else:
+                route.deliver(self, Tokens(index, [token_id], None))
 
     def _send(self, command: Any, *, is_bounded: bool = True) -> None:
         """`is_bounded` is false for what ends something that went within the bound: it must not fail."""
@@ -368,6 +390,8 @@ class WorkerSession(ABC):
     def _break(self, error: TandemError) -> None:
         was_up, self.is_up = self.is_up, False
         routes, self._routes = self._routes, {}
+        self._handles.clear()
+        self._routes_by_handle.clear()
         self._outgoing.clear()
         # A worker that has said that it is leaving ended its session on purpose, and what it had not finished with it.
         told = error if self.load.is_draining else WorkerLost(error.message)
@@ -381,11 +405,16 @@ class DecodeSession(WorkerSession):
     """The stream to a decode worker."""
 
     def admit(self, order: SequenceOrder, *, is_local_prefill: bool, is_from_decode: bool = False) -> None:
-        """Asks for capacity; Admitted or Refused follows. `is_from_decode`: another decode worker has the pages."""
+        """Asks for capacity; Admitted or Refused follows. `is_from_decode`: another decode worker has the pages.
+
+        The attempt is open.
+        """
+        handle = next(_HANDLES)
         admit = worker_pb2.Admit(
-            sequence=_sequence_spec(order), local_prefill=is_local_prefill, from_decode=is_from_decode
+            sequence=_sequence_spec(order), local_prefill=is_local_prefill, from_decode=is_from_decode, handle=handle
         )
         self._send(worker_pb2.DecodeCommand(admit=admit))
+        self._handles[order.key], self._routes_by_handle[handle] = handle, self._routes[order.key]
 
     def pause(self, key: AttemptKey) -> None:
         """Takes the sequence out of the batch; Paused follows its last tokens, unless it ends with them."""

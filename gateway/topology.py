@@ -10,7 +10,6 @@ import itertools
 import logging
 import math
 import random
-import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -28,7 +27,7 @@ from services.scheduling.prediction import (
     LinkSpeed,
     PrefillSpeed,
 )
-from services.scheduling.routing import WorkerView
+from services.scheduling.routing import Views, WorkerView
 
 FIRST_RECONNECT_S = 0.1
 MAX_RECONNECT_S = 2.0
@@ -39,8 +38,6 @@ USUAL_S = 0.25
 """So long it is not asked anew what is usual."""
 FRESH_S = 3.0
 """A worker that has had nothing to do for longer may have become another one."""
-LAST = (sys.maxsize, 0)
-"""A prompt before which everything is computed."""
 OWN_PAUSE_S = 1.0
 """If our own check comes this late, it was us who slept, and nobody is blamed for silence."""
 
@@ -70,6 +67,10 @@ class Member:
     gpu_facts: GpuFacts | None = None
     changed_at_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     """When its session last came up, broke or said something, on the event loop's clock; at first, when it came."""
+    last_state: State | None = None
+    """Its state when its session last came up, broke or said something."""
+    seen: tuple[object, WorkerView] | None = None
+    """How it was last seen while nothing was booked there, and all that this depends on."""
 
     @property
     def arithmetic(self) -> str:
@@ -119,8 +120,10 @@ class Topology:
         self._mismatched: set[tuple[str, str]] = set()
         self._usual: dict[str, tuple[float, UsualSpeeds]] = {}
         """By model, with the time at which it was found."""
-        self._ready_members: dict[tuple[Role, str | None], list[Member]] = {}
-        """By role and model, until something changes."""
+        self._rotations: dict[tuple[Role, str | None], _Rotation] = {}
+        """By role and model, until a worker comes or goes."""
+        self._named_tenants: dict[str, set[str]] = {}
+        """By model, those for whom workers are kept, until a worker comes or goes."""
         self._watchers: set[Callable[[], None]] = set()
         self._stale_since_s: float | None = None
         """Since when nobody can say who is registered, on the event loop's clock."""
@@ -171,43 +174,57 @@ class Topology:
             member.is_exact = member.record.exact and len(ways.get(member.record.model, ())) <= 1
         return members
 
-    def prefill_views(
-        self, model: str, *, decode: Peer | None = None, prompt: tuple[int, int] | None = None
-    ) -> list[WorkerView]:
-        """Prefill workers of a model in rotation; with `decode`, those whose pages fit it.
+    def prefill_views(self, model: str, *, prompt: tuple[int, int]) -> Views:
+        """Prefill workers of a model in rotation.
 
-        With a `prompt` of (service class, tokens), only what is computed before it counts as waiting.
+        Of a `prompt` of (service class, tokens), only what is computed before it counts as waiting.
         """
         usual = self.usual_speeds(model)
-        return [
-            _view(member, usual, usual.prefill, prompt)
-            for member in self._ready("prefill", model)
-            if decode is None or self._fits(member, decode)
-        ]
+        return self._views(self._rotation("prefill", model), usual, usual.prefill, prompt)
 
-    def decode_views(self, model: str, *, prompt: tuple[int, int] | None = None) -> list[WorkerView]:
+    def decode_views(self, model: str, *, prompt: tuple[int, int]) -> Views:
         """Decode workers of a model in rotation; `prompt` as in `prefill_views`."""
         usual = self.usual_speeds(model)
-        return [_view(member, usual, usual.local, prompt) for member in self._ready("decode", model)]
+        return self._views(self._rotation("decode", model), usual, usual.local, prompt)
 
-    def decode_speeds(self, model: str) -> list[DecodeSpeed]:
-        """Of the decode workers of a model in rotation, as in `decode_views`."""
-        usual = self.usual_speeds(model)
-        return [_decode_speed(member, usual) for member in self._ready("decode", model)]
+    def prefill_ids(self, model: str, *, decode: Peer | None = None) -> list[str]:
+        """Prefill workers of a model in rotation; with `decode`, those whose pages fit it."""
+        rotation = self._rotation("prefill", model)
+        if decode is None:
+            return rotation.ids
+        return [member.record.id for member in rotation.members if self._fits(member, decode)]
+
+    def decode_ids(self, model: str, *, tenant: str) -> set[str]:
+        """Decode workers of a model in rotation that work for a tenant."""
+        members = self._rotation("decode", model).members
+        return {member.record.id for member in members if not member.record.tenants or tenant in member.record.tenants}
+
+    def free_share(self, model: str, tenant: str) -> float:
+        """Of its pages, the largest share that a decode worker in rotation has free for a tenant; 1 without any."""
+        members = self._rotation("decode", model).members
+        shares = (
+            _pages_available(member.load, member.session) / max(1, member.load.pages_total)
+            for member in members
+            if not member.record.tenants or tenant in member.record.tenants
+        )
+        return max(shares, default=1.0)
 
     def usual_speeds(self, model: str) -> "UsualSpeeds":
         """What is normal for a model's workers, at most `USUAL_S` old."""
         at_s, usual = self._usual.get(model, (-math.inf, _NOTHING_MEASURED))
         now_s = asyncio.get_running_loop().time()
         if now_s - at_s > USUAL_S:
-            prefills = [member.load for member in self._ready("prefill", model)]
-            decodes = [member.load for member in self._ready("decode", model)]
+            prefills = [member.load for member in self._rotation("prefill", model).members]
+            decoders = self._rotation("decode", model).members
+            decodes = [member.load for member in decoders]
             prefill = _usual((load.prefill_speed for load in prefills), _prefill_s)
             local = _usual((load.prefill_speed for load in decodes), _prefill_s)
+            decode = _usual((load.decode_speed for load in decodes), _step_s) or DEFAULT_DECODE
             usual = UsualSpeeds(
                 prefill=prefill or local or DEFAULT_PREFILL,
                 local=local or prefill or DEFAULT_PREFILL,
-                decode=_usual((load.decode_speed for load in decodes), _step_s) or DEFAULT_DECODE,
+                decode=decode,
+                decodes=frozenset(_decode_speed(member, decode, _fresh_since_s()) for member in decoders),
                 link=_usual((load.link_speed for load in itertools.chain(prefills, decodes)), _transfer_s)
                 or DEFAULT_LINK,
             )
@@ -228,7 +245,7 @@ class Topology:
 
     def num_ready(self, role_name: Role, model: str | None = None) -> int:
         """Workers of the role in rotation, of one model or of all."""
-        return len(self._ready(role_name, model))
+        return len(self._rotation(role_name, model).members)
 
     def is_away(self, role_name: Role, model: str) -> bool:
         """Whether a worker of a model has just lost its session and is still registered: it may be back in a moment.
@@ -263,21 +280,23 @@ class Topology:
 
     def max_sequence_tokens(self, model: str) -> int | None:
         """The longest sequence that any decode worker of a model in rotation can hold; None while there is none."""
-        return max((member.record.max_sequence_tokens for member in self._ready("decode", model)), default=None)
+        return self._rotation("decode", model).max_sequence_tokens
 
     def lane_of(self, model: str, tenant: str) -> str:
         """The same name for tenants that may use the same workers: empty, or its own where a worker is kept for it."""
-        is_named = any(tenant in member.record.tenants for member in self._all() if member.record.model == model)
-        return tenant if is_named else ""
+        named = self._named_tenants.get(model)
+        if named is None:
+            members = [member for member in self._all() if member.record.model == model]
+            named = self._named_tenants[model] = {tenant for member in members for tenant in member.record.tenants}
+        return tenant if tenant in named else ""
 
     def kv_bytes_per_token(self, model: str) -> int:
         """What the KV of a token weighs on its way to another worker; 0: nobody knows yet."""
-        return max((member.record.kv_bytes_per_token for member in self._ready("prefill", model)), default=0)
+        return self._rotation("prefill", model).kv_bytes_per_token
 
     def cache_layouts(self, model: str) -> set[tuple[str, int]]:
         """(layout fingerprint, tokens of a page) of a model's workers in rotation: what names of pages depend on."""
-        ready = itertools.chain(self._ready("prefill", model), self._ready("decode", model))
-        return {(member.record.layout_fingerprint, member.record.page_size) for member in ready}
+        return self._rotation("prefill", model).layouts | self._rotation("decode", model).layouts
 
     def is_uniform(self, model: str) -> bool:
         """Whether the pages of every worker of a model in rotation fit every other one."""
@@ -362,6 +381,10 @@ class Topology:
             member.changed_at_s = asyncio.get_running_loop().time()
             if session.gpu is not None and session.gpu is not member.gpu_facts:
                 self._judge_gpu(member, session.gpu)
+            if member.state == member.last_state:  # It has said how busy it is, as it does with every step.
+                self._note_change()
+                return
+            member.last_state = member.state
         self._changed()
 
     def _judge_gpu(self, member: Member, facts: GpuFacts) -> None:
@@ -427,16 +450,23 @@ class Topology:
                     member.session.forgive_silence(slept_s)
                 member.session.check_silence(checked_at_s)
 
-    def _ready(self, role_name: Role, model: str | None) -> list[Member]:
+    def _rotation(self, role_name: Role, model: str | None) -> "_Rotation":
         """Members in rotation. A worker of another model than the request's must never be among them."""
-        ready = self._ready_members.get((role_name, model))
-        if ready is None:
-            ready = self._ready_members[role_name, model] = [
-                member
-                for member in self._roles[role_name].members.values()
-                if member.state == "ready" and (model is None or member.record.model == model)
-            ]
-        return ready
+        rotation = self._rotations.get((role_name, model))
+        if rotation is None:
+            rotation = self._rotations[role_name, model] = _Rotation(
+                [
+                    member
+                    for member in self._roles[role_name].members.values()
+                    if member.state == "ready" and (model is None or member.record.model == model)
+                ]
+            )
+        return rotation
+
+    @staticmethod
+    def _views(rotation: "_Rotation", usual: "UsualSpeeds", prefill: PrefillSpeed, prompt: tuple[int, int]) -> Views:
+        members, fresh_since_s = rotation.members, _fresh_since_s()
+        return Views(rotation.ids, lambda index: _view(members[index], usual, prefill, prompt, fresh_since_s))
 
     def _session(self, role_name: str, worker_id: str) -> WorkerSession:
         member = self._roles[role_name].members.get(worker_id)
@@ -453,10 +483,27 @@ class Topology:
         return (prefill.record.incarnation, decode.incarnation) not in self._mismatched
 
     def _changed(self) -> None:
-        self._ready_members.clear()
+        """A worker may have come or gone, or be another one."""
+        self._rotations.clear()
+        self._named_tenants.clear()
+        self._note_change()
+
+    def _note_change(self) -> None:
         self._on_change()
         for note in self._watchers:
             note()
+
+
+class _Rotation:
+    """Workers in rotation, and what is true of all of them together."""
+
+    def __init__(self, members: list[Member]) -> None:
+        self.members = members
+        records = [member.record for member in members]
+        self.ids = [record.id for record in records]
+        self.max_sequence_tokens = max((record.max_sequence_tokens for record in records), default=None)
+        self.kv_bytes_per_token = max((record.kv_bytes_per_token for record in records), default=0)
+        self.layouts = {(record.layout_fingerprint, record.page_size) for record in records}
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,13 +512,14 @@ class UsualSpeeds:
 
     Of two workers that are alike one always measures a little less, and would get everything. One that has measured
     nothing yet, or nothing for a while, is taken for a usual one, or nobody would ever ask it. `local` is of decode
-    workers that compute a prompt.
+    workers that compute a prompt. `decodes` are the speeds that there are among decode workers, each once.
     """
 
     prefill: PrefillSpeed
     local: PrefillSpeed
     decode: DecodeSpeed
     link: LinkSpeed
+    decodes: frozenset[DecodeSpeed] = frozenset()
 
 
 _NOTHING_MEASURED = UsualSpeeds(DEFAULT_PREFILL, DEFAULT_PREFILL, DEFAULT_DECODE, DEFAULT_LINK)
@@ -501,26 +549,48 @@ def _own(speed: S | None, usual: S, time_s: Callable[[S], float]) -> S:
     return speed
 
 
-def _is_fresh(session: WorkerSession) -> bool:
-    """Whether what it measures of itself is of now."""
-    return session.has_worked_since(asyncio.get_running_loop().time() - FRESH_S)
+def _fresh_since_s() -> float:
+    """What a worker that has had something to do after this time measures of itself is of now."""
+    return asyncio.get_running_loop().time() - FRESH_S
 
 
-def _decode_speed(member: Member, usual: UsualSpeeds) -> DecodeSpeed:
-    return _own(member.load.decode_speed, usual.decode, _step_s) if _is_fresh(member.session) else usual.decode
+def _decode_speed(member: Member, usual: DecodeSpeed, fresh_since_s: float) -> DecodeSpeed:
+    is_fresh = member.session.has_worked_since(fresh_since_s)
+    return _own(member.load.decode_speed, usual, _step_s) if is_fresh else usual
 
 
-def _view(member: Member, usual: UsualSpeeds, prefill: PrefillSpeed, prompt: tuple[int, int] | None) -> WorkerView:
+def _pages_available(load: Load, session: WorkerSession) -> int:
+    """Pages that are free or only cached, less those that are promised there or kept here."""
+    return load.pages_free + load.pages_cached - load.pages_promised - session.books.pages
+
+
+def _view(
+    member: Member, usual: UsualSpeeds, prefill: PrefillSpeed, prompt: tuple[int, int], fresh_since_s: float
+) -> WorkerView:
+    load, session = member.load, member.session
+    books, is_fresh = session.books, session.has_worked_since(fresh_since_s)
+    if books.is_empty:
+        # As with nearly all of many workers at any moment. Then it looks the same to every request.
+        state = (load, usual, prefill, is_fresh, session.num_open_attempts, member.record)
+        if member.seen is None or member.seen[0] != state:
+            member.seen = state, _new_view(member, usual, prefill, prompt, is_fresh=is_fresh)
+        return member.seen[1]
+    return _new_view(member, usual, prefill, prompt, is_fresh=is_fresh)
+
+
+def _new_view(
+    member: Member, usual: UsualSpeeds, prefill: PrefillSpeed, prompt: tuple[int, int], *, is_fresh: bool
+) -> WorkerView:
     load, record, session = member.load, member.record, member.session
-    is_fresh = _is_fresh(session)
+    books = session.books
     return WorkerView(
         worker_id=record.id,
         incarnation=record.incarnation,
         pages_total=load.pages_total,
-        pages_available=load.pages_free + load.pages_cached - load.pages_promised - session.books.pages,
-        num_requests=max(load.running + load.waiting, session.num_open_attempts + session.books.requests),
-        num_less_urgent=session.books.num_less_urgent((prompt or LAST)[0]),
-        waiting_tokens=session.books.tokens_ahead(prompt or LAST, load.waiting_tokens),
+        pages_available=_pages_available(load, session),
+        num_requests=max(load.running + load.waiting, session.num_open_attempts + books.requests),
+        num_less_urgent=books.num_less_urgent(prompt[0]),
+        waiting_tokens=books.tokens_ahead(prompt, load.waiting_tokens),
         max_sequence_tokens=record.max_sequence_tokens,
         num_running=load.running,
         context_tokens=load.context_tokens,

@@ -8,7 +8,7 @@ consist of is this process and the way.
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.runtime.clock import Clock
@@ -92,16 +92,15 @@ class WorkerWatch:
         """What the worker's GPU is judged to be from now on."""
         self._health.note_gpu(worker_id, judgement)
 
-    def gpu_weights(self, group: Sequence[str]) -> Sequence[float]:
-        """Of each of them, what share of its speed it is taken to have, by what its GPU says, against the best one.
+    def gpu_weights(self, group: Sequence[str]) -> Mapping[str, float]:
+        """What share of its speed each that is slower is taken to have, by what its GPU says, against the best one.
 
-        Where all GPUs are alike in trouble all weigh 1: there is nothing better to use. Empty: all of them are well.
+        Where all GPUs are alike in trouble there is nothing better to use, and nobody is slower.
         """
-        if not self._health.num_weak_gpus:
-            return ()
-        weights = [max(LEAST_WEIGHT, self._health.gpu(worker_id).weight) for worker_id in group]
-        best = max(weights, default=1.0)
-        return [weight / best for weight in weights]
+        weak = self._health.weak_gpus
+        weights = {one: max(LEAST_WEIGHT, weak[one].weight) for one in group if one in weak} if weak else {}
+        best = 1.0 if len(weights) < len(group) else max(weights.values(), default=1.0)
+        return {one: weight / best for one, weight in weights.items() if weight < best}
 
     def usable(self, group: Sequence[str]) -> Sequence[str]:
         """Those of a role that get new work: at least half of them, and one."""

@@ -438,11 +438,16 @@ class Admit(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     FROM_DECODE_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     local_prefill: _builtins.bool
     """Compute the prompt here instead of waiting for pages."""
     from_decode: _builtins.bool
     """The pages come from a decode worker that was generating this answer: those of the prompt and of all emitted tokens
     but the last. Nothing is replayed. At least one token was emitted, and `local_prefill` is not set.
+    """
+    handle: _builtins.int
+    """A number for this attempt, given out once in this session, under which its tokens may come as `StepTokens`. 0: each
+    token is told by an event of its own, as by workers that do not know this field.
     """
     @_builtins.property
     def sequence(self) -> Global___SequenceSpec:
@@ -454,10 +459,11 @@ class Admit(_message.Message):
         sequence: Global___SequenceSpec | None = ...,
         local_prefill: _builtins.bool = ...,
         from_decode: _builtins.bool = ...,
+        handle: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_decode", b"from_decode", "local_prefill", b"local_prefill", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_decode", b"from_decode", "handle", b"handle", "local_prefill", b"local_prefill", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -643,7 +649,9 @@ class StepEvents(_message.Message):
 
     @_builtins.property
     def load(self) -> Global___WorkerLoad:
-        """The worker's load after this step. Sent at least once a second, with or without events."""
+        """The worker's load after this step. Sent at least once a second, with or without events; it may be absent where
+        nothing but `step_tokens` has happened since it was sent a moment ago.
+        """
 
     @_builtins.property
     def gpu(self) -> Global___GpuFacts:
@@ -948,6 +956,7 @@ class WorkerEvent(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """Which try."""
@@ -988,6 +997,10 @@ class WorkerEvent(_message.Message):
     def paused(self) -> Global___Paused:
         """Decode worker: the sequence is out of the batch and keeps its pages."""
 
+    @_builtins.property
+    def step_tokens(self) -> Global___StepTokens:
+        """Decode worker: new tokens of many attempts, one of each. This event has no id."""
+
     def __init__(
         self,
         *,
@@ -1001,12 +1014,13 @@ class WorkerEvent(_message.Message):
         finished: Global___Finished | None = ...,
         failed: Global___Failed | None = ...,
         paused: Global___Paused | None = ...,
+        step_tokens: Global___StepTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "refused", "prefill_started", "tokens", "handed_off", "decode_started", "finished", "failed", "paused"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "refused", "prefill_started", "tokens", "handed_off", "decode_started", "finished", "failed", "paused", "step_tokens"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1146,6 +1160,44 @@ class Tokens(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
+
+@_typing.final
+class StepTokens(_message.Message):
+    """The tokens of one step that nothing else is to be said about, which are nearly all there are. The lists are of the same
+    length: a token of an attempt is in the same place in each.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLES_FIELD_NUMBER: _builtins.int
+    INDEXES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of attempts whose Admit had one. One that the gateway has closed is to be ignored."""
+
+    @_builtins.property
+    def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As `first_index` of Tokens."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens."""
+
+    def __init__(
+        self,
+        *,
+        handles: _abc.Iterable[_builtins.int] | None = ...,
+        indexes: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "indexes", b"indexes", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTokens: _TypeAlias = StepTokens  # noqa: Y015
 
 @_typing.final
 class HandedOff(_message.Message):

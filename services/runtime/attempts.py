@@ -137,10 +137,15 @@ class Sampled(Protocol):
         ...
 
 
+def is_bare(token: Sampled) -> bool:
+    """Whether nothing was asked for about a token."""
+    return token.logprob is None and not token.prompt
+
+
 def tokens_message(index: int, *tokens: Sampled) -> NewTokens | worker_pb2.Tokens:
     """Tokens of an answer, at least one, from place `index` on, as an event."""
     token_ids = [token.token_id for token in tokens]
-    if tokens[0].logprob is None and not tokens[0].prompt:
+    if is_bare(tokens[0]):
         return NewTokens(index, token_ids)
     message = worker_pb2.Tokens(first_index=index, token_ids=token_ids)
     if tokens[0].logprob is not None:

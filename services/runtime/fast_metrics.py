@@ -26,16 +26,16 @@ class Count:
 class Distribution:
     """One histogram: how many of what was observed were at most each bound, and their sum."""
 
-    __slots__ = ("_bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
+        self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         """Takes a value in the unit of the bounds, as often as it was seen."""
-        self.counts[bisect_left(self._bounds, value)] += times
+        self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def cumulative(self) -> list[int]:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,8 +34,20 @@ class NewTokens(NamedTuple):
     token_ids: list[int]
 
 
+class StepTokens(NamedTuple):
+    """One token each of many attempts of a session, in lists of the same length: what most steps are.
+
+    `handles` are those of the attempts' Admit, `indexes` the tokens' places in their answers.
+    """
+
+    handles: list[int]
+    indexes: list[int]
+    token_ids: list[int]
+
+
 Payload: TypeAlias = (
     NewTokens
+    | StepTokens
     | worker_pb2.Admitted
     | worker_pb2.Refused
     | worker_pb2.PrefillStarted
@@ -67,9 +80,12 @@ class SessionLimits:
     """Longest silence: after it a message with the load alone is sent."""
     hello_timeout_s: float = 5.0
     max_pending_events: int = 65_536
-    """Events that wait for a gateway which does not read; with one more its session is cut off."""
+    """Events that wait for a gateway which does not read; with one more its session is cut off. Each attempt's token
+    counts as one."""
     max_events_per_message: int = 4096
     max_sessions: int = 64
+    load_s: float = 0.02
+    """Messages of nothing but tokens have the load no more often than this."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,18 +98,26 @@ class Session:
     error: TandemError | None = None
     """Why it was closed; None: the gateway left."""
     pending: list["Emission"] = field(default_factory=list)
+    num_pending: int = 0
+    """Events in `pending`, each attempt's token counted as one."""
+    load_sent_s: float = -math.inf
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     told_gpu: worker_pb2.GpuFacts | None = None
     """What the gateway was told of the GPU last."""
 
 
 class Emission(NamedTuple):
-    """One event for one attempt of one session."""
+    """One event for one attempt of one session, or tokens of many, which name none here."""
 
     session: Session
     request_id: str
     attempt: int
     payload: Payload
+
+    @property
+    def num_events(self) -> int:
+        """How many attempts it says something about."""
+        return len(self.payload.handles) if type(self.payload) is StepTokens else 1
 
 
 Commands: TypeAlias = worker_pb2.PrefillCommands | worker_pb2.DecodeCommands
@@ -105,8 +129,8 @@ class SessionServer:
 
     `handlers` maps a command's name in its oneof (all but hello) to what it does. Commands of a session are handled
     one after the other, so a handler must not wait for an engine step. An error that a handler raises is answered
-    with Refused if the command brought a sequence, and logged otherwise. `load` is called for every message, and so is
-    `gpu`, whose result is sent where it is another object than before.
+    with Refused if the command brought a sequence, and logged otherwise. `load` is called for nearly every message (see
+    `SessionLimits.load_s`), and so is `gpu`, whose result is sent where it is another object than before.
     `on_session_closed` is called once per session, on the loop, when it ends for whatever reason.
     """
 
@@ -163,6 +187,10 @@ class SessionServer:
     def emit(self, session: Session, request_id: str, attempt: int, payload: Payload) -> None:
         """Sends one event; what is emitted before the stream is written next goes into one message."""
         self._enqueue((Emission(session, request_id, attempt, payload),))
+
+    def emit_step(self, session: Session, tokens: StepTokens) -> None:
+        """Sends tokens of many attempts as one event."""
+        self._enqueue((Emission(session, "", 0, tokens),))
 
     def emit_many(self, emissions: Iterable[Emission]) -> None:
         """Sends events from any thread, such as all of one engine step. Events of a closed session are dropped."""
@@ -238,25 +266,34 @@ class SessionServer:
                 self.emit(session, payload.sequence.id.request_id, payload.sequence.id.attempt, refused(error))
 
     async def _wait(self, session: Session) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._limits.beat_s):
-                await session.wake.wait()
+        # A bare timer instead of asyncio.timeout: this is once for each step of the engine.
+        beat = self._loop.call_later(self._limits.beat_s, session.wake.set)
+        try:
+            await session.wake.wait()
+        finally:
+            beat.cancel()
 
     def _enqueue(self, emissions: Iterable[Emission]) -> None:
         for emission in emissions:
             session = emission.session
             if session.is_closed:
                 continue
-            if len(session.pending) >= self._limits.max_pending_events:
+            num_events = emission.num_events
+            if session.num_pending + num_events > self._limits.max_pending_events:
                 self._close(session, Overloaded("the session was cut off because it was not read"))
                 continue
+            session.num_pending += num_events
             session.pending.append(emission)
             session.wake.set()
 
     def _take(self, session: Session) -> worker_pb2.StepEvents:
-        limit = self._limits.max_events_per_message
-        taken, session.pending = session.pending[:limit], session.pending[limit:]
-        message = worker_pb2.StepEvents(worker_incarnation=self._incarnation, load=self._load())
+        taken, session.pending = self._next_events(session)
+        message = worker_pb2.StepEvents(worker_incarnation=self._incarnation)
+        now_s = self._loop.time()
+        is_step = bool(taken) and all(type(emission.payload) is StepTokens for emission in taken)
+        if not is_step or now_s - session.load_sent_s >= self._limits.load_s:
+            session.load_sent_s = now_s
+            message.load.CopyFrom(self._load())
         gpu = None if self._gpu is None else self._gpu()
         if gpu is not None and gpu is not session.told_gpu:
             session.told_gpu = gpu
@@ -265,6 +302,19 @@ class SessionServer:
             _add_event(message, emission)
         return message
 
+    def _next_events(self, session: Session) -> tuple[list[Emission], list[Emission]]:
+        """What goes into the next message, and what is left."""
+        pending, limit = session.pending, self._limits.max_events_per_message
+        if session.num_pending <= limit:
+            session.num_pending = 0
+            return pending, []
+        num_taken = num_events = 0
+        while not num_taken or num_events + pending[num_taken].num_events <= limit:
+            num_events += pending[num_taken].num_events
+            num_taken += 1
+        session.num_pending -= num_events
+        return pending[:num_taken], pending[num_taken:]
+
     def _close(self, session: Session, error: TandemError | None, *, is_broken: bool = True) -> None:
         if session.is_closed:
             return
@@ -272,6 +322,7 @@ class SessionServer:
         session.error = error
         if is_broken:
             session.pending.clear()
+            session.num_pending = 0
         session.wake.set()
         if self._sessions.get(session.gateway_incarnation) is session:
             del self._sessions[session.gateway_incarnation]
@@ -300,9 +351,15 @@ def failed(error: BaseException) -> worker_pb2.Failed:
 def _add_event(message: worker_pb2.StepEvents, emission: Emission) -> None:
     """Fills the event in its place: building it first and copying it costs two and a half times as much."""
     event = message.events.add()
+    payload = emission.payload
+    if type(payload) is StepTokens:
+        step = event.step_tokens
+        step.handles.extend(payload.handles)
+        step.indexes.extend(payload.indexes)
+        step.token_ids.extend(payload.token_ids)
+        return
     event.id.request_id = emission.request_id
     event.id.attempt = emission.attempt
-    payload = emission.payload
     if type(payload) is NewTokens:
         tokens = event.tokens
         tokens.first_index = payload.first_index

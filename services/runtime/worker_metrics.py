@@ -7,12 +7,13 @@ from functools import partial
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos import cluster_pb2, worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import ConfigError
+from services.runtime.fast_metrics import Count, Distribution
 from services.runtime.gpu_use import GpuUse
 from services.runtime.span_metrics import SpanCounts
 from services.runtime.tls_metrics import CertificateEnd
@@ -148,12 +149,8 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self._worker_id = worker_id
         names, values = ("worker",), (worker_id,)
-        self.step_s: Histogram = Histogram(
-            "tandem_step_seconds", "Time of one engine step.", names, registry=self.registry, buckets=STEP_BUCKETS_S
-        ).labels(*values)
-        self.tokens: Counter = Counter(
-            "tandem_computed_tokens", "Tokens that went through the model.", names, registry=self.registry
-        ).labels(*values)
+        self._steps = _Steps(worker_id)
+        self.registry.register(self._steps)
         self.cached_tokens: Counter = Counter(
             "tandem_cached_tokens",
             "Prompt tokens that were not computed because their pages were still here.",
@@ -168,20 +165,6 @@ class WorkerMetrics:
             "Tokens of prompts that were begun here: what could have been found in the cache.",
             names,
             registry=self.registry,
-        ).labels(*values)
-        self._step_sequences: Histogram = Histogram(
-            "tandem_step_sequences",
-            "Sequences in one engine step: the batch size.",
-            names,
-            registry=self.registry,
-            buckets=SIZE_BUCKETS,
-        ).labels(*values)
-        self._step_tokens: Histogram = Histogram(
-            "tandem_step_tokens",
-            "Tokens that went through the model in one engine step.",
-            names,
-            registry=self.registry,
-            buckets=SIZE_BUCKETS,
         ).labels(*values)
         self._transfer_s: Histogram = Histogram(
             "tandem_transfer_seconds",
@@ -219,10 +202,11 @@ class WorkerMetrics:
 
     def note_step(self, *, seconds: float, num_sequences: int, num_tokens: int) -> None:
         """One engine step has ended, with so many sequences and tokens of them."""
-        self.step_s.observe(seconds)
-        self.tokens.inc(num_tokens)
-        self._step_sequences.observe(num_sequences)
-        self._step_tokens.observe(num_tokens)
+        steps = self._steps
+        steps.seconds.observe(seconds)
+        steps.num_computed.value += num_tokens
+        steps.sequences.observe(num_sequences)
+        steps.tokens.observe(num_tokens)
 
     def note_prompt(self, *, num_tokens: int, num_cached_tokens: int) -> None:
         """A prompt was begun, of which so many tokens need not be computed."""
@@ -287,6 +271,45 @@ class WorkerMetrics:
         ):
             gauge = Gauge(name, words, ("worker",), registry=self.registry).labels(self._worker_id)
             gauge.set_function(partial(_field, load, name_of_field))
+
+
+class _Steps(Collector):
+    """Engine steps, which are told on the event loop once for each of them: see `fast_metrics`."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self.seconds = Distribution(STEP_BUCKETS_S)
+        self.sequences = Distribution(SIZE_BUCKETS)
+        self.tokens = Distribution(SIZE_BUCKETS)
+        self.num_computed = Count()
+
+    def collect(self) -> Iterable[Metric]:
+        """What a scrape gets."""
+        families, computed = self._families()
+        for family, steps in zip(families, (self.seconds, self.sequences, self.tokens), strict=True):
+            limits = [*(repr(float(bound)) for bound in steps.bounds), "+Inf"]
+            buckets = list(zip(limits, steps.cumulative(), strict=True))
+            family.add_metric((self._worker_id,), buckets, steps.sum)
+        computed.add_metric((self._worker_id,), self.num_computed.value)
+        return [*families, computed]
+
+    def describe(self) -> Iterable[Metric]:
+        """The names, for the registry."""
+        families, computed = self._families()
+        return [*families, computed]
+
+    @staticmethod
+    def _families() -> tuple[list[HistogramMetricFamily], CounterMetricFamily]:
+        words = {
+            "seconds": "Time of one engine step.",
+            "sequences": "Sequences in one engine step: the batch size.",
+            "tokens": "Tokens that went through the model in one engine step.",
+        }
+        whose = ("worker",)
+        families = [HistogramMetricFamily(f"tandem_step_{name}", said, labels=whose) for name, said in words.items()]
+        return families, CounterMetricFamily(
+            "tandem_computed_tokens", "Tokens that went through the model.", labels=whose
+        )
 
 
 class _Faults(Collector):

@@ -25,7 +25,7 @@ Time is an argument, in seconds of one monotonic clock.
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -214,9 +214,9 @@ class WorkerHealth:
         return self._breakers.num_open + sum(not self._breakers.is_open(worker_id) for worker_id in self._gpu_out)
 
     @property
-    def num_weak_gpus(self) -> int:
-        """Workers whose GPU is degraded or out."""
-        return len(self._weak_gpus)
+    def weak_gpus(self) -> Mapping[str, GpuJudgement]:
+        """What is judged of workers whose GPU is degraded or out."""
+        return self._weak_gpus
 
     # What is seen.
 
@@ -316,10 +316,6 @@ class WorkerHealth:
     def circuit(self, worker_id: str) -> CircuitState:
         """Whether it gets new work; a GPU that is out is an open circuit."""
         return "open" if worker_id in self._gpu_out else self._breakers.state(worker_id)
-
-    def gpu(self, worker_id: str) -> GpuJudgement:
-        """What its GPU was last judged to be; ok where nobody said anything."""
-        return self._weak_gpus.get(worker_id, GPU_OK)
 
     def _is_current(self, worker_id: str, probe: int) -> bool:
         """Whether this probe is the one that is under way: one that took too long has failed already."""

@@ -45,9 +45,9 @@ follow in the order of their prices, computed when somebody asks for them.
 import hashlib
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import nlargest
+from itertools import islice
 from types import MappingProxyType
 from typing import overload
 
@@ -100,6 +100,43 @@ class WorkerView:
     link_speed: LinkSpeed = DEFAULT_LINK
     queue_s: float | None = None
     num_less_urgent: int = 0
+
+
+class Views(Sequence[WorkerView]):
+    """Views of workers, each put together when it is looked at: of many workers a decision looks at few.
+
+    `view(index)` puts one together; it is kept.
+    """
+
+    def __init__(self, worker_ids: Sequence[str], view: Callable[[int], WorkerView]) -> None:
+        self.worker_ids = worker_ids
+        self._view = view
+        self._views: dict[int, WorkerView] = {}
+
+    def __len__(self) -> int:
+        return len(self.worker_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> WorkerView: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[WorkerView]: ...
+    def __getitem__(self, index: int | slice) -> WorkerView | list[WorkerView]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        view = self._views.get(index)
+        if view is None:
+            view = self._views[index] = self._view(range(len(self.worker_ids))[index])
+        return view
+
+    def only(self, worker_ids: Container[str]) -> "Views":
+        """Those with these ids, in the same order."""
+        places = [place for place, worker_id in enumerate(self.worker_ids) if worker_id in worker_ids]
+        return Views([self.worker_ids[place] for place in places], lambda index: self[places[index]])
+
+    def changed(self, change: Callable[[WorkerView], WorkerView], worker_ids: Container[str]) -> "Views":
+        """The same, with a change to those with these ids."""
+        ids = self.worker_ids
+        return Views(ids, lambda index: change(self[index]) if ids[index] in worker_ids else self[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,11 +343,9 @@ class Router:
             chosen = able if len(able) <= settings.num_choices else self._random.sample(able, settings.num_choices)
         cached = request.cached_tokens
         if cached:
-            holders = _able([view for view in views if view.worker_id in cached], request, num_tokens)
-            if len(holders) > settings.num_holders:
-                holders = nlargest(settings.num_holders, holders, key=lambda view: cached[view.worker_id])
+            holders = (view for view in _holders(views, cached) if _able((view,), request, num_tokens))
             known = {view.worker_id for view in chosen}
-            chosen = chosen + [view for view in holders if view.worker_id not in known]
+            chosen += [view for view in islice(holders, settings.num_holders) if view.worker_id not in known]
         taken = {view.worker_id for view in chosen}
         return chosen, lambda: [view for view in _able(views, request, num_tokens) if view.worker_id not in taken]
 
@@ -745,6 +780,14 @@ class _Hits:
     def _count(self, worker_id: str | None, now_s: float) -> float:
         count, at_s = self.by_worker.get(worker_id, (0.0, now_s))
         return count * math.exp((at_s - now_s) / self._window_s) if now_s > at_s else count
+
+
+def _holders(views: Sequence[WorkerView], cached_tokens: Mapping[str, int]) -> Iterator[WorkerView]:
+    """Those that hold something of the prompt, who holds the longest part first."""
+    ids = views.worker_ids if isinstance(views, Views) else [view.worker_id for view in views]
+    places = [place for place, worker_id in enumerate(ids) if worker_id in cached_tokens]
+    places.sort(key=lambda place: -cached_tokens[ids[place]])
+    return (views[place] for place in places)
 
 
 def _able(views: Sequence[WorkerView], request: RouteRequest, num_tokens: int) -> list[WorkerView]:

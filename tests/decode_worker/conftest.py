@@ -86,9 +86,13 @@ class FakeReceiver:
 
 
 class Gateway:
-    """One session with the worker: sends commands, keeps what comes up."""
+    """One session with the worker: sends commands, keeps what comes up.
+
+    In `events`, a token that came together with others' is an event of its own.
+    """
 
     def __init__(self, worker: DecodeWorker) -> None:
+        self._handles: dict[int, worker_pb2.AttemptId] = {}
         self._commands: asyncio.Queue[worker_pb2.DecodeCommand | None] = asyncio.Queue()
         self.events: list[worker_pb2.WorkerEvent] = []
         self.messages: list[worker_pb2.StepEvents] = []
@@ -100,9 +104,20 @@ class Gateway:
     async def _read(self, worker: DecodeWorker) -> None:
         async for message in worker.sessions.serve(self._sent()):
             async with self._arrived:
-                self.events += message.events
+                for event in message.events:
+                    self.events += self._told_apart(event)
                 self.messages.append(message)
                 self._arrived.notify_all()
+
+    def _told_apart(self, event: worker_pb2.WorkerEvent) -> list[worker_pb2.WorkerEvent]:
+        step = event.step_tokens
+        if not event.HasField("step_tokens"):
+            return [event]
+        assert not event.HasField("id")
+        return [
+            worker_pb2.WorkerEvent(id=self._handles[handle], tokens={"first_index": index, "token_ids": [token_id]})
+            for handle, index, token_id in zip(step.handles, step.indexes, step.token_ids, strict=True)
+        ]
 
     async def _sent(self) -> AsyncIterator[worker_pb2.DecodeCommands]:
         while (command := await self._commands.get()) is not None:
@@ -110,6 +125,8 @@ class Gateway:
 
     def admit(self, request_id: str, prompt: list[int], *, attempt: int = 1, **fields: Any) -> None:
         is_local, from_decode = fields.pop("local", False), fields.pop("from_decode", False)
+        handle = len(self._handles) + 1 if fields.pop("knows_handles", True) else 0
+        self._handles[handle] = worker_pb2.AttemptId(request_id=request_id, attempt=attempt)
         sampling = inference_pb2.SamplingParams(max_tokens=fields.pop("max_tokens", 4), temperature=0.0, seed=1)
         spec = worker_pb2.SequenceSpec(
             id=worker_pb2.AttemptId(request_id=request_id, attempt=attempt),
@@ -118,7 +135,7 @@ class Gateway:
             deadline_ms=fields.pop("deadline_ms", 30_000),
             **fields,
         )
-        admit = worker_pb2.Admit(sequence=spec, local_prefill=is_local, from_decode=from_decode)
+        admit = worker_pb2.Admit(sequence=spec, local_prefill=is_local, from_decode=from_decode, handle=handle)
         self._commands.put_nowait(worker_pb2.DecodeCommand(admit=admit))
 
     def cancel(self, request_id: str, *, attempt: int = 1) -> None:

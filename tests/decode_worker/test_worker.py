@@ -144,8 +144,8 @@ async def test_events_of_a_step_travel_together(make_bench: Make) -> None:
     bench = make_bench()
     gateway = bench.gateway()
     bench.runner.gate.clear()
-    gateway.admit("a", [1, 2], max_tokens=3, local=True)
-    gateway.admit("b", [3, 4], max_tokens=3, local=True)
+    gateway.admit("a", [1, 2], max_tokens=3, local=True, knows_handles=False)
+    gateway.admit("b", [3, 4], max_tokens=3, local=True, knows_handles=False)
     await gateway.event("b", "admitted")
     bench.runner.gate.set()
     await gateway.event("a", "finished")
@@ -153,6 +153,34 @@ async def test_events_of_a_step_travel_together(make_bench: Make) -> None:
     with_tokens = [{e.id.request_id for e in m.events if e.HasField("tokens")} for m in gateway.messages]
     assert {"a", "b"} in with_tokens, "no message held tokens of both requests"
     assert all(m.HasField("load") and m.worker_incarnation == "a" * 32 for m in gateway.messages)
+
+
+async def test_each_gateway_hears_of_its_own_tokens_in_one_event_as_far_as_there_is_nothing_else_to_say(
+    make_bench: Make,
+) -> None:
+    bench = make_bench()
+    one, other = bench.gateway(), bench.gateway()
+    bench.runner.gate.clear()
+    one.admit("a", [1, 2], max_tokens=3, local=True)
+    one.admit("b", [3, 4], max_tokens=3, local=True)
+    one.admit("c", [5, 6], max_tokens=3, local=True, knows_handles=False)
+    other.admit("d", [7, 8], max_tokens=3, local=True)
+    for gateway, name in ((one, "a"), (one, "b"), (one, "c"), (other, "d")):
+        await gateway.event(name, "admitted")
+    bench.runner.gate.set()
+    for gateway, name in ((one, "a"), (one, "b"), (one, "c"), (other, "d")):
+        await gateway.event(name, "finished")
+    for gateway, most in ((one, [1, 2]), (other, [1])):
+        steps = [event.step_tokens for message in gateway.messages for event in message.events]
+        handles = [list(step.handles) for step in steps if step.handles]
+        assert most in handles, "no event held the tokens of all requests that may be told together"
+        assert all(set(some) <= set(most) for some in handles)
+    told_alone = [e for m in one.messages for e in m.events if e.HasField("tokens") and e.id.request_id != "c"]
+    assert [list(event.tokens.token_ids) for event in told_alone if event.tokens.first_index < 2] == []
+    assert one.tokens("a") == {0: 3, 1: 6, 2: 12}
+    assert one.tokens("c") == {0: 11, 1: 22, 2: 44}
+    assert other.tokens("d") == {0: 15, 1: 30, 2: 60}
+    await bench.until_free()
 
 
 async def test_what_does_not_fit_now_is_refused_at_once_and_what_never_fits_for_good(make_bench: Make) -> None:

@@ -22,7 +22,7 @@ from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
 from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import StoreUnavailable, WorkerUnavailable
-from services.runtime.session import Session, SessionServer, failed, refused
+from services.runtime.session import Session, SessionServer, StepTokens, failed, refused
 
 STOP = inference_pb2.FINISH_REASON_STOP
 LENGTH = inference_pb2.FINISH_REASON_LENGTH
@@ -118,6 +118,11 @@ class Attempt:
     def key(self) -> tuple[str, int]:
         return self.spec.id.request_id, self.spec.id.attempt
 
+    @property
+    def handle(self) -> int:
+        """Under which single tokens are told; 0: as by a worker of before there were any."""
+        return self.request.handle if self.worker.role == "decode" and self.worker.knows_handles else 0
+
     def emit(self, payload: Any) -> None:
         self.worker.sessions.emit(self.session, *self.key, payload)
 
@@ -131,6 +136,10 @@ class Attempt:
             top = [inference_pb2.TopLogprob(token_id=7, logprob=-1.5)] * min(1, self.spec.sampling.prompt_logprobs)
             for position in range(1, len(self.spec.prompt_token_ids)):
                 message.prompt_logprobs.add(logprob=-float(position), top=top)
+        if self.handle and len(token_ids) == 1 and not message.logprobs and not message.prompt_logprobs:
+            step = StepTokens([self.handle], [first_index], list(token_ids))
+            self.worker.sessions.emit_step(self.session, step)
+            return
         self.emit(message)
 
     def finish(self, reason: Any = LENGTH) -> None:
@@ -167,6 +176,7 @@ class ScriptedWorker:
         )
     )
     gpu: worker_pb2.GpuFacts | None = None
+    knows_handles: bool = True
     sessions: Any = None
     is_drained: bool = False
     max_sequence_tokens: int = CONTEXT_TOKENS
@@ -398,7 +408,8 @@ async def make_system(
             await gateway.start()
             stack.push_async_callback(gateway.stop)
             http = await stack.enter_async_context(
-                httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=20)
+                # Certificates, which nobody shows here, take longer to load than the gateway to start.
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=20, verify=False)
             )
             system = System(gateway, http, config.redis, cluster_name)
 

@@ -22,6 +22,7 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
+from services.runtime.session import StepTokens
 from services.scheduling.retry_budget import RetryBudget, RetryLimits
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
@@ -265,6 +266,49 @@ async def test_events_of_a_dead_attempt_reach_nobody(make_system, worker_type, p
     body = (await system.complete(max_tokens=100, return_token_ids=True)).json()
     assert delivered([body]) == (ANSWER_TEXT, answer)
     assert system.gateway.topology.decode_session("decode-0").num_dropped_events >= 2
+
+
+async def test_a_worker_that_does_not_say_whose_a_token_is_is_not_trusted(make_system, worker_type, pair, answer):
+    system = await make_system()
+    calls = []
+
+    async def confuses_once(attempt):
+        calls.append(attempt)
+        if len(calls) > 1:
+            return await pair.decode(attempt)
+        attempt.emit(worker_pb2.Admitted())
+        step = StepTokens([attempt.handle, attempt.handle + 1], [0], answer[:2])
+        attempt.worker.sessions.emit_step(attempt.session, step)
+
+    await system.add(worker_type("decode", "decode-0", confuses_once))
+    body = (await system.complete(max_tokens=100, return_token_ids=True)).json()
+    assert delivered([body]) == (ANSWER_TEXT, answer)
+    assert len(calls) == 2
+    assert calls[0].session.is_closed
+
+
+async def test_tokens_of_nobody_here_are_counted_and_dropped(make_system, worker_type, pair, answer):
+    system = await make_system()
+
+    async def talks_of_others(attempt):
+        for handle in (attempt.handle + 1, 0, 2**64 - 1):
+            attempt.worker.sessions.emit_step(attempt.session, StepTokens([handle], [0], [9]))
+        await pair.decode(attempt)
+
+    await system.add(worker_type("decode", "decode-0", talks_of_others))
+    body = (await system.complete(max_tokens=100, return_token_ids=True)).json()
+    assert delivered([body]) == (ANSWER_TEXT, answer)
+    session = system.gateway.topology.decode_session("decode-0")
+    assert session.num_dropped_events == 3
+    assert not session._handles
+    assert not session._routes_by_handle
+
+
+async def test_a_worker_of_before_there_were_handles_answers_as_ever(make_system, worker_type, pair, answer):
+    system = await make_system()
+    await system.add(worker_type("decode", "decode-0", pair.decode, knows_handles=False))
+    body = (await system.complete(max_tokens=100, return_token_ids=True)).json()
+    assert delivered([body]) == (ANSWER_TEXT, answer)
 
 
 async def test_worker_that_sends_too_many_tokens_is_not_trusted(make_system, worker_type, pair):

@@ -166,13 +166,13 @@ async def test_what_operators_see(make_cluster, caplog):
 
 def test_weights_are_against_the_best_of_the_group():
     watch = WorkerWatch(ManualClock())
-    assert watch.gpu_weights(["a", "b"]) == ()
+    assert watch.gpu_weights(["a", "b"]) == {}
     watch.note_gpu("a", GpuJudgement(GpuState.DEGRADED, 0.5, ("hot",)))
     watch.note_gpu("b", GpuJudgement(GpuState.OUT, 0.0, ("lost",)))
-    assert watch.gpu_weights(["a", "b", "c"]) == [0.5, LEAST_WEIGHT, 1.0]
-    assert watch.gpu_weights(["a", "b"]) == [1.0, LEAST_WEIGHT / 0.5]
-    assert watch.gpu_weights(["b"]) == [1.0]
-    assert watch.gpu_weights([]) == []
+    assert watch.gpu_weights(["a", "b", "c"]) == {"a": 0.5, "b": LEAST_WEIGHT}
+    assert watch.gpu_weights(["a", "b"]) == {"b": LEAST_WEIGHT / 0.5}
+    assert watch.gpu_weights(["b"]) == {}
+    assert watch.gpu_weights([]) == {}
 
 
 def test_a_worker_that_measured_that_it_is_throttled_is_not_slowed_twice():

@@ -231,13 +231,55 @@ async def test_every_payload_has_its_place(served: tuple[Worker, Any]) -> None:
         worker_pb2.Finished(),
         worker_pb2.Failed(),
         worker_pb2.Paused(),
+        session.StepTokens([7, 9], [0, 3], [100, 200]),
     ]
-    for payload in payloads:
+    for payload in payloads[:-1]:
         worker.sessions.emit(source, "r", 1, payload)
+    worker.sessions.emit_step(source, payloads[-1])
     kinds = [event.WhichOneof("event") for event in await events_of(call, len(payloads))]
     expected = {field.name for field in worker_pb2.WorkerEvent.DESCRIPTOR.oneofs_by_name["event"].fields}
     assert set(kinds) == expected
     assert len(kinds) == len(expected)
+
+
+async def test_tokens_of_many_attempts_are_one_event(served: tuple[Worker, Any]) -> None:
+    worker, stub = served
+    call = await opened(stub)
+    (source,) = worker.sessions.sessions
+    worker.sessions.emit_step(source, session.StepTokens([7, 9], [0, 3], [100, 200]))
+    (event,) = await events_of(call, 1)
+    assert not event.HasField("id")
+    assert event.step_tokens == worker_pb2.StepTokens(handles=[7, 9], indexes=[0, 3], token_ids=[100, 200])
+
+
+async def test_the_load_comes_with_whatever_is_more_than_tokens() -> None:
+    async with serving(session.SessionLimits(beat_s=30.0, load_s=30.0)) as (worker, stub):
+        call = await opened(stub)
+        (source,) = worker.sessions.sessions
+        has_load = []
+        for payload in (step_of(1), worker_pb2.DecodeStarted(), step_of(1), step_of(2)):
+            if isinstance(payload, session.StepTokens):
+                worker.sessions.emit_step(source, payload)
+            else:
+                worker.sessions.emit(source, "r", 1, payload)
+            message = await call.read()
+            assert message.events
+            has_load.append(message.HasField("load"))
+        worker.sessions.load_changed()
+        message = await call.read()
+        assert (has_load, message.HasField("load")) == ([False, True, False, False], True)
+
+
+async def test_steady_tokens_bring_the_load_now_and_then() -> None:
+    async with serving(session.SessionLimits(beat_s=30.0, load_s=0.0)) as (worker, stub):
+        call = await opened(stub)
+        (source,) = worker.sessions.sessions
+        worker.sessions.emit_step(source, step_of(1))
+        assert (await call.read()).HasField("load")
+
+
+def step_of(num_tokens: int) -> session.StepTokens:
+    return session.StepTokens(list(range(1, num_tokens + 1)), [0] * num_tokens, [5] * num_tokens)
 
 
 async def test_a_step_of_the_engine_thread_is_one_message(served: tuple[Worker, Any]) -> None:
@@ -284,6 +326,17 @@ async def test_large_batches_are_split(served: tuple[Worker, Any]) -> None:
         )
         sizes = [len((await call.read()).events) for _ in range(3)]
         assert sizes == [10, 10, 5]
+
+
+async def test_tokens_count_one_by_one_where_batches_are_split() -> None:
+    async with serving(session.SessionLimits(max_events_per_message=10)) as (worker, stub):
+        call = await opened(stub)
+        (source,) = worker.sessions.sessions
+        for num_tokens in (4, 6, 5, 12, 1):
+            worker.sessions.emit_step(source, step_of(num_tokens))
+        sizes = [[len(event.step_tokens.handles) for event in (await call.read()).events] for _ in range(4)]
+        assert sizes == [[4, 6], [5], [12], [1]]
+        assert (source.num_pending, source.pending) == (0, [])
 
 
 async def test_the_load_comes_without_events_too(served: tuple[Worker, Any]) -> None:
@@ -355,7 +408,8 @@ async def test_a_gateway_that_leaves_is_reported_once(how: str, served: tuple[Wo
     assert source.pending == []
 
 
-async def test_a_gateway_that_does_not_read_is_cut_off_with_bounded_memory() -> None:
+@pytest.mark.parametrize("num_tokens", [1, 100])
+async def test_a_gateway_that_does_not_read_is_cut_off_with_bounded_memory(num_tokens: int) -> None:
     async with serving(session.SessionLimits(max_pending_events=500)) as (worker, stub):
         call = await opened(stub)
         (source,) = worker.sessions.sessions
@@ -364,8 +418,11 @@ async def test_a_gateway_that_does_not_read_is_cut_off_with_bounded_memory() -> 
         most_pending = 0
         while not worker.closed:
             payload = worker_pb2.Tokens(token_ids=range(200_000, 210_000))
-            worker.sessions.emit(source, "r", 1, payload)
-            most_pending = max(most_pending, len(source.pending))
+            if num_tokens == 1:
+                worker.sessions.emit(source, "r", 1, payload)
+            else:
+                worker.sessions.emit_step(source, session.StepTokens(*([2**32 - 1] * num_tokens for _ in range(3))))
+            most_pending = max(most_pending, source.num_pending)
             await asyncio.sleep(0)
         assert most_pending == 500
         assert worker.closed == [source]

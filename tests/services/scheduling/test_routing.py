@@ -17,6 +17,7 @@ from services.scheduling.routing import (
     Router,
     RouteRequest,
     RoutingSettings,
+    Views,
     WorkerView,
     _Case,
     _Hits,
@@ -437,6 +438,47 @@ def test_choices_among_many_keep_the_load_even():
         if rng.random() < 0.2:
             loads[max(range(200), key=loads.__getitem__)] -= 1
     assert max(loads) <= 12
+
+
+@settings(deadline=None)
+@given(cases(), st.sampled_from(POLICY_NAMES), st.integers(0, 3))
+def test_views_that_are_made_when_they_are_looked_at_are_chosen_as_any_others(case, policy, all_up_to):
+    asked, ps, ds = case
+    few = RoutingSettings(all_up_to=all_up_to, num_choices=2, num_holders=1)
+
+    def made_late(views):
+        return Views([one.worker_id for one in views], lambda index: views[index])
+
+    at_once = Router(policy, settings=few, seed=3).route(asked, ps, ds, now_s=0.0)
+    late = Router(policy, settings=few, seed=3).route(asked, made_late(ps), made_late(ds), now_s=0.0)
+    assert list(late) == list(at_once)
+
+
+def test_a_decision_among_thousands_looks_at_few():
+    seen = set()
+
+    def look(index):
+        seen.add(index)
+        return view(f"w{index}")
+
+    workers = Views([f"w{index}" for index in range(5000)], look)
+    asked = request(cached_tokens={f"w{index}": 16 for index in range(5000)})
+    routes = Router().route(asked, [], workers, now_s=0)
+    assert routes[0].decode.worker_id in workers.worker_ids
+    assert len(seen) <= 4 * RoutingSettings().num_choices + RoutingSettings().num_holders
+    assert len(routes) == len(seen) == 5000
+
+
+def test_views_of_some_and_with_a_change():
+    workers = Views(["a", "b", "c"], lambda index: view("abc"[index], num_requests=index))
+    some = workers.only({"c", "a", "x"})
+    assert (some.worker_ids, [one.worker_id for one in some]) == (["a", "c"], ["a", "c"])
+    busy = some.changed(lambda one: replace(one, num_requests=9), {"c"})
+    assert [one.num_requests for one in busy] == [0, 9]
+    assert [one.worker_id for one in workers[1:]] == ["b", "c"]
+    assert workers[-1] == workers[2] is workers[2]
+    with pytest.raises(IndexError):
+        workers[3]
 
 
 def test_pairs_that_cannot_be_are_not_priced():

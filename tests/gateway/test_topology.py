@@ -1,0 +1,150 @@
+"""Workers in rotation as requests see them: what is kept of them, and until when."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from gateway.bookings import Bookings
+from gateway.sessions import Load
+from gateway.topology import FRESH_S, Topology
+from services.cluster.registry import WorkerRecord
+from services.scheduling.prediction import DecodeSpeed
+
+PROMPT = (2, 100)
+
+
+def record(worker_id, **facts):
+    """Of a worker that has no address yet, so that nobody connects to it."""
+    facts = {"kv_bytes_per_token": 100, "page_size": 16, "layout_fingerprint": "same", "tenants": ()} | facts
+    return WorkerRecord(
+        id=worker_id,
+        role="prefill" if worker_id.startswith("p") else "decode",
+        pid=1,
+        host="localhost",
+        address="",
+        incarnation="0" * 32,
+        started_unix_ns=0,
+        state="starting",
+        model="m",
+        exact=True,
+        max_sequence_tokens=1000,
+        **facts,
+    )
+
+
+@pytest.fixture
+async def make_topology():
+    made = []
+
+    def make(*records):
+        topology = Topology(gateway_incarnation="1" * 32, on_change=lambda: None)
+        made.append(topology)
+        topology.take_membership(records)
+        for member in topology.members():
+            come_up(member, Load(pages_total=100, pages_free=50))
+        return topology
+
+    yield make
+    for topology in made:
+        await topology.close()
+
+
+def come_up(member, load):
+    """As if its session had come up and brought this load."""
+    member.session.is_up = True
+    report(member, load)
+
+
+def report(member, load):
+    member.session.load = load
+    if load.running:
+        member.session._worked_at_s = asyncio.get_running_loop().time()
+    member.session._on_change(member.session)
+
+
+def member_of(topology, worker_id):
+    return next(member for member in topology.members() if member.record.id == worker_id)
+
+
+async def test_a_view_follows_load_bookings_open_attempts_record_and_speeds(make_topology):
+    topology = make_topology(record("d-0"), record("p-0"))
+    member = member_of(topology, "d-0")
+
+    def seen(*names):
+        view = topology.decode_views("m", prompt=PROMPT)[0]
+        return tuple(getattr(view, name) for name in names)
+
+    assert seen("pages_available", "num_requests", "waiting_tokens", "region") == (50, 0, 0, "")
+    report(member, Load(pages_total=100, pages_free=20, pages_promised=5, running=3, waiting_tokens=7))
+    assert seen("pages_available", "num_requests", "waiting_tokens", "num_running") == (15, 3, 7, 3)
+    bookings = Bookings()
+    bookings.enter(member.session.books, member.session.books, num_pages=4, prompt=PROMPT)
+    assert seen("pages_available", "num_requests", "waiting_tokens") == (11, 3, 100)
+    bookings.leave()
+    assert seen("pages_available", "num_requests", "waiting_tokens") == (15, 3, 7)
+    for number in range(5):
+        member.session.open(("r", number), None)
+    assert seen("num_requests") == (5,)
+    member.record = msgspec.structs.replace(member.record, region="east")
+    assert seen("region") == ("east",)
+    fast = DecodeSpeed(1e-6, 1e-6, 1e-9)
+    report(member, Load(pages_total=100, pages_free=20, running=1, decode_speed=fast))
+    topology._usual.clear()
+    assert seen("decode_speed") == (fast,)
+    member.session._worked_at_s -= 2 * FRESH_S
+    assert seen("num_running") == (1,)
+
+
+async def test_a_load_keeps_the_rotation_and_a_worker_that_leaves_ends_it(make_topology):
+    topology = make_topology(record("d-0"), record("d-1"))
+    before = topology._rotation("decode", "m")
+    report(member_of(topology, "d-0"), Load(pages_total=100, pages_free=1))
+    assert topology._rotation("decode", "m") is before
+    assert topology.decode_views("m", prompt=PROMPT)[0].pages_available == 1
+    report(member_of(topology, "d-0"), Load(pages_total=100, is_draining=True))
+    assert topology.decode_views("m", prompt=PROMPT).worker_ids == ["d-1"]
+    report(member_of(topology, "d-0"), Load(pages_total=100))
+    assert topology.decode_views("m", prompt=PROMPT).worker_ids == ["d-0", "d-1"]
+    member = member_of(topology, "d-1")
+    member.session.is_up = False
+    member.session._on_change(member.session)
+    assert topology.decode_views("m", prompt=PROMPT).worker_ids == ["d-0"]
+    assert topology.decode_views("other", prompt=PROMPT).worker_ids == []
+
+
+async def test_whoever_waits_hears_of_every_load(make_topology):
+    topology = make_topology(record("d-0"))
+    noted = []
+    with topology.watched(lambda: noted.append(1)):
+        for pages_free in range(3):
+            report(member_of(topology, "d-0"), Load(pages_total=100, pages_free=pages_free))
+    assert len(noted) == 3
+
+
+async def test_what_all_workers_have_in_common_follows_those_in_rotation(make_topology):
+    topology = make_topology(
+        record("d-0"), record("d-1", layout_fingerprint="other", page_size=32), record("p-0", kv_bytes_per_token=300)
+    )
+    assert topology.cache_layouts("m") == {("same", 16), ("other", 32)}
+    assert not topology.is_uniform("m")
+    assert topology.kv_bytes_per_token("m") == 300
+    assert topology.max_sequence_tokens("m") == 1000
+    report(member_of(topology, "d-1"), Load(is_draining=True))
+    assert topology.cache_layouts("m") == {("same", 16)}
+    assert topology.is_uniform("m")
+    assert (topology.kv_bytes_per_token("n"), topology.max_sequence_tokens("n")) == (0, None)
+
+
+async def test_the_share_that_is_free_is_that_of_the_emptiest_worker_one_may_use(make_topology):
+    topology = make_topology(record("d-0"), record("d-1", tenants=("t",)))
+    report(member_of(topology, "d-0"), Load(pages_total=100, pages_free=10))
+    report(member_of(topology, "d-1"), Load(pages_total=100, pages_free=60, pages_cached=10))
+    assert topology.free_share("m", "") == 0.1
+    assert topology.free_share("m", "t") == 0.7
+    assert topology.free_share("n", "") == 1.0
+    assert (topology.lane_of("m", "t"), topology.lane_of("m", "u")) == ("t", "")
+    topology.take_membership([record("d-0"), record("d-1", tenants=("u",))])
+    come_up(member_of(topology, "d-0"), Load())  # A worker without an address gets another session with each record.
+    assert (topology.lane_of("m", "t"), topology.lane_of("m", "u")) == ("", "u")
+    assert topology.decode_ids("m", tenant="t") == {"d-0"}
