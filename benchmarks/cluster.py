@@ -5,6 +5,7 @@ Used by the benchmarks and by the system tests; knows only the command line and 
 
 import contextlib
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import grpc
@@ -37,8 +39,13 @@ class Cluster:
 
     def get(self, path: str) -> Any:
         """GET a JSON document from the HTTP API."""
+        return msgspec.json.decode(self.get_text(path))
+
+    def get_text(self, path: str) -> str:
+        """GET any text from the HTTP API."""
         with urllib.request.urlopen(self.http + path, timeout=10) as response:
-            return msgspec.json.decode(response.read())
+            text: bytes = response.read()
+        return text.decode()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """POST a JSON document to the HTTP API and return the answer's."""
@@ -56,9 +63,16 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running_cluster(*arguments: str, model: Path | None = None, prefill: int = 1, decode: int = 1) -> Iterator[Cluster]:
+def running_cluster(
+    *arguments: str,
+    model: Path | None = None,
+    prefill: int = 1,
+    decode: int = 1,
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Cluster]:
     """Start a cluster, wait until it is ready, and end it. Raises RuntimeError with its log when it does not start.
 
+    `settings` are environment variables for its processes, which have more of them than `tandem up` has flags.
     A program that is told to end (SIGTERM) while it has a cluster ends it first, unless it has a handler of its own.
     """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
@@ -74,6 +88,7 @@ def running_cluster(*arguments: str, model: Path | None = None, prefill: int = 1
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
+                env={**os.environ, **settings},
                 start_new_session=True,
             )
         try:

@@ -1,10 +1,12 @@
 """The whole system against what it is made of, in one run: `python -m benchmarks.system [--json FILE]`.
 
-Three questions, each a ratio of two things that were measured in turn on the same machine:
+Four questions, each a ratio of two things that were measured in turn on the same machine:
 
 - Decode: tokens/s of 16 streams through gateway and decode worker, over the bare engine loop on the same batch. The
   limit is 1: the engine cannot be faster than itself.
 - First token: TTFT of 1P1D over one process that does both (a decode worker alone). The limit is the same prefill.
+- Handoff: the part of it that computing does not hide, of a long prompt, over the time to its first token, which is
+  little more than its prefill. The limit is 0.
 - Streams: TTFT and ITL of 64 concurrent streams on 2P2D.
 """
 
@@ -33,10 +35,15 @@ BATCH = 16
 PROMPT_TOKENS = 64
 NEW_TOKENS = 512
 TTFT_PROMPT_TOKENS = (64, 256, 768)
+LONG_PROMPT_TOKENS = 2000
+OPENING_TOKENS = 8
+"""Of a request that opens a connection; it is computed where it is decoded."""
 NUM_STREAMS = 64
 DECODE_AIM = 0.9
 TTFT_AIM, TTFT_ALLOWED_S = 1.05, 0.002
+EXPOSED_AIM = 0.1
 
+_EXPOSED = re.compile(r"^tandem_handoff_exposed_seconds_(count|sum)\{.*\} (\S+)$", re.MULTILINE)
 _TOKEN_IDS = re.compile(rb'"token_ids":\[([\d,]+)\]')
 
 
@@ -50,6 +57,7 @@ def main() -> None:
     figures: dict[str, Any] = {"model": arguments.model.name, "rounds": arguments.rounds}
     figures["decode"] = measure_decode(arguments.model, arguments.rounds)
     figures["first_token"] = measure_first_token(arguments.model, arguments.rounds)
+    figures["handoff"] = measure_handoff(arguments.model, arguments.rounds)
     figures["streams"] = measure_streams(arguments.model)
     leave(arguments, "system", figures, ratios(figures))
 
@@ -62,6 +70,8 @@ def ratios(figures: Mapping[str, Any]) -> dict[str, Ratio]:
         found[f"first token of {num_tokens}, 1P1D less 2 ms over one process"] = Ratio(
             ratio, TTFT_AIM, lower_is_better=True
         )
+    exposed = figures["handoff"]["exposed_s"] / figures["handoff"]["ttft_s"]
+    found["exposed handoff over first token"] = Ratio(exposed, EXPOSED_AIM, lower_is_better=True)
     return found
 
 
@@ -191,8 +201,25 @@ def measure_first_token(model: Path, rounds: int) -> dict[str, dict[str, float]]
 async def ttft_s(cluster: Cluster, num_tokens: int, seed: int) -> float:
     """Time to the first token of one request on an idle cluster."""
     async with cluster.inference() as stub:
-        await collect(stub, request(prompt(seed, 8), max_tokens=2, ignore_eos=True))  # opens the connection
+        await collect(
+            stub, request(prompt(seed, OPENING_TOKENS), max_tokens=2, ignore_eos=True)
+        )  # opens the connection
         return (await collect(stub, request(prompt(seed, num_tokens), max_tokens=4, ignore_eos=True))).ttft_s
+
+
+def measure_handoff(model: Path, rounds: int) -> dict[str, float]:
+    """Of prompts that come one by one to an idle 1P1D: what of the handoff comes after the prompt is computed."""
+    always = {"TANDEM_LOCAL_PREFILL_TOKENS": str(OPENING_TOKENS)}
+    with running_cluster("--threads", "1", model=model, settings=always) as cluster:
+        ttfts_s = [asyncio.run(ttft_s(cluster, LONG_PROMPT_TOKENS, n)) for n in range(rounds + 1)][1:]
+        exposed = {name: float(value) for name, value in _EXPOSED.findall(cluster.get_text("/metrics"))}
+    figures = {"exposed_s": exposed["sum"] / exposed["count"], "ttft_s": statistics.median(ttfts_s)}
+    print(
+        f"handoff, prompt of {LONG_PROMPT_TOKENS}: {figures['exposed_s'] * 1e3:.1f} ms are not hidden, first token "
+        f"{figures['ttft_s'] * 1e3:.1f} ms, ratio {figures['exposed_s'] / figures['ttft_s']:.3f} "
+        f"(aim at most {EXPOSED_AIM:g})"
+    )
+    return figures
 
 
 def measure_streams(model: Path) -> dict[str, float]:
