@@ -39,6 +39,32 @@ inline void configure_tiles(int upper_rows, int lower_rows) {
   _tile_loadconfig(&config);
 }
 
+// The configuration for the rows of a product, and the tiles' end.
+class Tiles {
+ public:
+  Tiles() = default;
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+  ~Tiles() {
+    if (rows_) _tile_release();
+  }
+  void configure(int64_t rows) {
+    if (rows != rows_) configure_tiles((int)std::min(rows, TILE), (int)std::max<int64_t>(rows - TILE, 0));
+    rows_ = rows;
+  }
+
+ private:
+  int64_t rows_ = 0;
+};
+
+}  // namespace tandem
+
+#else
+
+namespace tandem {
+
+class Tiles {};
+
 }  // namespace tandem
 
 #endif

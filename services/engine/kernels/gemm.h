@@ -2,6 +2,7 @@
 // ascending order, whatever the number of rows, the tile it falls into or the thread that computes it.
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "amx.h"
@@ -13,8 +14,10 @@ namespace tandem {
 
 constexpr int PANEL = 2 * W;             // output features that are packed together
 constexpr int MAX_TILE_ROWS = W == 8 ? 6 : 12;  // as many accumulators as the register file holds
-constexpr int64_t BLOCK_ROWS = 96;       // rows whose inputs stay in cache while the panels pass
+constexpr int64_t BLOCK_ROWS = 96;       // rows that are multiplied with a panel at a time
 constexpr int64_t BLOCK_K = 512;         // input features whose panel stays in cache while the rows pass
+constexpr int64_t CACHE_BYTES = 1 << 20; // of inputs that stay in a core's cache while the panels pass
+constexpr int64_t ROW_UNIT = 32;         // rows of a matrix tile's upper and lower half
 constexpr int64_t K_UNIT = 32;           // bfloat16 panels are padded to whole matrix tiles
 
 struct Linear {
@@ -130,9 +133,10 @@ void multiply_panel(const E* x, int64_t x_stride, int64_t rows, const E* panel, 
 }
 
 #if defined(TANDEM_AMX)
+// At most ROW_UNIT rows times a panel, into acc [rows][PANEL].
 inline void multiply_tiles_amx(const bf16* x, int64_t x_stride, int64_t rows, const bf16* panel, int64_t k,
                                float* acc) {
-  const bool has_lower = rows > 16;
+  const bool has_lower = rows > TILE;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -145,50 +149,51 @@ inline void multiply_tiles_amx(const bf16* x, int64_t x_stride, int64_t rows, co
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (has_lower) {
-      _tile_loadd(5, x + 16 * x_stride + from, x_stride * 2);
+      _tile_loadd(5, x + TILE * x_stride + from, x_stride * 2);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
   }
   _tile_stored(0, acc, PANEL * 4);
-  _tile_stored(1, acc + 16, PANEL * 4);
+  _tile_stored(1, acc + TILE, PANEL * 4);
   if (has_lower) {
-    _tile_stored(2, acc + 16 * PANEL, PANEL * 4);
-    _tile_stored(3, acc + 16 * PANEL + 16, PANEL * 4);
+    _tile_stored(2, acc + TILE * PANEL, PANEL * 4);
+    _tile_stored(3, acc + TILE * PANEL + TILE, PANEL * 4);
   }
 }
 
-inline void multiply_panel_amx(const bf16* x, int64_t x_stride, int64_t rows, const bf16* panel, int64_t k,
-                               float* acc) {
-  int64_t configured = 0;
-  for (int64_t first = 0; first < rows; first += 32) {
-    const int64_t count = std::min<int64_t>(32, rows - first);
-    if (count != configured) configure_tiles((int)std::min<int64_t>(count, 16), (int)std::max<int64_t>(count - 16, 0));
-    configured = count;
-    multiply_tiles_amx(x + first * x_stride, x_stride, count, panel, k, acc + first * PANEL);
+// As multiply_panels.
+template <int PANELS, typename Finish>
+void multiply_panels_amx(const bf16* x, int64_t x_stride, int64_t rows, const bf16* const* panels, int64_t k,
+                         Tiles& tiles, const Finish& finish) {
+  alignas(64) float acc[PANELS][ROW_UNIT * PANEL];
+  for (int64_t first = 0; first < rows; first += ROW_UNIT) {
+    const int64_t count = std::min(ROW_UNIT, rows - first);
+    tiles.configure(count);
+    for (int p = 0; p < PANELS; ++p)
+      multiply_tiles_amx(x + first * x_stride, x_stride, count, panels[p], k, acc[p]);
+    for (int64_t r = 0; r < count; ++r) finish(first + r, acc[0] + r * PANEL, ROW_UNIT * PANEL);
   }
-  _tile_release();
 }
 #endif
 
-template <typename E>
-void multiply_block(const E* x, int64_t x_stride, int64_t rows, const E* panel, int64_t k, float* acc) {
+// Rows times some panels. Calls finish(row, sums, stride) for each row, whose products [PANEL] with panels[p] are at
+// sums + p * stride.
+template <int PANELS, typename E, typename Finish>
+void multiply_panels(const E* x, int64_t x_stride, int64_t rows, const E* const* panels, int64_t k,
+                     [[maybe_unused]] Tiles& tiles, const Finish& finish) {
 #if defined(TANDEM_AMX)
   if constexpr (sizeof(E) == 2) {
     // Decided by the layer's shape and the machine, never by the number of rows: the two paths round differently.
-    if (has_amx() && k % K_UNIT == 0) return multiply_panel_amx(x, x_stride, rows, panel, k, acc);
+    if (has_amx() && k % K_UNIT == 0) return multiply_panels_amx<PANELS>(x, x_stride, rows, panels, k, tiles, finish);
   }
 #endif
-  multiply_panel(x, x_stride, rows, panel, k, acc);
-}
-
-template <typename Out>
-void store_block(const float* acc, const float* bias, int64_t rows, int64_t columns, Out* y, int64_t y_stride) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < columns; c += W) {
-      const V sum = load(acc + r * PANEL + c);
-      store_first(y + r * y_stride + c, bias ? sum + load_first(bias + c, columns - c) : sum, columns - c);
-    }
+  alignas(64) float acc[PANELS][BLOCK_ROWS * PANEL];
+  for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
+    const int64_t count = std::min(BLOCK_ROWS, rows - first);
+    for (int p = 0; p < PANELS; ++p) multiply_panel(x + first * x_stride, x_stride, count, panels[p], k, acc[p]);
+    for (int64_t r = 0; r < count; ++r) finish(first + r, acc[0] + r * PANEL, BLOCK_ROWS * PANEL);
+  }
 }
 
 template <typename E>
@@ -198,59 +203,102 @@ std::vector<E> with_even_rows(const E* x, int64_t rows, int64_t k) {
   return even;
 }
 
-// Calls use(first, count, panel, multiply) for this thread's blocks of rows and panels; multiply(panel, acc) gives the
-// block's products [count][PANEL] with a panel. Ends without a barrier.
+// Rows whose inputs stay in cache while all panels pass: equal parts of all rows.
+template <typename E>
+inline int64_t rows_in_cache(int64_t rows, int64_t k) {
+  const int64_t most = std::max(BLOCK_ROWS, CACHE_BYTES / (k * (int64_t)sizeof(E)));
+  const int64_t parts = (rows + most - 1) / most;
+  return ((rows + parts - 1) / parts + ROW_UNIT - 1) / ROW_UNIT * ROW_UNIT;
+}
+
+// Calls use(first, panel, multiply) for this thread's panels and blocks of rows, which begin at `first`;
+// multiply(panels, finish) is multiply_panels for the block. `next` as in take_items. Ends without a barrier.
 template <typename E, typename Use>
-void for_each_block(const Linear& linear, const E* x, int64_t rows, int64_t panels, Team team, const Use& use) {
-  const int64_t k = linear.in_features, panel_elements = PANEL * padded_k(k, x);
-  const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  const Range mine = share(blocks * panels, team);
-  for (int64_t item = mine.begin; item < mine.end; ++item) {
-    const int64_t first = item / panels * BLOCK_ROWS, count = std::min(BLOCK_ROWS, rows - first);
-    use(first, count, item % panels, [&](int64_t panel, float* acc) {
-      const E* packed = (const E*)linear.packed + panel * panel_elements;
+void for_each_block(const Linear& linear, const E* x, int64_t rows, int64_t panels, Team team,
+                    Next next, const Use& use) {
+  const int64_t k = linear.in_features;
+  Tiles tiles;
+  const auto use_panel = [&](int64_t first, int64_t count, int64_t panel) {
+    use(first, panel, [&](auto packed, const auto& finish) {
+      constexpr int PANELS = std::tuple_size_v<decltype(packed)>;
       if (sizeof(E) == 2 && k % 2) {
         // The last pair of k reaches into the next row: its weight is zero, but zero times NaN is not.
         const std::vector<E> even = with_even_rows(x + first * k, count, k);
-        multiply_block(even.data(), k + 1, count, packed, k, acc);
+        multiply_panels<PANELS, E>(even.data(), k + 1, count, packed.data(), k, tiles, finish);
       } else {
-        multiply_block(x + first * k, k, count, packed, k, acc);
+        multiply_panels<PANELS, E>(x + first * k, k, count, packed.data(), k, tiles, finish);
       }
     });
+  };
+  if (rows <= BLOCK_ROWS) {
+    // Reading the panels takes all the time, and each asks for the one behind it in memory.
+    const Range mine = share(panels, team);
+    for (int64_t panel = mine.begin; panel < mine.end; ++panel) use_panel(0, rows, panel);
+    return;
   }
+  // Each core begins with the rows that it has in its cache.
+  const auto rows_of = [&](Team part) { return share_units(rows, ROW_UNIT, part); };
+  const auto size_of = [&](Range part) { return rows_in_cache<E>(part.end - part.begin, k); };
+  const auto items_of = [&](Team team) {
+    const Range part = rows_of(team);
+    return part.end > part.begin ? (part.end - part.begin + size_of(part) - 1) / size_of(part) * panels : 0;
+  };
+  take_items(next, team, items_of, [&](Team team, int64_t item) {
+    const Range part = rows_of(team);
+    const int64_t first = part.begin + item / panels * size_of(part);
+    use_panel(first, std::min(size_of(part), part.end - first), item % panels);
+  });
 }
 
-// y [rows][out_features] = x [rows][in_features] * w^T + bias, x and y contiguous. Ends without a barrier.
+template <typename E>
+inline const E* panel_of(const Linear& linear, int64_t panel, const E* x) {
+  return (const E*)linear.packed + panel * PANEL * padded_k(linear.in_features, x);
+}
+
+// y [rows][out_features] = x [rows][in_features] * w^T + bias, x and y contiguous. `next` as in take_items. Ends
+// without a barrier.
 template <typename E, typename Out>
-void apply_linear(const Linear& linear, const E* x, int64_t rows, Out* y, Team team) {
+void apply_linear(const Linear& linear, const E* x, int64_t rows, Out* y, Team team, Next next) {
   const int64_t n = linear.out_features;
-  alignas(64) float acc[BLOCK_ROWS * PANEL];
-  for_each_block(linear, x, rows, panels_of(n), team, [&](int64_t first, int64_t count, int64_t panel, auto multiply) {
-    const int64_t column = panel * PANEL;
-    multiply(panel, acc);
-    store_block(acc, linear.bias ? linear.bias + column : nullptr, count, std::min<int64_t>(PANEL, n - column),
-                y + first * n + column, n);
-  });
+  const auto store_rows = [&](int64_t first, int64_t panel, const auto& multiply) {
+    const int64_t column = panel * PANEL, columns = std::min<int64_t>(PANEL, n - column);
+    float bias[PANEL] = {};
+    if (linear.bias) std::copy_n(linear.bias + column, columns, bias);
+    const bool has_bias = linear.bias;
+    multiply(std::array{panel_of(linear, panel, x)}, [&](int64_t row, const float* sums, int64_t) {
+      V low = load(sums), high = load(sums + W);
+      if (has_bias) low = low + load(bias), high = high + load(bias + W);
+      Out* out = y + (first + row) * n + column;
+      if (columns == PANEL) return store_two(out, low, high);
+      store_first(out, low, columns);
+      if (columns > W) store_first(out + W, high, columns - W);
+    });
+  };
+  for_each_block(linear, x, rows, panels_of(n), team, next, store_rows);
 }
 
 // y [rows][half] = silu(gate) * up, where gate and up are the halves of what apply_linear gives, and with its bits. The
-// products never reach memory. Only where half is made of whole panels. Ends without a barrier.
+// products never reach memory. Only where half is made of whole panels. `next` as in take_items. Ends without a
+// barrier.
 template <typename E>
-void apply_gated(const Linear& gate_up, const E* x, int64_t rows, E* y, Team team) {
+void apply_gated(const Linear& gate_up, const E* x, int64_t rows, E* y, Team team, Next next) {
   const int64_t half = gate_up.out_features / 2, panels = half / PANEL;
   const float* bias = gate_up.bias;
-  alignas(64) float gates[BLOCK_ROWS * PANEL], ups[BLOCK_ROWS * PANEL];
-  for_each_block(gate_up, x, rows, panels, team, [&](int64_t first, int64_t count, int64_t panel, auto multiply) {
-    multiply(panel, gates);
-    multiply(panel + panels, ups);
-    for (int64_t r = 0; r < count; ++r)
-      for (int64_t c = 0; c < PANEL; c += W) {
-        const int64_t column = panel * PANEL + c;
-        V gate = load(gates + r * PANEL + c), up = load(ups + r * PANEL + c);
-        if (bias) gate = gate + load(bias + column), up = up + load(bias + half + column);
-        store(y + (first + r) * half + column, gated(rounded<E>(gate), rounded<E>(up), y));
+  const auto join = [&](int64_t first, int64_t panel, const auto& multiply) {
+    const int64_t column = panel * PANEL;
+    const std::array both{panel_of(gate_up, panel, x), panel_of(gate_up, panel + panels, x)};
+    multiply(both, [&](int64_t row, const float* gates, int64_t stride) {
+      V joined[2];
+      for (int part = 0; part < 2; ++part) {
+        const int64_t at = part * W;
+        V gate = load(gates + at), up = load(gates + stride + at);
+        if (bias) gate = gate + load(bias + column + at), up = up + load(bias + half + column + at);
+        joined[part] = gated(rounded<E>(gate), rounded<E>(up), y);
       }
-  });
+      store_two(y + (first + row) * half + column, joined[0], joined[1]);
+    });
+  };
+  for_each_block(gate_up, x, rows, panels, team, next, join);
 }
 
 }  // namespace tandem

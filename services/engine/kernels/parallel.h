@@ -23,6 +23,26 @@ inline Range share(int64_t count, Team team) {
   return {count * team.rank / team.size, count * (team.rank + 1) / team.size};
 }
 
+// The same in whole units, but for the last one.
+inline Range share_units(int64_t count, int64_t unit, Team team) {
+  const Range units = share((count + unit - 1) / unit, team);
+  return {std::min(units.begin * unit, count), std::min(units.end * unit, count)};
+}
+
+// What is to be taken next of each thread's part of an operation, for a team of any size.
+using Next = std::atomic<int64_t>*;
+
+// Calls body(part, item) for items of each part, this thread's own part first: cores are not equally fast, and whoever
+// is ready helps the others. `next` is 0 for each part before.
+template <typename Items, typename Body>
+inline void take_items(Next next, Team team, const Items& items_of, const Body& body) {
+  for (int turn = 0; turn < team.size; ++turn) {
+    const Team part{(team.rank + turn) % team.size, team.size};
+    const int64_t items = items_of(part);
+    for (int64_t item; (item = next[part.rank].fetch_add(1, std::memory_order_relaxed)) < items;) body(part, item);
+  }
+}
+
 inline void barrier() {
 #if defined(_OPENMP)
 #pragma omp barrier

@@ -109,8 +109,11 @@ void place_token(const Decoder& decoder, const Step& step, int64_t index, int64_
   }
 }
 
+enum Operation { QKV, ATTENTION, OUTPUT, GATE_UP, DOWN, OPERATIONS };  // of a layer, whose threads share the work
+
+// `nexts` are those of the layers' operations, one after the other, and of the logits.
 template <typename E>
-void run_step(const Decoder& decoder, const Step& step, std::atomic<int64_t>* next_attention, Team team) {
+void run_step(const Decoder& decoder, const Step& step, Next nexts, Team team) {
   const Widths widths(decoder);
   const int64_t T = step.num_tokens, hidden = widths.hidden;
   const int64_t rows = workspace_rows(T, step.num_logits);
@@ -121,25 +124,26 @@ void run_step(const Decoder& decoder, const Step& step, std::atomic<int64_t>* ne
   E* attended = qkv + rows * widths.qkv;
   E* gate_up = attended + rows * widths.attended;
   E* activated = gate_up + rows * widths.gate_up;
-  const Range mine = share(T, team);
+  const Range mine = share_units(T, T > BLOCK_ROWS ? ROW_UNIT : 1, team);  // as in for_each_block
   Tile tile(decoder.heads);
 
   for (int64_t t = mine.begin; t < mine.end; ++t)
     std::memcpy(x + t * hidden, (const E*)decoder.embedding + step.token_ids[t] * hidden, (size_t)hidden * sizeof(E));
   for (int64_t index = 0; index < decoder.heads.num_layers; ++index) {
     const Layer& layer = decoder.layers[index];
+    const auto next = [&](Operation operation) { return nexts + (index * OPERATIONS + operation) * team.size; };
     for (int64_t t = mine.begin; t < mine.end; ++t) {
       if (index) add_in_place(x + t * hidden, delta + t * hidden, hidden);
       rms_norm(x + t * hidden, (const E*)layer.input_norm, hidden, decoder.norm_eps, normed + t * hidden);
     }
     barrier();
-    apply_linear(layer.qkv, normed, T, qkv, team);
+    apply_linear(layer.qkv, normed, T, qkv, team, next(QKV));
     barrier();
     for (int64_t t = mine.begin; t < mine.end; ++t) place_token(decoder, step, index, t, qkv + t * widths.qkv);
     barrier();
-    attend(step.batch, decoder.heads, index, qkv, widths.qkv, attended, widths.attended, next_attention[index], tile);
+    attend(step.batch, decoder.heads, index, qkv, widths.qkv, attended, widths.attended, *next(ATTENTION), tile);
     barrier();
-    apply_linear(layer.output, attended, T, delta, team);
+    apply_linear(layer.output, attended, T, delta, team, next(OUTPUT));
     barrier();
     for (int64_t t = mine.begin; t < mine.end; ++t) {
       add_in_place(x + t * hidden, delta + t * hidden, hidden);
@@ -147,15 +151,15 @@ void run_step(const Decoder& decoder, const Step& step, std::atomic<int64_t>* ne
     }
     barrier();
     if (widths.activated % PANEL == 0) {
-      apply_gated(layer.gate_up, normed, T, activated, team);
+      apply_gated(layer.gate_up, normed, T, activated, team, next(GATE_UP));
     } else {
-      apply_linear(layer.gate_up, normed, T, gate_up, team);
+      apply_linear(layer.gate_up, normed, T, gate_up, team, next(GATE_UP));
       barrier();
       for (int64_t t = mine.begin; t < mine.end; ++t)
         silu_multiply(gate_up + t * widths.gate_up, widths.activated, activated + t * widths.activated);
     }
     barrier();
-    apply_linear(layer.down, activated, T, delta, team);
+    apply_linear(layer.down, activated, T, delta, team, next(DOWN));
     barrier();
   }
   const Range wanted = share(step.num_logits, team);
@@ -167,15 +171,16 @@ void run_step(const Decoder& decoder, const Step& step, std::atomic<int64_t>* ne
     rms_norm(row, (const E*)decoder.final_norm, hidden, decoder.norm_eps, row);
   }
   barrier();
-  apply_linear(decoder.lm_head, normed, step.num_logits, step.logits, team);
+  apply_linear(decoder.lm_head, normed, step.num_logits, step.logits, team,
+               nexts + decoder.heads.num_layers * OPERATIONS * team.size);
 }
 
 template <typename E>
 int run_decoder(const Decoder& decoder, const Step& step, int num_threads) {
   const Error error = check(decoder, step);
   if (error != NONE) return error;
-  std::vector<std::atomic<int64_t>> next_attention((size_t)decoder.heads.num_layers);
-  run_team(num_threads, [&](Team team) { run_step<E>(decoder, step, next_attention.data(), team); });
+  std::vector<std::atomic<int64_t>> nexts((size_t)((decoder.heads.num_layers * OPERATIONS + 1) * num_threads));
+  run_team(num_threads, [&](Team team) { run_step<E>(decoder, step, nexts.data(), team); });
   return NONE;
 }
 
@@ -244,7 +249,8 @@ int run_attention(const Batch& batch, const Heads& heads, int64_t layer, const E
 
 template <typename E, typename Out>
 void run_linear(const Linear& linear, const void* x, int64_t rows, void* y, int num_threads) {
-  run_team(num_threads, [&](Team team) { apply_linear(linear, (const E*)x, rows, (Out*)y, team); });
+  std::vector<std::atomic<int64_t>> next((size_t)num_threads);
+  run_team(num_threads, [&](Team team) { apply_linear(linear, (const E*)x, rows, (Out*)y, team, next.data()); });
 }
 
 }  // namespace

@@ -81,7 +81,26 @@ inline V fma(V a, V b, V c) {
 #endif
 }
 
-inline V max(V a, V b) { return a > b ? a : b; }
+// The second one where either is not a number.
+inline V max(V a, V b) {
+#if defined(TANDEM_AVX512)
+  return (V)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(TANDEM_AVX2)
+  return (V)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline V min(V a, V b) {
+#if defined(TANDEM_AVX512)
+  return (V)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(TANDEM_AVX2)
+  return (V)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
 
 inline bool any(VI mask) {
   int32_t found = 0;
@@ -117,8 +136,7 @@ inline float max_lanes(V v) {
 // e^x to about one unit in the last place; saturates instead of overflowing, keeps NaN.
 inline V exp(V x) {
   const V low = all(-87.3f), high = all(88.3f);
-  x = x < low ? low : x;
-  x = x > high ? high : x;
+  x = min(high, max(low, x));
   const V shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const V shifted = fma(x, all(1.44269504088896341f), shift);
   const V n = shifted - shift;
@@ -138,7 +156,7 @@ inline V exp(V x) {
 // 2^x for what is at most 0, to about two units in the last place: exactly 1 for 0, exactly 0 below -127; keeps NaN.
 inline V exp2(V x) {
   const V low = all(-127.0f), shift = all(12582912.0f + 127.0f);  // adding it rounds; 127 is the exponent's bias
-  x = x < low ? low : x;
+  x = max(low, x);
   const V shifted = x + shift;
   const V r = x - (shifted - shift);
   V p = all(1.326474594e-3f);
@@ -175,10 +193,12 @@ inline void transpose(V* rows) {
 // The same for each four lanes of four vectors.
 inline void transpose_fours(V* rows) { transpose<2, 4>(rows); }
 
+inline V from_bf16(VH h) { return (V)(__builtin_convertvector(h, VU) << 16); }
+
 inline V load(const bf16* p) {
   VH h;
   std::memcpy(&h, p, sizeof h);
-  return (V)(__builtin_convertvector(h, VU) << 16);
+  return from_bf16(h);
 }
 
 // Four floats from each of rows[0], rows[4], ...: what fills a vector.
@@ -211,9 +231,32 @@ inline VU round_to_bf16(V v) {
   return (bits & 0x7fffffffu) > 0x7f800000u ? (bits | 0x400000u) : rounded;
 }
 
+inline VH to_bf16(V v) {
+#if defined(__AVX512BF16__) && defined(TANDEM_AVX512)
+  return (VH)_mm512_cvtneps_pbh((__m512)v);  // what bfloat16 has no normal number for becomes zero
+#else
+  return __builtin_convertvector(round_to_bf16(v) >> 16, VH);
+#endif
+}
+
 inline void store(bf16* p, V v) {
-  const VH h = __builtin_convertvector(round_to_bf16(v) >> 16, VH);
+  const VH h = to_bf16(v);
   std::memcpy(p, &h, sizeof h);
+}
+
+inline void store_two(float* p, V low, V high) {
+  store(p, low);
+  store(p + W, high);
+}
+
+inline void store_two(bf16* p, V low, V high) {
+#if defined(__AVX512BF16__) && defined(TANDEM_AVX512)
+  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  std::memcpy(p, &both, sizeof both);
+#else
+  store(p, low);
+  store(p + W, high);
+#endif
 }
 
 // What storing in type E and loading again gives.
@@ -222,7 +265,7 @@ inline V rounded(V v) {
   if constexpr (sizeof(E) == sizeof(float))
     return v;
   else
-    return (V)(round_to_bf16(v) & 0xffff0000u);
+    return from_bf16(to_bf16(v));
 }
 
 // The first `count` lanes (the others are zero), for the end of a row.

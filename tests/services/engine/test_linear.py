@@ -57,6 +57,23 @@ def test_result_does_not_depend_on_the_number_of_threads():
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(70, 75), (96, 96), (64, 1408)])
+def test_rows_of_a_long_prompt_are_shared_among_threads_with_the_bits_of_one(shape, dtype):
+    """More rows than fit in a cache together, with whole and broken tiles, for more threads than there are parts."""
+    weight, bias, _ = make(shape, dtype, with_bias=True)
+    linear = PackedLinear(load_kernels(), weight, bias)
+    x = torch.randn(1030, shape[1], generator=torch.Generator().manual_seed(3)).to(dtype)
+    few = torch.cat([linear(part) for part in x.split(64)])
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            for rows in (97, 128, 1030):
+                assert torch.equal(linear(x[:rows]), few[:rows])
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_special_values_pass_through():
     linear = PackedLinear(load_kernels(), torch.eye(64).bfloat16(), None)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
