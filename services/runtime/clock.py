@@ -22,13 +22,11 @@ class Clock(Protocol):
 class SystemClock:
     """The clock of this machine."""
 
-    def monotonic(self) -> float:
-        """Seconds by CLOCK_MONOTONIC."""
-        return time.monotonic()
-
-    def unix_ns(self) -> int:
-        """Nanoseconds since 1970."""
-        return time.time_ns()
+    # Asked forty times for a request: a call of Python's own in between would cost more than the answer.
+    monotonic = staticmethod(time.monotonic)
+    """Seconds by CLOCK_MONOTONIC."""
+    unix_ns = staticmethod(time.time_ns)
+    """Nanoseconds since 1970."""
 
 
 class ManualClock:
