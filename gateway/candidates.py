@@ -142,13 +142,20 @@ class Candidates:
             wanted, prefills, decodes, fits=self._fits(generation.model), now_s=self._clock.monotonic()
         )
         paired = {decode for _, decode in request.avoided_pairs}
-        probe = self._due_for_probe(request, decodes.worker_ids)
-        if not request.avoided and not paired and not self._breakers.num_open and probe is None:
+        due = self._watch.due_for_probe(decodes.worker_ids) if self._watch.num_ejected else []
+        if not request.avoided and not paired and not self._breakers.num_open and not due:
             return routes
+        # Who waited for room at a worker that is silent would wait for long, and hold up everybody behind it.
+        able = [
+            route.decode.worker_id
+            for route in routes
+            if route.decode.worker_id in due and self.has_room(request, route)
+        ]
+        trials = self._trials(request, due, able)
         return sorted(
             routes,
             key=lambda route: (
-                route.decode.worker_id != probe,
+                trials.get(route.decode.worker_id, 1),
                 self._has_no_way_to(generation.model, route.decode),
                 route.decode.incarnation in request.avoided,
                 route.decode.incarnation in paired,
@@ -160,9 +167,10 @@ class Candidates:
         sessions = [self._topology.prefill_session(view.worker_id) for view in route.prefills]
         decode = self._topology.decode_session(route.decode.worker_id).peer
         sessions.sort(key=lambda session: _reluctance(request, session.peer, decode))
-        probe = self._due_for_probe(request, [view.worker_id for view in route.prefills])
-        if probe is not None:
-            sessions.sort(key=lambda session: session.peer.worker_id != probe)
+        if self._watch.num_ejected:
+            due = self._watch.due_for_probe([view.worker_id for view in route.prefills])
+            trials = self._trials(request, due, due)
+            sessions.sort(key=lambda session: trials.get(session.peer.worker_id, 1))
         return sessions
 
     def takers(self, request: RunningRequest, giver: DecodeSession) -> list[WorkerView]:
@@ -300,11 +308,16 @@ class Candidates:
     def _note_error(self, attempt: Attempt, worker_id: str) -> None:
         attempt.watch.failed(worker_id)
 
-    def _due_for_probe(self, request: RunningRequest, worker_ids: Sequence[str]) -> str | None:
-        """A worker that the request should try out; nobody's urgent request is used for that."""
-        if request.queue_entry.service_class == ServiceClass.CRITICAL or request.is_resumed:
-            return None
-        return self._watch.due_for_probe(worker_ids) if self._watch.num_ejected else None
+    @staticmethod
+    def _trials(request: RunningRequest, due: Sequence[str], able: Sequence[str]) -> dict[str, int]:
+        """Of workers due for a probe: 0 for the one that the request should try out, 2 for those that others should.
+
+        `able` are those that can take it now. Nobody's urgent request is used for a probe.
+        """
+        trials = dict.fromkeys(due, 2)
+        if able and request.queue_entry.service_class != ServiceClass.CRITICAL and not request.is_resumed:
+            trials[able[0]] = 0
+        return trials
 
     def _note_lost(self, attempt: Attempt, worker: WorkerSession) -> None:
         peer = worker.peer

@@ -316,10 +316,10 @@ class AnswerSpans:
         """From now on it is in the phase `kv_transfer` or `decode`.
 
         So many tokens are there, the new ones of which came with the news of the phase: they belong to decoding, but
-        for the first token of all, which is the prompt's.
+        for the first token of all, which is the prompt's, also where it is still on its way from the prefill worker.
         """
         now_s, last = self._request.now_s(), self.phases[-1]
-        num_before = max(num_tokens - num_new, min(1, num_tokens)) if name == "decode" else num_tokens
+        num_before = max(num_tokens - num_new, 1) if name == "decode" else num_tokens
         self._leave(now_s, num_before)
         if name == "decode" and last.name == "prefill" and attempt.prefill is not None:
             # The pages were there as soon as this gateway heard of the first token: no part of it was to be seen.

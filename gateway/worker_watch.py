@@ -107,8 +107,8 @@ class WorkerWatch:
         out = self._health.out_of_rotation(group, self._clock.monotonic())
         return [worker_id for worker_id in group if worker_id not in out] if out else group
 
-    def due_for_probe(self, group: Sequence[str]) -> str | None:
-        """One that should get the next request that can bear it, to see whether it has recovered."""
+    def due_for_probe(self, group: Sequence[str]) -> list[str]:
+        """Those that should each get one of the next requests that can bear it, to see who has recovered."""
         return self._health.due_for_probe(group, self._clock.monotonic())
 
     def begin_probe(self, worker_id: str, expected_s: float) -> int:

@@ -204,6 +204,7 @@ class SessionServer:
     def load_changed(self) -> None:
         """Sends the load now, such as when the worker's state has changed."""
         for session in self._sessions.values():
+            session.load_sent_s = -math.inf
             session.wake.set()
 
     def close(self, error: TandemError | None = None) -> None:

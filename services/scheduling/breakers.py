@@ -55,7 +55,8 @@ class Breakers:
     @property
     def num_open(self) -> int:
         """Breakers that are open now, those with a probe under way included."""
-        return sum(breaker.opened_at_s is not None for breaker in self._breakers.values())
+        # Asked several times for each request, and nearly always nothing has failed lately.
+        return sum(breaker.opened_at_s is not None for breaker in self._breakers.values()) if self._breakers else 0
 
     def is_open(self, key: Hashable) -> bool:
         """Whether this one is."""

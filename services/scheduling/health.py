@@ -300,18 +300,17 @@ class WorkerHealth:
         left_alone = gpu_out + [worker_id for worker_id in shut if worker_id not in self._gpu_out]
         return frozenset(left_alone[: len(group) // 2])
 
-    def due_for_probe(self, group: Iterable[str], now_s: float) -> str | None:
-        """An ejected worker that should get the next request, so that it is known whether it has recovered."""
+    def due_for_probe(self, group: Iterable[str], now_s: float) -> list[str]:
+        """Ejected workers that should each get one of the next requests, so that it is known who has recovered."""
         if not self._breakers.num_open:
-            return None
-        for worker_id in group:
-            if (
-                self._breakers.is_open(worker_id)
-                and not self._breakers.shut([worker_id], now_s)
-                and worker_id not in self._gpu_out
-            ):
-                return worker_id
-        return None
+            return []
+        return [
+            worker_id
+            for worker_id in group
+            if self._breakers.is_open(worker_id)
+            and not self._breakers.shut([worker_id], now_s)
+            and worker_id not in self._gpu_out
+        ]
 
     def circuit(self, worker_id: str) -> CircuitState:
         """Whether it gets new work; a GPU that is out is an open circuit."""

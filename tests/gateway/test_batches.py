@@ -573,7 +573,7 @@ async def test_nothing_is_begun_while_somebody_else_may_have_the_batch(make, scr
     batches = system.gateway.batches
     async with client_of(system) as client:
         batch = await created(client, [row(number) for number in range(8)])
-        await system.until(lambda: len(script.running) == 4)
+        await system.until(lambda: len(script.asked) == 7 and len(script.running) == 4)
         (run,) = batches._runs.values()
         cut = cut_off(system, "claim", "renew")
         batches.store.lease_s = 0.2

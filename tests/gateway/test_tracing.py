@@ -233,6 +233,31 @@ async def test_a_failover_links_its_attempts(make_system, worker_type, pair, spa
     assert other.spec.traceparent.endswith("-01")
 
 
+async def test_the_first_token_is_the_prompts_also_where_the_second_one_comes_before_it(
+    make_system, pair_type, answer, spans
+):
+    gate = asyncio.Event()
+
+    class Hasty(pair_type):
+        async def prefill(self, attempt):
+            attempt.emit(worker_pb2.PrefillStarted(queue_s=0.0))
+            self.event(attempt).set()
+            await gate.wait()
+            await super().prefill(attempt)
+
+    system = await make_system()
+    await system.add_pair(Hasty(answer))
+    request_task = asyncio.create_task(system.complete(max_tokens=100))
+    opened = system.gateway.requests._open
+    await system.until(lambda: [one.spans.phases[-1].name for one in opened.values()] == ["decode"])
+    gate.set()
+    assert (await request_task).status_code == 200
+    request, trace = await trace_of(system, spans)
+    check(request, trace)
+    decode = phases_of(request, trace)[-1]
+    assert decode.attributes["tandem.tokens"] == request.attributes["gen_ai.usage.output_tokens"] - 1
+
+
 async def test_a_move_links_to_where_the_answer_was(make_system, worker_type, pair_type, answer, spans):
     class Patient(pair_type):
         def step_s_of(self, attempt):

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from gateway.worker_watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
+from protos import worker_pb2
 
 GROUP = ("a", "b")
 
@@ -31,8 +32,8 @@ class Answers:
 
     def one(self, turn):
         usable = list(self.watch.usable(GROUP))
-        probe = self.watch.due_for_probe(GROUP)
-        worker_id = probe or usable[turn % len(usable)]
+        due = self.watch.due_for_probe(GROUP)
+        worker_id = due[0] if due else usable[turn % len(usable)]
         self.sent[worker_id].append(self.clock.now_s)
         attempt = AttemptWatch(self.watch, worker_id, token_s=0.1 / TOKENS_PER_STAGE)
         attempt.sent(worker_id, 0.1)
@@ -150,3 +151,28 @@ async def test_a_slow_worker_gets_no_new_work_and_is_back_when_it_has_recovered(
     delays.clear()
     await ask_until(lambda: not is_left_alone(), 15)
     assert not is_left_alone()
+
+
+async def test_a_silent_worker_that_is_full_holds_up_nobody(make_system, worker_type, pair_type):
+    """A probe is due there, and it has no room for it."""
+    system, pair = await make_system(), pair_type([5, 6, 7])
+    taken = asyncio.Event()
+
+    async def silent(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.worker.load.pages.free = 0
+        taken.set()
+
+    await system.add(worker_type("decode", "decode-0", silent))
+    hung = asyncio.create_task(system.complete(prompt=[5, 6, 7], max_tokens=3))
+    await taken.wait()
+    await system.add(worker_type("decode", "decode-1", pair.decode))
+    watch = system.gateway.requests._candidates._watch
+    await system.until(lambda: watch.usable(["decode-0", "decode-1"]) == ["decode-1"])
+    await system.until(lambda: watch.due_for_probe(["decode-0"]))
+    for service_class in ("critical", "normal", "batch"):
+        answer = await asyncio.wait_for(system.complete(prompt=[5, 6, 7], max_tokens=3, service_class=service_class), 5)
+        assert answer.status_code == 200
+    assert len(system.workers["decode-0"].attempts) == 1
+    assert watch.due_for_probe(["decode-0"]) == ["decode-0"]
+    hung.cancel()

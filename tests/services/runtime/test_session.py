@@ -268,6 +268,10 @@ async def test_the_load_comes_with_whatever_is_more_than_tokens() -> None:
         worker.sessions.load_changed()
         message = await call.read()
         assert (has_load, message.HasField("load")) == ([False, True, False, False], True)
+        worker.sessions.load_changed()
+        worker.sessions.emit_step(source, step_of(1))
+        message = await call.read()
+        assert (len(message.events), message.HasField("load")) == (1, True)
 
 
 async def test_steady_tokens_bring_the_load_now_and_then() -> None:

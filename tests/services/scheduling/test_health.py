@@ -118,15 +118,15 @@ def test_probes_and_the_way_back():
     seen(health, 0.0, a=10.0, b=1.0, c=1.0)
     assert health.out_of_rotation(GROUP, -0.3) == set()
     assert health.out_of_rotation(GROUP, 0.0) == {"a"}
-    assert health.due_for_probe(GROUP, 0.9) is None
-    assert (health.due_for_probe(GROUP, 1.0), health.out_of_rotation(GROUP, 1.0)) == ("a", set())
+    assert health.due_for_probe(GROUP, 0.9) == []
+    assert (health.due_for_probe(GROUP, 1.0), health.out_of_rotation(GROUP, 1.0)) == (["a"], set())
     slow = health.begin("a", 1.0, expected_s=0.1)
     assert slow
     assert health.begin("a", 1.0) == 0
-    assert (health.due_for_probe(GROUP, 1.0), health.out_of_rotation(GROUP, 1.0)) == (None, {"a"})
+    assert (health.due_for_probe(GROUP, 1.0), health.out_of_rotation(GROUP, 1.0)) == ([], {"a"})
     # It takes too long: failed before it ends, and its end has nothing to say any more.
     assert health.out_of_rotation(GROUP, 1.6) == {"a"}
-    assert health.due_for_probe(GROUP, 3.6) == "a"
+    assert health.due_for_probe(GROUP, 3.6) == ["a"]
     second = health.begin("a", 3.6, expected_s=0.1)
     health.note_success("a", 10.0, 3.65, probe=slow)
     health.note_abandoned("a", slow)
@@ -140,13 +140,13 @@ def test_a_probe_that_fails_and_one_that_says_nothing():
     health.note_error("a", 0.0)
     health.note_error("a", 0.0)
     health.note_error("a", 1.0, probe=health.begin("a", 1.0))
-    assert health.due_for_probe(GROUP, 2.9) is None
+    assert health.due_for_probe(GROUP, 2.9) == []
     probe = health.begin("a", 3.0)
     health.note_abandoned("a", probe)
-    assert health.due_for_probe(GROUP, 3.0) == "a"
+    assert health.due_for_probe(GROUP, 3.0) == ["a"]
     health.note_success("a", 9.0, 3.1, probe=health.begin("a", 3.0))
-    assert health.due_for_probe(GROUP, 7.0) is None
-    assert health.due_for_probe(GROUP, 7.2) == "a"
+    assert health.due_for_probe(GROUP, 7.0) == []
+    assert health.due_for_probe(GROUP, 7.2) == ["a"]
 
 
 def test_a_gpu_that_is_out_counts_to_the_half_that_may_be():
@@ -234,9 +234,9 @@ def test_random_histories(size, events):
         assert out <= set(group)
         assert len(out) <= size // 2 < size
         due = health.due_for_probe(group, now_s)
-        assert due is None or health.begin(due, now_s) > 0
-        if due is not None:
-            probes[due] += 1
+        for worker_id in due:
+            assert health.begin(worker_id, now_s) > 0
+            probes[worker_id] += 1
     # Everybody is well from here on: within ten seconds nobody is left out.
     for number in range(size):
         step("gpu ok", number)
@@ -273,8 +273,8 @@ class Cluster:
 
     def _send(self, now_s):
         out = self.health.out_of_rotation(self.group, now_s)
-        worker_id = self.health.due_for_probe(self.group, now_s)
-        worker_id = worker_id or self.rng.choice([name for name in self.group if name not in out])
+        due = self.health.due_for_probe(self.group, now_s)
+        worker_id = due[0] if due else self.rng.choice([name for name in self.group if name not in out])
         probe = self.health.begin(worker_id, now_s, expected_s=self.expected_s)
         self.sent.append((now_s, worker_id, bool(probe)))
         took_s = self.expected_s * self.rng.uniform(0.7, 1.3)
