@@ -5,6 +5,7 @@ a Redis that is frozen costs one timeout per `open_s` and not one per request.
 """
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,8 +137,10 @@ class Store:
         """Closes all connections."""
         for call in tuple(self._left_calls):
             await end_task(call)
-        await self._client.aclose()
-        await self._subscriber.aclose()
+        for client in (self._client, self._subscriber):
+            # By then its connections are closed, and only the word of it has not come in time.
+            with contextlib.suppress(redis.exceptions.TimeoutError):
+                await client.aclose()
 
     def _leave(self, call: asyncio.Task[Any]) -> None:
         """Cancels a call that nobody waits for any more, and keeps it until it has ended."""

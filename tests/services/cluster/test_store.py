@@ -174,3 +174,16 @@ def test_bad_urls_and_names_are_settings_errors() -> None:
         with pytest.raises(ConfigError):
             Keys(name)
     assert Keys("eu-1").worker("decode-0") == "tandem:{eu-1}:worker:decode-0"
+
+
+async def test_connections_that_do_not_say_in_time_that_they_are_closed_are_closed(store: Store) -> None:
+    assert await store.run(ECHO, (), ("x",)) == b"x"
+    async with contextlib.aclosing(store.subscriber()) as subscription:
+        await subscription.subscribe("channel")
+    pools = store._client.connection_pool, store._subscriber.connection_pool
+    connections = [connection for pool in pools for connection in pool._available_connections]
+    assert len(connections) == 2
+    for connection in connections:
+        connection.socket_connect_timeout = 0.0
+    await store.close()
+    assert not any(connection.is_connected for connection in connections)
