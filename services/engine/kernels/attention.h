@@ -25,7 +25,7 @@ struct Tile {
   Memory q, staging;
   Memory scores;                   // as Steps say; weights after the softmax
   Memory sums;                     // [stride][width], weighted values
-  Memory top, weight_sum, factor;  // [stride]: the greatest score so far, in powers of two, and what its rise means
+  Memory top, weight_sum, factor;  // [stride]: what weights are relative to, in powers of two, and what its rise means
   std::vector<int32_t> position;   // [stride]
 
   static int64_t rows(const Heads& heads) {
@@ -50,21 +50,34 @@ inline void hide_later_keys(float* scores, int64_t stride, int64_t from, int cou
   }
 }
 
+// What weights are relative to rises only where they would become larger than 2^SLACK: a little above 1 they are as
+// exact, and the sums need not be multiplied each time (as in FlashAttention-4).
+constexpr float SLACK = 8.0f;
+
+inline V raise(V reference, V greatest) { return greatest > reference + all(SLACK) ? greatest : reference; }
+
 // Sums of weights are taken by the keys' numbers modulo SUMS first, then by halving.
 constexpr int SUMS = 16;
 
-// Turns the scores of W rows, [count][stride], into weights under the rows' new maximum. Returns whether it rose.
+// Turns the scores of W rows, [count][stride], into weights under the rows' new reference. Returns whether it rose.
 inline bool weigh(float* scores, int64_t stride, int count, float scale, float* top, float* weight_sum, float* factor) {
-  V greatest[2] = {load(scores), load(scores)};
-  for (int j = 1; j < count; ++j) greatest[j % 2] = max(greatest[j % 2], load(scores + j * stride));
-  const V old = load(top), risen = max(old, max(greatest[0], greatest[1]) * all(scale));
+  V greatest = load(scores), others[3] = {greatest, greatest, greatest};
+  int j = 1;
+  for (; j + 4 <= count; j += 4) {
+    greatest = max(greatest, load(scores + j * stride));
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; ++i) others[i] = max(others[i], load(scores + (j + 1 + i) * stride));
+  }
+  for (; j < count; ++j) greatest = max(greatest, load(scores + j * stride));
+  greatest = max(max(greatest, others[0]), max(others[1], others[2]));
+  const V old = load(top), risen = raise(old, greatest * all(scale));
   V sums[SUMS] = {};
   const auto weigh_one = [&](int j, V& sum) {
     const V weight = exp2(fma(load(scores + j * stride), all(scale), -risen));
     store(scores + j * stride, weight);
     sum = sum + weight;
   };
-  int j = 0;
+  j = 0;
   for (; j + SUMS <= count; j += SUMS)
 #pragma GCC unroll 16
     for (int i = 0; i < SUMS; ++i) weigh_one(j + i, sums[i]);
@@ -84,7 +97,7 @@ inline bool weigh_row(float* scores, int count, int visible, float scale, float*
   for (int j = visible; j < (count + SUMS - 1) / SUMS * SUMS; ++j) scores[j] = -INFINITY;
   V greatest = load(scores);
   for (int j = W; j < count; j += W) greatest = max(greatest, load(scores + j));
-  const V old = all(*top), risen = max(old, all(max_lanes(greatest)) * all(scale));
+  const V old = all(*top), risen = raise(old, all(max_lanes(greatest)) * all(scale));
   V sums[SUMS / W] = {};
   for (int j = 0; j < count; j += W) {
     const V weight = exp2(fma(load(scores + j), all(scale), -risen));
@@ -105,7 +118,7 @@ inline void scale_row(float* row, int64_t width, float factor) {
   for (int64_t d = 0; d < width; d += W) store(row + d, load(row + d) * all(factor));
 }
 
-// Turns the scores of a tile into weights. `first_position` is that of its first row. Returns whether a maximum rose.
+// Turns the scores of a tile into weights. `first_position` is that of its first row. Returns whether a reference rose.
 inline bool weigh_tile(Tile& tile, int64_t rows, int64_t first_position, int64_t from, int count, float scale) {
   const int64_t stride = Tile::round_up(rows);
   float *scores = tile.scores.floats(), *top = tile.top.floats(), *weight_sum = tile.weight_sum.floats();
@@ -148,7 +161,7 @@ void attend_tile(const HeadCache<E>& cache, int64_t first_position, int64_t firs
     KeyBlock<E> block;
     cache.locate(from, block);
     Products::score(tile.q, rows, stride, cache, from, block, tile.staging, tile.scores.floats());
-    if (weigh_tile(tile, rows, first_position, from, block.count, scale))
+    if (weigh_tile(tile, rows, first_position, from, block.count, scale) && from > 0)
       for (int64_t r = 0; r < rows; ++r) scale_row(sums + r * width, width, tile.factor.floats()[r]);
     Products::add(tile.scores.floats(), rows, stride, cache, block, tile.staging, sums);
   }

@@ -35,7 +35,8 @@ struct AmxProducts {
     float* scores = num_rows <= MAX_FEW_ROWS ? turned : out;
     const int64_t head_dim = cache.heads.head_dim, page_size = cache.batch.page_size;
     for (int64_t k = 0; k < block.count; k += TILE) {
-      cache.prefetch(from + BLOCK_KEYS + k, TILE);
+      // Rows of a prompt come back to the same keys soon, and find them in the cache.
+      if (num_rows <= MAX_FEW_ROWS) cache.prefetch(from + BLOCK_KEYS + k, TILE);
       const bf16* keys = block.keys[k];
       int64_t key_stride = head_dim;
       const bool is_one_piece = (from + k) % page_size + TILE <= page_size;
@@ -83,8 +84,9 @@ struct AmxProducts {
   static void store_row(const float* sums, float weight_sum, int64_t head_dim, bf16* out) {
     const VI low_half = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
     const VI high_half = low_half + 8;
+    const V share = all(1.0f / weight_sum);
     for (int64_t d = 0; d < head_dim; d += TILE_K) {
-      const V even = load(sums + d) / all(weight_sum), odd = load(sums + d + TILE) / all(weight_sum);
+      const V even = load(sums + d) * share, odd = load(sums + d + TILE) * share;
       store_first(out + d, __builtin_shuffle(even, odd, low_half), head_dim - d);
       const int64_t left = head_dim - d - TILE;
       if (left > 0) store_first(out + d + TILE, __builtin_shuffle(even, odd, high_half), left);
@@ -147,12 +149,17 @@ struct AmxProducts {
   // nothing.
   static void pack_weights(const float* weights, int64_t stride, int64_t first_key, int64_t count,
                            float (*packed)[TILE]) {
+    const auto pair = [](V even, V odd) {
+      return (V)((((VU)even + 0x8000u) >> 16) | (((VU)odd + 0x8000u) & 0xffff0000u));
+    };
+    const float* key = weights + first_key * stride;
     V turned[TILE];
-    for (int64_t i = 0; i < TILE; ++i) {
-      const int64_t key = first_key + 2 * i;
-      const V even = key < count ? load(weights + key * stride) : V{};
-      const V odd = key + 1 < count ? load(weights + (key + 1) * stride) : V{};
-      turned[i] = (V)((((VU)even + 0x8000u) >> 16) | (((VU)odd + 0x8000u) & 0xffff0000u));
+    if (first_key + TILE_K <= count) {
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < TILE; ++i) turned[i] = pair(load(key + 2 * i * stride), load(key + (2 * i + 1) * stride));
+    } else {
+      const auto weight = [&](int64_t i) { return first_key + i < count ? load(key + i * stride) : V{}; };
+      for (int64_t i = 0; i < TILE; ++i) turned[i] = pair(weight(2 * i), weight(2 * i + 1));
     }
     transpose(turned);
     for (int64_t i = 0; i < TILE; ++i) store(packed[i], turned[i]);

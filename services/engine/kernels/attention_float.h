@@ -141,7 +141,8 @@ struct FloatProducts {
   }
 
   static void store_row(const float* sums, float weight_sum, int64_t head_dim, E* out) {
-    for (int64_t d = 0; d < head_dim; d += W) store_first(out + d, load(sums + d) / all(weight_sum), head_dim - d);
+    const V share = all(1.0f / weight_sum);
+    for (int64_t d = 0; d < head_dim; d += W) store_first(out + d, load(sums + d) * share, head_dim - d);
   }
 
  private:

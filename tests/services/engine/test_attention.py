@@ -107,6 +107,22 @@ def test_great_scores_do_not_overflow():
     torch.testing.assert_close(out.double(), expected_attention(q * 1e3, batch, kept), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1, 6, 20])
+def test_scores_that_rise_from_block_to_block(dtype, factor):
+    """By less than what weights may be relative to, by more, and so that little is left of what was before."""
+    lengths = [(1, 400), (40, 400), (3, 330)]
+    q, pool, batch, kept = make_case(lengths, dtype=dtype)
+    for (_, context), (keys, values), table in zip(lengths, kept, batch.page_tables.tolist(), strict=True):
+        keys *= torch.linspace(0.2, 1.0, context).to(dtype)[:, None, None]
+        slots = torch.tensor([table[p // 16] * 16 + p % 16 for p in range(context)])
+        write_kv(keys, values, pool, layer=1, slot_mapping=slots)
+    out = paged_attention(q * factor, pool, layer=1, batch=batch, scale=SCALE, kernels=load_kernels())
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    expected = expected_attention(q * factor, batch, kept)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
 def test_write_kv_touches_only_its_slots():
     pool = torch.zeros(4, 2, LAYERS, 2, 8, 6)
     k, v = torch.ones(3, 2, 6), torch.full((3, 2, 6), 2.0)
