@@ -133,7 +133,8 @@ void multiply_panel(const E* x, int64_t x_stride, int64_t rows, const E* panel, 
 }
 
 #if defined(TANDEM_AMX)
-// At most ROW_UNIT rows times a panel, into acc [rows][PANEL].
+// At most ROW_UNIT rows times a panel, into acc [rows][PANEL]. `asks_ahead`: for what follows the panel in memory.
+template <bool asks_ahead>
 inline void multiply_tiles_amx(const bf16* x, int64_t x_stride, int64_t rows, const bf16* panel, int64_t k,
                                float* acc) {
   const bool has_lower = rows > TILE;
@@ -143,6 +144,8 @@ inline void multiply_tiles_amx(const bf16* x, int64_t x_stride, int64_t rows, co
   _tile_zero(3);
   for (int64_t from = 0; from < k; from += K_UNIT) {
     const bf16* w = panel + from * PANEL;
+    if constexpr (asks_ahead)
+      for (int64_t i = 0; i < K_UNIT * PANEL; i += 32) __builtin_prefetch(w + k * PANEL + i, 0, 2);
     _tile_loadd(6, w, PANEL * 4);
     _tile_loadd(7, w + 32, PANEL * 4);
     _tile_loadd(4, x + from, x_stride * 2);
@@ -170,8 +173,9 @@ void multiply_panels_amx(const bf16* x, int64_t x_stride, int64_t rows, const bf
   for (int64_t first = 0; first < rows; first += ROW_UNIT) {
     const int64_t count = std::min(ROW_UNIT, rows - first);
     tiles.configure(count);
-    for (int p = 0; p < PANELS; ++p)
-      multiply_tiles_amx(x + first * x_stride, x_stride, count, panels[p], k, acc[p]);
+    const auto multiply = rows <= BLOCK_ROWS && first + ROW_UNIT >= rows ? multiply_tiles_amx<true>
+                                                                         : multiply_tiles_amx<false>;
+    for (int p = 0; p < PANELS; ++p) multiply(x + first * x_stride, x_stride, count, panels[p], k, acc[p]);
     for (int64_t r = 0; r < count; ++r) finish(first + r, acc[0] + r * PANEL, ROW_UNIT * PANEL);
   }
 }
