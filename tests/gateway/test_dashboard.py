@@ -299,7 +299,8 @@ async def test_watchers_are_bounded(make_system: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(feed, "MAX_WATCHERS", 1)
     system = await make_system()
     async with system.http.stream("GET", "/dashboard/events") as reply:
-        await anext(reply.aiter_lines())
+        lines = reply.aiter_lines()  # kept: with the iterator the connection would end
+        await anext(lines)
         second = await system.http.get("/dashboard/events")
         assert second.status_code == 503
         assert int(second.headers["retry-after"]) > 0

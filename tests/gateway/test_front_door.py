@@ -635,7 +635,8 @@ async def test_a_request_goes_on_elsewhere_though_the_tenant_is_at_its_limit(gua
     said = {"x-service-class": "low", "x-session-id": "a session"}
     async with first.http.stream("POST", "/v1/completions", json=body, headers={**sent, **said}) as response:
         assert response.status_code == 200
-        await anext(response.aiter_lines())
+        lines = response.aiter_lines()  # kept: with the iterator the connection would end
+        await anext(lines)
         await first.flush_journals()
         # Its gateway is still there, but the client asks another one.
         second_try = asyncio.create_task(post_until_known(second, body, sent))

@@ -134,7 +134,7 @@ async def test_clusters_do_not_see_each_other(
 ) -> None:
     new_lease()
     await watcher.until(here)
-    other = Store(redis_server.url, cluster="other")
+    other = Store(redis_server.url, cluster="other", timeout_s=2.0)
     assert (await list_workers(other))[1] == {}
     await other.close()
 
