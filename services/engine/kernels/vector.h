@@ -153,7 +153,7 @@ inline V exp(V x) {
   return p * (V)exponent;
 }
 
-// 2^x for what is at most 0, to about two units in the last place: exactly 1 for 0, exactly 0 below -127; keeps NaN.
+// 2^x for what is at most 127, to about two units in the last place: exactly 1 for 0, exactly 0 below -127; keeps NaN.
 inline V exp2(V x) {
   const V low = all(-127.0f), shift = all(12582912.0f + 127.0f);  // adding it rounds; 127 is the exponent's bias
   x = max(low, x);
