@@ -45,7 +45,8 @@ LAST_WORDS_S = 0.1
 """What a dead process had sent is read within this time; who speaks later is alive."""
 REPORT_WAIT_S = 0.03
 """A death that one stream tells of shows on the other too within this time. Each such request waits it out, so
-it is part of the gap that a client sees; should a report come later, one more worker may be lost to a poison request.
+it is part of the gap that a client sees; should a report come later, one more worker may be lost to a poison request,
+and those that had only just begun beside it both times are taken for poison too.
 """
 TRIAL_WAIT_S = 2.0
 """Longest wait for those that are tried alone before."""
