@@ -340,10 +340,11 @@ class Attempt:
         return is_whole and self._is_at_decode and not self._is_pausing and self._ended_by is None
 
     def is_fresh_at(self, incarnations: Container[str]) -> bool:
-        """Whether one of these processes is computing the attempt and no token has come from it."""
-        workers = (self.prefill, self.decode)
-        at = [worker for worker in workers if worker is not None and worker.peer.incarnation in incarnations]
-        is_computing = self._is_begun or self._is_local
+        """Whether one of these processes is computing the attempt, or was at its end, and no token came from it."""
+        has_failed, is_computing = self._ended_by is not None, self._is_begun or self._is_local
+        workers = ((self.prefill, self._is_at_prefill), (self.decode, self._is_at_decode))
+        at = [worker for worker, is_there in workers if worker is not None and (is_there or has_failed)]
+        at = [worker for worker in at if worker.peer.incarnation in incarnations]
         return bool(at) and is_computing and not self._token_sources.intersection(at)
 
     async def hear_out(self, seconds: float) -> None:
@@ -500,7 +501,9 @@ class Attempt:
             both = (self.prefill, self.decode) if is_transfer and not self.is_move else ()
             suspects = tuple(worker for worker in both if worker is not None and not worker.load.is_draining)
             return Fault(error, suspects=suspects, is_fresh=self.decode not in self._token_sources)
-        return Fault(error, session, is_certain=isinstance(error, InternalError), is_fresh=is_fresh)
+        if isinstance(error, InternalError):
+            return Fault(error, session, suspects=(session,), is_certain=True, is_fresh=is_fresh)
+        return Fault(error, session, is_fresh=is_fresh)
 
     def _use_next_prefill(self, error: TandemError) -> None:
         self._is_at_prefill = False

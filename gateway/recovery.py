@@ -15,7 +15,9 @@ A poison request has neighbours, which go with it from the first dead worker to 
 from there yet when that one dies. So those that the dead worker had only just begun are tried again one at a time:
 whoever gets a token is cleared, and the one that takes down the second worker was alone. Those that it had been
 computing for a while without harm do not wait, since nearly every death is nobody's fault; should they lose the same
-two workers as one that both had only just begun, that one is to blame, and they are tried again.
+two workers as one that both had only just begun, that one is to blame, and they are tried again. Several may have lost
+the same two with nothing between them: they met two deaths that were nobody's fault, or nobody knew in time that the
+first was one. Then nobody is to blame yet; they are tried one at a time, and a poison request among them takes a third.
 """
 
 import asyncio
@@ -23,6 +25,7 @@ import contextlib
 import hashlib
 import logging
 from collections import deque
+from collections.abc import Set
 from typing import Protocol
 from weakref import WeakSet
 
@@ -45,8 +48,7 @@ LAST_WORDS_S = 0.1
 """What a dead process had sent is read within this time; who speaks later is alive."""
 REPORT_WAIT_S = 0.03
 """A death that one stream tells of shows on the other too within this time. Each such request waits it out, so
-it is part of the gap that a client sees; should a report come later, one more worker may be lost to a poison request,
-and those that had only just begun beside it both times are taken for poison too.
+it is part of the gap that a client sees; should a report come later, one more worker may be lost to a poison request.
 """
 TRIAL_WAIT_S = 2.0
 """Longest wait for those that are tried alone before."""
@@ -173,10 +175,26 @@ class Recovery:
             await self._learn_who_died(request, frozenset().union(*unclear))
         if sum(map(self._counts, request.strikes)) < MAX_STRIKES:
             return False
-        if not _is_fresh(request) and any(_takes_blame(other, request) for other in self._struck):
+        rivals = self._rivals(request)
+        if not _is_fresh(request) and any(map(_is_fresh, rivals)):
             request.forget_strike()
             return False
-        return True
+        return all(_is_fresh(request) and not _is_fresh(rival) for rival in rivals)
+
+    def _rivals(self, request: RunningRequest) -> list[RunningRequest]:
+        """The others that shared its last death, and for which it was not the first one either."""
+        strike = request.strikes[-1]
+        lost = {name for name in strike.suspects if strike.is_certain or not self._topology.is_alive(name)}
+        others = (other for other in self._struck if other is not request)
+        return [other for other in others if self._num_strikes(other, lost) >= MAX_STRIKES]
+
+    def _num_strikes(self, request: RunningRequest, lost: Set[str]) -> int:
+        """How many deaths count against a request up to the one of `lost`; 0: it was not there."""
+        number = sum(map(self._counts, request.strikes))
+        if any(not strike.suspects.isdisjoint(lost) for strike in request.strikes):
+            return number
+        has_not_heard_yet = request.attempt is not None and request.attempt.is_fresh_at(lost)
+        return number + 1 if has_not_heard_yet else 0
 
     def _counts(self, strike: Strike) -> bool:
         return strike.is_certain or any(not self._topology.is_alive(suspect) for suspect in strike.suspects)
@@ -213,14 +231,3 @@ class Recovery:
 def _is_fresh(request: RunningRequest) -> bool:
     """Whether no worker that died of it, perhaps, had got anywhere with it."""
     return all(strike.is_fresh for strike in request.strikes)
-
-
-def _takes_blame(other: RunningRequest, request: RunningRequest) -> bool:
-    """Whether another request was fresh at both deaths, the last of which it shares with this one."""
-    if other is request or not _is_fresh(other):
-        return False
-    last = request.strikes[-1].suspects
-    if len(other.strikes) >= MAX_STRIKES:
-        return not last.isdisjoint(other.strikes[-1].suspects)
-    # It has not heard of the death yet.
-    return bool(other.strikes) and other.attempt is not None and other.attempt.is_fresh_at(last)

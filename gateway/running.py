@@ -241,7 +241,7 @@ class RunningRequest:
             self.avoided.add(fault.worker.peer.incarnation)
         elif attempt.prefill is not None:
             self.avoided_pairs.add((attempt.prefill.peer.incarnation, attempt.decode.peer.incarnation))
-        if fault.suspects or fault.is_certain:
+        if fault.suspects:
             suspects = frozenset(worker.peer.incarnation for worker in fault.suspects)
             # A process that was there this time has not died of it the time before.
             earlier = [replace(strike, suspects=strike.suspects - suspects) for strike in self.strikes]

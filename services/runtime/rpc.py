@@ -100,6 +100,7 @@ class RpcServer:
         # gRPC calls back into them at each handshake and does not keep them itself.
         self._credentials: list[grpc.ServerCredentials] = []
         self._service_names = ("", *service_names)
+        self._stopping = asyncio.Lock()
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
@@ -134,9 +135,13 @@ class RpcServer:
             await self._health.set(name, value)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new call, waits `grace_s` for the running ones, then cancels them."""
+        """Takes no new call, waits `grace_s` for the running ones, then cancels them.
+
+        May be called again at any time; while another call is still waiting, this one waits for it.
+        """
         await self._health.enter_graceful_shutdown()
-        await self.server.stop(grace_s)
+        async with self._stopping:  # Two at once in gRPC: the second uses what the first has freed, a crash.
+            await self.server.stop(grace_s)
 
 
 def make_server(

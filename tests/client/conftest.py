@@ -63,7 +63,7 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.Cluster
     async def die(self) -> None:
         """Breaks every connection at once."""
         assert self.server is not None
-        await self.server.server.stop(None)
+        await self.server.stop(0)
 
     async def _play(self, method: str, request: Any, context: Context) -> AsyncIterator[Any]:
         seen = Seen(method, request, dict(context.invocation_metadata() or ()), context.time_remaining())
@@ -131,7 +131,7 @@ async def start() -> AsyncIterator[Callable[[], Awaitable[FakeGateway]]]:
             cluster_pb2_grpc.add_ClusterServicer_to_server(gateway, server.server)
             gateway.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
             gateway.server = server
-            stack.push_async_callback(server.server.stop, None)
+            stack.push_async_callback(server.stop, 0)
             await server.set_serving(True)
             return gateway
 

@@ -234,7 +234,7 @@ class ScriptedWorker:
 
     async def die(self) -> None:
         """Breaks every stream at once; the registry still lists the worker."""
-        await self.server.server.stop(None)
+        await self.server.stop(0)
 
     async def stop(self) -> None:
         self.sessions.close()

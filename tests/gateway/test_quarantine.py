@@ -45,7 +45,8 @@ class Poisonable:
             first = max(first, 1)
         attempt.emit(worker_pb2.DecodeStarted())
         await self.pair.generate(attempt, first, max(first, self.num_before))
-        await self.die(attempt)
+        if self.pair.num_answer(attempt) > self.num_before:  # it dies of the step after these
+            await self.die(attempt)
 
     async def prefill(self, attempt):
         if not is_poison(attempt):
@@ -302,8 +303,11 @@ async def test_neighbours_that_lose_both_workers_with_it_are_served(make_system,
 
 
 @pytest.mark.parametrize("teller", ["prefill", "decode"])
-async def test_neighbours_in_the_same_prefill_worker_are_served(make_system, worker_type, pair, answer, teller):
+async def test_neighbours_in_the_same_prefill_worker_are_served(
+    make_system, worker_type, pair, answer, teller, monkeypatch
+):
     """All of them were being computed when it died, and the other worker's word may come first."""
+    monkeypatch.setattr("gateway.recovery.REPORT_WAIT_S", 0.5)  # also on a busy machine the death is known within it
     system, scripts = await make_system(), Poisonable(pair)
 
     async def prefill(attempt):
@@ -330,3 +334,73 @@ async def test_neighbours_in_the_same_prefill_worker_are_served(make_system, wor
         assert (await neighbour).json()["choices"][0]["token_ids"] == answer
     assert is_quarantined(await poison)
     assert len(scripts.dead) == 2
+
+
+async def test_neighbours_are_served_though_nobody_knew_of_the_death_in_time(
+    make_system, worker_type, pair, answer, monkeypatch
+):
+    """All of them are tried again at once, and lose a second worker; the poison takes a third one, alone."""
+    monkeypatch.setattr("gateway.recovery.REPORT_WAIT_S", 0.001)
+    system, seen = await make_system(), {}
+    next_is_there = {"prefill-0": asyncio.Event(), "prefill-1": asyncio.Event()}
+
+    async def dies_of_all(attempt):
+        attempt.emit(worker_pb2.PrefillStarted())
+        seen.setdefault(attempt.worker.worker_id, []).append(attempt)
+        if len(seen[attempt.worker.worker_id]) < 6:
+            return
+        await next_is_there[attempt.worker.worker_id].wait()
+        for other in attempt.worker.attempts:
+            receiver = next(one for one in system.workers["decode-0"].attempts if one.key == other.key)
+            receiver.fail(WorkerUnavailable("the sender ended the Link"))
+        await asyncio.sleep(0.1)
+        await attempt.worker.die()
+
+    scripts = Poisonable(pair)
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    await system.add(worker_type("prefill", "prefill-0", dies_of_all))
+    asked = [asyncio.create_task(ask(system, prompt)) for prompt in ([1], POISON, [2], [3], [4], [5])]
+    await system.until(lambda: len(seen.get("prefill-0", ())) == 6)
+    await system.add(worker_type("prefill", "prefill-1", dies_of_all))
+    next_is_there["prefill-0"].set()
+    await system.until(lambda: len(seen.get("prefill-1", ())) == 6)
+    await system.add(worker_type("prefill", "prefill-2", scripts.prefill))
+    next_is_there["prefill-1"].set()
+    await system.until(lambda: len(scripts.dead) == 1)
+    await system.add(worker_type("prefill", "prefill-3", scripts.prefill))
+    poison = asked.pop(1)
+    for neighbour in asked:
+        assert (await neighbour).json()["choices"][0]["token_ids"] == answer
+    assert is_quarantined(await poison)
+    assert len(scripts.dead) == 1
+
+
+async def test_two_deaths_that_are_nobodys_fault_blame_nobody(make_system, worker_type, pair, answer):
+    """Two workers die one soon after the other, the second one before anybody had a token from it."""
+    system, seen = await make_system(), {}
+
+    async def decode(attempt):
+        number = int(attempt.worker.worker_id[-1])
+        seen.setdefault(number, []).append(attempt)
+        if number == 2:
+            return await pair.decode(attempt)
+        attempt.emit(worker_pb2.Admitted())
+        if not attempt.spec.emitted_token_ids:
+            await pair.event(attempt).wait()
+        attempt.emit(worker_pb2.DecodeStarted())
+        if number == 0:
+            await pair.generate(attempt, 1, 5)
+        if len(seen[number]) == 4:
+            await asyncio.sleep(0.02)
+            await attempt.worker.die()
+
+    await system.add(worker_type("prefill", "prefill-0", pair.prefill))
+    await system.add(worker_type("decode", "decode-0", decode))
+    asked = [asyncio.create_task(ask(system)) for _ in range(4)]
+    await system.until(lambda: len(seen.get(0, [])) == 4)
+    await system.add(worker_type("decode", "decode-1", decode))
+    await system.until(lambda: len(seen.get(1, [])) == 4)
+    await system.add(worker_type("decode", "decode-2", decode))
+    for response in await asyncio.gather(*asked):
+        assert response.status_code == 200
+        assert response.json()["choices"][0]["token_ids"] == answer

@@ -279,6 +279,15 @@ async def test_reflection_lists_the_services(channel: grpc.aio.Channel) -> None:
     assert {SERVICE, "grpc.health.v1.Health"} <= names
 
 
+async def test_a_server_may_be_stopped_twice_at_once(servicer: Servicer) -> None:
+    """In gRPC itself the second stop crashes the process."""
+    for _ in range(5):
+        async with serving(servicer) as (server, address), grpc.aio.insecure_channel(address) as channel:
+            call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            await call.read()
+            await asyncio.gather(server.stop(0), server.stop(0), server.stop(0.01))
+
+
 async def test_an_address_is_had_by_one_server_only(server: tuple[rpc.RpcServer, str]) -> None:
     second = rpc.make_server([SERVICE])
     port = int(server[1].rsplit(":", 1)[1])
