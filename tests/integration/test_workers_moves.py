@@ -99,13 +99,14 @@ async def move(gateway: Any, attempt: Any, answered: Answered, *, decode: int) -
 
 
 async def generate_moving(gateway: Any, request_id: str, source: random.Random, **fields: Any) -> Answered:
-    """Generates an answer that moves to and fro, after a few tokens each time."""
+    """Generates an answer that moves to and fro, at once three times, and then after a few tokens each time."""
     answered = Answered()
     attempt = await gateway.begin(request_id, max_tokens=MAX_TOKENS, **fields)
     assert attempt.error is None, attempt.error
     decode = 0
     while True:
-        num_tokens = source.choice((0, 1, 2, 7, 30))
+        # A busy machine may be done with the answer before this process has its turn again.
+        num_tokens = source.choice((0, 1, 2, 7, 30)) if answered.num_moves >= 3 else 0
         async with asyncio.timeout(30):
             while len(attempt.tokens) < num_tokens and not {"finished", "failed"} & set(attempt.events):
                 attempt.changed.clear()

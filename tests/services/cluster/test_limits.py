@@ -23,6 +23,7 @@ from services.cluster.limits import (
 )
 from services.cluster.store import Script, Store
 from services.runtime.clock import ManualClock
+from services.runtime.errors import StoreUnavailable
 from tests.stopwatch import Stopwatch
 
 NAMES = itertools.count()
@@ -315,8 +316,9 @@ async def test_without_redis_each_gateway_applies_its_part(gateways, redis_serve
     allowed = TenantLimits(requests_per_minute=20, concurrency=4)
 
     async def see_each_other():
-        for each in (first, second):
-            await each._write(renews=True)
+        with contextlib.suppress(StoreUnavailable):  # on a busy machine Redis may be late once
+            for each in (first, second):
+                await each._write(renews=True)
         return first.num_gateways == second.num_gateways == 2
 
     await until(see_each_other)
