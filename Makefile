@@ -35,8 +35,8 @@ chat: install ## talk to the running cluster
 test: install ## the tests that every change must pass (ARGS: flags of pytest)
 	$(PYTEST) -q -n $(TEST_WORKERS) -m "not slow and not gpu" $(ARGS)
 
-test-all: install ## all tests, the slow sweeps too
-	$(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu" $(ARGS)
+test-all: install ## all tests, the slow sweeps and all random examples too
+	TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu" $(ARGS)
 
 test-faults: install ## kill, freeze, cut off, corrupt, and compare every answer (ARGS: cases and flags; --help lists them)
 	@exec $(PYTHON_IN) -m tests.faults.run $(ARGS)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from decode_worker.scheduler import HEADROOM_TOKENS, BatchScheduler, Progress, Work, is_swap_cheaper
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 from tests.decode_worker.pages import add, make
+from tests.examples import examples
 
 
 def reasons(s: BatchScheduler) -> list[tuple[Hashable, str]]:
@@ -340,11 +341,11 @@ class Preempting(RuleBasedStateMachine):
 
 
 TestPreempting = Preempting.TestCase
-TestPreempting.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPreempting.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_of_one_class_nobody_gives_way_often(seed: int) -> None:
     """Long answers, a quarter of the memory that they take: how often pages are lost, for each and in all."""
     source = random.Random(seed)

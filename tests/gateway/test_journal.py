@@ -48,6 +48,7 @@ from services.runtime.errors import (
     StoreUnavailable,
     WorkerUnavailable,
 )
+from tests.examples import examples
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end 🙃 of it, hello there"
 USAGE = Usage(3, 0, 4, 0.0, 0.0, 0.0, 0.0)
@@ -287,7 +288,7 @@ def test_a_call_nested_too_deep_counts_as_no_journal():
     assert decode_call(deep, request_id="abc") is None
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 @given(data=st.data())
 def test_no_bytes_from_redis_raise(data):
     packed = bytearray(
@@ -536,7 +537,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(
     clients=st.lists(steps, min_size=1, max_size=3),
     seed=st.integers(0, 2**20),

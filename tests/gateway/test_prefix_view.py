@@ -24,6 +24,7 @@ from services.cluster.registry import WorkerRecord, new_incarnation
 from services.cluster.store import Store
 from services.runtime.clock import SYSTEM_CLOCK, ManualClock
 from services.runtime.errors import StoreUnavailable
+from tests.examples import examples
 
 NewPublisher = Callable[..., PrefixPublisher]
 HEAD = "tandem:{test}:pages:w0"
@@ -634,7 +635,7 @@ def expected_longest(held: dict[str, set[bytes]], keys: list[bytes]) -> dict[str
 def test_once_quiet_it_is_what_the_workers_hold() -> None:
     with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as client:
 
-        @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
         @given(st.lists(STEPS, max_size=25))
         def check(steps: list[tuple[Any, ...]]) -> None:
             client.flushall()

@@ -43,6 +43,7 @@ from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, ReceiverState
 from kv_transfer.protocol.sender import SenderLink, SenderState
 from kv_transfer.protocol.timing import Timeouts
 from services.runtime.errors import NoFreePages, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
+from tests.examples import examples
 
 LAYOUT = WireLayout("f", 4, "float32", 1, 1, 1, True)
 FRAME_PAGES = 2
@@ -892,7 +893,7 @@ class ReliableHandoffs(Handoffs):
 
 
 _settings = settings(
-    max_examples=300,
+    max_examples=examples(300),
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
@@ -900,7 +901,7 @@ _settings = settings(
 TestHandoffs = Handoffs.TestCase
 TestHandoffs.settings = _settings
 TestReliableHandoffs = ReliableHandoffs.TestCase
-TestReliableHandoffs.settings = settings(_settings, max_examples=100)
+TestReliableHandoffs.settings = settings(_settings, max_examples=examples(100))
 
 
 def test_states_are_named_sets() -> None:

@@ -10,16 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.engine.attention import paged_attention
 from services.engine.kernels import build as build_module
 from services.engine.kernels import library as library_module
 from services.engine.kernels.build import KernelsUnavailable, build_library
 from services.engine.kernels.library import Kernels, check_arithmetic
+from tests.services.engine.attention_cases import CASES, SCALE, expected_attention, make_case
 
 BUILD = """
 import sys
 from pathlib import Path
-from services.engine.kernels.build import build_library
-print(build_library(cache_dir=Path(sys.argv[1]), extra_flags=["-O1"]))
+from services.engine.kernels import build
+build.SOURCE_DIR = Path(sys.argv[2])
+print(build.build_library(cache_dir=Path(sys.argv[1]), extra_flags=["-O1"]))
 """
 
 
@@ -40,12 +43,16 @@ def fake_compiler(folder: Path, script: str) -> str:
     return str(path)
 
 
-def test_processes_that_start_together_share_one_library(tmp_path):
-    command = [sys.executable, "-c", BUILD, str(tmp_path / "cache")]
+def test_processes_that_start_together_share_one_library(tmp_path, tiny_source):
+    asked = tmp_path / "asked"
+    compiler = fake_compiler(tmp_path, f'echo "$1" >> {asked}; [ "$1" = --version ] || sleep 1; exec g++ "$@"')
+    script = BUILD.replace('extra_flags=["-O1"]', f"compiler={compiler!r}")
+    command = [sys.executable, "-c", script, str(tmp_path / "cache"), str(tiny_source)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     paths = {process.communicate(timeout=100)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(paths) == 1
+    assert sum(line != "--version" for line in asked.read_text().splitlines()) == 1
     left = sorted(path.suffix for path in (tmp_path / "cache").iterdir())
     assert left == [".lock", ".sha256", ".so"]
 
@@ -112,10 +119,11 @@ def test_compiler_without_openmp_gives_one_thread(tmp_path, caplog):
     assert "one thread" in caplog.text
 
 
-def test_process_that_died_while_compiling_does_not_block_others(tmp_path):
+def test_process_that_died_while_compiling_does_not_block_others(tmp_path, tiny_source):
     compiler = fake_compiler(tmp_path, 'case "$1" in --version) echo fake;; *) sleep 60;; esac')
     script = BUILD.replace('extra_flags=["-O1"]', f"compiler={compiler!r}")
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "cache")], start_new_session=True)
+    command = [sys.executable, "-c", script, str(tmp_path / "cache"), str(tiny_source)]
+    process = subprocess.Popen(command, start_new_session=True)
     try:
         deadline = time.monotonic() + 60
         while not list((tmp_path / "cache").glob("build-*")):
@@ -159,6 +167,12 @@ def test_other_instruction_sets_keep_the_promise(tmp_path, flags, arithmetic):
     kernels = Kernels(build_library(cache_dir=tmp_path, extra_flags=["-O1", *flags]))
     assert kernels.arithmetic.startswith(arithmetic + "/")
     check_arithmetic(kernels)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        for head_dim in (20, 64):
+            q, pool, batch, kept = make_case(CASES["mixed"], head_dim=head_dim, dtype=dtype)
+            out = paged_attention(q, pool, layer=1, batch=batch, scale=SCALE, kernels=kernels)
+            expected = expected_attention(q, batch, kept)
+            torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_wrong_arithmetic_is_noticed(monkeypatch):

@@ -18,6 +18,7 @@ from services.scheduling.queue import (
     RequestQueue,
     ServiceClass,
 )
+from tests.examples import examples
 
 AGEING_S = 4.0
 WEIGHTS = {"heavy": 2.0, "light": 0.5}
@@ -188,7 +189,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueue = QueueMachine.TestCase
-TestQueue.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestQueue.settings = settings(max_examples=examples(120), stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.parametrize("strategy", ["fcfs", "priority", "sla"])

@@ -22,6 +22,7 @@ from services.scheduling.routing import (
     _Case,
     _Hits,
 )
+from tests.examples import examples
 
 
 def view(worker_id, **facts):
@@ -95,7 +96,7 @@ def can_serve(worker, asked, num_tokens):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(cases(), st.sampled_from(POLICY_NAMES), st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5))))
 def test_every_worker_that_can_serve_it_once_and_no_other(case, policy, cut):
     asked, ps, ds = case
@@ -114,7 +115,7 @@ def test_every_worker_that_can_serve_it_once_and_no_other(case, policy, cut):
         assert 0 <= route.num_cached_tokens < asked.num_prompt_tokens
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(cases(), st.sampled_from([None, 0, 500]), st.sampled_from([None, 0.05]))
 def test_the_price_is_the_sum_of_the_terms_it_names_and_sorts_the_routes(case, threshold, max_itl_s):
     asked, ps, ds = case
@@ -142,7 +143,7 @@ def test_the_price_is_the_sum_of_the_terms_it_names_and_sorts_the_routes(case, t
             assert terms["remote_cost_s"] <= min(alone) + shared + 1e-9 * (1 + min(alone))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cases(), st.randoms(use_true_random=False), st.sampled_from(["hybrid", "least_loaded", "prefix_aware"]))
 def test_the_order_of_the_views_matters_to_ties_only(case, shuffler, policy):
     asked, ps, ds = case
@@ -156,7 +157,7 @@ def test_the_order_of_the_views_matters_to_ties_only(case, shuffler, policy):
         assert decodes(first) == decodes(second)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(cases(), st.sampled_from([None, 500]), st.sampled_from([None, 0.05]))
 def test_the_loop_that_compares_and_the_terms_that_are_told_agree(case, threshold, max_itl_s):
     asked, ps, ds = case
@@ -202,7 +203,7 @@ def changed(views, index, **facts):
     return [*views[:index], dataclasses.replace(views[index], **facts), *views[index + 1 :]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cases(), st.data())
 def test_more_cached_is_never_worse_for_anybody(case, data):
     asked, ps, ds = case
@@ -225,7 +226,7 @@ def test_more_cached_is_never_worse_for_anybody(case, data):
         assert price_s <= before[name] + 1e-9 * (1 + before[name])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cases(), st.data())
 def test_a_decode_worker_with_less_to_do_is_never_worse(case, data):
     asked, ps, ds = case
@@ -252,7 +253,7 @@ def test_a_decode_worker_with_less_to_do_is_never_worse(case, data):
     assert not after or after[0] <= before[0] + 1e-9 * (1 + before[0])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cases(), st.data())
 def test_a_prefill_worker_with_less_to_do_never_falls_behind(case, data):
     asked, ps, ds = case

@@ -19,6 +19,7 @@ from gateway.tool_calls import Reasoning as Thoughts
 from services.runtime.answer_form import AnswerForm, CalledFunction, Reasoning, ToolCalls, ToolFormat
 from services.structured.grammar import Grammars, UnusableSchema, check_form
 from services.structured.lark import MAX_CALLS
+from tests.examples import examples
 from tests.json_schema import assert_keeps_to
 from tests.schemas import UNUSABLE
 
@@ -138,7 +139,7 @@ def check(form: AnswerForm, text: str) -> int:
     return len(calls)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.sampled_from(FORMS), st.integers(0, 2**32))
 def test_whatever_is_allowed_is_read_as_the_form(model: Model, form: AnswerForm, seed: int) -> None:
     source = random.Random(seed)
@@ -153,7 +154,7 @@ def test_whatever_is_allowed_is_read_as_the_form(model: Model, form: AnswerForm,
         check(form, text)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.sampled_from(OPTIONAL), st.integers(0, 2**32))
 def test_calls_after_any_text_are_as_strict(model_with_marks: Model, form: AnswerForm, seed: int) -> None:
     source, model = random.Random(seed), model_with_marks
