@@ -20,7 +20,7 @@ from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from services.cluster.embedded import EmbeddedRedis
 from services.cluster.registry import WorkerRecord, list_workers
 from services.cluster.store import Store
-from services.runtime.rpc import make_channel
+from services.runtime.rpc import PUBLIC, make_channel
 
 VOCAB_SIZE = 331
 START_TIMEOUT_S = 60.0
@@ -251,7 +251,8 @@ class WorkerSession:
     def __init__(self, gateway: "ScriptedGateway", role: str, address: str) -> None:
         self.role = role
         self._gateway = gateway
-        self._channel = make_channel(address)
+        # Patient: no test of these is about how soon a gateway gives a silent connection up.
+        self._channel = make_channel(address, profile=PUBLIC)
         stub: Any = getattr(worker_pb2_grpc, f"{role.capitalize()}WorkerStub")(self._channel)
         self._command_class: Any = getattr(worker_pb2, f"{role.capitalize()}Command")
         self._commands_class: Any = getattr(worker_pb2, f"{role.capitalize()}Commands")
