@@ -99,6 +99,16 @@ async def test_a_resumed_request_goes_on_where_it_was(make_bench: Make, is_local
     assert gateway.tokens("r", attempt=2) == {index: full[index] for index in (5, 6, 7)}
 
 
+class SteadySpeculator(Speculator):
+    """On a machine whose steps all take a millisecond, so that it proposes whenever it has something."""
+
+    def propose(self, candidates: Any, *, speed: Any) -> Any:
+        return super().propose(candidates, speed=None)
+
+    def end_step(self, num_accepted: int, time_s: float | None) -> None:
+        super().end_step(num_accepted, None if time_s is None else 1e-3)
+
+
 async def test_tokens_of_one_step_come_in_one_event(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that counts 0 1 2 3 0 1 2 3, and chooses behind each proposal what it would have chosen there."""
 
@@ -113,7 +123,7 @@ async def test_tokens_of_one_step_come_in_one_event(make_bench: Make, monkeypatc
                 break
         return SampledTokens(tuple(tokens)) if item.proposed else tokens[0]
 
-    bench = make_bench(speculator=Speculator(clock=ManualClock()))
+    bench = make_bench(speculator=SteadySpeculator(clock=ManualClock()))
     monkeypatch.setattr(bench.runner, "_outcome", outcome)
     gateway = bench.gateway()
     gateway.admit("r", [0, 1, 2, 3, 0, 1], max_tokens=30, local=True)
@@ -460,6 +470,7 @@ async def test_a_broken_decode_is_a_failed_span(make_bench: Make, monkeypatch: p
     gateway.admit("gone", [1] * 3, max_tokens=20, local=True, traceparent=f"00-{'ef' * 16}-{'cd' * 8}-01")
     await gateway.event("r", "decode_started")
     await gateway.event("gone", "decode_started")
+    await bench.until(lambda: not bench.runner.gate.is_set())
     bench.runner.broken.add("r")
     gateway.cancel("gone")
     bench.runner.gate.set()
