@@ -340,12 +340,15 @@ class Attempt:
         return is_whole and self._is_at_decode and not self._is_pausing and self._ended_by is None
 
     def is_fresh_at(self, incarnations: Container[str]) -> bool:
-        """Whether one of these processes is computing the attempt, or was at its end, and no token came from it."""
-        has_failed, is_computing = self._ended_by is not None, self._is_begun or self._is_local
-        workers = ((self.prefill, self._is_at_prefill), (self.decode, self._is_at_decode))
-        at = [worker for worker, is_there in workers if worker is not None and (is_there or has_failed)]
+        """Whether one of these processes computes the attempt, or did when it failed, and no token came from it."""
+        at: list[WorkerSession] = []
+        if self.fault is not None:
+            at += self.fault.suspects
+        elif self._is_begun or self._is_local:
+            at += [self.prefill] if self._is_at_prefill and self.prefill is not None else []
+            at += [self.decode] if self._is_at_decode else []
         at = [worker for worker in at if worker.peer.incarnation in incarnations]
-        return bool(at) and is_computing and not self._token_sources.intersection(at)
+        return bool(at) and not self._token_sources.intersection(at)
 
     async def hear_out(self, seconds: float) -> None:
         """After the death of a prefill worker: learns whether it had begun, should its own word of that be lost.

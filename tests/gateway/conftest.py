@@ -376,14 +376,14 @@ class System:
 
     async def flush_journals(self) -> None:
         """All that another gateway needs is in Redis, which may have been too busy to answer at first."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(10):
             while True:
                 try:
                     return await self.gateway._journals._writer.flush()
                 except StoreUnavailable:
                     await asyncio.sleep(0.05)
 
-    async def until(self, holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    async def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
         """Waits for a condition that other tasks bring about."""
         async with asyncio.timeout(timeout_s):
             while not holds():  # noqa: ASYNC110 - the condition is other tasks' state
@@ -409,7 +409,7 @@ async def make_system(
             stack.push_async_callback(gateway.stop)
             http = await stack.enter_async_context(
                 # Certificates, which nobody shows here, take longer to load than the gateway to start.
-                httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=60, verify=False)
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=20, verify=False)
             )
             system = System(gateway, http, config.redis, cluster_name)
 

@@ -542,7 +542,7 @@ async def test_body_that_was_announced_and_never_comes(system, monkeypatch):
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\nexpect: 100-continue\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(head)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
         assert (await reader.read(4096)).startswith(b"HTTP/1.1 408")
     writer.close()
@@ -561,7 +561,7 @@ async def test_head_of_a_second_request_that_never_comes(system, monkeypatch):
     monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HT")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         answers = await reader.read()
     assert answers.count(b"HTTP/1.1 200") == 1
     assert b"HTTP/1.1 408" in answers
@@ -585,7 +585,7 @@ async def test_an_answer_is_not_broken_off_for_a_head_that_never_comes(system, m
     await system.until(lambda: bool(decode.attempts))
     await asyncio.sleep(0.3)  # the time that is measured, several times over
     may_go_on.set()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         answers = await reader.read()
     assert answers.startswith(b"HTTP/1.1 200")
     assert answers.count(b"HTTP/1.1 408") == 1
@@ -659,14 +659,17 @@ async def test_a_wish_for_another_protocol_is_passed_over(system, monkeypatch, w
     """RFC 9110, 7.8; Java's own client wishes for HTTP/2 with every request."""
     whole, taken = http_server._BoundedProtocol.data_received, bytearray()
 
-    def in_pieces(protocol, data):
-        for start in range(0, len(data), piece_bytes):
-            whole(protocol, data[start : start + piece_bytes])
-        taken.extend(data)
+    def in_pieces_of(num_bytes):
+        def data_received(protocol, data):
+            for start in range(0, len(data), num_bytes):
+                whole(protocol, data[start : start + num_bytes])
+            taken.extend(data)
 
-    monkeypatch.setattr(http_server._BoundedProtocol, "data_received", in_pieces)
-    for body in WITH_BODY.values():
-        for piece_bytes in (1, 13, 1 << 16):  # noqa: B007 - in_pieces reads it
+        return data_received
+
+    for num_bytes in (1, 13, 1 << 16):
+        monkeypatch.setattr(http_server._BoundedProtocol, "data_received", in_pieces_of(num_bytes))
+        for body in WITH_BODY.values():
             request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + WISHES[wish] + body
             await check_wish_is_passed_over(system, request, taken)
 
@@ -693,7 +696,7 @@ async def check_wish_is_passed_over(system, request, taken):
 
 async def one_answer(reader) -> tuple[int, str]:
     """Status and text of the next answer of a connection."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         head = await reader.readuntil(b"\r\n\r\n")
         found = re.search(rb"content-length: (\d+)", head)
         answer = json.loads(await reader.readexactly(int(found[1])))
@@ -705,7 +708,7 @@ async def raw(system, sent: bytes, at_most: int = 4096) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     try:
         writer.write(sent)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(5):
             return await reader.read(at_most)
     finally:
         writer.close()
@@ -893,7 +896,7 @@ async def flooded(port, frames: bytes, *, until=(PING, LAST_PING), times: int = 
     said = bytearray()
     try:
         writer.write(PREFACE + frame(SETTINGS) + frames + frame(PING, LAST_PING))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(10):
             while kinds_in(said).count(until) < times and (part := await reader.read(65536)):
                 said += part
     except ConnectionResetError:
@@ -1041,7 +1044,7 @@ async def said_to(system, head: bytes) -> bytes:
     said = b""
     try:
         writer.write(PREFACE + frame(SETTINGS) + call)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(10):
             while not any(kind in (HEAD, RESET, GOAWAY) for kind, _ in kinds_in(said)):
                 said += await reader.read(65536)
     finally:

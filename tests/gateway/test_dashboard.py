@@ -313,7 +313,7 @@ async def test_a_gateway_that_stops_ends_the_updates(make_system: Any) -> None:
         lines = reply.aiter_lines()
         await anext(lines)
         leaving = asyncio.create_task(system.gateway._feed.close())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(5):
             async for _ in lines:  # to its end, which is one: a broken connection would raise
                 pass
         await leaving

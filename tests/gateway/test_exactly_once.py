@@ -601,7 +601,7 @@ async def test_unread_answers_do_not_hold_up_the_end_of_a_gateway(make_system, w
     events = Events()
     reading = asyncio.create_task(read(system, events, {"x-request-id": "a"}, stream_body()))
     await system.until(lambda: len(events.tokens()) == 3)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         await system.gateway.stop()
         with contextlib.suppress(httpx.HTTPError):
             await reading

@@ -807,7 +807,7 @@ async def test_requests_go_on_while_redis_is_away_and_after_it_forgot(model_fold
         worker = worker_type("decode", "decode-0", pair.decode)
         await worker.start(redis.url, "away")
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=10) as http:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(10):
                 while (await http.get("/ready")).status_code != 200:  # noqa: ASYNC110 - across sockets
                     await asyncio.sleep(0.02)
             redis.kill()
@@ -1080,7 +1080,7 @@ async def test_a_gateway_that_sleeps_now_and_then_still_finds_the_silent(make_sy
     frozen = await system.add(worker_type("decode", "decode-0", hold))
     session = system.gateway.topology.decode_session("decode-0")
     monkeypatch.setattr(frozen.sessions, "_wait", lambda session: asyncio.sleep(3600))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(15):
         while session.is_up:
             time.sleep(0.4)  # noqa: ASYNC251
             await asyncio.sleep(0.3)
@@ -1120,7 +1120,7 @@ async def test_a_leaving_gateway_takes_requests_for_a_moment_and_then_none(make_
         assert response.status_code in (404, 503)
         return response.status_code == 503 and "leaving" in response.json()["error"]["message"]
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while not await is_refused():  # noqa: ASYNC110 - across sockets
             await asyncio.sleep(0.1)
     release.set()

@@ -32,7 +32,7 @@ async def sent(client, content=b"{}\n", **fields):
 
 async def until(holds):
     """Waits for what the gateway does behind an answer's back."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while not await holds():  # noqa: ASYNC110 - it is told by nobody
             await asyncio.sleep(0.01)
 

@@ -125,7 +125,7 @@ def error_of(response, http_status):
 
 
 async def eventually(holds):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(15):
         while not await holds():  # noqa: ASYNC110 - what other tasks and Redis bring about
             await asyncio.sleep(0.02)
 
@@ -183,7 +183,7 @@ async def test_a_body_is_not_read_for_nobody(guarded):
     system = await guarded()
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n{")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 401 ")
     assert b"connection: close" in head
@@ -267,7 +267,7 @@ async def test_any_bytes_in_the_header_get_an_answer(guarded):
         writer.write(
             b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: " + value + b"\r\n\r\n"
         )
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(10):
             answer = await reader.read()
         writer.close()
         return answer

@@ -348,7 +348,7 @@ async def test_a_full_queue_leads_to_the_next_model_at_once(two_models, worker_t
     system = await two_models(after_s=60.0, max_queued_requests=0)
     await add_decode(system, worker_type, "large", refuses)
     await add_decode(system, worker_type, "small", Answering(SMALL_ANSWER).decode)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         answer = await complete(system, allow_fallback=True)
     assert said(answer) == ("small", "large -> small; reason=overloaded")
 
@@ -745,7 +745,7 @@ async def test_what_another_model_answers_is_paid_once_and_as_that_model_counts(
     assert answer.headers["x-ratelimit-remaining-requests"] == "1"
     limits = system.gateway.door.key_file.keys.limits_of("acme")
     used = answer.json()["usage"]["total_tokens"]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while True:
             left = await system.gateway.limiter.take("acme", limits)
             if left.tokens.remaining >= 1000 - used:
@@ -783,7 +783,7 @@ async def test_a_model_whose_workers_are_away_is_stood_in_for_at_once(two_models
     monkeypatch.setattr(DecodeSession, "run", lambda session: asyncio.Event().wait())
     large.sessions.close()
     await system.until(lambda: system.gateway.topology.num_ready("decode", "large") == 0)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         answer = await complete(system, allow_fallback=True)
     assert said(answer) == ("small", "large -> small; reason=unavailable")
 

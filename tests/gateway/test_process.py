@@ -62,7 +62,7 @@ async def test_serves_until_a_signal_and_never_loads_torch(model_folder, redis_u
     with open(f"/proc/{process.pid}/maps") as maps:  # noqa: ASYNC230 - no disk is behind it
         assert not re.search(r"libtorch|_C\.cpython.*torch", maps.read())
     process.send_signal(number)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(15):
         await process.communicate()
     assert process.returncode == 0
 

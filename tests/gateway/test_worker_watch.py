@@ -145,16 +145,16 @@ async def test_a_slow_worker_gets_no_new_work_and_is_back_when_it_has_recovered(
         text = system.gateway.metrics.render([]).decode()
         return "tandem_open_breakers 1.0" in text.splitlines()
 
-    await ask_until(lambda: len(worker.attempts) >= 10, 30)
+    await ask_until(lambda: len(worker.attempts) >= 10, 5)
     assert not is_left_alone()
     delays[worker_id] = 1.0
-    await ask_until(is_left_alone, 30)
+    await ask_until(is_left_alone, 8)
     assert is_left_alone()
     num_attempts = len(worker.attempts)
     await ask_until(lambda: False, 1.0)
     assert len(worker.attempts) - num_attempts <= 2
     delays.clear()
-    await ask_until(lambda: not is_left_alone(), 30)
+    await ask_until(lambda: not is_left_alone(), 15)
     assert not is_left_alone()
 
 

@@ -834,7 +834,7 @@ async def test_an_odd_failure_while_posting_still_releases_the_senders_pages(
     monkeypatch.setattr(send_link._opened.channel, "post", fail)
     for page in range(4):
         transfer.send(page, [page])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         await transfer.released.wait()
     with pytest.raises(TransferFailed):
         await transfer.seal(num_tokens=64, first_token_id=7, sampling_position=65)

@@ -99,7 +99,7 @@ async def test_a_decode_worker_is_killed_in_the_middle(cluster: Cluster, wait_un
 
 async def decode_pid(cluster: Cluster) -> int:
     """The process of a decode worker that is generating."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while True:
             for worker in (await asyncio.to_thread(cluster.get, "/cluster"))["workers"]:
                 if worker["role"] == "decode" and worker["running"]:

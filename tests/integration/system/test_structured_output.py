@@ -125,7 +125,7 @@ async def test_the_same_as_one_process_also_when_a_worker_is_killed(
 
 async def decode_pid(cluster: Cluster) -> int:
     """The process of a decode worker that is generating."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while True:
             for worker in (await asyncio.to_thread(cluster.get, "/cluster"))["workers"]:
                 if worker["role"] == "decode" and worker["running"]:

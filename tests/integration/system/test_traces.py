@@ -19,7 +19,8 @@ TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 CLIENT_SPAN_ID = "00f067aa0ba902b7"
 EXPORT_TIMEOUT_S = 20.0
 PHASES = ["queue", "route", "prefill", "kv_transfer", "decode"]
-NUM_PROMPT_TOKENS, CHUNK_TOKENS, NUM_TOKENS = 200, 64, 40
+# So many tokens that the prefill worker's word of the handoff comes before the last of them, on a busy machine too.
+NUM_PROMPT_TOKENS, CHUNK_TOKENS, NUM_TOKENS = 200, 64, 160
 CLOCK_NS = 1_000_000
 """What two readings of this machine's clock in two processes may differ by, each rounded and slewed."""
 
@@ -120,11 +121,8 @@ def test_one_request_is_one_trace_of_all_processes(
     assert steps.span.end_time_unix_nano <= decode.span.end_time_unix_nano + CLOCK_NS
 
     assert [chunk.said["tandem.tokens"] for chunk in chunks] == [64, 64, 64, 8]
-    num_pages = -(-NUM_PROMPT_TOKENS // 16)
-    assert sending.said["tandem.kv.pages"] == num_pages
-    # The decode worker's first token may be at the gateway before the prefill worker's word of what it sent.
-    assert transfer.said.get("tandem.kv.pages", num_pages) == num_pages
-    assert sending.said["tandem.kv.bytes"] == transfer.said.get("tandem.kv.bytes", sending.said["tandem.kv.bytes"]) > 0
+    assert sending.said["tandem.kv.pages"] == transfer.said["tandem.kv.pages"] == -(-NUM_PROMPT_TOKENS // 16)
+    assert sending.said["tandem.kv.bytes"] == transfer.said["tandem.kv.bytes"] > 0
     assert sending.said["tandem.kv.gb_per_s"] == pytest.approx(sending.said["tandem.kv.bytes"] / sending.seconds / 1e9)
     assert steps.said["tandem.batch_mean"] == steps.said["tandem.batch_max"] == 1
     assert decode.said["tandem.tokens"] == steps.said["tandem.tokens"] == NUM_TOKENS - 1

@@ -29,7 +29,6 @@ from kv_transfer.transports.base import (
 )
 from kv_transfer.transports.nccl import NcclReceiveChannel, NcclSendChannel, NcclTransport
 from kv_transfer.transports.nccl_pair import NcclPair, State
-from tests.examples import examples
 from tests.kv_transfer.transports.models import QUICK, Faults, ModelDevice, ModelNccl
 
 RING = RingSpec(num_slots=3, slot_bytes=512)
@@ -138,7 +137,7 @@ def faults(draw: st.DrawFn) -> Faults:
             return Faults()
 
 
-@settings(max_examples=examples(12))
+@settings(max_examples=12)
 @given(
     sizes=st.lists(st.integers(0, RING.slot_bytes), max_size=8),
     sender_faults=faults(),

@@ -369,7 +369,7 @@ async def writer(journals):
 
 
 async def until(holds):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while not await holds():  # noqa: ASYNC110 - the condition is Redis' content
             await asyncio.sleep(0.005)
 

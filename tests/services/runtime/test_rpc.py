@@ -222,10 +222,10 @@ async def test_a_cancelled_call_ends_its_handler(stub: Any, servicer: Servicer) 
     call = stub.Generate(inference_pb2.GenerateRequest())
     await call.read()
     # Cancelled while its first message is still being written, the handler would be closed at its yield instead.
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         await waits.wait()
     call.cancel()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         await servicer.ended.wait()
     assert servicer.end_reason == "CancelledError"
 

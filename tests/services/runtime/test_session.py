@@ -113,14 +113,14 @@ async def status_of(call: Any) -> errors.TandemError:
 
 
 async def soon(event: asyncio.Event) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         await event.wait()
     event.clear()
 
 
 async def events_of(call: Any, count: int) -> list[worker_pb2.WorkerEvent]:
     found: list[worker_pb2.WorkerEvent] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while len(found) < count:
             found.extend((await call.read()).events)
     return found
@@ -172,7 +172,7 @@ async def test_commands_of_one_message_are_done_in_order(served: tuple[Worker, A
     call = served[1].Session()
     await call.write(batch(hello(), *(admit(f"r{index}") for index in range(5))))
     worker = served[0]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while len(worker.commands) < 5:
             worker.arrived.clear()
             await worker.arrived.wait()
@@ -205,7 +205,7 @@ async def test_commands_arrive_in_order_and_events_come_back(served: tuple[Worke
     await call.write(
         batch(worker_pb2.DecodeCommand(cancel=worker_pb2.Cancel(id=worker_pb2.AttemptId(request_id="r3"))))
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while len(worker.commands) < 21:
             await soon(worker.arrived)
     assert [name for _, name in worker.commands] == [*(f"r{index}" for index in range(20)), "cancel r3"]

@@ -176,7 +176,7 @@ async def test_a_collector_that_is_away_or_slow_delays_nothing(collector: str, o
 async def test_what_cannot_be_a_message_is_dropped_and_the_rest_goes_on(otlp_receiver: Any) -> None:
     telemetry.setup("gateway", otlp_receiver.url)
     telemetry.export([span("request", root(), attributes={"n": 2**70})])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while telemetry.counts()[1] == 0:  # noqa: ASYNC110 - another thread counts
             await asyncio.sleep(0.01)
     telemetry.export([span("request", root())])
