@@ -28,6 +28,10 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
+// Stands between what writes memory and the tile loads from it: of those and of configurations GCC takes it that they
+// read nothing, or 8 bytes, so that it may leave out or put off what was written for them.
+inline void tiles_read_memory() { asm volatile("" : : : "memory"); }
+
 // Tiles 0 and 1 are sums of the upper rows, 2 and 3 of the lower ones, 4 and 5 their inputs; 6 and 7 are whole.
 inline void configure_tiles(int upper_rows, int lower_rows) {
   TileConfig config;
@@ -36,6 +40,7 @@ inline void configure_tiles(int upper_rows, int lower_rows) {
     config.rows[tile] = (uint8_t)std::max(rows[tile], 1);
     config.row_bytes[tile] = 64;
   }
+  asm volatile("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 

@@ -112,6 +112,7 @@ struct AmxProducts {
   template <int COLUMNS>
   static int64_t score_tiles(const float* q, int64_t stride, const bf16* keys, int64_t key_stride, int64_t head_dim,
                              float* scores) {
+    tiles_read_memory();
     _tile_zero(0);
     if constexpr (COLUMNS > 1) {
       _tile_zero(1);
@@ -182,6 +183,7 @@ struct AmxProducts {
   template <int COLUMNS>
   static int64_t add_tiles(const float (*packed)[TILE][TILE], int64_t key_tiles, const float* values, int64_t columns,
                         float* sums) {
+    tiles_read_memory();
     _tile_loadd(0, sums, columns * 4);
     _tile_loadd(1, sums + TILE, columns * 4);
     if constexpr (COLUMNS > 2) {

@@ -138,6 +138,7 @@ template <bool asks_ahead>
 inline void multiply_tiles_amx(const bf16* x, int64_t x_stride, int64_t rows, const bf16* panel, int64_t k,
                                float* acc) {
   const bool has_lower = rows > TILE;
+  tiles_read_memory();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
