@@ -404,3 +404,37 @@ async def test_two_deaths_that_are_nobodys_fault_blame_nobody(make_system, worke
     for response in await asyncio.gather(*asked):
         assert response.status_code == 200
         assert response.json()["choices"][0]["token_ids"] == answer
+
+
+async def test_a_client_that_leaves_on_trial_holds_up_nobody(make_system, worker_type, pair, answer, monkeypatch):
+    """Of four that shared a death each is tried alone: one leaves while it is tried, one while it waits for that."""
+    monkeypatch.setattr("gateway.recovery.TRIAL_WAIT_S", 3600.0)
+    system, tried = await make_system(), []
+
+    async def dies_of_four(attempt):
+        attempt.emit(worker_pb2.PrefillStarted())
+        if len(attempt.worker.attempts) == 4:
+            await asyncio.sleep(0.02)
+            await attempt.worker.die()
+
+    async def stuck_at_first(attempt):
+        tried.append(tuple(attempt.spec.prompt_token_ids))
+        if len(tried) == 1:
+            return attempt.emit(worker_pb2.PrefillStarted())
+        await pair.prefill(attempt)
+
+    await system.add(worker_type("decode", "decode-0", pair.decode))
+    await system.add(worker_type("prefill", "prefill-0", dies_of_four))
+    asked = {(n,): asyncio.create_task(ask(system, [n])) for n in range(5, 9)}
+    await system.until(lambda: len(system.workers["prefill-0"].attempts) == 4)
+    await system.add(worker_type("prefill", "prefill-1", stuck_at_first))
+    await system.until(lambda: len(tried) == 1)
+    on_trial = asked.pop(tried[0])
+    waits = asked.pop(min(asked))
+    await asyncio.sleep(0.2)  # long enough for others to be tried, were it not for the trial
+    assert len(tried) == 1
+    for leaving in (waits, on_trial):
+        leaving.cancel()
+    for response in await asyncio.gather(*asked.values()):
+        assert response.json()["choices"][0]["token_ids"] == answer
+    assert sorted(tried[1:]) == sorted(asked)
