@@ -8,6 +8,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +26,11 @@ from services.runtime.worker_metrics import Load
 SERVER_GRACE_S = 1.0
 PUBLISH_INTERVAL_S = 0.5
 WATCH_INTERVAL_S = 0.25
+
+SWITCH_INTERVAL_S = 1e-4
+"""How long the engine's thread waits for the interpreter at most when its kernels are done: the event loop has it
+meanwhile, and Python's own 5 ms are longer than a step. Steps come first; what a step brings is sent during the next.
+"""
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -163,6 +169,7 @@ def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], C
     if settings.cores is not None:
         process.keep_to_cores(settings.cores)
     process.die_with_parent()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     set_identity(worker_identity(settings, role=service.removesuffix("-worker")))
     telemetry.setup(service, settings.otlp, instance_id=settings.id)
 

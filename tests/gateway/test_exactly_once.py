@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,8 +12,15 @@ import httpx
 import pytest
 
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
+from services.cluster.store import Store
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
+
+
+@pytest.fixture(autouse=True)
+def patient_gateways(monkeypatch):
+    """They wait longer for Redis than in production: without it they go on from nothing, which is not what is tried."""
+    monkeypatch.setattr("gateway.gateway.Store", functools.partial(Store, timeout_s=2.0))
 
 
 @pytest.fixture
