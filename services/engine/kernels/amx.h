@@ -26,20 +26,22 @@ struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
+
+  // Tiles 0 and 1 are sums of the upper rows, 2 and 3 of the lower ones, 4 and 5 their inputs; 6 and 7 are whole.
+  TileConfig(int upper_rows, int lower_rows) {
+    const int wanted[8] = {upper_rows, upper_rows, lower_rows, lower_rows, upper_rows, lower_rows, 16, 16};
+    for (int tile = 0; tile < 8; ++tile) {
+      rows[tile] = (uint8_t)std::max(wanted[tile], 1);
+      row_bytes[tile] = 64;
+    }
+  }
 };
 
 // Stands between what writes memory and the tile loads from it: of those and of configurations GCC takes it that they
 // read nothing, or 8 bytes, so that it may leave out or put off what was written for them.
 inline void tiles_read_memory() { asm volatile("" : : : "memory"); }
 
-// Tiles 0 and 1 are sums of the upper rows, 2 and 3 of the lower ones, 4 and 5 their inputs; 6 and 7 are whole.
-inline void configure_tiles(int upper_rows, int lower_rows) {
-  TileConfig config;
-  const int rows[8] = {upper_rows, upper_rows, lower_rows, lower_rows, upper_rows, lower_rows, 16, 16};
-  for (int tile = 0; tile < 8; ++tile) {
-    config.rows[tile] = (uint8_t)std::max(rows[tile], 1);
-    config.row_bytes[tile] = 64;
-  }
+inline void load_config(const TileConfig& config) {
   asm volatile("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
@@ -54,7 +56,7 @@ class Tiles {
     if (rows_) _tile_release();
   }
   void configure(int64_t rows) {
-    if (rows != rows_) configure_tiles((int)std::min(rows, TILE), (int)std::max<int64_t>(rows - TILE, 0));
+    if (rows != rows_) load_config({(int)std::min(rows, TILE), (int)std::max<int64_t>(rows - TILE, 0)});
     rows_ = rows;
   }
 

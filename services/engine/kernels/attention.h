@@ -141,8 +141,8 @@ inline bool weigh_tile(Tile& tile, int64_t rows, int64_t first_position, int64_t
 // One KV head's rows for the query tokens [first, end) of a sequence, the first of which is at `first_position`. Rows
 // of q and out are `q_stride` and `out_stride` elements apart per token.
 template <typename Products, typename E>
-void attend_tile(const HeadCache<E>& cache, int64_t first_position, int64_t first, int64_t end, const E* q,
-                 int64_t q_stride, E* out, int64_t out_stride, Tile& tile) {
+void attend_tile(Products& products, const HeadCache<E>& cache, int64_t first_position, int64_t first, int64_t end,
+                 const E* q, int64_t q_stride, E* out, int64_t out_stride, Tile& tile) {
   const Heads& heads = cache.heads;
   const int64_t group = heads.num_heads / heads.num_kv_heads, rows = (end - first) * group;
   const int64_t head_dim = heads.head_dim, width = Products::width(head_dim), stride = Tile::round_up(rows);
@@ -150,6 +150,7 @@ void attend_tile(const HeadCache<E>& cache, int64_t first_position, int64_t firs
   const auto column = [&](int64_t r) { return (cache.kv_head * group + r % group) * head_dim; };
   std::vector<const E*> q_rows((size_t)rows);
   for (int64_t r = 0; r < rows; ++r) q_rows[r] = q + (first + r / group) * q_stride + column(r);
+  products.prepare(rows);
   Products::load_queries(q_rows.data(), rows, head_dim, stride, tile.q);
   for (int64_t r = 0; r < stride; ++r) tile.position[r] = (int32_t)(first_position + std::min(r, rows - 1) / group);
   float* sums = tile.sums.floats();
@@ -157,13 +158,15 @@ void attend_tile(const HeadCache<E>& cache, int64_t first_position, int64_t firs
   std::fill_n(tile.weight_sum.floats(), stride, 0.0f);
   std::fill_n(tile.top.floats(), stride, -INFINITY);
 
-  for (int64_t from = 0; from < cache.end; from += BLOCK_KEYS) {
-    KeyBlock<E> block;
-    cache.locate(from, block);
-    Products::score(tile.q, rows, stride, cache, from, block, tile.staging, tile.scores.floats());
+  KeyBlock<E> blocks[2];
+  cache.locate(0, blocks[0]);
+  for (int64_t from = 0, now = 0; from < cache.end; from += BLOCK_KEYS, now = 1 - now) {
+    KeyBlock<E>&block = blocks[now], &ahead = blocks[1 - now];
+    cache.locate(from + BLOCK_KEYS, ahead);
+    Products::score(tile.q, rows, stride, head_dim, block, ahead, tile.staging, tile.scores.floats());
     if (weigh_tile(tile, rows, first_position, from, block.count, scale) && from > 0)
       for (int64_t r = 0; r < rows; ++r) scale_row(sums + r * width, width, tile.factor.floats()[r]);
-    Products::add(tile.scores.floats(), rows, stride, cache, block, tile.staging, sums);
+    Products::add(tile.scores.floats(), rows, stride, head_dim, block, ahead, tile.staging, sums);
   }
   for (int64_t r = 0; r < rows; ++r)
     Products::store_row(sums + r * width, tile.weight_sum.floats()[r], head_dim,
@@ -175,6 +178,7 @@ void attend_tile(const HeadCache<E>& cache, int64_t first_position, int64_t firs
 template <typename Products, typename E>
 void attend_with(const Batch& batch, const Heads& heads, int64_t layer, const E* q, int64_t q_stride, E* out,
                  int64_t out_stride, std::atomic<int64_t>& next, Tile& tile) {
+  Products products;
   const int64_t group = heads.num_heads / heads.num_kv_heads;
   const int64_t tile_tokens = std::max<int64_t>(1, TILE_ROWS / group);
   int64_t seen = 0, taken = next.fetch_add(1);
@@ -186,7 +190,7 @@ void attend_with(const Batch& batch, const Heads& heads, int64_t layer, const E*
       const int64_t last = std::min(first + tile_tokens, end), position = batch.context_lens[sequence] - (end - first);
       const HeadCache<E> cache(batch, heads, layer, sequence, (taken - seen) % heads.num_kv_heads,
                                position + (last - first));
-      attend_tile<Products>(cache, position, first, last, q, q_stride, out, out_stride, tile);
+      attend_tile(products, cache, position, first, last, q, q_stride, out, out_stride, tile);
     }
     seen += tiles * heads.num_kv_heads;
   }
@@ -196,13 +200,8 @@ template <typename E>
 void attend(const Batch& batch, const Heads& heads, int64_t layer, const E* q, int64_t q_stride, E* out,
             int64_t out_stride, std::atomic<int64_t>& next, Tile& tile) {
 #if defined(TANDEM_AMX)
-  if constexpr (sizeof(E) == 2) {
-    if (has_amx()) {
-      configure_tiles(16, 16);
-      attend_with<AmxProducts>(batch, heads, layer, q, q_stride, out, out_stride, next, tile);
-      return _tile_release();
-    }
-  }
+  if constexpr (sizeof(E) == 2)
+    if (has_amx()) return attend_with<AmxProducts>(batch, heads, layer, q, q_stride, out, out_stride, next, tile);
 #endif
   attend_with<FloatProducts<E>>(batch, heads, layer, q, q_stride, out, out_stride, next, tile);
 }

@@ -13,7 +13,23 @@
 
 namespace tandem {
 
-struct AmxProducts {
+class AmxProducts {
+ public:
+  AmxProducts() = default;
+  AmxProducts(const AmxProducts&) = delete;
+  AmxProducts& operator=(const AmxProducts&) = delete;
+  ~AmxProducts() {
+    if (prepared_ != NOTHING) _tile_release();
+  }
+
+  // Sets the tiles up for so many rows: those of few rows are small.
+  void prepare(int64_t num_rows) {
+    const Prepared wanted = num_rows <= MAX_FEW_ROWS ? FEW_ROWS : MANY_ROWS;
+    if (wanted == FEW_ROWS && prepared_ != wanted) load_config(few_rows_config());
+    if (wanted == MANY_ROWS && prepared_ != wanted) load_config(TileConfig(16, 16));
+    prepared_ = wanted;
+  }
+
   static int64_t width(int64_t head_dim) { return (head_dim + TILE_K - 1) / TILE_K * TILE_K; }
 
   // q [width / 2][stride] of pairs from rows of head_dim elements; padding is zero.
@@ -29,51 +45,54 @@ struct AmxProducts {
   }
 
   // What lies beyond the block's count is anything.
-  static void score(const Memory& q, int64_t num_rows, int64_t stride, const HeadCache<bf16>& cache, int64_t from,
-                    const KeyBlock<bf16>& block, Memory& staging, float* out) {
-    alignas(64) float turned[BLOCK_KEYS * TILE];
-    float* scores = num_rows <= MAX_FEW_ROWS ? turned : out;
-    const int64_t head_dim = cache.heads.head_dim, page_size = cache.batch.page_size;
-    for (int64_t k = 0; k < block.count; k += TILE) {
-      // Rows of a prompt come back to the same keys soon, and find them in the cache.
-      if (num_rows <= MAX_FEW_ROWS) cache.prefetch(from + BLOCK_KEYS + k, TILE);
-      const bf16* keys = block.keys[k];
-      int64_t key_stride = head_dim;
-      const bool is_one_piece = (from + k) % page_size + TILE <= page_size;
-      if (!is_one_piece || head_dim % TILE_K) {
-        key_stride = width(head_dim);
-        keys = stage_rows(block.keys + k, std::min<int64_t>(TILE, block.count - k), head_dim, (bf16*)staging.floats());
-      }
-      for (int64_t r = 0; r < stride;) {
-        const auto score = stride - r >= 3 * TILE ? score_tiles<3> : score_tiles<1>;
-        r += score(q.floats() + r, stride, keys, key_stride, head_dim, scores + k * stride + r);
-      }
-    }
-    if (num_rows > MAX_FEW_ROWS) return;
-    const VI lanes = {0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240};
-    for (int64_t r = 0; r < num_rows; ++r)
+  static void score(const Memory& q, int64_t num_rows, int64_t stride, int64_t head_dim, const KeyBlock<bf16>& block,
+                    const KeyBlock<bf16>& ahead, Memory& staging, float* scores) {
+    KeyTile keys[BLOCK_KEYS / TILE];
+    for (int64_t k = 0; k < block.count; k += TILE)
+      keys[k / TILE] = locate_or_stage(block, k, head_dim, (bf16*)staging.floats() + k * width(head_dim));
+    tiles_read_memory();
+    if (stride > TILE) {
+      // Rows of a prompt come back to the same keys soon, and find them in the cache: nothing to ask for.
       for (int64_t k = 0; k < block.count; k += TILE) {
-        const float* column = scores + k * TILE + r;
-        store(out + r * BLOCK_KEYS + k, (V)_mm512_mask_i32gather_ps(__m512{}, 0xffff, (__m512i)lanes, column, 4));
+        int64_t r = 0;
+        for (; r + 3 * TILE <= stride; r += 3 * TILE)
+          score_many_rows(q.floats() + r, stride, keys[k / TILE], head_dim, scores + k * stride + r);
+        for (; r < stride; r += TILE)
+          score_keys<1>(q.floats() + r, stride, keys + k / TILE, head_dim, scores + k * stride + r, stride);
       }
+      return;
+    }
+    alignas(64) float few[BLOCK_KEYS * MAX_FEW_ROWS];  // [key][MAX_FEW_ROWS]
+    const bool is_few = num_rows <= MAX_FEW_ROWS;
+    float* out = is_few ? few : scores;
+    const int64_t out_stride = is_few ? MAX_FEW_ROWS : stride;
+    for (int64_t k = 0; k < block.count; k += 2 * TILE) {
+      ahead.ask_for_keys(k, 2 * TILE, head_dim);
+      const auto score = k + TILE < block.count ? score_keys<2> : score_keys<1>;
+      score(q.floats(), stride, keys + k / TILE, head_dim, out + k * out_stride, out_stride);
+    }
+    if (is_few)
+      for (int64_t k = 0; k < block.count; k += TILE) turn_few_rows(few + k * MAX_FEW_ROWS, num_rows, scores + k);
   }
 
   // Adds to sums [rows][width], whose columns are in the order of the unpacked values.
-  static void add(const float* weights, int64_t num_rows, int64_t stride, const HeadCache<bf16>& cache,
-                  const KeyBlock<bf16>& block, Memory& staging, float* sums) {
-    const int64_t head_dim = cache.heads.head_dim, columns = width(head_dim);
-    const int64_t key_tiles = (block.count + TILE_K - 1) / TILE_K;
+  static void add(const float* weights, int64_t num_rows, int64_t stride, int64_t head_dim, const KeyBlock<bf16>& block,
+                  const KeyBlock<bf16>& ahead, Memory& staging, float* sums) {
+    const int64_t columns = width(head_dim), key_tiles = (block.count + TILE_K - 1) / TILE_K;
     float* values = staging.floats();  // [BLOCK_KEYS / 2][columns] of pairs
-    for (int64_t j = 0; j < key_tiles * TILE_K; j += 2)
+    for (int64_t j = 0; j < key_tiles * TILE_K; j += 2) {
+      if (stride == TILE) ahead.ask_for_values(j, 2, head_dim);
       pair_values(j < block.count ? block.values[j] : nullptr, j + 1 < block.count ? block.values[j + 1] : nullptr,
                   head_dim, values + j / 2 * columns);
+    }
     alignas(64) float packed[BLOCK_KEYS / TILE_K][TILE][TILE];  // a row's weights in pairs
+    if (num_rows <= MAX_FEW_ROWS) {
+      for (int64_t t = 0; t < key_tiles; ++t) pack_few_rows(weights, num_rows, t * TILE_K, block.count, packed[t]);
+      for (int64_t d = 0; d < columns; d += 2 * TILE) add_few_rows(packed, key_tiles, values + d, columns, sums + d);
+      return;
+    }
     for (int64_t r = 0; r < stride; r += TILE) {
-      for (int64_t t = 0; t < key_tiles; ++t)
-        if (num_rows > MAX_FEW_ROWS)
-          pack_weights(weights + r, stride, t * TILE_K, block.count, packed[t]);
-        else
-          pack_few_rows(weights, num_rows, t * TILE_K, block.count, packed[t]);
+      for (int64_t t = 0; t < key_tiles; ++t) pack_weights(weights + r, stride, t * TILE_K, block.count, packed[t]);
       for (int64_t d = 0; d < columns;) {
         const auto add = columns - d >= 4 * TILE ? add_tiles<4> : add_tiles<2>;
         d += add(packed, key_tiles, values + d, columns, sums + r * columns + d);
@@ -94,47 +113,89 @@ struct AmxProducts {
   }
 
  private:
+  enum Prepared { NOTHING, FEW_ROWS, MANY_ROWS };
+  Prepared prepared_ = NOTHING;
+
+  // 16 keys, whose rows are `stride` elements apart.
+  struct KeyTile {
+    const bf16* rows;
+    int64_t stride;
+  };
+
+  // Tiles 0 and 1 are scores [key][row], 2 queries, 3 and 7 keys or values, 4 and 5 sums, 6 weights.
+  static TileConfig few_rows_config() {
+    TileConfig config(16, 16);
+    for (int tile : {0, 1, 2}) config.row_bytes[tile] = MAX_FEW_ROWS * 4;
+    for (int tile : {4, 5, 6}) config.rows[tile] = MAX_FEW_ROWS;
+    return config;
+  }
+
   static __m512i load_pairs(const bf16* row, int64_t count) {
     const __mmask32 mask = count >= TILE_K ? ~(__mmask32)0 : ((__mmask32)1 << count) - 1;
     return _mm512_maskz_loadu_epi16(mask, row);
   }
 
-  static const bf16* stage_rows(const bf16* const* rows, int64_t count, int64_t head_dim, bf16* out) {
-    const int64_t columns = width(head_dim);
+  // The keys of a block from k on where they lie, or in one piece and padded with zeros.
+  static KeyTile locate_or_stage(const KeyBlock<bf16>& block, int64_t k, int64_t head_dim, bf16* staging) {
+    const int64_t count = std::min<int64_t>(TILE, block.count - k), columns = width(head_dim);
+    if (block.is_one_piece(k, TILE) && head_dim == columns) return {block.keys[k], head_dim};
     for (int64_t j = 0; j < TILE; ++j)
       for (int64_t d = 0; d < columns; d += TILE_K)
-        _mm512_storeu_si512(out + j * columns + d,
-                            j < count ? load_pairs(rows[j] + d, head_dim - d) : _mm512_setzero_si512());
-    return out;
+        _mm512_storeu_si512(staging + j * columns + d,
+                            j < count ? load_pairs(block.keys[k + j] + d, head_dim - d) : _mm512_setzero_si512());
+    return {staging, columns};
   }
 
-  // Tiles 0 to COLUMNS - 1 are sums, 4 keys, 5 queries.
-  template <int COLUMNS>
-  static int64_t score_tiles(const float* q, int64_t stride, const bf16* keys, int64_t key_stride, int64_t head_dim,
-                             float* scores) {
-    tiles_read_memory();
+  // Scores [key][..] of one or two tiles of keys and as many rows as a tile of queries has. Two are not kept waiting
+  // by each other's sums.
+  template <int TILES>
+  static void score_keys(const float* q, int64_t stride, const KeyTile* keys, int64_t head_dim, float* scores,
+                         int64_t out_stride) {
     _tile_zero(0);
-    if constexpr (COLUMNS > 1) {
-      _tile_zero(1);
-      _tile_zero(2);
-    }
+    if constexpr (TILES > 1) _tile_zero(1);
     for (int64_t d = 0; d < head_dim; d += TILE_K, q += TILE * stride) {
-      _tile_loadd(4, keys + d, key_stride * 2);
-      _tile_loadd(5, q, stride * 4);
-      _tile_dpbf16ps(0, 4, 5);
-      if constexpr (COLUMNS > 1) {
-        _tile_loadd(6, q + TILE, stride * 4);
-        _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(7, q + 2 * TILE, stride * 4);
-        _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(2, q, stride * 4);
+      _tile_loadd(3, keys[0].rows + d, keys[0].stride * 2);
+      _tile_dpbf16ps(0, 3, 2);
+      if constexpr (TILES > 1) {
+        _tile_loadd(7, keys[1].rows + d, keys[1].stride * 2);
+        _tile_dpbf16ps(1, 7, 2);
       }
     }
-    _tile_stored(0, scores, stride * 4);
-    if constexpr (COLUMNS > 1) {
-      _tile_stored(1, scores + TILE, stride * 4);
-      _tile_stored(2, scores + 2 * TILE, stride * 4);
+    _tile_stored(0, scores, out_stride * 4);
+    if constexpr (TILES > 1) _tile_stored(1, scores + TILE * out_stride, out_stride * 4);
+  }
+
+  // The same for one tile of keys and three of queries. Tiles 0 to 2 are sums, 4 keys, 5 to 7 queries.
+  static void score_many_rows(const float* q, int64_t stride, const KeyTile& keys, int64_t head_dim, float* scores) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    for (int64_t d = 0; d < head_dim; d += TILE_K, q += TILE * stride) {
+      _tile_loadd(4, keys.rows + d, keys.stride * 2);
+      _tile_loadd(5, q, stride * 4);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, q + TILE, stride * 4);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(7, q + 2 * TILE, stride * 4);
+      _tile_dpbf16ps(2, 4, 7);
     }
-    return COLUMNS * TILE;
+    _tile_stored(0, scores, stride * 4);
+    _tile_stored(1, scores + TILE, stride * 4);
+    _tile_stored(2, scores + 2 * TILE, stride * 4);
+  }
+
+  // Scores [16 keys][MAX_FEW_ROWS] as [row][BLOCK_KEYS].
+  static void turn_few_rows(const float* scores, int64_t num_rows, float* out) {
+    static_assert(MAX_FEW_ROWS == 4);
+    const VI every_fourth = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
+    const V keys[] = {load(scores), load(scores + 16), load(scores + 32), load(scores + 48)};  // four in each
+    for (int64_t r = 0; r < num_rows; ++r) {
+      const __m512i lanes = (__m512i)(every_fourth + (int32_t)r);
+      const __m512 low = _mm512_permutex2var_ps((__m512)keys[0], lanes, (__m512)keys[1]);
+      const __m512 high = _mm512_permutex2var_ps((__m512)keys[2], lanes, (__m512)keys[3]);
+      store(out + r * BLOCK_KEYS, (V)_mm512_mask_blend_ps(0xff00, low, high));
+    }
   }
 
   static void pair_values(const bf16* even, const bf16* odd, int64_t head_dim, float* out) {
@@ -166,17 +227,39 @@ struct AmxProducts {
     for (int64_t i = 0; i < TILE; ++i) store(packed[i], turned[i]);
   }
 
-  // The same of weights [row][BLOCK_KEYS].
+  // The same of weights [row][BLOCK_KEYS], MAX_FEW_ROWS rows.
   static void pack_few_rows(const float* weights, int64_t num_rows, int64_t first_key, int64_t count,
                             float (*packed)[TILE]) {
-    for (int64_t i = 0; i < TILE; ++i) store(packed[i], V{});
-    for (int64_t r = 0; r < num_rows; ++r)
-      for (int64_t key = first_key; key < std::min(first_key + TILE_K, count); ++key) {
-        uint32_t bits;
-        std::memcpy(&bits, weights + r * BLOCK_KEYS + key, sizeof bits);
-        const uint16_t half = (uint16_t)((bits + 0x8000u) >> 16);
-        std::memcpy((char*)packed[r] + (key - first_key) * 2, &half, sizeof half);
+    const int64_t left = count - first_key;
+    const __mmask32 mask = left >= TILE_K ? ~(__mmask32)0 : ((__mmask32)1 << left) - 1;
+    const auto halves = [](const float* weights) {
+      return _mm512_cvtepi32_epi16((__m512i)(((VU)load(weights) + 0x8000u) >> 16));
+    };
+    for (int64_t r = 0; r < MAX_FEW_ROWS; ++r, weights += BLOCK_KEYS) {
+      if (r >= num_rows) {
+        store(packed[r], V{});
+        continue;
       }
+      const float* row = weights + first_key;
+      const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(halves(row)), halves(row + TILE), 1);
+      _mm512_storeu_si512(packed[r], _mm512_maskz_mov_epi16(mask, both));
+    }
+  }
+
+  static void add_few_rows(const float (*packed)[TILE][TILE], int64_t key_tiles, const float* values, int64_t columns,
+                           float* sums) {
+    tiles_read_memory();
+    _tile_loadd(4, sums, columns * 4);
+    _tile_loadd(5, sums + TILE, columns * 4);
+    for (int64_t t = 0; t < key_tiles; ++t, values += TILE * columns) {
+      _tile_loadd(6, packed[t], TILE * 4);
+      _tile_loadd(3, values, columns * 4);
+      _tile_dpbf16ps(4, 6, 3);
+      _tile_loadd(7, values + TILE, columns * 4);
+      _tile_dpbf16ps(5, 6, 7);
+    }
+    _tile_stored(4, sums, columns * 4);
+    _tile_stored(5, sums + TILE, columns * 4);
   }
 
   // Tiles 0 to COLUMNS - 1 are sums, 4 weights, 5 and 6 values.

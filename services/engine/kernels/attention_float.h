@@ -87,9 +87,11 @@ inline void add_vectors(const float* weights, Steps steps, int64_t rows, const f
   if (r < rows) add_rows<1, VECS>(weights + r * steps.row, steps, values, count, d, sums + r * width, width);
 }
 
-// What a tile asks of its products; the other one is AmxProducts.
+// What a tile asks of its products; the other one is AmxProducts. `ahead` is the block after the one at hand.
 template <typename E>
 struct FloatProducts {
+  void prepare(int64_t) {}
+
   static int64_t width(int64_t head_dim) { return (head_dim + W - 1) / W * W; }
 
   // q [width][stride] from rows of head_dim elements; padding is zero.
@@ -105,9 +107,9 @@ struct FloatProducts {
       }
   }
 
-  static void score(const Memory& q, int64_t num_rows, int64_t stride, const HeadCache<E>& cache, int64_t from,
-                    const KeyBlock<E>& block, Memory& staging, float* scores) {
-    const int64_t head_dim = cache.heads.head_dim, width = FloatProducts::width(head_dim);
+  static void score(const Memory& q, int64_t num_rows, int64_t stride, int64_t head_dim, const KeyBlock<E>& block,
+                    const KeyBlock<E>& ahead, Memory& staging, float* scores) {
+    const int64_t width = FloatProducts::width(head_dim);
     const float* keys[BLOCK_KEYS];
     point_or_stage(block.keys, block.count, head_dim, width, staging.floats(), keys);
     const float* queries = q.floats();
@@ -115,21 +117,23 @@ struct FloatProducts {
       constexpr decltype(&score_few_rows<1>) FOR[] = {score_few_rows<1>, score_few_rows<2>, score_few_rows<3>,
                                                       score_few_rows<4>};
       for (int k = 0; k < block.count; k += W) {
-        cache.prefetch(from + BLOCK_KEYS + k, W);
+        ahead.ask_for_keys(k, W, head_dim);
+        ahead.ask_for_values(k, W, head_dim);
         FOR[num_rows - 1](queries, stride, keys + k, block.count - k, width, scores + k);
       }
       return;
     }
-    cache.prefetch(from + BLOCK_KEYS, BLOCK_KEYS);
+    ahead.ask_for_keys(0, BLOCK_KEYS, head_dim);
+    ahead.ask_for_values(0, BLOCK_KEYS, head_dim);
     int64_t r = 0;
     for (; r + 3 * W <= stride; r += 3 * W)
       score_vectors<3>(queries + r, stride, keys, block.count, head_dim, scores + r);
     for (; r < stride; r += W) score_vectors<1>(queries + r, stride, keys, block.count, head_dim, scores + r);
   }
 
-  static void add(const float* weights, int64_t num_rows, int64_t stride, const HeadCache<E>& cache,
-                  const KeyBlock<E>& block, Memory& staging, float* sums) {
-    const int64_t head_dim = cache.heads.head_dim, width = FloatProducts::width(head_dim);
+  static void add(const float* weights, int64_t num_rows, int64_t stride, int64_t head_dim, const KeyBlock<E>& block,
+                  const KeyBlock<E>&, Memory& staging, float* sums) {
+    const int64_t width = FloatProducts::width(head_dim);
     const Steps steps = steps_of(num_rows, stride);
     const float* values[BLOCK_KEYS];
     point_or_stage(block.values, block.count, head_dim, width, staging.floats(), values);

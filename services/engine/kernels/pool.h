@@ -38,7 +38,27 @@ template <typename E>
 struct KeyBlock {
   const E* keys[BLOCK_KEYS];
   const E* values[BLOCK_KEYS];
-  int count;
+  int64_t from = 0, page_size = 1;
+  int count = 0;
+
+  // Whether the rows [k, k + num) are one piece, which may go on beyond the block's last one.
+  bool is_one_piece(int64_t k, int64_t num) const { return (from + k) % page_size + num <= page_size; }
+
+  // Ask for a few rows while another block is worked on: pages lie apart, which the hardware does not foresee. Asking
+  // for many at once would keep the loads of the work at hand waiting.
+  // Always inline: GCC leaves out calls of functions that do nothing else.
+  [[gnu::always_inline]] inline void ask_for_keys(int64_t from, int64_t num, int64_t head_dim) const {
+    ask_for(keys, from, num, head_dim);
+  }
+  [[gnu::always_inline]] inline void ask_for_values(int64_t from, int64_t num, int64_t head_dim) const {
+    ask_for(values, from, num, head_dim);
+  }
+
+ private:
+  [[gnu::always_inline]] inline void ask_for(const E* const* rows, int64_t from, int64_t num, int64_t head_dim) const {
+    for (int64_t j = from; j < std::min<int64_t>(from + num, count); ++j)
+      for (int64_t d = 0; d < head_dim; d += 64 / (int64_t)sizeof(E)) __builtin_prefetch(rows[j] + d);
+  }
 };
 
 // The scores of a block lie with the rows beside each other, [key][stride], or for few rows with the keys beside each
@@ -66,27 +86,13 @@ struct HeadCache {
         kv_head(kv_head), end(end) {}
 
   void locate(int64_t from, KeyBlock<E>& block) const {
-    block.count = (int)std::min<int64_t>(BLOCK_KEYS, end - from);
+    block.from = from;
+    block.page_size = batch.page_size;
+    block.count = (int)std::clamp<int64_t>(end - from, 0, BLOCK_KEYS);
     for_each_row(from, block.count, [&](int64_t j, const E* key, const E* value) {
       block.keys[j] = key;
       block.values[j] = value;
     });
-  }
-
-  // Asks for a few positions: pages lie apart, which the hardware does not foresee. Asking for many at once would keep
-  // the loads of the work at hand waiting. Always inline: GCC leaves out calls of functions that do nothing else.
-  [[gnu::always_inline]] inline void prefetch(int64_t from, int64_t count) const {
-    constexpr int64_t LINE = 64 / sizeof(E);
-    const int64_t to_values = batch.page_size * heads.head_dim, last = std::min(from + count, end);
-    for (int64_t position = from; position < last;) {
-      const int64_t slot = position % batch.page_size, run = std::min(last - position, batch.page_size - slot);
-      const E* key = row_at(position);
-      for (int64_t d = 0; d < run * heads.head_dim; d += LINE) {
-        __builtin_prefetch(key + d);
-        __builtin_prefetch(key + to_values + d);
-      }
-      position += run;
-    }
   }
 
  private:
