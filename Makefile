@@ -3,6 +3,8 @@
 SHELL := bash
 PYTHON_IN := .venv/bin/python
 PYTEST := $(PYTHON_IN) -m pytest
+# These tests are the same on every machine: `make test-gpu` has those for a GPU.
+NO_GPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 # Test processes at a time. Most tests wait for sockets and processes more than they compute.
 TEST_WORKERS ?= 2
 BENCHMARKS ?= system handoff gateway engine end_to_end interference
@@ -33,10 +35,10 @@ chat: install ## talk to the running cluster
 	@$(PYTHON_IN) -m services.cli.main chat $(ARGS)
 
 test: install ## the tests that every change must pass (ARGS: flags of pytest)
-	$(PYTEST) -q -n $(TEST_WORKERS) -m "not slow and not gpu" $(ARGS)
+	$(NO_GPU) $(PYTEST) -q -n $(TEST_WORKERS) -m "not slow and not gpu" $(ARGS)
 
 test-all: install ## all tests, the slow sweeps and all random examples too
-	TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu" $(ARGS)
+	$(NO_GPU) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu" $(ARGS)
 
 test-faults: install ## kill, freeze, cut off, corrupt, and compare every answer (ARGS: cases and flags; --help lists them)
 	@exec $(PYTHON_IN) -m tests.faults.run $(ARGS)

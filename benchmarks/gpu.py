@@ -32,6 +32,7 @@ from services.engine.decoder import DecoderStep
 from services.engine.gpu.attention_triton import DecodeRows, DecodeScratch, decode_attention, split_starts
 from services.engine.gpu.decoder import TritonDecoder
 from services.engine.gpu.graphs import DecodeGraphs, Row
+from services.engine.gpu.matmul import forbid_split_k
 from services.engine.linear import TorchLinear
 from services.engine.pages import PageLayout, PagePool
 from services.engine.rope import RopeTable
@@ -154,6 +155,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device, and torch sees none here", file=sys.stderr)
         return 1
+    forbid_split_k()  # as where models are served
     work = Work(torch.device("cuda"), repetitions=arguments.repetitions)
     limits = measure_limits(work)
     results = []

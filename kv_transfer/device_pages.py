@@ -59,8 +59,11 @@ class DevicePages:
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            yield
-            self._stream.synchronize()
+            try:
+                yield
+            finally:
+                # After an error too: what was launched may touch memory that is unmapped because of it.
+                self._stream.synchronize()
 
     def gather(self, page_ids: Sequence[int], target: torch.Tensor, after: torch.cuda.Event | None) -> bytes:
         """Copy pages into uint8 [P * page_bytes] of the same device; return their digest when they are there."""

@@ -141,9 +141,9 @@ class _Probe:
                 rates[ack.transport] = max(rate, rates.get(ack.transport, 0.0))
                 if round_s > SLOW_ROUND_S:
                     break
-        except ChannelBroken as error:
+        except (ChannelBroken, RuntimeError) as error:  # torch's, where a GPU has no memory left
             self.measured.bytes_per_s.pop(ack.transport, None)
-            self.measured.failures[ack.transport] = error.message
+            self.measured.failures[ack.transport] = error.message if isinstance(error, ChannelBroken) else str(error)
         finally:
             channel.shutdown()
             if posting is None or posting.done():

@@ -87,7 +87,8 @@ class _Stranger:
 class Acceptor:
     """Accepts on a listening socket and hands a proven connection to `finish`, which makes a channel of it.
 
-    `finish(sock, ring)` also sends READY; it may raise OSError or ChannelBroken. It owns the socket from then on.
+    `finish(sock, ring)` also sends READY; it may raise OSError, ChannelBroken or, as torch does, RuntimeError. It owns
+    the socket from then on.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class Acceptor:
         self._release_stranger(stranger)
         try:
             channel = self._finish(stranger.sock, expected.ring)
-        except (OSError, ChannelBroken) as error:
+        except (OSError, ChannelBroken, RuntimeError) as error:  # the last are torch's, of a GPU
             stranger.sock.close()
             _fail(expected.channel, ChannelBroken(f"the channel could not be set up: {error}"))
             return

@@ -6,7 +6,7 @@ when the announcement is there, so that no kernel spins for what may never come.
 i of the receiver's ring is. Everything else about a communicator is `nccl_pair`.
 
 On its way NCCL neither authenticates nor encrypts, and the name of a communicator crosses the socket as it is: like
-`tcp`, it belongs on a network of the cluster's own. Workers set NCCL_SOCKET_IFNAME to keep it there.
+`tcp`, it belongs on a network of the cluster's own. NCCL_SOCKET_IFNAME in the workers' environment keeps it there.
 
 No line that needs CUDA has run on a GPU by now. What is around it runs in tests with a model of NCCL.
 """
@@ -56,11 +56,11 @@ class Device(Protocol):
     """Where frames are written and received."""
 
     def memory(self, num_bytes: int) -> torch.Tensor:
-        """Return uint8 [num_bytes] that nothing which was launched before still touches."""
+        """Return uint8 [num_bytes] that nothing which was launched before still touches. Raises ChannelBroken."""
         ...
 
     def stream(self) -> Stream:
-        """Return a new stream."""
+        """Return a stream that nobody else has. Raises ChannelBroken where there are no more."""
         ...
 
 
@@ -81,11 +81,11 @@ class NcclTransport(Transport):
     def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> AnySendChannel:
         """Open a channel to `host:port`; when it returns, the first bytes have gone through."""
         countdown = Countdown(timeout_s)
+        pair = NcclPair(self._nccl, self._device.stream(), self._limits)
         try:
             sock = socket.create_connection(split_address(address), timeout=countdown.remaining_s())
         except OSError as error:
             raise ChannelBroken(f"no connection to {address}: {error}") from error
-        pair = NcclPair(self._nccl, self._device.stream(), self._limits)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             prove_to_receiver(sock, key, countdown)

@@ -277,5 +277,7 @@ def load_draft(model_dir: str | Path, parts: EngineParts, *, page_size: int, mem
             f"the model has {parts.model_config.vocab_size}"
         )
     device = parts.model.device
-    draft = load_engine(model_dir, device=str(device), page_size=page_size, kv_memory_bytes=memory_bytes)
+    draft = load_engine(
+        model_dir, device=str(device), page_size=page_size, kv_memory_bytes=memory_bytes, host_tier_bytes=0
+    )
     return DraftModel(draft)

@@ -256,9 +256,9 @@ def choose(
         if not item.proposed:
             outcomes.append(next(chosen))
         elif item.sequence.grammar is None:
-            outcomes.append(_accepted(item, [next(chosen) for _ in range(1 + len(item.proposed))]))
+            outcomes.append(accepted(item, [next(chosen) for _ in range(1 + len(item.proposed))]))
         else:
-            outcomes.append(_accepted(item, _one_by_one(item, next(chosen), logits[start:], kernels)))
+            outcomes.append(accepted(item, _one_by_one(item, next(chosen), logits[start:], kernels)))
     return outcomes
 
 
@@ -272,7 +272,7 @@ def _one_by_one(
         yield sample(logits[num_ahead : num_ahead + 1], [ahead], kernels=kernels)[0]
 
 
-def _accepted(
+def accepted(
     item: StepItem, outcomes: Iterable[SampledToken | NonFiniteLogits]
 ) -> SampledToken | SampledTokens | NonFiniteLogits:
     """Return what counts of the choices behind an item's last token and behind each of its proposals."""

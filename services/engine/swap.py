@@ -6,6 +6,7 @@ its own bound: sequences that gave way (decode_worker.engine_loop) and named pag
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -112,13 +113,22 @@ class SwapSpace:
         try:
             if not self._is_on_gpu:
                 return host_zeros(shape, torch.uint8)
-            # Only pinned memory is copied without a detour, and beside what the host does.
-            return torch.zeros(shape, dtype=torch.uint8, pin_memory=True)
+            return self._pinned(host_zeros(shape, torch.uint8))
         except (OSError, RuntimeError) as error:  # mmap's and torch's words for it
             wanted = self._num_slots * self._page_bytes >> 20
             raise ConfigError(
                 f"{wanted} MiB of the host's memory for KV pages cannot be allocated: give less"
             ) from error
+
+    def _pinned(self, memory: torch.Tensor) -> torch.Tensor:
+        """Only pinned memory is copied without a detour, and beside what the host does."""
+        # torch's own way to such memory takes up to twice of what is asked for: it rounds up to a power of two.
+        runtime = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        if code:
+            raise RuntimeError(f"cudaHostRegister gives error {code}")
+        weakref.finalize(self, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+        return memory
 
 
 def _copy(source: torch.Tensor, rows: Sequence[int], target: torch.Tensor, target_rows: Sequence[int]) -> None:

@@ -2,7 +2,9 @@
 
 A plan is taken apart. Whatever belongs to a prompt is computed as `ModelRunner` does it, with the kernel of prompts,
 also where a chunk has one token; each token after a prompt is a row of a decode step. So a token comes from the same
-kernel however it was scheduled. A plan with both takes two passes over the weights.
+kernel however it was scheduled. A plan with both takes two passes over the weights. Proposals are rows of the same
+sequence at its next positions: each layer writes all rows' keys before any row reads them, so that what is chosen
+behind a proposal has the bits of a step of its own.
 
 Launching ahead. When the device has been given step n and all of its rows choose on the device, step n + 1 of the same
 rows is launched at once: it takes their tokens from the device's memory. Only then does the host wait for the tokens of
@@ -15,11 +17,13 @@ not (one joined, gave way or was given another token), it is dropped and the pla
 - Rows do not depend on each other, so that some may have left.
 
 Not for here: what a step of a sequence with penalties, biases, a grammar, top-k, top-p or reports chooses. Its logits
-come from the same graph, its token from `services.engine.sampling`, and nothing is launched ahead of it.
+come from the same graph, its token from `services.engine.sampling`, and nothing is launched ahead of it. Nor is
+anything launched ahead of proposals: how many of them are right decides what comes next.
 
 Legend: B rows, S slots of a page.
 """
 
+import itertools
 import math
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
@@ -32,10 +36,17 @@ from services.engine.gpu.graphs import MAX_ROWS, NO_FEED, Capture, DecodeGraphs,
 from services.engine.gpu.sampling_triton import NOTHING_CHOSEN
 from services.engine.model import Model
 from services.engine.pages import PagePool
-from services.engine.runner import ModelRunner, PreparedStep, check_plan
+from services.engine.runner import ModelRunner, PreparedStep, accepted, check_plan, choose
 from services.engine.sampling import noise_key, sample
 from services.engine.sequence import Sequence
-from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
+from services.engine.step import (
+    NonFiniteLogits,
+    SampledToken,
+    StepItem,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+)
 from services.runtime.errors import InvariantViolated
 
 
@@ -76,8 +87,9 @@ class GpuRunner(ModelRunner):
         """
         check_plan(plan, self._page_size)
         decoding = tuple(item for item in plan.items if _is_decoding(item))
-        for item in decoding:
-            self._check_token_id(item.sequence.token_ids[item.sequence.num_computed_tokens])
+        token_ids = [token_id for item in decoding for token_id in _token_ids(item)]
+        if token_ids:
+            self._check_token_ids(min(token_ids), max(token_ids))
         others = super().prepare(StepPlan([item for item in plan.items if not _is_decoding(item)]))
         return GpuStep(plan, others.packed, decoding, others)
 
@@ -88,24 +100,24 @@ class GpuRunner(ModelRunner):
         with self._on_device():
             decoded = iter(self._decode(step.decoding, is_alone=not step.others.plan.items))
             others = iter(super().compute(step.others).outcomes)
+            if step.others.plan.items and self._device.type == "cuda":
+                # A chunk without a token would take its time in the next step, by which schedulers know chunks' costs.
+                torch.cuda.current_stream(self._device).synchronize()
         return StepResult([next(decoded if _is_decoding(item) else others) for item in step.plan.items])
 
-    def _decode(self, items: SequenceOf[StepItem], *, is_alone: bool) -> list[SampledToken | NonFiniteLogits | None]:
-        size = self._graphs.max_rows
-        if len(items) > size:
-            self._ahead = None
-            groups = [items[start : start + size] for start in range(0, len(items), size)]
-            return [outcome for group in groups for outcome in self._decode(group, is_alone=False)]
+    def _decode(self, items: SequenceOf[StepItem], *, is_alone: bool) -> list[StepOutcome]:
         ahead, self._ahead = self._ahead, None
         if not items:
             return []
+        if sum(item.num_rows for item in items) > min(len(items), self._graphs.max_rows):
+            return self._decode_many_rows(items)
         row_of = ahead.rows_of(items) if ahead is not None else None
         if ahead is not None and row_of is not None:
             self.num_ahead_used += 1
             launched = ahead.launched
         else:
             row_of = [*range(len(items))]
-            launched = self._graphs.launch([_row(item.sequence) for item in items])
+            launched = self._graphs.launch([row for item in items for row in _rows(item)])
         on_host = [index for index, item in enumerate(items) if item.is_sampled and not _chooses_on_device(item)]
         by_host: dict[int, SampledToken | NonFiniteLogits] = {}
         if on_host:
@@ -122,6 +134,39 @@ class GpuRunner(ModelRunner):
             for index, (item, row) in enumerate(zip(items, row_of, strict=True))
         ]
 
+    def _decode_many_rows(self, items: SequenceOf[StepItem]) -> list[StepOutcome]:
+        """The same with proposals, or with more rows than a graph has: these take several launches."""
+        rows = [row for item in items for row in _rows(item)]
+        ends = [*itertools.accumulate(item.num_rows for item in items)]
+        is_on_host = [item.is_sampled and not _chooses_on_device(item) for item in items]
+        for_host = {
+            row
+            for item, end, is_chosen_there in zip(items, ends, is_on_host, strict=True)
+            if is_chosen_there
+            for row in range(end - item.num_rows, end)
+        }
+        size = self._graphs.max_rows
+        tokens: list[int] = []
+        logits: list[torch.Tensor] = []
+        for start in range(0, len(rows), size):
+            launched = self._graphs.launch(rows[start : start + size])
+            wanted = [row for row in range(min(size, len(rows) - start)) if start + row in for_host]
+            if wanted:
+                logits.append(self._graphs.logits[torch.tensor(wanted, device=self._device)])
+            tokens += launched.tokens()
+        on_host = [*itertools.compress(items, is_on_host)]
+        by_host = iter(choose(torch.cat(logits), on_host) if on_host else ())
+        outcomes: list[StepOutcome] = []
+        for item, end, is_chosen_there in zip(items, ends, is_on_host, strict=True):
+            chosen = [_outcome(item, token_id) for token_id in tokens[end - item.num_rows : end]]
+            if not item.is_sampled:
+                outcomes.append(None)
+            elif is_chosen_there:
+                outcomes.append(next(by_host))
+            else:
+                outcomes.append(accepted(item, chosen) if item.proposed else chosen[0])
+        return outcomes
+
     def _launch_ahead(self, items: SequenceOf[StepItem], row_of: SequenceOf[int]) -> "_Ahead | None":
         """Has the device compute the step after the one it was just given, if all of it is known but the tokens."""
         rows, expected = [], []
@@ -133,7 +178,7 @@ class GpuRunner(ModelRunner):
                 continue  # its last token is being chosen
             if sequence.num_tokens >= len(sequence.page_table) * self._page_size:
                 return None  # nowhere to write
-            rows.append(_row(sequence, feed_row=row))
+            rows.append(_row(sequence, sequence.num_tokens, feed_row=row))
             expected.append(sequence)
         if not rows:
             return None
@@ -143,12 +188,6 @@ class GpuRunner(ModelRunner):
     def _on_device(self) -> AbstractContextManager[None]:
         """Kernels go to the thread's current device, which is the first one wherever nothing else was said."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-
-    def _check_token_id(self, token_id: int) -> None:
-        # On a GPU such a token would not raise but end the process's use of the device.
-        vocab_size = self._model.config.vocab_size
-        if not 0 <= token_id < vocab_size:
-            raise InvariantViolated(f"a token id lies outside the vocabulary of {vocab_size}")
 
 
 class _Ahead:
@@ -199,13 +238,20 @@ def _chooses_on_device(item: StepItem) -> bool:
     return not (is_ended_early or is_cut or is_shaped or sampling.logprobs is not None)
 
 
-def _row(sequence: Sequence, *, feed_row: int = NO_FEED) -> Row:
-    """The row of a sequence's next token: the one that is not computed, or, fed, the one after all it has."""
+def _token_ids(item: StepItem) -> tuple[int, ...]:
+    """Of its rows: the token that is not computed, and the proposals."""
+    return item.sequence.token_ids[item.sequence.num_computed_tokens], *item.proposed
+
+
+def _rows(item: StepItem) -> list[Row]:
+    start = item.sequence.num_computed_tokens
+    return [_row(item.sequence, start + place, token_id=token_id) for place, token_id in enumerate(_token_ids(item))]
+
+
+def _row(sequence: Sequence, position: int, *, token_id: int = 0, feed_row: int = NO_FEED) -> Row:
     sampling = sequence.sampling
-    is_fed = feed_row != NO_FEED
-    position = sequence.num_tokens if is_fed else sequence.num_computed_tokens
     return Row(
-        token_id=0 if is_fed else sequence.token_ids[position],
+        token_id=token_id,
         position=position,
         page_ids=sequence.page_table,
         noise_key=noise_key(sampling.seed, position + 1),

@@ -588,3 +588,29 @@ def test_the_host_id_is_the_same_for_all_processes_of_a_host() -> None:
 def test_a_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(ChannelBroken):
         split_address(address)
+
+
+def test_a_receiver_whose_gpu_fails_refuses_and_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = nccl_model()
+    listener = transport.listen("127.0.0.1", 0)
+    stream = transport._device.stream
+    calls = iter([stream, None])  # the sender's, the receiver's
+
+    def failing() -> object:
+        call = next(calls, stream)
+        if call is None:
+            raise RuntimeError("CUDA error: out of memory")
+        return call()
+
+    monkeypatch.setattr(transport._device, "stream", failing)
+    key = make_key()
+    opening = listener.expect(key, RING)
+    with pytest.raises(ChannelBroken):
+        transport.open(listener.address, key, RING, timeout_s=TIMEOUT_S)
+    with pytest.raises(ChannelBroken, match="could not be set up: CUDA error"):
+        opening.result(TIMEOUT_S)
+    both = connect(transport, listener)
+    for end in (both.sender, both.receiver):
+        end.shutdown()
+        end.close()
+    listener.close()

@@ -263,6 +263,46 @@ def test_more_rows_than_the_largest_bucket_take_several_steps(parts):
     assert answers == [alone(prompt, Sampling(max_tokens=5, temperature=0.0)) for prompt in prompts]
 
 
+def proposals(answer, num_right):
+    """The next tokens of an answer, and two that are none of its."""
+    return *answer[:num_right], *((token_id + 1) % 200 for token_id in answer[num_right : num_right + 2])
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2, 5])
+@pytest.mark.parametrize("shaping", [{}, {"top_p": 0.5}, {"logprobs": 1}])
+def test_what_is_proposed_counts_as_far_as_it_would_have_been_chosen(parts, shaping, num_right):
+    """Three sequences with proposals, and one without: more rows than a graph has."""
+    samplings = [*(Sampling(max_tokens=12, seed=seed, **shaping) for seed in range(2)), *SAMPLINGS[:2]]
+    sequences = [Sequence(index, [index + 3, 4], sampling=sampling) for index, sampling in enumerate(samplings)]
+    answers = [alone(one.token_ids, one.sampling) for one in sequences]
+    for one, answer in zip(sequences, answers, strict=True):
+        computed(parts, one)
+        one.token_ids[-1] = answer[0]
+    while running := [one for one in sequences if one.finish_reason() is None]:
+        items = []
+        for one in running:
+            to_come = answers[one.sequence_id][one.num_generated_tokens :]
+            items.append(StepItem(one, 1, proposed=() if one is sequences[-1] else proposals(to_come, num_right)))
+        outcomes = parts.runner.run(StepPlan(items)).outcomes
+        for item, outcome in zip(items, outcomes, strict=True):
+            tokens = outcome.tokens if item.proposed else (outcome,)
+            if item.proposed:
+                num_left = len(answers[item.sequence.sequence_id]) - item.sequence.num_generated_tokens
+                assert len(tokens) == min(num_right + 1, num_left)
+            for token in tokens:
+                assert (token.logprob is None) == (item.sequence.sampling.logprobs is None)
+                item.sequence.num_computed_tokens += 1
+                item.sequence.append_token(token.token_id)
+    assert [one.token_ids[2:] for one in sequences] == answers
+
+
+def test_a_proposal_outside_the_vocabulary_is_refused(parts):
+    sequence = Sequence(0, [3], sampling=Sampling(max_tokens=20))
+    computed(parts, sequence)
+    with pytest.raises(InvariantViolated, match="outside the vocabulary"):
+        parts.runner.run(StepPlan([StepItem(sequence, 1, proposed=(4, VOCAB_SIZE))]))
+
+
 def test_plans_that_contradict_themselves_are_refused(parts):
     sequence = Sequence(0, [3], sampling=Sampling(max_tokens=20))
     computed(parts, sequence)
@@ -382,3 +422,25 @@ def test_prompt_logits_equal_the_readable_decoders(checkpoint, random_ids, paged
     most, mean = (3e-5, 3e-6) if dtype == torch.float32 else (0.15, 0.01)
     assert errors.max() < most
     assert errors.mean() < mean
+
+
+def test_rows_of_one_sequence_in_a_step_are_those_of_steps_of_their_own(checkpoint, random_ids, device):
+    """What verifying proposals rests on: a row reads the keys that the rows before it write in the same step."""
+    parts = engine_of(triton_model(checkpoint("qwen3-qk-norm"), device), GpuRunner, max_rows=4)
+    ids = random_ids(9)
+    launch = parts.runner._graphs.launch
+
+    def logits(page_ids, groups):
+        sequence = Sequence(0, ids[:6], sampling=Sampling(max_tokens=9))
+        sequence.page_table = page_ids
+        parts.runner.run(StepPlan([StepItem(sequence, 6, wants_token=False)]))
+        found = []
+        for positions in groups:
+            rows = [dataclasses.replace(row(at, page_ids), token_id=ids[at]) for at in positions]
+            launch(rows).wait()
+            found.append(parts.runner._graphs.logits[: len(rows)].clone())
+        return torch.cat(found)
+
+    alone, together = logits([3], [[6], [7], [8]]), logits([5], [[6, 7, 8]])
+    # Not to the bit: products of matrices, torch's here, may depend on the number of rows.
+    assert (alone - together).abs().max() < 1e-5 < 0.01 < (alone[1] - alone[2]).abs().max()
