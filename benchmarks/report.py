@@ -39,7 +39,7 @@ class Ratio:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that every benchmark has."""
+    """The flags of the benchmarks of `make bench`, and of some others."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument(
         "--history",

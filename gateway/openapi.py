@@ -45,7 +45,7 @@ STATUSES: Mapping[int, str] = {
     401: "No API key, or one that is not known or has expired.",
     403: "The API key does not allow this.",
     404: "No such model, or nothing is known of the stream that is to go on.",
-    408: f"The body did not arrive within {MAX_BODY_READ_S:g} s, a file within {MAX_UPLOAD_S:g} s.",
+    408: f"The head or the body did not arrive within {MAX_BODY_READ_S:g} s, a file within {MAX_UPLOAD_S:g} s.",
     409: "Another request has this id, or had this key; or the batch is over, or nearly.",
     413: f"The body has more than {MAX_BODY_BYTES} bytes.",
     414: "The URL is too long.",

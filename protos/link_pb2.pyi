@@ -149,7 +149,7 @@ class PageLayout(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
-    """Digest over model weights, layers, heads, head_dim and protocol version; must be equal on both sides."""
+    """Digest over model weights, layers, heads, head_dim and the format of pages; must be equal on both sides."""
     page_size: _builtins.int
     """Tokens per page. May differ."""
     dtype: _builtins.str

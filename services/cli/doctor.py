@@ -340,7 +340,7 @@ def judge_workers(workers: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
                 Level.BAD,
                 "workers",
                 f"{model}: workers differ in weights or page layout, such as {' and '.join(sorted(layouts.values()))}",
-                "pages cannot pass between them: give all the same files, --page-size and --dtype",
+                "pages cannot pass between them: give all the same files and the same version",
             )
         if len({str(member.get("arithmetic")) for member in ready}) > 1:
             yield Finding(
