@@ -35,7 +35,6 @@ from kv_transfer.transports.base import (
 )
 from kv_transfer.transports.handshake import READY, Acceptor, prove_to_receiver
 from kv_transfer.transports.slots import Posted, ReceiverSlots, SenderSlots
-from services.runtime import cuda_memory
 
 _BACKLOG = 64
 
@@ -50,34 +49,6 @@ class SharedMemory(Protocol):
     def map(self, fd: int, num_bytes: int) -> torch.Tensor:
         """Return what another process made, of the same size; the caller closes the descriptor."""
         ...
-
-
-class CudaMemory:
-    """Memory of one GPU."""
-
-    def __init__(self, device_index: int) -> None:
-        self._index = device_index
-
-    def make(self, num_bytes: int) -> tuple[torch.Tensor, int]:
-        """See SharedMemory."""
-        memory, fd = cuda_memory.make(num_bytes, self._index)
-        try:
-            return _tensor_over(memory), fd
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def map(self, fd: int, num_bytes: int) -> torch.Tensor:
-        """See SharedMemory."""
-        return _tensor_over(cuda_memory.map_shared(fd, num_bytes, self._index))
-
-
-def _tensor_over(memory: cuda_memory.MappedMemory) -> torch.Tensor:
-    # Its device is where the memory is, which may be another GPU than the one that writes. A copy would be no ring.
-    tensor = torch.as_tensor(memory)
-    if tensor.data_ptr() != memory.address:
-        raise cuda_memory.CudaError("torch copied the mapped memory instead of using it")
-    return tensor
 
 
 class CudaIpcTransport(Transport):

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from kv_transfer.transports.base import Transport
-from kv_transfer.transports.cuda_ipc import CudaIpcTransport, CudaMemory
+from kv_transfer.transports.cuda_ipc import CudaIpcTransport
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.nccl import NcclTransport
 from kv_transfer.transports.nccl_cuda import CudaDevice
 from kv_transfer.transports.nccl_library import library_version, load_library
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
+from services.engine.gpu.mapped import CudaMemory
 from services.runtime import cuda_memory
 from services.runtime.errors import ConfigError
 

@@ -87,9 +87,11 @@ class EngineParts:
         return None if self.ranks is None else self.ranks.loss
 
     def close(self) -> None:
-        """Ends the other ranks. May be called again."""
+        """Ends the other ranks, and hands the weights to nobody any more. May be called again."""
         if self.ranks is not None:
             self.ranks.close()
+        else:
+            self.model.close()
 
     def record_fields(self) -> dict[str, Any]:
         """What others must know of this engine, as fields of a WorkerRecord."""
@@ -117,6 +119,7 @@ def load_engine(
     threads: int | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    shares_weights: bool = False,
 ) -> EngineParts:
     """Load a checkpoint folder and set memory aside for its KV pages.
 
@@ -125,7 +128,8 @@ def load_engine(
     pool has no room for, 0 for none; if not given none on a CPU, where it would be a second piece of the same memory,
     and for a GPU as much as the pool, at most 8 GiB or a quarter of the host's available memory. `threads` is for
     torch, process-wide. With `tensor_parallel` or `pipeline_parallel` above 1, so many processes share each layer or
-    the layers, and the threads; they live until the parts are closed.
+    the layers, and the threads; they live until the parts are closed. With `shares_weights` all engines of this host
+    that say so, and have one rank, have the weights once.
 
     Raises:
         ModelError: the folder cannot be served.
@@ -147,12 +151,16 @@ def load_engine(
     )
     parallelism = Parallelism(tensor_parallel, pipeline_parallel)
     if parallelism.num_ranks == 1:
-        return make_parts(load_model(model_dir, dtype=dtype, device=device))
+        model = load_model(model_dir, dtype=dtype, device=device, shares_weights=shares_weights)
+        try:
+            return make_parts(model)
+        except BaseException:
+            model.close()
+            raise
     parallelism.check(load_config(model_dir))
     ranks = RankGroup(parallelism)
     try:
-        model = ranks.load(model_dir, dtype=dtype, device=device, threads=threads)
-        return make_parts(model, ranks)
+        return make_parts(ranks.load(model_dir, dtype=dtype, device=device, threads=threads), ranks)
     except BaseException:
         ranks.close()
         raise

@@ -3,7 +3,9 @@
 Legend: T rows, K input features, N output features.
 """
 
-from typing import Protocol
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +13,25 @@ import torch.nn.functional as F
 from services.engine.kernels.library import Kernels, linear_args
 
 
+class LinearParts(NamedTuple):
+    """What a layer computes with, laid out as it wants it."""
+
+    out_features: int
+    in_features: int
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
 class Linear(Protocol):
     """`y = x @ weight.T + bias` for x [T, K], giving [T, N] in `out_dtype` (None: the dtype of x)."""
 
     in_features: int
     out_features: int
+
+    @property
+    def parts(self) -> LinearParts:
+        """What it computes with: `of` makes the same layer of these."""
+        ...
 
     def __call__(self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """Applies the layer."""
@@ -30,6 +46,16 @@ class TorchLinear:
         self._weight = weight
         self._bias = bias
 
+    @classmethod
+    def of(cls, parts: LinearParts) -> TorchLinear:
+        """The layer that has these parts."""
+        return cls(parts.weight, parts.bias)
+
+    @property
+    def parts(self) -> LinearParts:
+        """See Linear."""
+        return LinearParts(self.out_features, self.in_features, self._weight, self._bias)
+
     def __call__(self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """Applies the layer."""
         return F.linear(x, self._weight, self._bias).to(out_dtype or x.dtype)
@@ -38,13 +64,20 @@ class TorchLinear:
 class PackedLinear:
     """The layer through the CPU kernels: weights are packed once, and a row's result never depends on other rows."""
 
-    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
+    def __init__(self, kernels: Kernels, parts: LinearParts) -> None:
+        """`parts` as `pack_linear` gives them."""
+        self.out_features, self.in_features = parts.out_features, parts.in_features
+        self.parts = parts
         self._kernels = kernels
-        self._packed = kernels.pack(weight)
-        self._bias = None if bias is None else bias.float().contiguous()
-        self.args = linear_args(self._packed, self._bias, shape=(self.out_features, self.in_features))
+        self.args = linear_args(parts.weight, parts.bias, shape=(self.out_features, self.in_features))
 
     def __call__(self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """Applies the layer."""
         return self._kernels.linear(self.args, x, out_dtype=out_dtype or x.dtype)
+
+
+def pack_linear(kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    """Lay out a weight [N, K] and a bias for the CPU kernels."""
+    out_features, in_features = weight.shape
+    packed_bias = None if bias is None else bias.float().contiguous()
+    return PackedLinear(kernels, LinearParts(out_features, in_features, kernels.pack(weight), packed_bias))

@@ -20,8 +20,10 @@ from services.engine.gpu.matmul import forbid_split_k
 from services.engine.kernels.build import KernelsUnavailable
 from services.engine.kernels.decoder import KernelDecoder, KernelStep
 from services.engine.kernels.library import Kernels, load_kernels
-from services.engine.linear import PackedLinear, TorchLinear
+from services.engine.linear import PackedLinear, TorchLinear, pack_linear
 from services.engine.rope import RopeTable
+from services.engine.shared_weights import LoadedWeights, load_shared_weights
+from services.engine.sharing import Sharing
 from services.engine.weights import ModelWeights, WeightPlacement, load_weights
 from services.runtime.errors import ConfigError, InvariantViolated
 
@@ -52,8 +54,10 @@ class Model:
         *,
         fingerprint: str,
         kernels: Kernels | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self.config = config
+        self._sharing = sharing
         self.fingerprint = fingerprint
         self.kernels = kernels
         self.exact = kernels is not None
@@ -62,6 +66,11 @@ class Model:
         self.device = placement.device
         self._rope = RopeTable(config, device=self.device)
         self.decoder = decoder
+
+    def close(self) -> None:
+        """Give the weights to nobody any more; they stay usable. May be called again."""
+        if self._sharing is not None:
+            self._sharing.close()
 
     @torch.inference_mode()
     def forward(
@@ -111,24 +120,36 @@ class Model:
         return decoder.repeatable(step) if isinstance(decoder, KernelDecoder) else RepeatedStep(decoder, step)
 
 
-def load_model(model_dir: str | Path, *, dtype: str = "auto", device: str = "auto", use_kernels: bool = True) -> Model:
+def load_model(
+    model_dir: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    use_kernels: bool = True,
+    shares_weights: bool = False,
+) -> Model:
     """Loads a checkpoint folder.
 
     `dtype` is "auto" (the checkpoint's own; float32 instead of float16 on a CPU), "float32", "bfloat16" or "float16".
     `device` is "auto" (a GPU where there is one), "cpu" or "cuda[:index]". Without `use_kernels`, or where they
-    cannot be built, a CPU computes through torch and the model is not `exact`.
+    cannot be built, a CPU computes through torch and the model is not `exact`. With `shares_weights` all processes of
+    the host that say so have them once (`services.engine.shared_weights`), until each closes its model.
 
     Raises ModelError for a folder that cannot be served and ConfigError for a wrong dtype or device.
     """
     source = open_model(model_dir, dtype=dtype, device=device, use_kernels=use_kernels)
     config, kernels = source.config, source.kernels
     try:
-        weights = load_weights(config, source.checkpoint, source.placement)
-        fingerprint = layout_fingerprint(config, weights_digest=source.checkpoint.digest())
+        if shares_weights:
+            loaded = load_shared_weights(config, source.checkpoint, source.placement, arithmetic=arithmetic_of(kernels))
+        else:
+            weights = load_weights(config, source.checkpoint, source.placement)
+            loaded = LoadedWeights(weights, source.checkpoint.digest())
     finally:
         source.checkpoint.close()
-    decoder = _make_decoder(config, weights, kernels)
-    return Model(config, decoder, source.placement, fingerprint=fingerprint, kernels=kernels)
+    fingerprint = layout_fingerprint(config, weights_digest=loaded.digest)
+    decoder = _make_decoder(config, loaded.weights, kernels)
+    return Model(config, decoder, source.placement, fingerprint=fingerprint, kernels=kernels, sharing=loaded.sharing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +171,12 @@ def open_model(model_dir: str | Path, *, dtype: str, device: str, use_kernels: b
         forbid_split_k()
     checkpoint = Checkpoint(model_dir)
     kernels = _find_kernels() if use_kernels and chosen_device.type == "cpu" else None
-    make_linear = TorchLinear if kernels is None else partial(PackedLinear, kernels)
-    return ModelSource(config, checkpoint, WeightPlacement(chosen_dtype, chosen_device, make_linear), kernels)
+    if kernels is None:
+        placement = WeightPlacement(chosen_dtype, chosen_device, TorchLinear, TorchLinear.of)
+    else:
+        make_linear, linear_of = partial(pack_linear, kernels), partial(PackedLinear, kernels)
+        placement = WeightPlacement(chosen_dtype, chosen_device, make_linear, linear_of)
+    return ModelSource(config, checkpoint, placement, kernels)
 
 
 def arithmetic_of(kernels: Kernels | None) -> str:

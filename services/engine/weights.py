@@ -7,7 +7,7 @@ import torch
 
 from services.engine.checkpoint import Checkpoint
 from services.engine.config import ModelConfig
-from services.engine.linear import Linear
+from services.engine.linear import Linear, LinearParts
 from services.engine.parallel.shard import SINGLE, Shard
 from services.runtime.errors import ModelError
 
@@ -48,11 +48,15 @@ class ShardWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlacement:
-    """Where weights go and how linear layers are laid out there; `make_linear` takes a weight [N, K] and a bias."""
+    """Where weights go and how linear layers are laid out there.
+
+    `make_linear` takes a weight [N, K] and a bias, `linear_of` what an equal layer computes with.
+    """
 
     dtype: torch.dtype
     device: torch.device
     make_linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]
+    linear_of: Callable[[LinearParts], Linear]
 
 
 def load_weights(config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement) -> ModelWeights:

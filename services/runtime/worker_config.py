@@ -9,6 +9,7 @@ from typing import Any
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.config import (
     choice,
+    flag,
     integer,
     join_host_port,
     number,
@@ -101,6 +102,11 @@ class WorkerConfig:
         "less time than computing them again. 0: none. Not given: none on a CPU; for a GPU as much as the KV pool, at "
         "most 8 GiB or a quarter of the host's available memory.",
     )
+    share_weights: bool = option(
+        flag(),
+        default=True,
+        help="Have the weights in memory once for all workers of this host, or of this GPU, that serve the same files.",
+    )
     chunk_tokens: int = option(integer(1, 65536), default=512, help="Most prompt tokens that one step computes.")
     threads: int | None = option(
         integer(1, 1024), default=None, help="Processor threads of the engine; as many as --cores if not given."
@@ -172,6 +178,7 @@ class WorkerConfig:
             "threads": self.threads or (None if self.cores is None else len(self.cores)),
             "tensor_parallel": self.tensor_parallel,
             "pipeline_parallel": self.pipeline_parallel,
+            "shares_weights": self.share_weights,
         }
 
     def address(self, port: int) -> str:

@@ -1,5 +1,8 @@
 """What only a CUDA device can show: graphs that are captured and replayed, and rows of matrix products."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ from services.engine.model import load_model
 from services.engine.runner import ModelRunner
 from services.engine.sequence import Sampling
 from tests.services.engine.gpu.test_gpu_runner import engine_of
+from tests.services.engine.test_shared_weights import CHILD
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +43,24 @@ def test_answers_are_the_same_alone_and_together(checkpoint, random_ids, dtype):
     assert parts.runner.num_ahead_used > 0
     for prompt, sampling, answer in zip(prompts, SAMPLINGS, together, strict=True):
         assert Engine(parts).generate([prompt], sampling) == [answer]
+
+
+def test_weights_of_another_process_give_the_same_answers(checkpoint, random_ids, caplog):
+    """The other one is killed: the memory is still there."""
+    folder = checkpoint("llama3-gqa-tied")
+    command = [sys.executable, "-c", CHILD, str(folder), "cuda"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "ready\n"
+    with caplog.at_level("INFO"):
+        shared = load_model(folder, device="cuda", shares_weights=True)
+    assert "nothing was read" in caplog.text
+    child.kill()
+    child.communicate()
+    own = load_model(folder, device="cuda")
+    prompts = [random_ids(length, seed=length) for length in PROMPT_LENGTHS]
+    answers = [Engine(engine_of(model, GpuRunner, max_rows=8)).generate(prompts, SAMPLINGS) for model in (own, shared)]
+    shared.close()
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(6144, 4096), (4096, 14_336), (1024, 3072)])

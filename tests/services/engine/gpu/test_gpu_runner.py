@@ -383,7 +383,7 @@ def test_rows_without_their_pages_or_in_wrong_number_are_refused(parts):
 def triton_model(folder, device, dtype=torch.float32):
     config = load_config(folder)
     checkpoint = Checkpoint(folder)
-    placement = WeightPlacement(dtype, device, TorchLinear)
+    placement = WeightPlacement(dtype, device, TorchLinear, TorchLinear.of)
     weights = load_weights(config, checkpoint, placement)
     checkpoint.close()
     model = Model(config, TritonDecoder(config, weights), placement, fingerprint="")

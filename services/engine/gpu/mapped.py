@@ -1,0 +1,41 @@
+"""A GPU's memory that several processes map, as tensors.
+
+No line of this file has run on a GPU by now.
+"""
+
+import os
+
+import torch
+
+from services.runtime import cuda_memory
+
+
+class CudaMemory:
+    """Memory of one GPU."""
+
+    def __init__(self, device_index: int) -> None:
+        self._index = device_index
+
+    def make(self, num_bytes: int) -> tuple[torch.Tensor, int]:
+        """Return new memory, uint8 [at least num_bytes], and a descriptor of it that the caller closes.
+
+        Raises OSError. It is unmapped with its last tensor.
+        """
+        memory, fd = cuda_memory.make(num_bytes, self._index)
+        try:
+            return _tensor_over(memory), fd
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def map(self, fd: int, num_bytes: int) -> torch.Tensor:
+        """Return what another process made, of the same size; the caller closes the descriptor. Raises OSError."""
+        return _tensor_over(cuda_memory.map_shared(fd, num_bytes, self._index))
+
+
+def _tensor_over(memory: cuda_memory.MappedMemory) -> torch.Tensor:
+    # Its device is where the memory is, which may be another GPU than the one that writes. A copy would not be shared.
+    tensor = torch.as_tensor(memory)
+    if tensor.data_ptr() != memory.address:
+        raise cuda_memory.CudaError("torch copied the mapped memory instead of using it")
+    return tensor

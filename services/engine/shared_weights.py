@@ -1,0 +1,307 @@
+"""One copy of a model's weights for all processes of a host that serve the same files.
+
+A prefill and a decode worker of one machine, or of one GPU, compute with the same weights. Who comes first reads the
+files and lays the weights out as it computes with them (packed, on a CPU) in memory that it hands to the others, a
+piece for each layer and one for the rest (`services.engine.sharing` says how they meet). These start without reading or
+packing anything, and the host, its caches and a GPU hold the weights once.
+
+Whatever fails, a process reads its own: nothing but memory and time depends on sharing. What must not happen:
+
+- *Weights of other files, or laid out otherwise.* The name under which they meet is a digest of where the files are, of
+  their sizes, times and inodes, of the dtype and what computes, of the device, and of this program's version. The
+  digest of what was read travels with the weights, and workers compare it before they exchange pages.
+- *Weights that change.* Memory of the host is sealed before it is handed on, and refused where it is not; a GPU's
+  cannot be, and nothing of ours writes to it.
+- *Cores that reach across sockets for their weights.* Processes share what lies on the same memory nodes.
+
+Ranks of one worker do not share: each has a part of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from services.engine.checkpoint import Checkpoint
+from services.engine.config import ModelConfig
+from services.engine.linear import Linear, LinearParts
+from services.engine.sharing import Piece, Sharing
+from services.engine.weights import LayerWeights, ModelWeights, WeightPlacement, load_weights
+from services.runtime.version import version
+
+_FORMAT = 1
+_ALIGNMENT_BYTES = 256
+_NODES = Path("/sys/devices/system/node")
+_SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
+
+logger = logging.getLogger(__name__)
+
+Value = torch.Tensor | LinearParts | None
+
+
+class Memory(Protocol):
+    """Where shared weights lie. Both raise OSError; what they return lives as long as its last tensor."""
+
+    def make(self, num_bytes: int, fill: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, int]:
+        """Have new memory, uint8 [num_bytes], filled; return it, and a descriptor that the caller closes."""
+        ...
+
+    def map(self, fd: int, num_bytes: int) -> torch.Tensor:
+        """Return what another process made; the caller closes the descriptor."""
+        ...
+
+
+class HostMemory:
+    """Memory of the host, which nobody can write to once it is filled."""
+
+    def make(self, num_bytes: int, fill: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, int]:
+        """See Memory."""
+        fd = os.memfd_create("tandem-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, num_bytes)
+            fill(torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8))
+            # Fails where the memory is still mapped for writing.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
+            return self.map(fd, num_bytes), fd
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def map(self, fd: int, num_bytes: int) -> torch.Tensor:
+        """See Memory."""
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _seals() != _seals():
+            raise OSError("the memory is not sealed")
+        # Private, but never written to: the same memory. Older kernels map nothing sealed as shared.
+        memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class GpuMemory:
+    """Memory of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        from services.engine.gpu.mapped import CudaMemory
+
+        self._device = device
+        self._memory = CudaMemory(torch.cuda.current_device() if device.index is None else device.index)
+
+    def make(self, num_bytes: int, fill: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, int]:
+        """See Memory."""
+        memory, fd = self._memory.make(num_bytes)
+        try:
+            fill(memory)
+            torch.cuda.synchronize(self._device)
+        except BaseException:
+            os.close(fd)
+            raise
+        torch.cuda.empty_cache()  # what was filled in is given up piece by piece
+        return memory, fd
+
+    def map(self, fd: int, num_bytes: int) -> torch.Tensor:
+        """See Memory."""
+        return self._memory.map(fd, num_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Weights, the digest of what was read of the checkpoint, and what has to be closed when they are not served."""
+
+    weights: ModelWeights
+    digest: str
+    sharing: Sharing | None = None
+
+
+def load_shared_weights(
+    config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement, *, arithmetic: str
+) -> LoadedWeights:
+    """Load the weights, or map those that another process of this user has loaded.
+
+    Raises ModelError as `load_weights` does.
+    """
+    sharing = Sharing(_name(checkpoint.folder, placement, arithmetic))
+    try:
+        memory = HostMemory() if placement.device.type == "cpu" else GpuMemory(placement.device)
+        pieces = sharing.join()
+    except (OSError, RuntimeError) as error:
+        logger.warning("the model's weights are not shared: %s", error)
+        sharing.close()
+        return _load(config, checkpoint, placement)
+    if pieces is None:
+        try:
+            return _load_and_offer(config, checkpoint, placement, memory, sharing)
+        except BaseException:
+            sharing.close()
+            raise
+    try:
+        weights, digest = _put_together(pieces, memory, placement, num_layers=config.num_layers)
+    except (OSError, RuntimeError, ValueError) as error:
+        logger.warning("the model's weights are not shared: %s", error)
+        sharing.close()
+        return _load(config, checkpoint, placement)
+    logger.info("the model's weights are those of another process: nothing was read")
+    return LoadedWeights(weights, digest, sharing)
+
+
+def _load(config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement) -> LoadedWeights:
+    return LoadedWeights(load_weights(config, checkpoint, placement), checkpoint.digest())
+
+
+def _load_and_offer(
+    config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement, memory: Memory, sharing: Sharing
+) -> LoadedWeights:
+    groups = _take_apart(load_weights(config, checkpoint, placement))
+    digest = checkpoint.digest()
+    pieces: list[Piece] = []
+    try:
+        for place, group in enumerate(groups):
+            groups[place], piece = _move(group, memory, placement, digest)
+            pieces.append(piece)
+    except (OSError, RuntimeError) as error:
+        logger.warning("the model's weights are not shared: %s", error)
+        for piece in pieces:
+            os.close(piece.fd)
+        sharing.close()
+        return LoadedWeights(_join(groups, placement), digest)
+    sharing.offer(pieces)
+    return LoadedWeights(_join(groups, placement), digest, sharing)
+
+
+def _take_apart(weights: ModelWeights) -> list[list[Value]]:
+    """The values of each layer in the order of its fields, and the rest; nothing else holds them afterwards."""
+    rest = [_parts(weights.embedding), _parts(weights.final_norm), _parts(weights.lm_head)]
+    fields = [field.name for field in dataclasses.fields(LayerWeights)]
+    return [[_parts(getattr(layer, name)) for name in fields] for layer in weights.layers] + [rest]
+
+
+def _parts(value: torch.Tensor | Linear | None) -> Value:
+    return value if value is None or isinstance(value, torch.Tensor) else value.parts
+
+
+def _join(groups: Sequence[Sequence[Value]], placement: WeightPlacement) -> ModelWeights:
+    """The weights of `_take_apart`."""
+
+    def whole(value: Value) -> Any:
+        return placement.linear_of(value) if isinstance(value, LinearParts) else value
+
+    *layers, (embedding, final_norm, lm_head) = ([*map(whole, group)] for group in groups)
+    return ModelWeights(embedding, tuple(LayerWeights(*layer) for layer in layers), final_norm, lm_head)
+
+
+def _move(group: Sequence[Value], memory: Memory, placement: WeightPlacement, digest: str) -> tuple[list[Value], Piece]:
+    """The same values in shared memory, and what others need to find them there."""
+    tensors: dict[int, torch.Tensor] = {}
+    offsets: dict[int, int] = {}
+    num_bytes = 0
+
+    def place(tensor: torch.Tensor | None) -> dict[str, Any] | None:
+        nonlocal num_bytes
+        if tensor is None:
+            return None
+        # A head that is tied to the embedding is the same tensor.
+        key = tensor.data_ptr()
+        if key not in tensors or tensors[key].shape != tensor.shape:
+            tensors[key], offsets[key] = tensor, num_bytes
+            num_bytes += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return {"at": offsets[key], "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+    values: list[dict[str, Any] | None] = []
+    for value in group:
+        if isinstance(value, LinearParts):
+            shape = [value.out_features, value.in_features]
+            values.append({"linear": shape, "weight": place(value.weight), "bias": place(value.bias)})
+        else:
+            values.append(place(value))
+
+    def fill(target: torch.Tensor) -> None:
+        for key, tensor in tensors.items():
+            at = offsets[key]
+            target[at : at + tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+
+    described = {"num_bytes": num_bytes, "values": values, "digest": digest}
+    data, fd = memory.make(num_bytes, fill)
+    return _values(described, data), Piece(json.dumps(described).encode(), fd)
+
+
+def _put_together(
+    pieces: Sequence[Piece], memory: Memory, placement: WeightPlacement, *, num_layers: int
+) -> tuple[ModelWeights, str]:
+    """What another process has moved. Raises OSError, or ValueError for what is none of ours."""
+    if len(pieces) != num_layers + 1:
+        raise ValueError(f"another process has {len(pieces)} pieces for {num_layers} layers and the rest")
+    groups, digest = [], ""
+    try:
+        for piece in pieces:
+            described = json.loads(piece.description)
+            groups.append(_values(described, memory.map(piece.fd, described["num_bytes"])))
+            digest = described["digest"]
+        return _join(groups, placement), digest
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"another process described them as nobody should: {error!r}") from error
+
+
+def _values(described: dict[str, Any], data: torch.Tensor) -> list[Value]:
+    def tensor(said: dict[str, Any] | None) -> torch.Tensor | None:
+        if said is None:
+            return None
+        dtype: torch.dtype = getattr(torch, said["dtype"])
+        shape = torch.Size(said["shape"])
+        return data[said["at"] : said["at"] + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def value(said: dict[str, Any] | None) -> Value:
+        if said is None or "linear" not in said:
+            return tensor(said)
+        (out_features, in_features), weight = said["linear"], tensor(said["weight"])
+        if weight is None:
+            raise ValueError("another process has a layer without a weight")
+        return LinearParts(out_features, in_features, weight, tensor(said["bias"]))
+
+    return [*map(value, described["values"])]
+
+
+def _name(folder: Path, placement: WeightPlacement, arithmetic: str) -> str:
+    """Under which all processes meet whose weights would be the same bytes in the same place."""
+    files = []
+    for path in sorted(folder.resolve().iterdir()):
+        if path.suffix in (".json", ".safetensors"):
+            facts = path.stat()
+            files.append((str(path), facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    parts = (_FORMAT, version(), os.getuid(), arithmetic, str(placement.dtype), _device_key(placement.device), files)
+    return f"tandem-weights-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"
+
+
+def _device_key(device: torch.device) -> str:
+    """The GPU, or the memory nodes of the processor cores that this process may use."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    cores = os.sched_getaffinity(0)
+    nodes = [path.name for path in _NODES.glob("node[0-9]*") if cores & _numbers((path / "cpulist").read_text())]
+    return ",".join(sorted(nodes))
+
+
+def _numbers(text: str) -> set[int]:
+    """Of a list as the kernel writes it: 0-3,8."""
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def _seals() -> int:
+    seals = 0
+    for name in _SEALS:
+        seals |= getattr(fcntl, name)
+    return seals

@@ -1,0 +1,314 @@
+"""Memory that the processes of a host have in common: one makes it, the others are given its file descriptors.
+
+Who binds a name first makes the memory and hands it to whoever connects. The name is an abstract Unix socket, which
+the kernel frees with its process; the memory lives as long as anybody maps it. When the process with the name ends, one
+of those that have the memory takes the name, so that the next one to come still finds it.
+
+Whoever waits is told every second that there is something to wait for. Who hears nothing for `SILENCE_S` (the other
+process is stopped, or stuck) gives up and does without. Both sides look at who the other is: another user's process
+neither gets memory nor is believed.
+
+Knows nothing of what the memory holds. Linux only; elsewhere joining fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SILENCE_S = 3.0
+WAIT_EVERY_S = 1.0
+_SEND_TIMEOUT_S = 5.0
+_RETRY_S = 0.05
+_MAX_RETRIES = 100
+_MAX_DESCRIPTION_BYTES = 1 << 16
+_BACKLOG = 64
+
+_WANT = b"want"
+_WATCH = b"watch"
+_WAIT = b"wait"
+_PIECES = struct.Struct("<6sI")
+_MARK = b"pieces"
+
+logger = logging.getLogger(__name__)
+
+
+class SharingFailed(OSError):
+    """There is nothing to be had from the others, nor are they to wait for this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of memory, and what is in it (at most 64 KiB) in whatever words its users have agreed on."""
+
+    description: bytes
+    fd: int
+
+
+class Sharing:
+    """This process's part in the memory behind one name. `join` first, then `offer` where it is the first."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: at most 100 ASCII characters; processes with different names have nothing to do with each other."""
+        self._address = b"\0" + name.encode("ascii")
+        self._pieces: tuple[Piece, ...] | None = None
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def join(self) -> tuple[Piece, ...] | None:
+        """Return what another process has; waits while that makes it. None: it is for this one to make and offer it.
+
+        The descriptors stay this object's. Raises SharingFailed.
+        """
+        for _ in range(_MAX_RETRIES):
+            listener = self._bind()
+            if listener is not None:
+                self._start(listener, None)
+                return None
+            sock = self._connect()
+            if sock is None:
+                time.sleep(_RETRY_S)  # it is on its way up or down
+                continue
+            pieces = self._ask(sock)
+            if pieces is not None:
+                self._pieces = pieces
+                self._start(None, sock)
+                return pieces
+        raise SharingFailed("the processes with the memory come and go")
+
+    def offer(self, pieces: Sequence[Piece]) -> None:
+        """Give these to whoever asks from now on. The descriptors are this object's."""
+        self._pieces = tuple(pieces)
+        self._wake()
+
+    def close(self) -> None:
+        """Leave; what is mapped stays. Whoever waits for this process stops waiting."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._wake()
+        if self._thread is not None:
+            self._thread.join()
+        for sock in (self._wake_reader, self._wake_writer):
+            sock.close()
+        for piece in self._pieces or ():
+            os.close(piece.fd)
+
+    def _start(self, listener: socket.socket | None, sock: socket.socket | None) -> None:
+        self._thread = threading.Thread(target=self._run, args=(listener, sock), name="tandem-sharing", daemon=True)
+        self._thread.start()
+
+    def _wake(self) -> None:
+        self._wake_writer.send(b"\0")
+
+    def _bind(self) -> socket.socket | None:
+        """Take the name. None: somebody has it."""
+        sock = _new_socket()
+        try:
+            sock.bind(self._address)
+            sock.listen(_BACKLOG)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                return None
+            raise SharingFailed(f"no name can be taken: {error}") from error
+        return sock
+
+    def _connect(self) -> socket.socket | None:
+        """Reach who has the name. None: nobody answers, or not yet. Raises SharingFailed where it is another user."""
+        sock = _new_socket()
+        try:
+            sock.settimeout(SILENCE_S)
+            sock.connect(self._address)
+        except OSError:
+            sock.close()
+            return None
+        if _peer_uid(sock) != os.getuid():
+            sock.close()
+            raise SharingFailed("a process of another user has the name")
+        return sock
+
+    def _ask(self, sock: socket.socket) -> tuple[Piece, ...] | None:
+        """Return what the other side has, when it has it. None: it ended before."""
+        pieces: list[Piece] = []
+        try:
+            sock.send(_WANT)
+            message = sock.recv(_PIECES.size)
+            while message == _WAIT:
+                message = sock.recv(_PIECES.size)
+            if message:
+                mark, count = _PIECES.unpack(message)
+                if mark != _MARK:
+                    raise SharingFailed("the process with the name speaks of something else")
+                while len(pieces) < count and (piece := _receive_piece(sock)) is not None:
+                    pieces.append(piece)
+                if len(pieces) == count:
+                    return tuple(pieces)
+        except TimeoutError:
+            _drop(sock, pieces)
+            raise SharingFailed(f"the process with the memory said nothing for {SILENCE_S:g} s") from None
+        except (ConnectionError, struct.error):
+            pass
+        except SharingFailed:
+            _drop(sock, pieces)
+            raise
+        _drop(sock, pieces)
+        return None
+
+    def _run(self, listener: socket.socket | None, sock: socket.socket | None) -> None:
+        while listener is None and not self._is_closed:
+            if sock is not None and self._has_ended(sock):
+                sock.close()
+                sock = None
+            if sock is None:
+                listener = self._take_over()
+                sock = self._watch() if listener is None else None
+        if sock is not None:
+            sock.close()
+        if listener is not None:
+            with listener:
+                self._serve(listener)
+
+    def _take_over(self) -> socket.socket | None:
+        try:
+            return self._bind()
+        except SharingFailed as error:
+            logger.warning("shared memory is not offered any more: %s", error)
+            self._is_closed = True
+            return None
+
+    def _watch(self) -> socket.socket | None:
+        """Stay in touch with who has the name now, to hear of its end."""
+        if self._is_closed:
+            return None
+        try:
+            sock = self._connect()
+        except SharingFailed:
+            sock = None
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.send(_WATCH)
+                return sock
+            sock.close()
+        self._sleep(_RETRY_S)
+        return None
+
+    def _has_ended(self, sock: socket.socket) -> bool:
+        """Wait until the other side ends, or until this one is closed."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(sock, selectors.EVENT_READ)
+            selector.register(self._wake_reader, selectors.EVENT_READ)
+            selector.select()
+        return not self._is_closed
+
+    def _sleep(self, seconds: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_reader, selectors.EVENT_READ)
+            selector.select(seconds)
+
+    def _serve(self, listener: socket.socket) -> None:
+        peers: set[socket.socket] = set()
+        waiting: set[socket.socket] = set()
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            selector.register(self._wake_reader, selectors.EVENT_READ)
+
+            def drop(peer: socket.socket) -> None:
+                selector.unregister(peer)
+                peers.discard(peer)
+                waiting.discard(peer)
+                peer.close()
+
+            while not self._is_closed:
+                for key, _ in selector.select(WAIT_EVERY_S if waiting else None):
+                    if key.fileobj is listener:
+                        peer = _accept(listener)
+                        if peer is not None:
+                            peers.add(peer)
+                            selector.register(peer, selectors.EVENT_READ)
+                    elif key.fileobj is self._wake_reader:
+                        self._wake_reader.recv(64)
+                    else:
+                        peer = next(one for one in peers if one is key.fileobj)
+                        message = _receive(peer)
+                        if message == _WANT:
+                            waiting.add(peer)
+                        elif not message:
+                            drop(peer)
+                pieces = self._pieces  # once: it may be offered at any moment
+                for peer in list(waiting):
+                    if not _give(peer, pieces):
+                        drop(peer)
+                    elif pieces is not None:
+                        waiting.discard(peer)
+            for peer in peers:
+                peer.close()
+
+
+def _give(peer: socket.socket, pieces: tuple[Piece, ...] | None) -> bool:
+    """Send what there is, or that it is to be waited for. False: the other side is gone, or does not read."""
+    try:
+        if pieces is None:
+            peer.send(_WAIT)
+            return True
+        peer.send(_PIECES.pack(_MARK, len(pieces)))
+        for piece in pieces:
+            socket.send_fds(peer, [piece.description], [piece.fd])
+    except OSError:
+        return False
+    return True
+
+
+def _new_socket() -> socket.socket:
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise SharingFailed(f"no such sockets here: {error}") from error
+
+
+def _accept(listener: socket.socket) -> socket.socket | None:
+    try:
+        peer, _ = listener.accept()
+    except OSError:
+        return None
+    if _peer_uid(peer) != os.getuid():
+        peer.close()
+        return None
+    peer.settimeout(_SEND_TIMEOUT_S)
+    return peer
+
+
+def _receive(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(len(_WATCH))
+    except OSError:
+        return b""
+
+
+def _receive_piece(sock: socket.socket) -> Piece | None:
+    description, fds, _, _ = socket.recv_fds(sock, _MAX_DESCRIPTION_BYTES, 1)
+    if len(fds) != 1:
+        return None
+    return Piece(description, fds[0])
+
+
+def _drop(sock: socket.socket, pieces: list[Piece]) -> None:
+    sock.close()
+    for piece in pieces:
+        os.close(piece.fd)
+
+
+def _peer_uid(sock: socket.socket) -> int:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", credentials)[1]
+    return uid
