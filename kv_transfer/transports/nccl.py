@@ -103,6 +103,9 @@ class NcclTransport(Transport):
         except OSError as error:
             _give_up(sock, pair)
             raise ChannelBroken(f"the channel to {address} broke while it was opened: {error}") from error
+        except RuntimeError as error:  # torch's
+            _give_up(sock, pair)
+            raise ChannelBroken(f"the GPU failed while the channel was opened: {error}") from error
         except ChannelBroken:
             _give_up(sock, pair)
             raise
@@ -256,6 +259,8 @@ class NcclReceiveChannel(DeviceReceiveChannel):
                     self._slots = ReceiverSlots(self._socket, self._ring)
         except OSError as error:
             _give_up(self._socket, self._pair, ChannelBroken(f"the channel broke while it was opened: {error}"))
+        except RuntimeError as error:  # torch's
+            _give_up(self._socket, self._pair, ChannelBroken(f"the GPU failed: {error}"))
         except ChannelBroken as error:
             _give_up(self._socket, self._pair, error)
         finally:

@@ -320,7 +320,8 @@ class NcclPair:
         with self._changed:
             if not is_settled:
                 _log.error("kernels of an aborted communicator still run: their memory is left to them for good")
-                _left_behind.extend(self._kept)
+                # The stream too: who was given it next would wait behind them.
+                _left_behind.extend((*self._kept, self._stream))
             self._kept.clear()
             self._operations.clear()
             self._state = State.GONE

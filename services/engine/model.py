@@ -22,7 +22,7 @@ from services.engine.kernels.decoder import KernelDecoder, KernelStep
 from services.engine.kernels.library import Kernels, load_kernels
 from services.engine.linear import PackedLinear, TorchLinear, pack_linear
 from services.engine.rope import RopeTable
-from services.engine.shared_weights import LoadedWeights, load_shared_weights
+from services.engine.shared_weights import Files, LoadedWeights, load_shared_weights
 from services.engine.sharing import Sharing
 from services.engine.weights import ModelWeights, WeightPlacement, load_weights
 from services.runtime.errors import ConfigError, InvariantViolated
@@ -137,19 +137,36 @@ def load_model(
 
     Raises ModelError for a folder that cannot be served and ConfigError for a wrong dtype or device.
     """
+    files = _files(model_dir) if shares_weights else None
     source = open_model(model_dir, dtype=dtype, device=device, use_kernels=use_kernels)
     config, kernels = source.config, source.kernels
     try:
-        if shares_weights:
-            loaded = load_shared_weights(config, source.checkpoint, source.placement, arithmetic=arithmetic_of(kernels))
+        if files is not None:
+            loaded = load_shared_weights(
+                config, source.checkpoint, source.placement, arithmetic=arithmetic_of(kernels), files=files
+            )
         else:
             weights = load_weights(config, source.checkpoint, source.placement)
             loaded = LoadedWeights(weights, source.checkpoint.digest())
     finally:
         source.checkpoint.close()
-    fingerprint = layout_fingerprint(config, weights_digest=loaded.digest)
-    decoder = _make_decoder(config, loaded.weights, kernels)
-    return Model(config, decoder, source.placement, fingerprint=fingerprint, kernels=kernels, sharing=loaded.sharing)
+    try:
+        fingerprint = layout_fingerprint(config, weights_digest=loaded.digest)
+        decoder = _make_decoder(config, loaded.weights, kernels)
+        return Model(
+            config, decoder, source.placement, fingerprint=fingerprint, kernels=kernels, sharing=loaded.sharing
+        )
+    except BaseException:
+        if loaded.sharing is not None:
+            loaded.sharing.close()
+        raise
+
+
+def _files(model_dir: str | Path) -> Files | None:
+    try:
+        return Files.of(Path(model_dir))
+    except OSError:
+        return None  # whoever opens the folder says what is wrong with it
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ packing anything, and the host, its caches and a GPU hold the weights once.
 Whatever fails, a process reads its own: nothing but memory and time depends on sharing. What must not happen:
 
 - *Weights of other files, or laid out otherwise.* The name under which they meet is a digest of where the files are, of
-  their sizes, times and inodes, of the dtype and what computes, of the device, and of this program's version. The
-  digest of what was read travels with the weights, and workers compare it before they exchange pages.
+  their sizes, times and inodes, of the dtype and what computes, of the device, and of the code that lays out. Files
+  that change while they are opened or read are not shared. The digest of what was read travels with the weights, and
+  workers compare it before they exchange pages.
 - *Weights that change.* Memory of the host is sealed before it is handed on, and refused where it is not; a GPU's
   cannot be, and nothing of ours writes to it.
 - *Cores that reach across sockets for their weights.* Processes share what lies on the same memory nodes.
@@ -19,6 +20,8 @@ Ranks of one worker do not share: each has a part of its own.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import fcntl
 import hashlib
@@ -29,7 +32,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -38,10 +41,10 @@ from services.engine.config import ModelConfig
 from services.engine.linear import Linear, LinearParts
 from services.engine.sharing import Piece, Sharing
 from services.engine.weights import LayerWeights, ModelWeights, WeightPlacement, load_weights
-from services.runtime.version import version
 
-_FORMAT = 1
 _ALIGNMENT_BYTES = 256
+_HERE = Path(__file__).parent
+_LAYOUT_SOURCES = ("shared_weights.py", "sharing.py", "weights.py", "linear.py")
 _NODES = Path("/sys/devices/system/node")
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
 
@@ -61,6 +64,10 @@ class Memory(Protocol):
         """Return what another process made; the caller closes the descriptor."""
         ...
 
+    def tidy(self) -> None:
+        """Give back what the allocator keeps of tensors that were moved."""
+        ...
+
 
 class HostMemory:
     """Memory of the host, which nobody can write to once it is filled."""
@@ -69,7 +76,7 @@ class HostMemory:
         """See Memory."""
         fd = os.memfd_create("tandem-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, num_bytes)
+            os.posix_fallocate(fd, 0, num_bytes)  # what is not there is an error now, not the process's end later
             fill(torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8))
             # Fails where the memory is still mapped for writing.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
@@ -87,6 +94,11 @@ class HostMemory:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def tidy(self) -> None:
+        """See Memory."""
+        with contextlib.suppress(AttributeError):  # of glibc only
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 class GpuMemory:
@@ -107,12 +119,15 @@ class GpuMemory:
         except BaseException:
             os.close(fd)
             raise
-        torch.cuda.empty_cache()  # what was filled in is given up piece by piece
         return memory, fd
 
     def map(self, fd: int, num_bytes: int) -> torch.Tensor:
         """See Memory."""
         return self._memory.map(fd, num_bytes)
+
+    def tidy(self) -> None:
+        """See Memory."""
+        torch.cuda.empty_cache()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,59 +139,80 @@ class LoadedWeights:
     sharing: Sharing | None = None
 
 
+class Files(NamedTuple):
+    """Which files a folder has now, and when each was changed."""
+
+    facts: tuple[tuple[str, int, int, int, int], ...]
+
+    @classmethod
+    def of(cls, folder: Path) -> Files:
+        """Raises OSError for a folder that cannot be read."""
+        found = []
+        for path in sorted(folder.resolve().iterdir()):
+            if path.suffix in (".json", ".safetensors") and path.exists():
+                facts = path.stat()
+                found.append((str(path), facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+        return cls(tuple(found))
+
+
 def load_shared_weights(
-    config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement, *, arithmetic: str
+    config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement, *, arithmetic: str, files: Files
 ) -> LoadedWeights:
     """Load the weights, or map those that another process of this user has loaded.
 
-    Raises ModelError as `load_weights` does.
+    `files` are those of before anything of the checkpoint was opened. Raises ModelError as `load_weights` does.
     """
-    sharing = Sharing(_name(checkpoint.folder, placement, arithmetic))
+    sharing = None
     try:
+        if Files.of(checkpoint.folder) != files:
+            raise OSError("the files have changed while they were opened")
         memory = HostMemory() if placement.device.type == "cpu" else GpuMemory(placement.device)
+        sharing = Sharing(_name(files, placement, arithmetic))
         pieces = sharing.join()
-    except (OSError, RuntimeError) as error:
-        logger.warning("the model's weights are not shared: %s", error)
-        sharing.close()
-        return _load(config, checkpoint, placement)
-    if pieces is None:
-        try:
-            return _load_and_offer(config, checkpoint, placement, memory, sharing)
-        except BaseException:
-            sharing.close()
-            raise
-    try:
-        weights, digest = _put_together(pieces, memory, placement, num_layers=config.num_layers)
+        if pieces is not None:
+            weights, digest = _put_together(pieces, memory, placement, num_layers=config.num_layers)
+            logger.info("the model's weights are those of another process: nothing was read")
+            return LoadedWeights(weights, digest, sharing)
     except (OSError, RuntimeError, ValueError) as error:
         logger.warning("the model's weights are not shared: %s", error)
+        if sharing is not None:
+            sharing.close()
+        return LoadedWeights(load_weights(config, checkpoint, placement), checkpoint.digest())
+    try:
+        groups = _take_apart(load_weights(config, checkpoint, placement))
+        digest = checkpoint.digest()
+        try:
+            found = _move_all(groups, memory, digest)
+            if Files.of(checkpoint.folder) != files:
+                _close(found)
+                raise OSError("the files have changed while they were read")
+            sharing.offer(found)
+        except (OSError, RuntimeError) as error:
+            logger.warning("the model's weights are not shared: %s", error)
+            sharing.close()
+        return LoadedWeights(_join(groups, placement), digest, sharing)
+    except BaseException:
         sharing.close()
-        return _load(config, checkpoint, placement)
-    logger.info("the model's weights are those of another process: nothing was read")
-    return LoadedWeights(weights, digest, sharing)
+        raise
 
 
-def _load(config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement) -> LoadedWeights:
-    return LoadedWeights(load_weights(config, checkpoint, placement), checkpoint.digest())
-
-
-def _load_and_offer(
-    config: ModelConfig, checkpoint: Checkpoint, placement: WeightPlacement, memory: Memory, sharing: Sharing
-) -> LoadedWeights:
-    groups = _take_apart(load_weights(config, checkpoint, placement))
-    digest = checkpoint.digest()
+def _move_all(groups: list[list[Value]], memory: Memory, digest: str) -> list[Piece]:
+    """Move one group after the other; what cannot be moved stays where it is. Raises OSError and RuntimeError."""
     pieces: list[Piece] = []
     try:
-        for place, group in enumerate(groups):
-            groups[place], piece = _move(group, memory, placement, digest)
+        for place in range(len(groups)):
+            groups[place], piece = _move(groups[place], memory, digest)
             pieces.append(piece)
-    except (OSError, RuntimeError) as error:
-        logger.warning("the model's weights are not shared: %s", error)
-        for piece in pieces:
-            os.close(piece.fd)
-        sharing.close()
-        return LoadedWeights(_join(groups, placement), digest)
-    sharing.offer(pieces)
-    return LoadedWeights(_join(groups, placement), digest, sharing)
+            memory.tidy()
+    except BaseException:
+        _close(pieces)
+        raise
+    return pieces
+
+
+def _close(pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        os.close(piece.fd)
 
 
 def _take_apart(weights: ModelWeights) -> list[list[Value]]:
@@ -200,10 +236,10 @@ def _join(groups: Sequence[Sequence[Value]], placement: WeightPlacement) -> Mode
     return ModelWeights(embedding, tuple(LayerWeights(*layer) for layer in layers), final_norm, lm_head)
 
 
-def _move(group: Sequence[Value], memory: Memory, placement: WeightPlacement, digest: str) -> tuple[list[Value], Piece]:
+def _move(group: Sequence[Value], memory: Memory, digest: str) -> tuple[list[Value], Piece]:
     """The same values in shared memory, and what others need to find them there."""
-    tensors: dict[int, torch.Tensor] = {}
-    offsets: dict[int, int] = {}
+    tensors: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    offsets: dict[tuple[int, torch.Size], int] = {}
     num_bytes = 0
 
     def place(tensor: torch.Tensor | None) -> dict[str, Any] | None:
@@ -211,8 +247,8 @@ def _move(group: Sequence[Value], memory: Memory, placement: WeightPlacement, di
         if tensor is None:
             return None
         # A head that is tied to the embedding is the same tensor.
-        key = tensor.data_ptr()
-        if key not in tensors or tensors[key].shape != tensor.shape:
+        key = tensor.data_ptr(), tensor.shape
+        if key not in tensors:
             tensors[key], offsets[key] = tensor, num_bytes
             num_bytes += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return {"at": offsets[key], "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
@@ -248,7 +284,7 @@ def _put_together(
             groups.append(_values(described, memory.map(piece.fd, described["num_bytes"])))
             digest = described["digest"]
         return _join(groups, placement), digest
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"another process described them as nobody should: {error!r}") from error
 
 
@@ -271,14 +307,10 @@ def _values(described: dict[str, Any], data: torch.Tensor) -> list[Value]:
     return [*map(value, described["values"])]
 
 
-def _name(folder: Path, placement: WeightPlacement, arithmetic: str) -> str:
+def _name(files: Files, placement: WeightPlacement, arithmetic: str) -> str:
     """Under which all processes meet whose weights would be the same bytes in the same place."""
-    files = []
-    for path in sorted(folder.resolve().iterdir()):
-        if path.suffix in (".json", ".safetensors"):
-            facts = path.stat()
-            files.append((str(path), facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns))
-    parts = (_FORMAT, version(), os.getuid(), arithmetic, str(placement.dtype), _device_key(placement.device), files)
+    code = [(_HERE / name).read_bytes() for name in _LAYOUT_SOURCES]
+    parts = (code, torch.__version__, os.getuid(), arithmetic, placement.dtype, _device_key(placement.device), files)
     return f"tandem-weights-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 SILENCE_S = 3.0
 WAIT_EVERY_S = 1.0
-_SEND_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 1.0  # for who does not read, while others wait to hear something
 _RETRY_S = 0.05
 _MAX_RETRIES = 100
 _MAX_DESCRIPTION_BYTES = 1 << 16
@@ -149,7 +149,7 @@ class Sharing:
             if message:
                 mark, count = _PIECES.unpack(message)
                 if mark != _MARK:
-                    raise SharingFailed("the process with the name speaks of something else")
+                    raise struct.error
                 while len(pieces) < count and (piece := _receive_piece(sock)) is not None:
                     pieces.append(piece)
                 if len(pieces) == count:
@@ -157,11 +157,11 @@ class Sharing:
         except TimeoutError:
             _drop(sock, pieces)
             raise SharingFailed(f"the process with the memory said nothing for {SILENCE_S:g} s") from None
-        except (ConnectionError, struct.error):
+        except ConnectionError:
             pass
-        except SharingFailed:
+        except (OSError, struct.error):
             _drop(sock, pieces)
-            raise
+            raise SharingFailed("what the process with the name says is not understood") from None
         _drop(sock, pieces)
         return None
 
@@ -170,31 +170,22 @@ class Sharing:
             if sock is not None and self._has_ended(sock):
                 sock.close()
                 sock = None
-            if sock is None:
-                listener = self._take_over()
-                sock = self._watch() if listener is None else None
+            if sock is None and not self._is_closed:
+                try:
+                    listener = self._bind()
+                    sock = self._watch() if listener is None else None
+                except OSError as error:
+                    logger.warning("shared memory cannot be handed on now: %s", error)
+                    self._sleep(WAIT_EVERY_S)
         if sock is not None:
             sock.close()
         if listener is not None:
             with listener:
                 self._serve(listener)
 
-    def _take_over(self) -> socket.socket | None:
-        try:
-            return self._bind()
-        except SharingFailed as error:
-            logger.warning("shared memory is not offered any more: %s", error)
-            self._is_closed = True
-            return None
-
     def _watch(self) -> socket.socket | None:
-        """Stay in touch with who has the name now, to hear of its end."""
-        if self._is_closed:
-            return None
-        try:
-            sock = self._connect()
-        except SharingFailed:
-            sock = None
+        """Stay in touch with who has the name now, to hear of its end. None: nobody answers."""
+        sock = self._connect()
         if sock is not None:
             with contextlib.suppress(OSError):
                 sock.send(_WATCH)
@@ -259,7 +250,8 @@ def _give(peer: socket.socket, pieces: tuple[Piece, ...] | None) -> bool:
     """Send what there is, or that it is to be waited for. False: the other side is gone, or does not read."""
     try:
         if pieces is None:
-            peer.send(_WAIT)
+            with contextlib.suppress(BlockingIOError):  # it has enough to read
+                peer.send(_WAIT, socket.MSG_DONTWAIT)
             return True
         peer.send(_PIECES.pack(_MARK, len(pieces)))
         for piece in pieces:
@@ -280,6 +272,7 @@ def _accept(listener: socket.socket) -> socket.socket | None:
     try:
         peer, _ = listener.accept()
     except OSError:
+        time.sleep(_RETRY_S)  # no descriptors are left, and the connection still asks for one
         return None
     if _peer_uid(peer) != os.getuid():
         peer.close()
@@ -299,6 +292,7 @@ def _receive_piece(sock: socket.socket) -> Piece | None:
     description, fds, _, _ = socket.recv_fds(sock, _MAX_DESCRIPTION_BYTES, 1)
     if len(fds) != 1:
         return None
+    os.set_inheritable(fds[0], False)
     return Piece(description, fds[0])
 
 

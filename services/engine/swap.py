@@ -124,7 +124,8 @@ class SwapSpace:
         """Only pinned memory is copied without a detour, and beside what the host does."""
         # torch's own way to such memory takes up to twice of what is asked for: it rounds up to a power of two.
         runtime = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        with torch.cuda.device(self._pool.data.device):
+            code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
         if code:
             raise RuntimeError(f"cudaHostRegister gives error {code}")
         weakref.finalize(self, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

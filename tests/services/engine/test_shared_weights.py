@@ -116,6 +116,51 @@ def test_what_differs_is_not_shared(
     assert name_of(load(link)) == names[3]
 
 
+def test_files_that_change_on_the_way_are_not_shared(
+    checkpoint: Callable[..., Path],
+    load: Callable[..., Model],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """While they are opened, and while they are read: the name would say that they are the new ones."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("llama-mha"), folder)
+    expected = load_model(folder, device="cpu").fingerprint
+    open_files, read = Checkpoint.__init__, Checkpoint.digest
+
+    def replace() -> None:
+        shutil.copy(folder / "model.safetensors", tmp_path / "new")
+        (tmp_path / "new").replace(folder / "model.safetensors")
+
+    for method, original in (("__init__", open_files), ("digest", read)):
+
+        def change(self: Checkpoint, *args: Any, original: Callable[..., Any] = original) -> Any:
+            result = original(self, *args)
+            replace()
+            return result
+
+        with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+            patched.setattr(Checkpoint, method, change)
+            assert load(folder).fingerprint == expected
+        assert "have changed while" in caplog.text
+        caplog.clear()
+    # Those who come then agree on a name that nobody has.
+    assert load(folder).fingerprint == expected
+    assert not caplog.text
+
+
+def test_files_that_lead_nowhere_are_no_obstacle(
+    checkpoint: Callable[..., Path], load: Callable[..., Model], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("llama-mha"), folder)
+    (folder / "more.json").symlink_to(tmp_path / "nowhere")
+    with caplog.at_level(logging.INFO):
+        assert load(folder).fingerprint == load(folder).fingerprint
+    assert "nothing was read" in caplog.text
+
+
 def test_the_next_process_goes_on_sharing_where_the_first_is_killed(
     checkpoint: Callable[..., Path],
     random_ids: Callable[..., list[int]],

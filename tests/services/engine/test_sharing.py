@@ -261,3 +261,44 @@ def test_nothing_is_left_open(name: str) -> None:
     second.close()
     assert set(os.listdir("/proc/self/fd")) == before
     assert not [one for one in threading.enumerate() if one.name == "tandem-sharing"]
+
+
+def test_who_cannot_take_the_name_now_tries_again(
+    make: Callable[[], Sharing], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make(), make()
+    assert first.join() is None
+    first.offer([Piece(b"a", memory(b"one"))])
+    assert contents(second.join()) == {b"a": b"one"}
+    monkeypatch.setattr(sharing, "WAIT_EVERY_S", 0.05)
+    new_socket, failures = sharing._new_socket, [1] * 4
+
+    def failing() -> socket.socket:
+        if threading.current_thread().name == "tandem-sharing" and failures:
+            failures.pop()
+            raise SharingFailed("too many open files")
+        return new_socket()
+
+    monkeypatch.setattr(sharing, "_new_socket", failing)
+    first.close()
+    await_heir(name)
+    assert not failures
+    assert contents(make().join()) == {b"a": b"one"}
+
+
+def test_who_does_not_read_keeps_nobody_waiting(
+    make: Callable[[], Sharing], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "WAIT_EVERY_S", 0.001)
+    first = make()
+    assert first.join() is None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stuck:
+        stuck.connect(b"\0" + name.encode())
+        stuck.send(b"want")
+        time.sleep(1.0)  # its queue is full by then
+        monkeypatch.setattr(sharing, "WAIT_EVERY_S", 0.1)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(make().join)
+            time.sleep(0.3)
+            first.offer([Piece(b"a", memory(b"one"))])
+            assert contents(waiting.result(sharing.SILENCE_S)) == {b"a": b"one"}
