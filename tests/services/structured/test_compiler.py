@@ -54,7 +54,12 @@ async def test_only_so_many_are_remembered(gate: Gate, monkeypatch: pytest.Monke
 
 
 async def test_one_that_takes_too_long_is_refused_and_so_are_those_behind_it(gate: Gate) -> None:
-    checks = FormChecks(check=gate, timeout_s=0.5)
+    def check(form: AnswerForm) -> None:
+        gate.begun.append(form.json_schema)
+        while not gate.is_open.is_set():
+            pass
+
+    checks = FormChecks(check=check, timeout_s=0.5)
     try:
         asked = [checks.check(AnswerForm(f"slow {n}")) for n in range(compiler.NUM_THREADS + 1)]
         results = await asyncio.gather(*asked, return_exceptions=True)
@@ -69,6 +74,15 @@ async def test_one_that_takes_too_long_is_refused_and_so_are_those_behind_it(gat
         gate.is_open.set()
     await FormChecks(check=gate, timeout_s=WAIT_S).check(AnswerForm("other"))
     assert any(type(result) is Overloaded for result in results)
+
+
+async def test_one_that_gets_no_core_is_not_too_complex(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate takes no time of a core: as if other processes had them all."""
+    monkeypatch.setattr(compiler, "PATIENCE", 3)
+    with pytest.raises(Overloaded, match="too busy"):
+        await FormChecks(check=gate, timeout_s=0.2).check(AnswerForm("usual"))
+    gate.is_open.set()
+    await FormChecks(check=gate, timeout_s=0.2).check(AnswerForm("usual"))
 
 
 async def test_one_that_had_to_wait_has_its_whole_time(gate: Gate) -> None:
