@@ -77,7 +77,7 @@ class Sharing:
                 return None
             sock = self._connect()
             if sock is None:
-                time.sleep(_RETRY_S)  # it is on its way up or down
+                time.sleep(_RETRY_S)  # it has the name and does not listen yet, or just ended: nothing tells of either
                 continue
             pieces = self._ask(sock)
             if pieces is not None:
@@ -166,6 +166,7 @@ class Sharing:
         return None
 
     def _run(self, listener: socket.socket | None, sock: socket.socket | None) -> None:
+        is_said = False
         while listener is None and not self._is_closed:
             if sock is not None and self._has_ended(sock):
                 sock.close()
@@ -175,7 +176,9 @@ class Sharing:
                     listener = self._bind()
                     sock = self._watch() if listener is None else None
                 except OSError as error:
-                    logger.warning("shared memory cannot be handed on now: %s", error)
+                    if not is_said:
+                        logger.warning("shared memory cannot be handed on now: %s", error)
+                    is_said = True
                     self._sleep(WAIT_EVERY_S)
         if sock is not None:
             sock.close()

@@ -264,7 +264,7 @@ def test_nothing_is_left_open(name: str) -> None:
 
 
 def test_who_cannot_take_the_name_now_tries_again(
-    make: Callable[[], Sharing], name: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Sharing], name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = make(), make()
     assert first.join() is None
@@ -283,6 +283,7 @@ def test_who_cannot_take_the_name_now_tries_again(
     first.close()
     await_heir(name)
     assert not failures
+    assert caplog.text.count("cannot be handed on now") == 1
     assert contents(make().join()) == {b"a": b"one"}
 
 
