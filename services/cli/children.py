@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gateway.catalog_file import ModelEntry, read_models_file
 from services.cli.cores import Machine, Share, share_out
+from services.cli.gpus import VISIBLE_ENV, GpuShare, share_out_gpus
 from services.cli.up_settings import UpSettings
 from services.runtime.config import ENV_PREFIX
 from services.runtime.process import DIE_WITH_PARENT_ENV
@@ -84,9 +85,12 @@ def worker_specs(
     addresses: Addresses,
     environment: Mapping[str, str],
     machine: Machine,
+    gpus: Sequence[str] = (),
 ) -> list[ChildSpec]:
-    """For each model its prefill workers, then its decode workers."""
-    shares = iter(share_out(machine, sum(plan.num_prefill + plan.num_decode for plan in plans)))
+    """For each model its prefill workers, then its decode workers. `gpus`: as CUDA names those of this machine."""
+    num_workers = sum(plan.num_prefill + plan.num_decode for plan in plans)
+    shares = iter(share_out(machine, num_workers))
+    gpu_shares = iter(share_out_gpus(gpus, num_workers))
     specs = []
     for plan in plans:
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
@@ -94,8 +98,10 @@ def worker_specs(
             for number in range(count):
                 name = "-".join(filter(None, (role, plan.label, str(number))))
                 cores = _core_flags(settings, next(shares))
-                flags = [("id", name), *_worker_flags(settings, plan, addresses), *cores, *extra]
-                specs.append(ChildSpec(name, _command(f"{role}_worker", flags), environment))
+                gpu = next(gpu_shares)
+                flags = [("id", name), *_worker_flags(settings, plan, addresses), *cores, *_gpu_flags(gpu), *extra]
+                own_environment = environment if gpu is None else {**environment, VISIBLE_ENV: gpu.visible}
+                specs.append(ChildSpec(name, _command(f"{role}_worker", flags), own_environment))
     return specs
 
 
@@ -179,6 +185,10 @@ def _core_flags(settings: UpSettings, share: Share) -> list[tuple[str, object]]:
     threads = settings.threads or share.threads
     is_pinned = settings.pin and 0 < threads <= len(share.cpus)
     return [("threads", threads), ("cores", ",".join(map(str, share.cpus)) if is_pinned else None)]
+
+
+def _gpu_flags(share: GpuShare | None) -> list[tuple[str, object]]:
+    return [("gpu-memory-share", share.memory_share if share is not None and share.memory_share < 1 else None)]
 
 
 def _tls_flags(settings: UpSettings) -> list[tuple[str, object]]:

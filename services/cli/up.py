@@ -35,6 +35,7 @@ from services.cli.children import (
     worker_specs,
 )
 from services.cli.cores import this_machine
+from services.cli.gpus import visible_gpus
 from services.cli.progress import Progress
 from services.cli.restarts import EXIT_BAD_INPUT, RestartPolicy
 from services.cli.supervisor import Child, Supervisor
@@ -150,7 +151,7 @@ class Up:
         self._redis = redis
         self._log_dir = log_dir
         self._policy = policy or RestartPolicy()
-        self._workers = worker_specs(settings, plans, addresses, environment, this_machine())
+        self._workers = worker_specs(settings, plans, addresses, environment, this_machine(), visible_gpus(environment))
         self._gateway = gateway_spec(settings, addresses, environment)
         scheme = "http" if settings.tls is None else "https"
         self._probe_url = f"{scheme}://{join_host_port(_connectable(settings.host), addresses.http_port)}"

@@ -56,6 +56,17 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     dtype: str
 
+    @property
+    def num_weights(self) -> int:
+        """Numbers in all tensors of the architecture, of tied embeddings once."""
+        hidden, heads = self.hidden_size, self.num_heads * self.head_dim
+        qkv = heads + 2 * self.num_kv_heads * self.head_dim
+        layer = hidden * (qkv + heads) + 3 * hidden * self.intermediate_size + 2 * hidden
+        layer += qkv * self.has_qkv_bias + hidden * self.has_output_bias
+        layer += (2 * self.intermediate_size + hidden) * self.has_mlp_bias + 2 * self.head_dim * self.has_qk_norm
+        ends = self.vocab_size * hidden * (1 if self.has_tied_embeddings else 2) + hidden
+        return self.num_layers * layer + ends
+
 
 def load_config(model_dir: str | Path) -> ModelConfig:
     """Reads `config.json` and `generation_config.json` of a checkpoint folder.

@@ -278,6 +278,11 @@ def load_draft(model_dir: str | Path, parts: EngineParts, *, page_size: int, mem
         )
     device = parts.model.device
     draft = load_engine(
-        model_dir, device=str(device), page_size=page_size, kv_memory_bytes=memory_bytes, host_tier_bytes=0
+        model_dir,
+        device=str(device),
+        page_size=page_size,
+        kv_memory_bytes=memory_bytes,
+        host_tier_bytes=0,
+        captures_graphs=False,
     )
     return DraftModel(draft)

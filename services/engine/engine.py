@@ -20,6 +20,7 @@ import torch
 from services.engine.config import ModelConfig, load_config
 from services.engine.decoder import TorchDecoder
 from services.engine.host_tier import HostTier
+from services.engine.memory import num_pool_pages, num_tier_bytes
 from services.engine.model import Model, load_model
 from services.engine.pages import PageAllocator, PageLayout, PageLease, PagePool, num_pages_for
 from services.engine.parallel.group import RankGroup
@@ -45,15 +46,6 @@ DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_MAX_BATCH = 64
 WARM_UP_TOKENS = 64
 WARM_UP_STEPS = 3
-
-_DEFAULT_KV_MEMORY_BYTES = 1 << 30
-_DEFAULT_KV_MEMORY_SHARE = 0.25
-_DEFAULT_KV_GPU_MEMORY_SHARE = 0.5
-_DEFAULT_HOST_TIER_BYTES = 8 << 30
-_DEFAULT_HOST_TIER_SHARE = 0.25
-
-# Where a container's own limit is found, with control groups of version 2 and 1.
-_CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +107,21 @@ def load_engine(
     page_size: int = DEFAULT_PAGE_SIZE,
     num_pages: int | None = None,
     kv_memory_bytes: int | None = None,
+    gpu_memory_share: float = 1.0,
     host_tier_bytes: int | None = None,
     threads: int | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     shares_weights: bool = False,
+    captures_graphs: bool = True,
 ) -> EngineParts:
     """Load a checkpoint folder and set memory aside for its KV pages.
 
-    The pool holds `num_pages`, or what fits into `kv_memory_bytes`; with neither, 1 GiB or a quarter of the available
-    memory on a CPU, whichever is less, and half of the free memory on a GPU. `host_tier_bytes` are for pages that the
-    pool has no room for, 0 for none; if not given none on a CPU, where it would be a second piece of the same memory,
-    and for a GPU as much as the pool, at most 8 GiB or a quarter of the host's available memory. `threads` is for
-    torch, process-wide. With `tensor_parallel` or `pipeline_parallel` above 1, so many processes share each layer or
-    the layers, and the threads; they live until the parts are closed. With `shares_weights` all engines of this host
-    that say so, and have one rank, have the weights once.
+    How large the pool is, by `num_pages`, `kv_memory_bytes` and `gpu_memory_share`, and the host's memory below it, by
+    `host_tier_bytes`, stands in `services.engine.memory`. `threads` is for torch, process-wide. With `tensor_parallel`
+    or `pipeline_parallel` above 1, so many processes share each layer or the layers, and the threads; they live until
+    the parts are closed. With `shares_weights` all engines of this host that say so, and have one rank, have the
+    weights once. Without `captures_graphs` a GPU's steps are launched kernel by kernel: for who runs no plans.
 
     Raises:
         ModelError: the folder cannot be served.
@@ -147,7 +139,9 @@ def load_engine(
         page_size=page_size,
         num_pages=num_pages,
         kv_memory_bytes=kv_memory_bytes,
+        gpu_memory_share=gpu_memory_share,
         host_tier_bytes=host_tier_bytes,
+        captures_graphs=captures_graphs,
     )
     parallelism = Parallelism(tensor_parallel, pipeline_parallel)
     if parallelism.num_ranks == 1:
@@ -173,7 +167,9 @@ def _with_pool(
     page_size: int,
     num_pages: int | None,
     kv_memory_bytes: int | None,
+    gpu_memory_share: float,
     host_tier_bytes: int | None,
+    captures_graphs: bool,
 ) -> EngineParts:
     config = model.config
     layout = PageLayout(
@@ -183,18 +179,26 @@ def _with_pool(
         page_size=page_size,
         dtype=model.dtype,
     )
-    pool_size = _pool_size(layout, model.device, num_pages, kv_memory_bytes)
+    pool_size = num_pool_pages(
+        layout,
+        model.device,
+        weight_bytes=config.num_weights * model.dtype.itemsize,
+        num_pages=num_pages,
+        kv_memory_bytes=kv_memory_bytes,
+        gpu_memory_share=gpu_memory_share,
+    )
     if ranks is None:
         pool = PagePool(layout, pool_size, device=model.device)
     else:
         pool = ranks.make_pool(layout, pool_size)
-    tier = _host_tier(pool, host_tier_bytes)
+    tier_bytes = num_tier_bytes(layout, model.device, num_pages=pool_size, asked=host_tier_bytes)
+    tier = HostTier(SwapSpace(pool, tier_bytes)) if tier_bytes else None
     return EngineParts(
         model_config=config,
         model=model,
         pool=pool,
         allocator=PageAllocator(pool.num_pages, store=tier),
-        runner=_make_runner(model, pool),
+        runner=_make_runner(model, pool, captures_graphs=captures_graphs),
         fingerprint=model.fingerprint,
         tier=tier,
         parallelism=SINGLE if ranks is None else ranks.parallelism,
@@ -202,8 +206,8 @@ def _with_pool(
     )
 
 
-def _make_runner(model: Model, pool: PagePool) -> ModelRunner:
-    if model.device.type == "cuda" and not isinstance(model.decoder, TorchDecoder):
+def _make_runner(model: Model, pool: PagePool, *, captures_graphs: bool) -> ModelRunner:
+    if captures_graphs and model.device.type == "cuda" and not isinstance(model.decoder, TorchDecoder):
         from services.engine.gpu.runner import GpuRunner  # only where there is a Triton to import
 
         return GpuRunner(model, pool)
@@ -419,67 +423,3 @@ class Engine:
             if isinstance(outcome, NonFiniteLogits) or sequence.finish_reason() is not None:
                 self.cancel(sequence)
         return outputs
-
-
-def _pool_size(layout: PageLayout, device: torch.device, num_pages: int | None, kv_memory_bytes: int | None) -> int:
-    """Return how many pages the pool gets; ConfigError where the settings contradict each other or memory."""
-    if num_pages is not None and kv_memory_bytes is not None:
-        raise ConfigError("num_pages and kv_memory_bytes are both set: give one of them")
-    available_bytes = _available_memory_bytes(device)
-    if num_pages is None:
-        num_bytes = kv_memory_bytes if kv_memory_bytes is not None else _default_kv_bytes(device, available_bytes)
-        num_pages = num_bytes // layout.page_bytes
-        if num_pages < 1:
-            raise ConfigError(f"{num_bytes} bytes of KV memory do not hold one page of {layout.page_bytes} bytes")
-    if num_pages < 1:
-        raise ConfigError(f"num_pages is {num_pages}, it must be at least 1")
-    if num_pages * layout.page_bytes > available_bytes:
-        raise ConfigError(
-            f"{num_pages} KV pages take {num_pages * layout.page_bytes >> 20} MiB, "
-            f"but {available_bytes >> 20} MiB of memory are available on {device}"
-        )
-    return num_pages
-
-
-def _host_tier(pool: PagePool, num_bytes: int | None) -> HostTier | None:
-    """The tier below the pool; ConfigError where it was asked for and cannot be had."""
-    available_bytes = _available_memory_bytes(torch.device("cpu"))
-    if num_bytes is None:
-        if pool.data.device.type == "cpu":
-            return None
-        pool_bytes = pool.num_pages * pool.layout.page_bytes
-        num_bytes = min(pool_bytes, _DEFAULT_HOST_TIER_BYTES, int(available_bytes * _DEFAULT_HOST_TIER_SHARE))
-    elif 0 < num_bytes < pool.layout.page_bytes:
-        raise ConfigError(f"{num_bytes} bytes of host tier do not hold one page of {pool.layout.page_bytes} bytes")
-    elif num_bytes > available_bytes:
-        raise ConfigError(
-            f"the host tier takes {num_bytes >> 20} MiB, but {available_bytes >> 20} MiB of memory are available"
-        )
-    if num_bytes < pool.layout.page_bytes:
-        return None
-    return HostTier(SwapSpace(pool, num_bytes))
-
-
-def _default_kv_bytes(device: torch.device, available_bytes: int) -> int:
-    if device.type == "cpu":
-        return min(_DEFAULT_KV_MEMORY_BYTES, int(available_bytes * _DEFAULT_KV_MEMORY_SHARE))
-    return int(available_bytes * _DEFAULT_KV_GPU_MEMORY_SHARE)
-
-
-def _available_memory_bytes(device: torch.device) -> int:
-    """Return what can be allocated now without swapping: free memory of the GPU, or of the host and its container."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    limits = [_host_available_bytes()]
-    for path in _CONTAINER_LIMITS:
-        text = path.read_text().strip() if path.is_file() else "max"
-        if text != "max":
-            limits.append(int(text))
-    return min(limits)
-
-
-def _host_available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo does not say how much memory is available: give num_pages or kv_memory_bytes")

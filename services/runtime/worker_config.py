@@ -95,6 +95,12 @@ class WorkerConfig:
     )
     kv_pages: int | None = option(integer(1), default=None, help="Pages of the KV pool.")
     kv_memory: int | None = option(size_bytes(), default=None, help="Size of the KV pool, instead of --kv-pages.")
+    gpu_memory_share: float = option(
+        number(0.01, 1),
+        default=1.0,
+        help="Part of the GPU's memory, without the weights, that this worker may have where others use the same GPU: "
+        "its KV pool takes half of it, if neither --kv-pages nor --kv-memory is given.",
+    )
     host_tier_memory: int | None = option(
         size_bytes(minimum=0),
         default=None,
@@ -174,6 +180,7 @@ class WorkerConfig:
             "page_size": self.page_size,
             "num_pages": self.kv_pages,
             "kv_memory_bytes": self.kv_memory,
+            "gpu_memory_share": self.gpu_memory_share,
             "host_tier_bytes": self.host_tier_memory,
             "threads": self.threads or (None if self.cores is None else len(self.cores)),
             "tensor_parallel": self.tensor_parallel,

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,11 +25,11 @@ QUESTION = "Write a function that returns the length of a list."
 class Running:
     """A `tandem up` that has printed its ready line."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, size: tuple[str, ...] = ("--kv-pages", "512")) -> None:
         self.errors = folder / "up.err"
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [*TANDEM, "up", "--http-port", "0", "--grpc-port", "0", "--kv-pages", "512", "--threads", "1", *flags],
+                [*TANDEM, "up", "--http-port", "0", "--grpc-port", "0", "--threads", "1", *size, *flags],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 cwd=ROOT,
@@ -71,8 +72,8 @@ class Running:
 def up(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     running: list[Running] = []
 
-    def start(*flags: str) -> Running:
-        running.append(Running(tmp_path, *flags))
+    def start(*flags: str, **settings: Any) -> Running:
+        running.append(Running(tmp_path, *flags, **settings))
         return running[-1]
 
     yield start
@@ -127,6 +128,26 @@ def test_from_ready_to_a_clean_end(up: Callable[..., Running], tmp_path: Path) -
     assert time.monotonic() - started_s < 20
     assert not any(map(lives, pids))
     assert [path.name for path in tmp_path.iterdir()] == ["up.err"]
+
+
+@pytest.mark.gpu
+def test_two_workers_on_one_gpu_hand_prompts_over_and_answer_as_one_does(
+    up: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both size their pools by themselves, at the same time, of one GPU's memory."""
+    monkeypatch.setenv("TANDEM_DEVICE", "cuda")
+    monkeypatch.setenv("TANDEM_LOCAL_PREFILL_TOKENS", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    answers = []
+    for num_prefill in (0, 1):
+        cluster = up("--prefill", str(num_prefill), "--dtype", "float32", size=())
+        answers.append(cluster.complete(prompt=QUESTION * 20, max_tokens=32, ignore_eos=True))
+        with urllib.request.urlopen(cluster.url + "/metrics", timeout=10) as page:
+            handoffs = re.findall(r"^tandem_handoff_bytes_total{.*} (\S+)$", page.read().decode(), re.MULTILINE)
+        assert (sum(map(float, handoffs)) > 0) == (num_prefill == 1)
+        cluster.process.terminate()
+        assert cluster.process.wait(60) == 0, cluster.errors.read_text()
+    assert answers[0] == answers[1]
 
 
 def test_the_end_does_not_wait_longer_than_the_grace_for_running_requests(up: Callable[..., Running]) -> None:

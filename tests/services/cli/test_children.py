@@ -76,6 +76,17 @@ def test_decode_workers_alone_are_told_what_to_propose() -> None:
         UpSettings(speculative="draft", model=Path("/m"))
 
 
+def test_workers_on_one_gpu_share_its_memory_and_others_have_one_of_their_own() -> None:
+    settings = UpSettings(decode=2)
+    for gpus, firsts, parts in (((), [None] * 3, [1] * 3), (("0", "1"), ["0", "0", "1"], [0.5, 0.5, 1])):
+        specs = worker_specs(settings, model_plans(settings), ADDRESSES, {"A": "b"}, MACHINE, gpus)
+        visible = [spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs]
+        assert [None if one is None else one.split(",")[0] for one in visible] == firsts
+        assert all(spec.environment["A"] == "b" for spec in specs)
+        read = [load(DecodeWorkerConfig, spec.command[4:], prog="worker", environ={}) for spec in specs[1:]]
+        assert [one.engine_settings()["gpu_memory_share"] for one in read] == parts[1:]
+
+
 def test_workers_stay_on_loopback_when_the_gateway_is_opened() -> None:
     settings = UpSettings(host="0.0.0.0")
     assert "--http-host=0.0.0.0" in gateway_spec(settings, ADDRESSES, {}).command

@@ -32,6 +32,7 @@ def test_every_variant_is_parsed_as_transformers_means_it(checkpoint, reference,
     assert config.has_output_bias == ("model.layers.0.self_attn.o_proj.bias" in names)
     assert config.has_mlp_bias == ("model.layers.0.mlp.up_proj.bias" in names)
     assert config.has_qk_norm == ("model.layers.0.self_attn.q_norm.weight" in names)
+    assert config.num_weights == reference(variant).num_parameters()
 
 
 def test_older_spelling_is_understood():

@@ -449,6 +449,7 @@ class TestLoadEngine:
             ({"kv_memory_bytes": 5}, "5 bytes of KV memory do not hold one page"),
             ({"num_pages": 10**9}, "but .* MiB of memory are available on cpu"),
             ({"page_size": 0}, "page_size is 0"),
+            ({"gpu_memory_share": 1.1}, "gpu_memory_share is 1.1"),
             ({"threads": 0}, "threads is 0"),
             ({"dtype": "int8"}, "dtype"),
             ({"device": "toaster"}, "device"),
