@@ -35,6 +35,7 @@ from kv_transfer.transports.base import (
 )
 from kv_transfer.transports.handshake import READY, Acceptor, prove_to_receiver
 from kv_transfer.transports.slots import Posted, ReceiverSlots, SenderSlots
+from services.runtime.descriptors import receive_fds
 
 _BACKLOG = 64
 
@@ -182,7 +183,7 @@ def _connect(sock: socket.socket, address: str, timeout_s: float) -> None:
 
 
 def _receive_ring(sock: socket.socket, ring: RingSpec, memory: SharedMemory) -> torch.Tensor:
-    ready, fds, _, _ = socket.recv_fds(sock, len(READY), 1)
+    ready, fds = receive_fds(sock, len(READY), 1)
     try:
         if ready != READY or len(fds) != 1:
             raise ChannelBroken("the receiver did not offer its ring")

@@ -36,6 +36,7 @@ from kv_transfer.transports.base import (
     Transport,
 )
 from kv_transfer.transports.handshake import READY, Acceptor, prove_to_receiver
+from services.runtime.descriptors import receive_fds
 
 _POSTED = struct.Struct("<QIQ16s")  # seq, slot, bytes, digest
 _RELEASED = struct.Struct("<I")  # slot
@@ -234,7 +235,7 @@ def _offer_ring(sock: socket.socket, ring: RingSpec) -> ReceiveChannel:
 
 
 def _receive_ring(sock: socket.socket, ring: RingSpec) -> mmap.mmap:
-    ready, fds, _, _ = socket.recv_fds(sock, len(READY), 1)
+    ready, fds = receive_fds(sock, len(READY), 1)
     try:
         if ready != READY or len(fds) != 1:
             raise ChannelBroken("the receiver did not offer its ring")

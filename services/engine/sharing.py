@@ -25,6 +25,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.runtime.descriptors import receive_fds
+
 SILENCE_S = 3.0
 WAIT_EVERY_S = 1.0
 _SEND_TIMEOUT_S = 1.0  # for who does not read, while others wait to hear something
@@ -292,10 +294,9 @@ def _receive(sock: socket.socket) -> bytes:
 
 
 def _receive_piece(sock: socket.socket) -> Piece | None:
-    description, fds, _, _ = socket.recv_fds(sock, _MAX_DESCRIPTION_BYTES, 1)
+    description, fds = receive_fds(sock, _MAX_DESCRIPTION_BYTES, 1)
     if len(fds) != 1:
         return None
-    os.set_inheritable(fds[0], False)
     return Piece(description, fds[0])
 
 

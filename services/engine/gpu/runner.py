@@ -25,6 +25,7 @@ Legend: B rows, S slots of a page.
 
 import itertools
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -98,19 +99,22 @@ class GpuRunner(ModelRunner):
         """Do the rest of `run`, and launch the next step where it is known what that will be."""
         assert isinstance(step, GpuStep), "who prepared it is who computes it"
         with self._on_device():
-            decoded = iter(self._decode(step.decoding, is_alone=not step.others.plan.items))
+            read_decoded = self._launch(step.decoding, is_alone=not step.others.plan.items)
             others = iter(super().compute(step.others).outcomes)
+            decoded = iter(read_decoded())
             if step.others.plan.items and self._device.type == "cuda":
                 # A chunk without a token would take its time in the next step, by which schedulers know chunks' costs.
                 torch.cuda.current_stream(self._device).synchronize()
         return StepResult([next(decoded if _is_decoding(item) else others) for item in step.plan.items])
 
-    def _decode(self, items: SequenceOf[StepItem], *, is_alone: bool) -> list[StepOutcome]:
+    def _launch(self, items: SequenceOf[StepItem], *, is_alone: bool) -> Callable[[], list[StepOutcome]]:
+        """Has the device compute decode rows. Who calls what it returns waits for their tokens; a chunk goes before."""
         ahead, self._ahead = self._ahead, None
         if not items:
-            return []
+            return list
         if sum(item.num_rows for item in items) > min(len(items), self._graphs.max_rows):
-            return self._decode_many_rows(items)
+            outcomes = self._decode_many_rows(items)
+            return lambda: outcomes
         row_of = ahead.rows_of(items) if ahead is not None else None
         if ahead is not None and row_of is not None:
             self.num_ahead_used += 1
@@ -126,13 +130,17 @@ class GpuRunner(ModelRunner):
             by_host = dict(zip(on_host, chosen, strict=True))
         elif is_alone:
             self._ahead = self._launch_ahead(items, row_of)
-        tokens = launched.tokens()
-        if self._ahead is not None:
-            self._ahead.expect([tokens[row] for row in row_of], items)
-        return [
-            by_host.get(index, _outcome(item, tokens[row])) if item.is_sampled else None
-            for index, (item, row) in enumerate(zip(items, row_of, strict=True))
-        ]
+
+        def read() -> list[StepOutcome]:
+            tokens = launched.tokens()
+            if self._ahead is not None:
+                self._ahead.expect([tokens[row] for row in row_of], items)
+            return [
+                by_host.get(index, _outcome(item, tokens[row])) if item.is_sampled else None
+                for index, (item, row) in enumerate(zip(items, row_of, strict=True))
+            ]
+
+        return read
 
     def _decode_many_rows(self, items: SequenceOf[StepItem]) -> list[StepOutcome]:
         """The same with proposals, or with more rows than a graph has: these take several launches."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from services.engine.attention import AttentionBatch
+from services.runtime.descriptors import receive_fds
 from services.runtime.errors import WorkerLost
 
 _LENGTH = struct.Struct("<Q")
@@ -81,7 +82,7 @@ def send_object(peer: socket.socket, value: Any, *, fds: tuple[int, ...] = ()) -
 
 def receive_object(peer: socket.socket, *, max_fds: int = 0) -> tuple[Any, list[int]]:
     """Waits for a JSON value and up to `max_fds` files. Raises WorkerLost where the peer has ended."""
-    head, fds, _, _ = socket.recv_fds(peer, _LENGTH.size, max_fds)
+    head, fds = receive_fds(peer, _LENGTH.size, max_fds)
     rest = _receive(peer, _LENGTH.size - len(head)) if head else None
     if rest is None:
         raise WorkerLost("a rank of the worker has ended")
@@ -89,7 +90,7 @@ def receive_object(peer: socket.socket, *, max_fds: int = 0) -> tuple[Any, list[
     text = _receive(peer, length) if length <= MAX_OBJECT_BYTES else None
     if text is None:
         raise WorkerLost("a rank of the worker has ended")
-    return json.loads(bytes(text)), list(fds)
+    return json.loads(bytes(text)), fds
 
 
 def _receive(peer: socket.socket, num_bytes: int) -> bytearray | None:

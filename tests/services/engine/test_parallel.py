@@ -21,6 +21,7 @@ from services.engine.engine import Engine, load_engine
 from services.engine.model import Model, load_model
 from services.engine.pages import PageLayout, PagePool
 from services.engine.parallel.meeting import Meeting
+from services.engine.parallel.messages import receive_object, send_object
 from services.engine.parallel.part import RankPart
 from services.engine.parallel.shard import Parallelism, Shard, part_of
 from services.engine.runner import ModelRunner
@@ -304,3 +305,12 @@ def test_kv_heads_are_shared_by_neighbours(checkpoint: Any) -> None:
     shards = [Shard(Parallelism(4), rank) for rank in range(4)]
     assert [list(shard.kv_heads(config)) for shard in shards] == [[0], [0], [1], [1]]
     assert [shard.is_first_of_kv_group(config) for shard in shards] == [True, False, True, False]
+
+
+def test_a_file_that_a_rank_is_given_is_handed_to_no_child_of_it():
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open("/dev/null", "rb") as file:
+        send_object(ours, {"pages": 1}, fds=(file.fileno(),))
+        value, fds = receive_object(theirs, max_fds=1)
+    assert (value, [os.get_inheritable(fd) for fd in fds]) == ({"pages": 1}, [False])
+    os.close(fds[0])

@@ -59,6 +59,7 @@ def memory(content: bytes) -> int:
 
 def contents(pieces: tuple[Piece, ...] | None) -> dict[bytes, bytes]:
     assert pieces is not None
+    assert not any(os.get_inheritable(piece.fd) for piece in pieces)
     return {piece.description: os.pread(piece.fd, 100, 0) for piece in pieces}
 
 

@@ -138,6 +138,24 @@ def test_next_step_is_launched_before_tokens_are_read(parts, monkeypatch):
     assert (parts.runner.num_launched_ahead, parts.runner.num_ahead_used) == (6, 6)
 
 
+def test_a_chunk_is_launched_before_the_tokens_of_decode_rows_beside_it_are_read(parts, monkeypatch):
+    happened = []
+    launch, tokens, forward = DecodeGraphs.launch, graphs.Launched.tokens, ToyDecoder.forward
+    monkeypatch.setattr(DecodeGraphs, "launch", lambda *a: happened.append("launch") or launch(*a))
+    monkeypatch.setattr(graphs.Launched, "tokens", lambda *a: happened.append("read") or tokens(*a))
+    monkeypatch.setattr(ToyDecoder, "forward", lambda *a: happened.append("chunk") or forward(*a))
+    one, other = (Sequence(index, [index + 3, 4], sampling=SAMPLINGS[0]) for index in range(2))
+    computed(parts, one)
+    other.page_table = parts.allocator.allocate(5, state="used")
+    happened.clear()
+    decoded, prompt = parts.runner.run(StepPlan([StepItem(one, 1), StepItem(other, 2)])).outcomes
+    assert happened == ["launch", "chunk", "read"]
+    assert (decoded.token_id, prompt.token_id) == (
+        int(toy_logits(one.token_ids).argmax()),
+        int(toy_logits(other.token_ids).argmax()),
+    )
+
+
 def test_what_joins_leaves_or_stops_changes_no_answer(parts):
     """All at once: more sequences than rows, answers that stop early, and some cancelled, while steps are in flight."""
     engine = Engine(parts, max_batch=9, chunk_tokens=6)
