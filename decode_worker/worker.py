@@ -392,8 +392,11 @@ class DecodeWorker:
 
     async def _on_cancel(self, session: Session, message: worker_pb2.Cancel) -> None:
         attempt = self._find(session, message.id)
+        has_begun = attempt is not None and attempt.phase is not Phase.ADMITTED
         if attempt is not None:
             self._end(attempt, "cancelled", RequestCancelled("the attempt was cancelled"))
+        if message.wants_word:
+            self.sessions.emit(session, *read_key(message.id), worker_pb2.Cancelled(has_begun=has_begun))
 
     async def _on_pause(self, session: Session, message: worker_pb2.Pause) -> None:
         attempt = self._find(session, message.id)

@@ -17,6 +17,7 @@ import msgspec
 from gateway.sessions import (
     Admitted,
     AttemptKey,
+    Cancelled,
     DecodeSession,
     DecodeStarted,
     Event,
@@ -240,6 +241,7 @@ class Attempt:
         self._is_decoding = False
         self._is_pausing = False
         self._is_paused = False
+        self._is_heard = False
         self._token_sources: set[WorkerSession] = set()
         self._held: list[Event] = []
         self._arrived = Arrived(log.next_index)
@@ -265,6 +267,9 @@ class Attempt:
             if isinstance(event, Refused | Failed):
                 if isinstance(event, Refused):
                     self.fault = Fault(event.error, self.decode)
+                elif self._is_local and isinstance(event.error, WorkerLost):
+                    # It may have begun at once, and its word of that died with it.
+                    self.fault = self._fault(self.decode, event, event.error)
                 self._leave_decode()
                 raise event.error
 
@@ -339,36 +344,64 @@ class Attempt:
         is_whole = self._is_decoding and not self._is_at_prefill and not self._is_at_giver
         return is_whole and self._is_at_decode and not self._is_pausing and self._ended_by is None
 
-    def is_fresh_at(self, incarnations: Container[str]) -> bool:
-        """Whether one of these processes computes the attempt, or did when it failed, and no token came from it."""
-        at: list[WorkerSession] = []
-        if self.fault is not None:
-            at += self.fault.suspects
-        elif self._is_begun or self._is_local:
-            at += [self.prefill] if self._is_at_prefill and self.prefill is not None else []
-            at += [self.decode] if self._is_at_decode else []
-        at = [worker for worker in at if worker.peer.incarnation in incarnations]
-        return bool(at) and not self._token_sources.intersection(at)
+    def may_have_met(self, incarnations: Container[str]) -> bool:
+        """Whether the attempt is at one of these processes, or has failed, and nobody has heard out yet of what."""
+        if self._is_heard or self.fault is not None:
+            return not self._is_heard
+        at: list[WorkerSession | None] = [self.decode if self._is_at_decode else None]
+        at.append(self.prefill if self._is_at_prefill else None)
+        return any(worker is not None and worker.peer.incarnation in incarnations for worker in at)
 
     async def hear_out(self, seconds: float) -> None:
-        """After the death of a prefill worker: learns whether it had begun, should its own word of that be lost.
+        """After a failure that leaves open who died, or of what: asks who can tell, until that one answers or is gone.
 
-        Then the decode worker's pages were reserved, and it says within moments that the transfer has failed. Raises
-        the request's failure.
+        A prefill worker has died: the word that it had begun may have died with it, but the decode worker knows. One
+        side says that the transfer broke: the other one may be dead without our having noticed. One that hangs says
+        nothing for `seconds`. Raises the request's failure.
         """
-        fault = self.fault
-        is_unclear = fault is not None and isinstance(fault.error, WorkerLost) and not fault.suspects
-        if fault is None or self.prefill is None or fault.worker is not self.prefill or not is_unclear:
+        try:
+            await self._ask_witness(seconds)
+        finally:
+            self._is_heard = True
+
+    async def _ask_witness(self, seconds: float) -> None:
+        witness = self._witness()
+        if witness is None or not witness.is_up:
             return
+        witness.cancel_and_ask(self.order.key)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._is_at_decode:
+                while True:
                     await self._mailbox.wait()
                     session, event = self._mailbox.events.popleft()
-                    if session is self.decode and isinstance(event, Failed):
-                        self._leave_decode()
-                        if not isinstance(event.error, WorkerLost):
-                            self.fault = replace(fault, suspects=(self.prefill,))
+                    if session is witness and isinstance(event, Cancelled | Failed):
+                        break
+                self._take_word(witness, event)
+
+    def _witness(self) -> WorkerSession | None:
+        """Who knows more of the failure than was said; None: nobody, or there is nothing more to know."""
+        fault, prefill = self.fault, self.prefill
+        if fault is None or prefill is None or fault.is_certain:
+            return None
+        if fault.worker is prefill and isinstance(fault.error, WorkerLost) and not fault.suspects:
+            return self.decode if self._is_at_decode else None
+        if fault.worker is None and prefill in fault.suspects and self._is_at_prefill:
+            return prefill
+        if fault.worker is None and self.decode in fault.suspects and self._is_at_decode:
+            return self.decode
+        return None
+
+    def _take_word(self, witness: WorkerSession, event: Cancelled | Failed) -> None:
+        fault = self.fault
+        assert fault is not None, "who has a witness has a fault"
+        if witness is self.decode:
+            self._leave_decode()
+        else:
+            self._is_at_prefill = False
+        # Its pages were reserved where it says so, or says that the transfer has failed.
+        has_begun = event.has_begun if isinstance(event, Cancelled) else not isinstance(event.error, WorkerLost)
+        if not fault.suspects and has_begun and self.prefill is not None:
+            self.fault = replace(fault, suspects=(self.prefill,))
 
     def pause(self) -> None:
         """Asks the decode worker to stop after the current step. Raises WorkerUnavailable or Overloaded."""

@@ -407,6 +407,8 @@ class Requests:
                 is_full = True
                 self._leave(request)
             except WorkerUnavailable as unavailable:
+                if request.attempt is not None and request.attempt.fault is not None and request.attempt.fault.suspects:
+                    raise  # It may have died of the request.
                 failure = unavailable
                 self._leave(request)
             else:

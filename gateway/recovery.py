@@ -46,10 +46,8 @@ MAX_FAILURES = 16
 """Of one answer, however far it comes between them."""
 LAST_WORDS_S = 0.1
 """What a dead process had sent is read within this time; who speaks later is alive."""
-REPORT_WAIT_S = 0.03
-"""A death that one stream tells of shows on the other too within this time. Each such request waits it out, so
-it is part of the gap that a client sees; should a report come later, one more worker may be lost to a poison request.
-"""
+WORD_WAIT_S = 0.5
+"""A worker that lives has told by then what it knows of an attempt; usually that takes a round trip."""
 TRIAL_WAIT_S = 2.0
 """Longest wait for those that are tried alone before."""
 
@@ -91,6 +89,8 @@ class Recovery:
         self._clock = clock
         self._budget = RetryBudget(now_s=clock.monotonic())
         self._struck: WeakSet[RunningRequest] = WeakSet()
+        self._heard = asyncio.Event()
+        """Set when it is known what an attempt has failed of; then there is another one for the next."""
         self._on_trial: RunningRequest | None = None
         self._awaiting_trial: deque[RunningRequest] = deque()
 
@@ -106,7 +106,7 @@ class Recovery:
     async def after(self, request: RunningRequest, attempt: Attempt | None, failure: TandemError) -> None:
         """Returns when the request may be tried again. Raises the failure or Quarantined where it may not."""
         if attempt is not None:
-            await attempt.hear_out(REPORT_WAIT_S)
+            await self._hear_out(attempt)
         request.close_attempt()
         self._metrics.retries.inc()
         reason = {"attempt": request.attempt_number, "reason": failure.message}
@@ -163,11 +163,17 @@ class Recovery:
             self._budget.give_back(turn)
             raise
 
+    async def _hear_out(self, attempt: Attempt) -> None:
+        try:
+            await attempt.hear_out(WORD_WAIT_S)
+        finally:
+            self._heard.set()
+            self._heard = asyncio.Event()
+
     async def _is_poison(self, request: RunningRequest) -> bool:
         if not request.strikes:
             return False
         self._struck.add(request)
-        await self._learn_of_a_death(request)
         if len(request.strikes) < MAX_STRIKES:
             return False
         unclear = [strike.suspects for strike in request.strikes if not self._counts(strike)]
@@ -175,39 +181,31 @@ class Recovery:
             await self._learn_who_died(request, frozenset().union(*unclear))
         if sum(map(self._counts, request.strikes)) < MAX_STRIKES:
             return False
-        rivals = self._rivals(request)
+        last = request.strikes[-1]
+        lost = {name for name in last.suspects if last.is_certain or not self._topology.is_alive(name)}
+        await self._until_heard(request, lost)
+        rivals = self._rivals(request, lost)
         if not _is_fresh(request) and any(map(_is_fresh, rivals)):
             request.forget_strike()
             return False
         return all(_is_fresh(request) and not _is_fresh(rival) for rival in rivals)
 
-    def _rivals(self, request: RunningRequest) -> list[RunningRequest]:
-        """The others that shared its last death, and for which it was not the first one either."""
-        strike = request.strikes[-1]
-        lost = {name for name in strike.suspects if strike.is_certain or not self._topology.is_alive(name)}
-        others = (other for other in self._struck if other is not request)
-        return [other for other in others if self._num_strikes(other, lost) >= MAX_STRIKES]
+    async def _until_heard(self, request: RunningRequest, lost: Set[str]) -> None:
+        """Waits until all that may have shared its last death know whether they did."""
+        others = [other for other in self._struck if other is not request]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WORD_WAIT_S):
+                while any(other.attempt is not None and other.attempt.may_have_met(lost) for other in others):
+                    await self._heard.wait()
 
-    def _num_strikes(self, request: RunningRequest, lost: Set[str]) -> int:
-        """How many deaths count against a request up to the one of `lost`; 0: it was not there."""
-        number = sum(map(self._counts, request.strikes))
-        if any(not strike.suspects.isdisjoint(lost) for strike in request.strikes):
-            return number
-        has_not_heard_yet = request.attempt is not None and request.attempt.is_fresh_at(lost)
-        return number + 1 if has_not_heard_yet else 0
+    def _rivals(self, request: RunningRequest, lost: Set[str]) -> list[RunningRequest]:
+        """The others that shared its last death, and for which it was not the first one either."""
+        others = (other for other in self._struck if other is not request)
+        shared = (other for other in others if any(not strike.suspects.isdisjoint(lost) for strike in other.strikes))
+        return [other for other in shared if sum(map(self._counts, other.strikes)) >= MAX_STRIKES]
 
     def _counts(self, strike: Strike) -> bool:
         return strike.is_certain or any(not self._topology.is_alive(suspect) for suspect in strike.suspects)
-
-    async def _learn_of_a_death(self, request: RunningRequest) -> None:
-        """A worker's death may be known from the other one first: waits a moment for its own connection to break."""
-        last = request.strikes[-1]
-        changes = self._topology.changes()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REPORT_WAIT_S), contextlib.aclosing(changes):
-                async for _ in changes:
-                    if self._counts(last):
-                        return
 
     async def _learn_who_died(self, request: RunningRequest, suspects: frozenset[str]) -> None:
         """Waits until each suspect has spoken again or is known to be gone, which silence tells at the latest."""

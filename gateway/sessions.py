@@ -140,7 +140,15 @@ class Failed(msgspec.Struct, frozen=True):
     error: TandemError
 
 
-Event = Admitted | Refused | PrefillStarted | Tokens | HandedOff | DecodeStarted | Paused | Finished | Failed
+class Cancelled(msgspec.Struct, frozen=True):
+    """The word that `cancel_and_ask` wants; nothing follows. `has_begun`: the prompt may have been computed."""
+
+    has_begun: bool
+
+
+Event = (
+    Admitted | Refused | PrefillStarted | Tokens | HandedOff | DecodeStarted | Paused | Finished | Failed | Cancelled
+)
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -262,6 +270,14 @@ class WorkerSession(ABC):
         self.close(key)
         if self.is_up:
             self._send(self._command(cancel=worker_pb2.Cancel(id=_attempt_id(key))), is_bounded=False)
+
+    def cancel_and_ask(self, key: AttemptKey) -> None:
+        """The same, and the attempt stays open for the worker's word of it: Cancelled follows, whatever it knows.
+
+        Raises WorkerUnavailable if the stream is broken.
+        """
+        cancel = worker_pb2.Cancel(id=_attempt_id(key), wants_word=True)
+        self._send(self._command(cancel=cancel), is_bounded=False)
 
     def drain(self) -> None:
         """Tells the worker to take nothing new, finish and exit. Raises WorkerUnavailable if the stream is broken."""
@@ -614,4 +630,5 @@ _READERS: dict[str, Callable[[Any], Event]] = {
     "paused": lambda event: Paused(event.num_tokens),
     "finished": _read_finished,
     "failed": lambda event: Failed(status.from_wire(event.code, event.message)),
+    "cancelled": lambda event: Cancelled(event.has_begun),
 }

@@ -326,8 +326,12 @@ class PrefillWorker:
 
     async def _on_cancel(self, session: Session, message: worker_pb2.Cancel) -> None:
         attempt = self._attempts.find(read_key(message.id))
-        if attempt is not None and attempt.session is session:
+        is_known = attempt is not None and attempt.session is session
+        if attempt is not None and is_known:
             attempt.task.cancel()
+        if message.wants_word:
+            has_begun = attempt is not None and is_known and attempt.transfer is not None
+            self.sessions.emit(session, *read_key(message.id), worker_pb2.Cancelled(has_begun=has_begun))
 
     async def _on_drain(self, session: Session, message: worker_pb2.DrainWorker) -> None:
         self.drain_requested.set()

@@ -26,15 +26,15 @@ from protos import cluster_pb2 as protos_dot_cluster__pb2
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\ttandem.v1\x1a\x14protos/cluster.proto\x1a\x16protos/inference.proto\"0\n\tAttemptId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"G\n\x0cSessionHello\x12\x1b\n\x13gateway_incarnation\x18\x01 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\t\">\n\x0fPrefillCommands\x12+\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x19.tandem.v1.PrefillCommand\"<\n\x0e\x44\x65\x63odeCommands\x12*\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x18.tandem.v1.DecodeCommand\"\xba\x01\n\x0ePrefillCommand\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SessionHelloH\x00\x12%\n\x07prefill\x18\x02 \x01(\x0b\x32\x12.tandem.v1.PrefillH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12\'\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x16.tandem.v1.DrainWorkerH\x00\x42\t\n\x07\x63ommand\"\xa9\x02\n\rDecodeCommand\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SessionHelloH\x00\x12!\n\x05\x61\x64mit\x18\x02 \x01(\x0b\x32\x10.tandem.v1.AdmitH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12\'\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x16.tandem.v1.DrainWorkerH\x00\x12!\n\x05pause\x18\x05 \x01(\x0b\x32\x10.tandem.v1.PauseH\x00\x12%\n\x07unpause\x18\x06 \x01(\x0b\x32\x12.tandem.v1.UnpauseH\x00\x12(\n\thand_over\x18\x07 \x01(\x0b\x32\x13.tandem.v1.HandOverH\x00\x42\t\n\x07\x63ommand\"\xfe\x02\n\x0cSequenceSpec\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.AttemptId\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x19\n\x11\x65mitted_token_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x06 \x01(\r\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x1a\n\rservice_class\x18\t \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bjson_schema\x18\n \x01(\t\x12+\n\ntool_calls\x18\x0b \x01(\x0b\x32\x17.tandem.v1.ToolCallForm\x12\x11\n\treasoning\x18\x0c \x01(\t\x12\x12\n\ntracestate\x18\r \x01(\tB\x10\n\x0e_service_class\"{\n\x0cToolCallForm\x12\x13\n\x0btool_format\x18\x01 \x01(\t\x12,\n\tfunctions\x18\x02 \x03(\x0b\x32\x19.tandem.v1.CalledFunction\x12\x13\n\x0bis_parallel\x18\x03 \x01(\x08\x12\x13\n\x0bis_optional\x18\x04 \x01(\x08\"2\n\x0e\x43\x61lledFunction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nparameters\x18\x02 \x01(\t\"n\n\x05\x41\x64mit\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\x12\x13\n\x0b\x66rom_decode\x18\x03 \x01(\x08\x12\x0e\n\x06handle\x18\x04 \x01(\x04\"h\n\x07Prefill\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\"*\n\x06\x43\x61ncel\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.AttemptId\")\n\x05Pause\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.AttemptId\"+\n\x07Unpause\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.AttemptId\"v\n\x08HandOver\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.AttemptId\x12\x14\n\x0cnext_attempt\x18\x02 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\t\"\r\n\x0b\x44rainWorker\"\x97\x01\n\nStepEvents\x12\x1a\n\x12worker_incarnation\x18\x01 \x01(\t\x12&\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x16.tandem.v1.WorkerEvent\x12#\n\x04load\x18\x03 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12 \n\x03gpu\x18\x04 \x01(\x0b\x32\x13.tandem.v1.GpuFacts\"\x85\x03\n\x08GpuFacts\x12\x1a\n\rtemperature_c\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nslowdown_c\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1c\n\x0fnum_uncorrected\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12\x1d\n\x10is_remap_pending\x18\x04 \x01(\x08H\x03\x88\x01\x01\x12\x1d\n\x10has_remap_failed\x18\x05 \x01(\x08H\x04\x88\x01\x01\x12\x18\n\x10throttle_reasons\x18\x06 \x03(\t\x12\x17\n\nfree_bytes\x18\x07 \x01(\x04H\x05\x88\x01\x01\x12\x18\n\x0btotal_bytes\x18\x08 \x01(\x04H\x06\x88\x01\x01\x12\x0c\n\x04xids\x18\t \x03(\r\x12\x0f\n\x07is_lost\x18\n \x01(\x08\x42\x10\n\x0e_temperature_cB\r\n\x0b_slowdown_cB\x12\n\x10_num_uncorrectedB\x13\n\x11_is_remap_pendingB\x13\n\x11_has_remap_failedB\r\n\x0b_free_bytesB\x0e\n\x0c_total_bytes\"\xae\x03\n\nWorkerLoad\x12$\n\x05pages\x18\x01 \x01(\x0b\x32\x15.tandem.v1.PageCounts\x12\x16\n\x0epromised_pages\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x05 \x01(\r\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\x16\n\x0e\x63ontext_tokens\x18\x07 \x01(\x04\x12.\n\rprefill_speed\x18\x08 \x01(\x0b\x32\x17.tandem.v1.PrefillSpeed\x12,\n\x0c\x64\x65\x63ode_speed\x18\t \x01(\x0b\x32\x16.tandem.v1.DecodeSpeed\x12(\n\nlink_speed\x18\n \x01(\x0b\x32\x14.tandem.v1.LinkSpeed\x12\x1f\n\x17promised_pages_by_class\x18\x0b \x03(\r\x12\x18\n\x10running_by_class\x18\x0c \x03(\r\x12\x15\n\rnum_preempted\x18\r \x01(\x04\x12\x0f\n\x07unix_ms\x18\x0e \x01(\x04\"T\n\x0cPrefillSpeed\x12\x12\n\noverhead_s\x18\x01 \x01(\x01\x12\x13\n\x0bs_per_token\x18\x02 \x01(\x01\x12\x1b\n\x13s_per_token_squared\x18\x03 \x01(\x01\"V\n\x0b\x44\x65\x63odeSpeed\x12\x12\n\noverhead_s\x18\x01 \x01(\x01\x12\x16\n\x0es_per_sequence\x18\x02 \x01(\x01\x12\x1b\n\x13s_per_context_token\x18\x03 \x01(\x01\"3\n\tLinkSpeed\x12\x11\n\tlatency_s\x18\x01 \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\"\xe4\x03\n\x0bWorkerEvent\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.AttemptId\x12\'\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x13.tandem.v1.AdmittedH\x00\x12%\n\x07refused\x18\x03 \x01(\x0b\x32\x12.tandem.v1.RefusedH\x00\x12\x34\n\x0fprefill_started\x18\x04 \x01(\x0b\x32\x19.tandem.v1.PrefillStartedH\x00\x12#\n\x06tokens\x18\x05 \x01(\x0b\x32\x11.tandem.v1.TokensH\x00\x12*\n\nhanded_off\x18\x06 \x01(\x0b\x32\x14.tandem.v1.HandedOffH\x00\x12\x32\n\x0e\x64\x65\x63ode_started\x18\x07 \x01(\x0b\x32\x18.tandem.v1.DecodeStartedH\x00\x12\'\n\x08\x66inished\x18\x08 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x12#\n\x06\x66\x61iled\x18\t \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x12#\n\x06paused\x18\n \x01(\x0b\x32\x11.tandem.v1.PausedH\x00\x12,\n\x0bstep_tokens\x18\x0b \x01(\x0b\x32\x15.tandem.v1.StepTokensH\x00\x42\x07\n\x05\x65vent\"\n\n\x08\x41\x64mitted\"V\n\x07Refused\x12\"\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x14.tandem.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"<\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\x1c\n\x06Paused\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\"\x8f\x01\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"A\n\nStepTokens\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\x7f\n\tHandedOff\x12\x11\n\tnum_pages\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x11\n\texposed_s\x18\x03 \x01(\x01\x12\x11\n\ttransport\x18\x04 \x01(\t\x12&\n\x06\x63hunks\x18\x05 \x03(\x0b\x32\x16.tandem.v1.PromptChunk\"C\n\x0bPromptChunk\x12\x0f\n\x07\x62\x65gan_s\x18\x01 \x01(\x01\x12\x0f\n\x07spent_s\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\x0f\n\rDecodeStarted\"3\n\x08\x46inished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\"=\n\x06\x46\x61iled\x12\"\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x14.tandem.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t*\x80\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_CODE_INVALID_REQUEST\x10\x01\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x02\x12!\n\x1d\x45RROR_CODE_WORKER_UNAVAILABLE\x10\x03\x12\x1e\n\x1a\x45RROR_CODE_TRANSFER_FAILED\x10\x04\x12 \n\x1c\x45RROR_CODE_DEADLINE_EXCEEDED\x10\x05\x12\x1e\n\x1a\x45RROR_CODE_LAYOUT_MISMATCH\x10\x06\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x07\x32Q\n\rPrefillWorker\x12@\n\x07Session\x12\x1a.tandem.v1.PrefillCommands\x1a\x15.tandem.v1.StepEvents(\x01\x30\x01\x32O\n\x0c\x44\x65\x63odeWorker\x12?\n\x07Session\x12\x19.tandem.v1.DecodeCommands\x1a\x15.tandem.v1.StepEvents(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\ttandem.v1\x1a\x14protos/cluster.proto\x1a\x16protos/inference.proto\"0\n\tAttemptId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"G\n\x0cSessionHello\x12\x1b\n\x13gateway_incarnation\x18\x01 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\t\">\n\x0fPrefillCommands\x12+\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x19.tandem.v1.PrefillCommand\"<\n\x0e\x44\x65\x63odeCommands\x12*\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x18.tandem.v1.DecodeCommand\"\xba\x01\n\x0ePrefillCommand\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SessionHelloH\x00\x12%\n\x07prefill\x18\x02 \x01(\x0b\x32\x12.tandem.v1.PrefillH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12\'\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x16.tandem.v1.DrainWorkerH\x00\x42\t\n\x07\x63ommand\"\xa9\x02\n\rDecodeCommand\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SessionHelloH\x00\x12!\n\x05\x61\x64mit\x18\x02 \x01(\x0b\x32\x10.tandem.v1.AdmitH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12\'\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x16.tandem.v1.DrainWorkerH\x00\x12!\n\x05pause\x18\x05 \x01(\x0b\x32\x10.tandem.v1.PauseH\x00\x12%\n\x07unpause\x18\x06 \x01(\x0b\x32\x12.tandem.v1.UnpauseH\x00\x12(\n\thand_over\x18\x07 \x01(\x0b\x32\x13.tandem.v1.HandOverH\x00\x42\t\n\x07\x63ommand\"\xfe\x02\n\x0cSequenceSpec\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.AttemptId\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x19\n\x11\x65mitted_token_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x06 \x01(\r\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x1a\n\rservice_class\x18\t \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bjson_schema\x18\n \x01(\t\x12+\n\ntool_calls\x18\x0b \x01(\x0b\x32\x17.tandem.v1.ToolCallForm\x12\x11\n\treasoning\x18\x0c \x01(\t\x12\x12\n\ntracestate\x18\r \x01(\tB\x10\n\x0e_service_class\"{\n\x0cToolCallForm\x12\x13\n\x0btool_format\x18\x01 \x01(\t\x12,\n\tfunctions\x18\x02 \x03(\x0b\x32\x19.tandem.v1.CalledFunction\x12\x13\n\x0bis_parallel\x18\x03 \x01(\x08\x12\x13\n\x0bis_optional\x18\x04 \x01(\x08\"2\n\x0e\x43\x61lledFunction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nparameters\x18\x02 \x01(\t\"n\n\x05\x41\x64mit\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\x12\x13\n\x0b\x66rom_decode\x18\x03 \x01(\x08\x12\x0e\n\x06handle\x18\x04 \x01(\x04\"h\n\x07Prefill\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\">\n\x06\x43\x61ncel\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.AttemptId\x12\x12\n\nwants_word\x18\x02 \x01(\x08\")\n\x05Pause\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.AttemptId\"+\n\x07Unpause\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.AttemptId\"v\n\x08HandOver\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.AttemptId\x12\x14\n\x0cnext_attempt\x18\x02 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\t\"\r\n\x0b\x44rainWorker\"\x97\x01\n\nStepEvents\x12\x1a\n\x12worker_incarnation\x18\x01 \x01(\t\x12&\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x16.tandem.v1.WorkerEvent\x12#\n\x04load\x18\x03 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12 \n\x03gpu\x18\x04 \x01(\x0b\x32\x13.tandem.v1.GpuFacts\"\x85\x03\n\x08GpuFacts\x12\x1a\n\rtemperature_c\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nslowdown_c\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1c\n\x0fnum_uncorrected\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12\x1d\n\x10is_remap_pending\x18\x04 \x01(\x08H\x03\x88\x01\x01\x12\x1d\n\x10has_remap_failed\x18\x05 \x01(\x08H\x04\x88\x01\x01\x12\x18\n\x10throttle_reasons\x18\x06 \x03(\t\x12\x17\n\nfree_bytes\x18\x07 \x01(\x04H\x05\x88\x01\x01\x12\x18\n\x0btotal_bytes\x18\x08 \x01(\x04H\x06\x88\x01\x01\x12\x0c\n\x04xids\x18\t \x03(\r\x12\x0f\n\x07is_lost\x18\n \x01(\x08\x42\x10\n\x0e_temperature_cB\r\n\x0b_slowdown_cB\x12\n\x10_num_uncorrectedB\x13\n\x11_is_remap_pendingB\x13\n\x11_has_remap_failedB\r\n\x0b_free_bytesB\x0e\n\x0c_total_bytes\"\xae\x03\n\nWorkerLoad\x12$\n\x05pages\x18\x01 \x01(\x0b\x32\x15.tandem.v1.PageCounts\x12\x16\n\x0epromised_pages\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x05 \x01(\r\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\x16\n\x0e\x63ontext_tokens\x18\x07 \x01(\x04\x12.\n\rprefill_speed\x18\x08 \x01(\x0b\x32\x17.tandem.v1.PrefillSpeed\x12,\n\x0c\x64\x65\x63ode_speed\x18\t \x01(\x0b\x32\x16.tandem.v1.DecodeSpeed\x12(\n\nlink_speed\x18\n \x01(\x0b\x32\x14.tandem.v1.LinkSpeed\x12\x1f\n\x17promised_pages_by_class\x18\x0b \x03(\r\x12\x18\n\x10running_by_class\x18\x0c \x03(\r\x12\x15\n\rnum_preempted\x18\r \x01(\x04\x12\x0f\n\x07unix_ms\x18\x0e \x01(\x04\"T\n\x0cPrefillSpeed\x12\x12\n\noverhead_s\x18\x01 \x01(\x01\x12\x13\n\x0bs_per_token\x18\x02 \x01(\x01\x12\x1b\n\x13s_per_token_squared\x18\x03 \x01(\x01\"V\n\x0b\x44\x65\x63odeSpeed\x12\x12\n\noverhead_s\x18\x01 \x01(\x01\x12\x16\n\x0es_per_sequence\x18\x02 \x01(\x01\x12\x1b\n\x13s_per_context_token\x18\x03 \x01(\x01\"3\n\tLinkSpeed\x12\x11\n\tlatency_s\x18\x01 \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\"\x8f\x04\n\x0bWorkerEvent\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.AttemptId\x12\'\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x13.tandem.v1.AdmittedH\x00\x12%\n\x07refused\x18\x03 \x01(\x0b\x32\x12.tandem.v1.RefusedH\x00\x12\x34\n\x0fprefill_started\x18\x04 \x01(\x0b\x32\x19.tandem.v1.PrefillStartedH\x00\x12#\n\x06tokens\x18\x05 \x01(\x0b\x32\x11.tandem.v1.TokensH\x00\x12*\n\nhanded_off\x18\x06 \x01(\x0b\x32\x14.tandem.v1.HandedOffH\x00\x12\x32\n\x0e\x64\x65\x63ode_started\x18\x07 \x01(\x0b\x32\x18.tandem.v1.DecodeStartedH\x00\x12\'\n\x08\x66inished\x18\x08 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x12#\n\x06\x66\x61iled\x18\t \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x12#\n\x06paused\x18\n \x01(\x0b\x32\x11.tandem.v1.PausedH\x00\x12,\n\x0bstep_tokens\x18\x0b \x01(\x0b\x32\x15.tandem.v1.StepTokensH\x00\x12)\n\tcancelled\x18\x0c \x01(\x0b\x32\x14.tandem.v1.CancelledH\x00\x42\x07\n\x05\x65vent\"\n\n\x08\x41\x64mitted\"V\n\x07Refused\x12\"\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x14.tandem.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"<\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\x1c\n\x06Paused\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\"\x8f\x01\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"A\n\nStepTokens\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\x7f\n\tHandedOff\x12\x11\n\tnum_pages\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x11\n\texposed_s\x18\x03 \x01(\x01\x12\x11\n\ttransport\x18\x04 \x01(\t\x12&\n\x06\x63hunks\x18\x05 \x03(\x0b\x32\x16.tandem.v1.PromptChunk\"C\n\x0bPromptChunk\x12\x0f\n\x07\x62\x65gan_s\x18\x01 \x01(\x01\x12\x0f\n\x07spent_s\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\x0f\n\rDecodeStarted\"3\n\x08\x46inished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\"\x1e\n\tCancelled\x12\x11\n\thas_begun\x18\x01 \x01(\x08\"=\n\x06\x46\x61iled\x12\"\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x14.tandem.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t*\x80\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_CODE_INVALID_REQUEST\x10\x01\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x02\x12!\n\x1d\x45RROR_CODE_WORKER_UNAVAILABLE\x10\x03\x12\x1e\n\x1a\x45RROR_CODE_TRANSFER_FAILED\x10\x04\x12 \n\x1c\x45RROR_CODE_DEADLINE_EXCEEDED\x10\x05\x12\x1e\n\x1a\x45RROR_CODE_LAYOUT_MISMATCH\x10\x06\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x07\x32Q\n\rPrefillWorker\x12@\n\x07Session\x12\x1a.tandem.v1.PrefillCommands\x1a\x15.tandem.v1.StepEvents(\x01\x30\x01\x32O\n\x0c\x44\x65\x63odeWorker\x12?\n\x07Session\x12\x19.tandem.v1.DecodeCommands\x1a\x15.tandem.v1.StepEvents(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ERRORCODE']._serialized_start=4295
-  _globals['_ERRORCODE']._serialized_end=4551
+  _globals['_ERRORCODE']._serialized_start=4390
+  _globals['_ERRORCODE']._serialized_end=4646
   _globals['_ATTEMPTID']._serialized_start=80
   _globals['_ATTEMPTID']._serialized_end=128
   _globals['_SESSIONHELLO']._serialized_start=130
@@ -58,53 +58,55 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILL']._serialized_start=1492
   _globals['_PREFILL']._serialized_end=1596
   _globals['_CANCEL']._serialized_start=1598
-  _globals['_CANCEL']._serialized_end=1640
-  _globals['_PAUSE']._serialized_start=1642
-  _globals['_PAUSE']._serialized_end=1683
-  _globals['_UNPAUSE']._serialized_start=1685
-  _globals['_UNPAUSE']._serialized_end=1728
-  _globals['_HANDOVER']._serialized_start=1730
-  _globals['_HANDOVER']._serialized_end=1848
-  _globals['_DRAINWORKER']._serialized_start=1850
-  _globals['_DRAINWORKER']._serialized_end=1863
-  _globals['_STEPEVENTS']._serialized_start=1866
-  _globals['_STEPEVENTS']._serialized_end=2017
-  _globals['_GPUFACTS']._serialized_start=2020
-  _globals['_GPUFACTS']._serialized_end=2409
-  _globals['_WORKERLOAD']._serialized_start=2412
-  _globals['_WORKERLOAD']._serialized_end=2842
-  _globals['_PREFILLSPEED']._serialized_start=2844
-  _globals['_PREFILLSPEED']._serialized_end=2928
-  _globals['_DECODESPEED']._serialized_start=2930
-  _globals['_DECODESPEED']._serialized_end=3016
-  _globals['_LINKSPEED']._serialized_start=3018
-  _globals['_LINKSPEED']._serialized_end=3069
-  _globals['_WORKEREVENT']._serialized_start=3072
-  _globals['_WORKEREVENT']._serialized_end=3556
-  _globals['_ADMITTED']._serialized_start=3558
-  _globals['_ADMITTED']._serialized_end=3568
-  _globals['_REFUSED']._serialized_start=3570
-  _globals['_REFUSED']._serialized_end=3656
-  _globals['_PREFILLSTARTED']._serialized_start=3658
-  _globals['_PREFILLSTARTED']._serialized_end=3718
-  _globals['_PAUSED']._serialized_start=3720
-  _globals['_PAUSED']._serialized_end=3748
-  _globals['_TOKENS']._serialized_start=3751
-  _globals['_TOKENS']._serialized_end=3894
-  _globals['_STEPTOKENS']._serialized_start=3896
-  _globals['_STEPTOKENS']._serialized_end=3961
-  _globals['_HANDEDOFF']._serialized_start=3963
-  _globals['_HANDEDOFF']._serialized_end=4090
-  _globals['_PROMPTCHUNK']._serialized_start=4092
-  _globals['_PROMPTCHUNK']._serialized_end=4159
-  _globals['_DECODESTARTED']._serialized_start=4161
-  _globals['_DECODESTARTED']._serialized_end=4176
-  _globals['_FINISHED']._serialized_start=4178
-  _globals['_FINISHED']._serialized_end=4229
-  _globals['_FAILED']._serialized_start=4231
-  _globals['_FAILED']._serialized_end=4292
-  _globals['_PREFILLWORKER']._serialized_start=4553
-  _globals['_PREFILLWORKER']._serialized_end=4634
-  _globals['_DECODEWORKER']._serialized_start=4636
-  _globals['_DECODEWORKER']._serialized_end=4715
+  _globals['_CANCEL']._serialized_end=1660
+  _globals['_PAUSE']._serialized_start=1662
+  _globals['_PAUSE']._serialized_end=1703
+  _globals['_UNPAUSE']._serialized_start=1705
+  _globals['_UNPAUSE']._serialized_end=1748
+  _globals['_HANDOVER']._serialized_start=1750
+  _globals['_HANDOVER']._serialized_end=1868
+  _globals['_DRAINWORKER']._serialized_start=1870
+  _globals['_DRAINWORKER']._serialized_end=1883
+  _globals['_STEPEVENTS']._serialized_start=1886
+  _globals['_STEPEVENTS']._serialized_end=2037
+  _globals['_GPUFACTS']._serialized_start=2040
+  _globals['_GPUFACTS']._serialized_end=2429
+  _globals['_WORKERLOAD']._serialized_start=2432
+  _globals['_WORKERLOAD']._serialized_end=2862
+  _globals['_PREFILLSPEED']._serialized_start=2864
+  _globals['_PREFILLSPEED']._serialized_end=2948
+  _globals['_DECODESPEED']._serialized_start=2950
+  _globals['_DECODESPEED']._serialized_end=3036
+  _globals['_LINKSPEED']._serialized_start=3038
+  _globals['_LINKSPEED']._serialized_end=3089
+  _globals['_WORKEREVENT']._serialized_start=3092
+  _globals['_WORKEREVENT']._serialized_end=3619
+  _globals['_ADMITTED']._serialized_start=3621
+  _globals['_ADMITTED']._serialized_end=3631
+  _globals['_REFUSED']._serialized_start=3633
+  _globals['_REFUSED']._serialized_end=3719
+  _globals['_PREFILLSTARTED']._serialized_start=3721
+  _globals['_PREFILLSTARTED']._serialized_end=3781
+  _globals['_PAUSED']._serialized_start=3783
+  _globals['_PAUSED']._serialized_end=3811
+  _globals['_TOKENS']._serialized_start=3814
+  _globals['_TOKENS']._serialized_end=3957
+  _globals['_STEPTOKENS']._serialized_start=3959
+  _globals['_STEPTOKENS']._serialized_end=4024
+  _globals['_HANDEDOFF']._serialized_start=4026
+  _globals['_HANDEDOFF']._serialized_end=4153
+  _globals['_PROMPTCHUNK']._serialized_start=4155
+  _globals['_PROMPTCHUNK']._serialized_end=4222
+  _globals['_DECODESTARTED']._serialized_start=4224
+  _globals['_DECODESTARTED']._serialized_end=4239
+  _globals['_FINISHED']._serialized_start=4241
+  _globals['_FINISHED']._serialized_end=4292
+  _globals['_CANCELLED']._serialized_start=4294
+  _globals['_CANCELLED']._serialized_end=4324
+  _globals['_FAILED']._serialized_start=4326
+  _globals['_FAILED']._serialized_end=4387
+  _globals['_PREFILLWORKER']._serialized_start=4648
+  _globals['_PREFILLWORKER']._serialized_end=4729
+  _globals['_DECODEWORKER']._serialized_start=4731
+  _globals['_DECODEWORKER']._serialized_end=4810
 # @@protoc_insertion_point(module_scope)

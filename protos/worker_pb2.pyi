@@ -508,18 +508,22 @@ class Cancel(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
+    WANTS_WORD_FIELD_NUMBER: _builtins.int
+    wants_word: _builtins.bool
+    """`Cancelled` follows, for an unknown attempt too; what is said of the attempt before that still counts."""
     @_builtins.property
     def id(self) -> Global___AttemptId:
-        """Which one. Unknown: nothing happens."""
+        """Which one. Unknown: there is nothing to end."""
 
     def __init__(
         self,
         *,
         id: Global___AttemptId | None = ...,
+        wants_word: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "wants_word", b"wants_word"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -957,6 +961,7 @@ class WorkerEvent(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def id(self) -> Global___AttemptId:
         """Which try."""
@@ -1001,6 +1006,10 @@ class WorkerEvent(_message.Message):
     def step_tokens(self) -> Global___StepTokens:
         """Decode worker: new tokens of many attempts, one of each. This event has no id."""
 
+    @_builtins.property
+    def cancelled(self) -> Global___Cancelled:
+        """The attempt was cancelled, as the gateway wished to be told; no event follows."""
+
     def __init__(
         self,
         *,
@@ -1015,12 +1024,13 @@ class WorkerEvent(_message.Message):
         failed: Global___Failed | None = ...,
         paused: Global___Paused | None = ...,
         step_tokens: Global___StepTokens | None = ...,
+        cancelled: Global___Cancelled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cancelled", b"cancelled", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cancelled", b"cancelled", "decode_started", b"decode_started", "event", b"event", "failed", b"failed", "finished", b"finished", "handed_off", b"handed_off", "id", b"id", "paused", b"paused", "prefill_started", b"prefill_started", "refused", b"refused", "step_tokens", b"step_tokens", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "refused", "prefill_started", "tokens", "handed_off", "decode_started", "finished", "failed", "paused", "step_tokens"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "refused", "prefill_started", "tokens", "handed_off", "decode_started", "finished", "failed", "paused", "step_tokens", "cancelled"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1307,6 +1317,30 @@ class Finished(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
+
+@_typing.final
+class Cancelled(_message.Message):
+    """The attempt was cancelled, or there was none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAS_BEGUN_FIELD_NUMBER: _builtins.int
+    has_begun: _builtins.bool
+    """Its prompt may have been computed, here or by the prefill worker: pages were reserved for it, which is done before
+    anything is computed. False for an attempt that the worker does not know (any more).
+    """
+    def __init__(
+        self,
+        *,
+        has_begun: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_begun", b"has_begun"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cancelled: _TypeAlias = Cancelled  # noqa: Y015
 
 @_typing.final
 class Failed(_message.Message):

@@ -57,6 +57,7 @@ Payload: TypeAlias = (
     | worker_pb2.Finished
     | worker_pb2.Failed
     | worker_pb2.Paused
+    | worker_pb2.Cancelled
 )
 
 _FIELD_OF_PAYLOAD: dict[type[Any], str] = {
@@ -68,6 +69,7 @@ _FIELD_OF_PAYLOAD: dict[type[Any], str] = {
     worker_pb2.DecodeStarted: "decode_started",
     worker_pb2.Finished: "finished",
     worker_pb2.Failed: "failed",
+    worker_pb2.Cancelled: "cancelled",
     worker_pb2.Paused: "paused",
 }
 

@@ -103,6 +103,8 @@ class Attempt:
     request: Any
     worker: "ScriptedWorker"
     pause_asked: bool = False
+    has_begun: bool = False
+    """What is said of it to who cancels it and asks."""
     unpaused: asyncio.Event = field(default_factory=asyncio.Event)
     hand_overs: list[worker_pb2.HandOver] = field(default_factory=list)
 
@@ -167,6 +169,8 @@ class ScriptedWorker:
     worker_id: str
     script: Script
     on_hand_over: Script = no_hand_over
+    gives_word: bool = True
+    """False: it hangs, is about to die, or is of a version that does not know the question."""
     incarnation: str = field(default_factory=new_incarnation)
     attempts: list[Attempt] = field(default_factory=list)
     cancelled: list[tuple[str, int]] = field(default_factory=list)
@@ -251,7 +255,11 @@ class ScriptedWorker:
         self._tasks.add(task)
 
     async def _cancel(self, session: Session, cancel: worker_pb2.Cancel) -> None:
-        self.cancelled.append((cancel.id.request_id, cancel.id.attempt))
+        key = (cancel.id.request_id, cancel.id.attempt)
+        self.cancelled.append(key)
+        if cancel.wants_word and self.gives_word:
+            has_begun = any(attempt.has_begun for attempt in self.attempts if attempt.key == key)
+            self.sessions.emit(session, *key, worker_pb2.Cancelled(has_begun=has_begun))
 
     def attempt(self, message: Any) -> Attempt:
         """The attempt that a command names."""

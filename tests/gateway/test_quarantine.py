@@ -110,6 +110,7 @@ async def test_a_death_that_the_other_worker_reports_first_counts(
             attempt.emit(worker_pb2.PrefillStarted())
         await asyncio.sleep(0.02)
         dead.append(attempt)
+        attempt.worker.gives_word = False
         receiver = next(other for other in system.workers["decode-0"].attempts if other.key == attempt.key)
         receiver.fail(TransferFailed("the Link broke"))
         await asyncio.sleep(0.05)
@@ -123,22 +124,38 @@ async def test_a_death_that_the_other_worker_reports_first_counts(
     assert len(dead) == 2
 
 
-async def test_a_worker_that_died_before_it_could_say_that_it_began_counts(make_system, worker_type, pair, monkeypatch):
-    """Only the decode worker knows, whose transfer was cut off."""
-    monkeypatch.setattr("gateway.recovery.REPORT_WAIT_S", 0.25)  # also on a busy machine the report comes within it
+@pytest.mark.parametrize("is_asked", [True, False])
+async def test_a_worker_that_died_before_it_could_say_that_it_began_counts(make_system, worker_type, pair, is_asked):
+    """Only the decode worker knows: by the pages that it had reserved, or by the transfer that was cut off."""
     system, dead = await make_system(), []
 
     async def dies(attempt):
         await asyncio.sleep(0.02)
         dead.append(attempt)
         receiver = next(other for other in system.workers["decode-0"].attempts if other.key == attempt.key)
+        receiver.has_begun, receiver.worker.gives_word = True, is_asked
         await attempt.worker.die()
-        await asyncio.sleep(0.02)
-        receiver.fail(WorkerUnavailable("the sender ended the Link"))
+        if not is_asked:
+            await asyncio.sleep(0.02)
+            receiver.fail(WorkerUnavailable("the sender ended the Link"))
 
     for number in range(4):
         await system.add(worker_type("prefill", f"prefill-{number}", dies))
     await system.add(worker_type("decode", "decode-0", pair.decode))
+    assert is_quarantined(await ask(system))
+    assert len(dead) == 2
+
+
+async def test_decode_workers_that_die_before_they_could_admit_what_they_compute_count(make_system, worker_type):
+    system, dead = await make_system(), []
+
+    async def dies(attempt):
+        assert attempt.request.local_prefill
+        dead.append(attempt)
+        await attempt.worker.die()
+
+    for number in range(4):
+        await system.add(worker_type("decode", f"decode-{number}", dies))
     assert is_quarantined(await ask(system))
     assert len(dead) == 2
 
@@ -209,7 +226,8 @@ async def test_an_answer_has_not_endless_lives(make_system, worker_type, pair, a
     assert len(system.workers["decode-0"].attempts) == 16
 
 
-async def test_who_only_waited_there_is_not_to_blame(make_system, worker_type, pair, answer):
+@pytest.mark.parametrize("gives_word", [True, False])
+async def test_who_only_waited_there_is_not_to_blame(make_system, worker_type, pair, answer, gives_word):
     """Two workers die while the request waits in them for its part of the work."""
     system = await make_system()
 
@@ -219,7 +237,8 @@ async def test_who_only_waited_there_is_not_to_blame(make_system, worker_type, p
 
     for number in range(2):
         await system.add(worker_type("prefill", f"prefill-{number}", dies_before_it_begins))
-    await system.add(worker_type("decode", "decode-0", pair.decode))
+    receiver = await system.add(worker_type("decode", "decode-0", pair.decode))
+    receiver.gives_word = gives_word
     assert (await ask(system)).json()["choices"][0]["token_ids"] == answer
 
 
@@ -303,11 +322,8 @@ async def test_neighbours_that_lose_both_workers_with_it_are_served(make_system,
 
 
 @pytest.mark.parametrize("teller", ["prefill", "decode"])
-async def test_neighbours_in_the_same_prefill_worker_are_served(
-    make_system, worker_type, pair, answer, teller, monkeypatch
-):
+async def test_neighbours_in_the_same_prefill_worker_are_served(make_system, worker_type, pair, answer, teller):
     """All of them were being computed when it died, and the other worker's word may come first."""
-    monkeypatch.setattr("gateway.recovery.REPORT_WAIT_S", 0.5)  # also on a busy machine the death is known within it
     system, scripts = await make_system(), Poisonable(pair)
 
     async def prefill(attempt):
@@ -316,6 +332,7 @@ async def test_neighbours_in_the_same_prefill_worker_are_served(
         if not is_poison(attempt):
             return await pair.prefill(attempt)
         scripts.dead.append(attempt.worker)
+        attempt.worker.gives_word = False
         for other in attempt.worker.attempts:
             receiver = next(one for one in system.workers["decode-0"].attempts if one.key == other.key)
             if teller == "decode" and not pair.event(other).is_set():
@@ -340,7 +357,7 @@ async def test_neighbours_are_served_though_nobody_knew_of_the_death_in_time(
     make_system, worker_type, pair, answer, monkeypatch
 ):
     """All of them are tried again at once, and lose a second worker; the poison takes a third one, alone."""
-    monkeypatch.setattr("gateway.recovery.REPORT_WAIT_S", 0.001)
+    monkeypatch.setattr("gateway.recovery.WORD_WAIT_S", 0.001)
     system, seen = await make_system(), {}
     next_is_there = {"prefill-0": asyncio.Event(), "prefill-1": asyncio.Event()}
 
@@ -350,6 +367,7 @@ async def test_neighbours_are_served_though_nobody_knew_of_the_death_in_time(
         if len(seen[attempt.worker.worker_id]) < 6:
             return
         await next_is_there[attempt.worker.worker_id].wait()
+        attempt.worker.gives_word = False
         for other in attempt.worker.attempts:
             receiver = next(one for one in system.workers["decode-0"].attempts if one.key == other.key)
             receiver.fail(WorkerUnavailable("the sender ended the Link"))
@@ -409,7 +427,6 @@ async def test_two_deaths_that_are_nobodys_fault_blame_nobody(make_system, worke
 async def test_a_client_that_leaves_on_trial_holds_up_nobody(make_system, worker_type, pair, answer, monkeypatch):
     """Of four that shared a death each is tried alone: one leaves while it is tried, one while it waits for that."""
     monkeypatch.setattr("gateway.recovery.TRIAL_WAIT_S", 3600.0)
-    monkeypatch.setattr("gateway.recovery.REPORT_WAIT_S", 0.5)  # also on a busy machine the death is known within it
     system, tried = await make_system(), []
 
     async def never_done(attempt):
