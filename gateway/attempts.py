@@ -355,53 +355,59 @@ class Attempt:
     async def hear_out(self, seconds: float) -> None:
         """After a failure that leaves open who died, or of what: asks who can tell, until that one answers or is gone.
 
-        A prefill worker has died: the word that it had begun may have died with it, but the decode worker knows. One
-        side says that the transfer broke: the other one may be dead without our having noticed. One that hangs says
-        nothing for `seconds`. Raises the request's failure.
+        A worker has died: the word that it had begun, or that it could, may have died with it or be on its way, and
+        the other one knows. One says that the other one does not answer: it may be dead without our having noticed.
+        Who hangs says nothing for `seconds`. Raises the request's failure.
         """
         try:
-            await self._ask_witness(seconds)
+            witness = self._witness()
+            if witness is not None and witness.is_up:
+                witness.cancel_and_ask(self.order.key)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._take_word(witness)
         finally:
             self._is_heard = True
 
-    async def _ask_witness(self, seconds: float) -> None:
-        witness = self._witness()
-        if witness is None or not witness.is_up:
-            return
-        witness.cancel_and_ask(self.order.key)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while True:
-                    await self._mailbox.wait()
-                    session, event = self._mailbox.events.popleft()
-                    if session is witness and isinstance(event, Cancelled | Failed):
-                        break
-                self._take_word(witness, event)
-
     def _witness(self) -> WorkerSession | None:
         """Who knows more of the failure than was said; None: nobody, or there is nothing more to know."""
-        fault, prefill = self.fault, self.prefill
-        if fault is None or prefill is None or fault.is_certain:
-            return None
-        if fault.worker is prefill and isinstance(fault.error, WorkerLost) and not fault.suspects:
-            return self.decode if self._is_at_decode else None
-        if fault.worker is None and prefill in fault.suspects and self._is_at_prefill:
-            return prefill
-        if fault.worker is None and self.decode in fault.suspects and self._is_at_decode:
-            return self.decode
-        return None
-
-    def _take_word(self, witness: WorkerSession, event: Cancelled | Failed) -> None:
         fault = self.fault
-        assert fault is not None, "who has a witness has a fault"
+        if fault is None or fault.is_certain:
+            return None
+        if fault.worker is None:  # one of the two about the other one
+            asked = fault.suspects[0] if fault.suspects else None
+        elif isinstance(fault.error, WorkerLost) and not fault.suspects and not self.is_move:
+            asked = self.decode if fault.worker is self.prefill else self.prefill
+        else:
+            asked = None
+        is_there = self._is_at_decode if asked is self.decode else self._is_at_prefill
+        return asked if is_there else None
+
+    async def _take_word(self, witness: WorkerSession) -> None:
+        word: Event | None = None
+        while not isinstance(word, Cancelled | Failed):
+            await self._mailbox.wait()
+            session, word = self._mailbox.events.popleft()
+            if session is not witness:
+                word = None
+            elif witness is self.prefill and isinstance(word, Tokens | HandedOff):
+                self._note_prompt_done()
         if witness is self.decode:
             self._leave_decode()
         else:
             self._is_at_prefill = False
-        # Its pages were reserved where it says so, or says that the transfer has failed.
-        has_begun = event.has_begun if isinstance(event, Cancelled) else not isinstance(event.error, WorkerLost)
-        if not fault.suspects and has_begun and self.prefill is not None:
+        if isinstance(word, Failed) and isinstance(word.error, WorkerLost):
+            return  # It is gone, too: what was believed of it is true.
+        fault = self.fault
+        assert fault is not None, "who has a witness has a fault"
+        # Pages are reserved before a prompt is computed, and whose transfer failed has had them.
+        has_begun = isinstance(word, Failed) or word.has_begun
+        if self.prefill is not None and fault.worker is self.prefill and has_begun:
             self.fault = replace(fault, suspects=(self.prefill,))
+        elif fault.worker is self.decode and self._may_compute(self.decode):
+            self.fault = replace(fault, suspects=(self.decode,))
+        else:
+            self.fault = replace(fault, suspects=())
 
     def pause(self) -> None:
         """Asks the decode worker to stop after the current step. Raises WorkerUnavailable or Overloaded."""
@@ -523,23 +529,28 @@ class Attempt:
         """Who is to blame. A worker that only waited for its part of the work did not die of the request."""
         if not isinstance(event, Failed):
             return Fault(error, worker=None if isinstance(error, TransferFailed) else session)
-        is_computing = self._is_begun or (self._is_local and session is self.decode)
         is_fresh = session not in self._token_sources
         if isinstance(error, WorkerLost):  # our own word
-            is_suspect = is_computing and not self._is_at_giver
+            is_suspect = self._may_compute(session) and not self._is_at_giver
             return Fault(error, session, suspects=(session,) if is_suspect else (), is_fresh=is_fresh)
         if isinstance(error, TransferFailed | LayoutMismatch | WorkerUnavailable):
             # Said by one of the two about the other one, which may be dead without our having noticed yet. A worker
             # that is leaving will be gone, too, and not because of this.
-            # A decode worker knows of a transfer only after its pages were reserved, which is when computing begins;
-            # the prefill worker's own word of that may have died with it.
-            is_transfer = is_computing or session is self.decode
-            both = (self.prefill, self.decode) if is_transfer and not self.is_move else ()
-            suspects = tuple(worker for worker in both if worker is not None and not worker.load.is_draining)
-            return Fault(error, suspects=suspects, is_fresh=self.decode not in self._token_sources)
+            other = self.prefill if session is self.decode else self.decode
+            if other is None or self.is_move or other.load.is_draining:
+                return Fault(error)
+            # A decode worker knows of a transfer only after its pages were reserved, which is when computing begins.
+            is_suspect = other is self.prefill or self._may_compute(other)
+            return Fault(error, suspects=(other,) if is_suspect else (), is_fresh=other not in self._token_sources)
         if isinstance(error, InternalError):
             return Fault(error, session, suspects=(session,), is_certain=True, is_fresh=is_fresh)
         return Fault(error, session, is_fresh=is_fresh)
+
+    def _may_compute(self, worker: WorkerSession) -> bool:
+        """Whether it is known to have begun its part, or could have without a word. Receiving pages is no such part."""
+        if worker is not self.decode:
+            return self._is_begun
+        return self._is_local or self._is_decoding or self.prompt_done_at_s is not None
 
     def _use_next_prefill(self, error: TandemError) -> None:
         self._is_at_prefill = False
