@@ -46,8 +46,9 @@ MAX_FAILURES = 16
 """Of one answer, however far it comes between them."""
 LAST_WORDS_S = 0.1
 """What a dead process had sent is read within this time; who speaks later is alive."""
-WORD_WAIT_S = 0.5
-"""A worker that lives has told by then what it knows of an attempt; usually that takes a round trip."""
+WORD_WAIT_S = 1.0
+"""A worker that lives has told by then what it knows of an attempt, usually within a round trip. One that hangs costs
+this time; its silence would cost more."""
 TRIAL_WAIT_S = 2.0
 """Longest wait for those that are tried alone before."""
 

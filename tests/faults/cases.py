@@ -425,7 +425,7 @@ async def slow_network(options: Options) -> Row:
 
 async def partition(options: Options) -> Row:
     """A decode worker in a network namespace is cut off for 6 s, though its lease in Redis is renewed all the time."""
-    name, subnet = f"tf{os.getpid() % 100000}", "10.213.77"
+    name, subnet = f"tf{os.getpid() % 100000}", f"10.213.{os.getpid() % 250}"
     try:
         _ip(f"netns add {name}")
     except (OSError, subprocess.CalledProcessError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ def main() -> int:
     unknown = set(settings.cases) - set(CASES)
     if unknown:
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes and namespaces are tidied up after it too
     options = Options(trials=settings.trials, seed=settings.seed, seconds=settings.seconds, pause_s=settings.pause)
     rows = []
     for name in settings.cases or CASES:
