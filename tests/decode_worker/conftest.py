@@ -138,9 +138,10 @@ class Gateway:
         admit = worker_pb2.Admit(sequence=spec, local_prefill=is_local, from_decode=from_decode, handle=handle)
         self._commands.put_nowait(worker_pb2.DecodeCommand(admit=admit))
 
-    def cancel(self, request_id: str, *, attempt: int = 1) -> None:
+    def cancel(self, request_id: str, *, attempt: int = 1, wants_word: bool = False) -> None:
         attempt_id = worker_pb2.AttemptId(request_id=request_id, attempt=attempt)
-        self._commands.put_nowait(worker_pb2.DecodeCommand(cancel=worker_pb2.Cancel(id=attempt_id)))
+        cancel = worker_pb2.Cancel(id=attempt_id, wants_word=wants_word)
+        self._commands.put_nowait(worker_pb2.DecodeCommand(cancel=cancel))
 
     def pause(self, request_id: str, *, attempt: int = 1) -> None:
         attempt_id = worker_pb2.AttemptId(request_id=request_id, attempt=attempt)

@@ -410,12 +410,47 @@ async def test_nonsense_is_refused_and_the_session_goes_on(make_bench: Make, fie
     await bench.until_free()
 
 
+@pytest.mark.parametrize(
+    ("phase", "has_begun"), [("unknown", False), ("admitted", False), ("receiving", True), ("local", True)]
+)
+async def test_who_cancels_and_asks_hears_whether_the_prompt_can_have_been_computed(
+    make_bench: Make, phase: str, has_begun: bool
+) -> None:
+    """The prefill worker that knew may have died of it: it computes nothing before pages are reserved here."""
+    bench = make_bench()
+    gateway = bench.gateway()
+    if phase == "local":
+        bench.runner.gate.clear()
+    if phase != "unknown":
+        gateway.admit("r", [1] * 6, max_tokens=8, local=phase == "local")
+        await gateway.event("r", "admitted")
+    if phase == "receiving":
+        await bench.worker.reserve(TransferId("r", 1), 6)
+    gateway.cancel("r", wants_word=True)
+    assert (await gateway.event("r", "cancelled")).has_begun == has_begun
+    bench.runner.gate.set()
+    await bench.until_free()
+
+
+async def test_a_transfer_that_failed_is_told_before_the_word_of_a_cancel(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.admit("r", [1] * 6)
+    await gateway.event("r", "admitted")
+    await bench.worker.reserve(TransferId("r", 1), 6)
+    await bench.worker.release(TransferId("r", 1), TransferFailed("the sender is gone"))
+    gateway.cancel("r", wants_word=True)
+    assert not (await gateway.event("r", "cancelled")).has_begun
+    assert gateway.kinds("r") == ["admitted", "failed", "cancelled"]
+
+
 async def test_a_cancel_from_another_gateway_is_ignored(make_bench: Make) -> None:
     bench = make_bench()
     gateway, other = bench.gateway(), bench.gateway()
     gateway.admit("r", [1, 2])
     await gateway.event("r", "admitted")
-    other.cancel("r")
+    other.cancel("r", wants_word=True)
+    assert not (await other.event("r", "cancelled")).has_begun
     other.admit("s", [1], local=True)
     await other.event("s", "finished")
     await bench.hand_over("r", [1, 2])

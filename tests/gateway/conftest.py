@@ -171,6 +171,7 @@ class ScriptedWorker:
     on_hand_over: Script = no_hand_over
     gives_word: bool = True
     """False: it hangs, is about to die, or is of a version that does not know the question."""
+    word_delay_s: float = 0.0
     incarnation: str = field(default_factory=new_incarnation)
     attempts: list[Attempt] = field(default_factory=list)
     cancelled: list[tuple[str, int]] = field(default_factory=list)
@@ -258,6 +259,7 @@ class ScriptedWorker:
         key = (cancel.id.request_id, cancel.id.attempt)
         self.cancelled.append(key)
         if cancel.wants_word and self.gives_word:
+            await asyncio.sleep(self.word_delay_s)
             has_begun = any(attempt.has_begun for attempt in self.attempts if attempt.key == key)
             self.sessions.emit(session, *key, worker_pb2.Cancelled(has_begun=has_begun))
 

@@ -242,6 +242,60 @@ async def test_who_only_waited_there_is_not_to_blame(make_system, worker_type, p
     assert (await ask(system)).json()["choices"][0]["token_ids"] == answer
 
 
+async def test_who_only_receives_pages_did_not_die_of_it(make_system, worker_type, pair, answer):
+    """Two decode workers die while a prefill worker computes the prompt."""
+    system, dead = await make_system(), []
+    is_computing = asyncio.Event()
+
+    async def prefill(attempt):
+        attempt.emit(worker_pb2.PrefillStarted())
+        is_computing.set()
+        if len(dead) == 2:
+            await pair.prefill(attempt)
+
+    async def dies(attempt):
+        if len(dead) == 2:
+            return await pair.decode(attempt)
+        attempt.emit(worker_pb2.Admitted())
+        await is_computing.wait()
+        is_computing.clear()
+        dead.append(attempt)
+        await attempt.worker.die()
+
+    await system.add(worker_type("prefill", "prefill-0", prefill))
+    for number in range(3):
+        await system.add(worker_type("decode", f"decode-{number}", dies))
+    assert (await ask(system)).json()["choices"][0]["token_ids"] == answer
+
+
+async def test_decode_workers_that_die_before_they_could_say_that_they_began_count(make_system, worker_type, pair):
+    """The prefill worker knows that its part was over; its word of that is behind the death."""
+    system, dead = await make_system(), []
+    is_done = asyncio.Event()
+
+    async def prefill(attempt):
+        attempt.emit(worker_pb2.PrefillStarted())
+        await is_done.wait()
+        is_done.clear()
+        attempt.tokens(0, [40])
+        attempt.emit(worker_pb2.HandedOff(num_pages=1, num_bytes=64, exposed_s=0.001, transport="none"))
+
+    async def dies(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        await asyncio.sleep(0.05)
+        dead.append(attempt)
+        is_done.set()
+        await attempt.worker.die()
+
+    worker = await system.add(worker_type("prefill", "prefill-0", prefill))
+    worker.word_delay_s = 0.1
+    for number in range(4):
+        await system.add(worker_type("decode", f"decode-{number}", dies))
+    response = await ask(system)
+    assert is_quarantined(response)
+    assert len(dead) == 2
+
+
 async def test_connections_that_break_are_no_deaths(make_system, worker_type, pair, answer):
     """The same process is heard of again: it has not died of anything."""
     system, broken = await make_system(), []
@@ -391,6 +445,43 @@ async def test_neighbours_are_served_though_nobody_knew_of_the_death_in_time(
         assert (await neighbour).json()["choices"][0]["token_ids"] == answer
     assert is_quarantined(await poison)
     assert len(scripts.dead) == 1
+
+
+async def test_nobody_is_judged_before_it_is_known_who_else_was_there(make_system, worker_type, pair, answer):
+    """A neighbour knows at once that it lost a second worker; that the poison was there too is known a little later."""
+    system, first, second = await make_system(), [], []
+    may_die = asyncio.Event()
+
+    async def dies_first(attempt):
+        first.append(attempt)
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        if not is_poison(attempt):
+            return await pair.generate(attempt, 0, 3)
+        await may_die.wait()
+        await attempt.worker.die()
+
+    async def dies_next(attempt):
+        second.append(attempt)
+        if not is_poison(attempt):
+            attempt.emit(worker_pb2.PrefillStarted())
+        if len(second) < 2:
+            return
+        poison = next(one for one in second if is_poison(one))
+        next(one for one in system.workers["decode-1"].attempts if one.key == poison.key).has_begun = True
+        await system.add(worker_type("prefill", "prefill-1", pair.prefill))
+        await attempt.worker.die()
+
+    await system.add(worker_type("decode", "decode-0", dies_first))
+    neighbour, poison = (asyncio.create_task(ask(system, prompt)) for prompt in ([1], POISON))
+    await system.until(lambda: len(first) == 2)
+    receiver = await system.add(worker_type("decode", "decode-1", pair.decode))
+    receiver.word_delay_s = 0.1
+    await system.add(worker_type("prefill", "prefill-0", dies_next))
+    await asyncio.sleep(0.05)  # the neighbour's tokens
+    may_die.set()
+    assert (await neighbour).json()["choices"][0]["token_ids"] == answer
+    assert is_quarantined(await poison)
 
 
 async def test_two_deaths_that_are_nobodys_fault_blame_nobody(make_system, worker_type, pair, answer):

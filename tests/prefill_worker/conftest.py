@@ -98,9 +98,10 @@ class Gateway:
         message = worker_pb2.Prefill(sequence=spec, decode_address="decode:1", decode_incarnation="d" * 32)
         self._commands.put_nowait(worker_pb2.PrefillCommand(prefill=message))
 
-    def cancel(self, request_id: str, *, attempt: int = 1) -> None:
+    def cancel(self, request_id: str, *, attempt: int = 1, wants_word: bool = False) -> None:
         attempt_id = worker_pb2.AttemptId(request_id=request_id, attempt=attempt)
-        self._commands.put_nowait(worker_pb2.PrefillCommand(cancel=worker_pb2.Cancel(id=attempt_id)))
+        cancel = worker_pb2.Cancel(id=attempt_id, wants_word=wants_word)
+        self._commands.put_nowait(worker_pb2.PrefillCommand(cancel=cancel))
 
     def send(self, command: worker_pb2.PrefillCommand) -> None:
         self._commands.put_nowait(command)

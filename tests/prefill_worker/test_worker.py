@@ -339,13 +339,26 @@ async def test_a_repeated_or_older_attempt_is_refused(make_bench: Make) -> None:
     assert bench.worker._attempts.find(AttemptKey("r", 2)) is not None
 
 
+async def test_who_cancels_and_asks_hears_that_the_worker_lives(make_bench: Make) -> None:
+    bench = make_bench()
+    bench.links.holds_commits = True
+    gateway = bench.gateway()
+    gateway.prefill("r", [1, 2])
+    await gateway.event("r", "tokens")
+    for request_id in ("r", "unknown"):
+        gateway.cancel(request_id, wants_word=True)
+        assert (await gateway.event(request_id, "cancelled")).has_begun == (request_id == "r")
+    await bench.until_free()
+
+
 async def test_a_cancel_from_another_gateway_is_ignored(make_bench: Make) -> None:
     bench = make_bench()
     bench.links.holds_commits = True
     gateway, other = bench.gateway(), bench.gateway()
     gateway.prefill("r", [1, 2])
     await gateway.event("r", "tokens")
-    other.cancel("r")
+    other.cancel("r", wants_word=True)
+    assert not (await other.event("r", "cancelled")).has_begun
     other.prefill("s", [1])
     await other.event("s", "tokens")
     next(iter(bench.links.transfers.values())).may_commit.set()
