@@ -202,18 +202,22 @@ async def test_over_grpc_too_much_is_named_as_there(system, monkeypatch):
 
 
 async def test_they_come_once_when_the_worker_dies_after_the_first_token(make_system, worker_type, pair, answer):
-    system = await make_system()
+    system, is_second_there = await make_system(), asyncio.Event()
 
     async def dies(attempt):
         attempt.emit(worker_pb2.Admitted())
         attempt.tokens(0, answer[:1])
-        await system.add(worker_type("decode", "decode-1", pair.decode))
+        await is_second_there.wait()
         attempt.fail(WorkerUnavailable("it is gone"))
 
     await system.add(worker_type("decode", "decode-0", dies))
     body = {"prompt": [10, 11, 12], "prompt_logprobs": 0, "max_tokens": 100, "return_token_ids": True}
-    (choice,) = (await system.complete(**body)).json()["choices"]
-    assert list(system.workers["decode-1"].attempts[0].spec.emitted_token_ids) == answer[:1]
+    waiting = asyncio.create_task(system.complete(**body))
+    await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value > 0)
+    second = await system.add(worker_type("decode", "decode-1", pair.decode))
+    is_second_there.set()
+    (choice,) = (await waiting).json()["choices"]
+    assert list(second.attempts[0].spec.emitted_token_ids) == answer[:1]
     assert choice["token_ids"] == answer
     assert len(choice["prompt_logprobs"]) == 3
 

@@ -450,7 +450,7 @@ async def test_neighbours_are_served_though_nobody_knew_of_the_death_in_time(
 async def test_nobody_is_judged_before_it_is_known_who_else_was_there(make_system, worker_type, pair, answer):
     """A neighbour knows at once that it lost a second worker; that the poison was there too is known a little later."""
     system, first, second = await make_system(), [], []
-    may_die = asyncio.Event()
+    may_die, may_die_next = asyncio.Event(), asyncio.Event()
 
     async def dies_first(attempt):
         first.append(attempt)
@@ -465,11 +465,9 @@ async def test_nobody_is_judged_before_it_is_known_who_else_was_there(make_syste
         second.append(attempt)
         if not is_poison(attempt):
             attempt.emit(worker_pb2.PrefillStarted())
-        if len(second) < 2:
             return
-        poison = next(one for one in second if is_poison(one))
-        next(one for one in system.workers["decode-1"].attempts if one.key == poison.key).has_begun = True
-        await system.add(worker_type("prefill", "prefill-1", pair.prefill))
+        next(one for one in system.workers["decode-1"].attempts if one.key == attempt.key).has_begun = True
+        await may_die_next.wait()
         await attempt.worker.die()
 
     await system.add(worker_type("decode", "decode-0", dies_first))
@@ -480,6 +478,9 @@ async def test_nobody_is_judged_before_it_is_known_who_else_was_there(make_syste
     await system.add(worker_type("prefill", "prefill-0", dies_next))
     await asyncio.sleep(0.05)  # the neighbour's tokens
     may_die.set()
+    await system.until(lambda: len(second) == 2)
+    await system.add(worker_type("prefill", "prefill-1", pair.prefill))
+    may_die_next.set()
     assert (await neighbour).json()["choices"][0]["token_ids"] == answer
     assert is_quarantined(await poison)
 
