@@ -105,7 +105,8 @@ class Candidates:
         They are all decode workers that it may use: it may go to any of them. Prefill workers need no such care. What
         waits there counts by class, so one that is too busy for the request is so for whoever comes behind it.
         """
-        return self._topology.decode_ids(request.generation.model, tenant=request.generation.tenant)
+        generation = request.generation
+        return self._topology.decode_ids(generation.model, tenant=generation.tenant, layout=request.bound_layout)
 
     def book(self, request: RunningRequest, route: Route) -> None:
         """Keeps the places of a route, and of no other one. Raises WorkerUnavailable."""
@@ -119,13 +120,18 @@ class Candidates:
         )
 
     def routes(self, request: RunningRequest, kept: Set[str] = frozenset()) -> Sequence[Route]:
-        """Ways to decode workers not `kept` that can hold the whole sequence; those that have failed it come last."""
+        """Ways to decode workers not `kept` that can hold the whole sequence; those that have failed it come last.
+
+        An answer that has tokens goes on with the weights that they came from.
+        """
         generation = request.generation
         prompt = (request.queue_entry.service_class, request.num_known_tokens)
         usual = self._topology.usual_speeds(generation.model)
         decodes = self._usable(self._topology.decode_views(generation.model, prompt=prompt), usual.local, usual.decode)
         if kept:
             decodes = decodes.only(set(decodes.worker_ids) - kept)
+        if request.bound_layout:
+            decodes = decodes.only(self.awaited(request))
         prefills = self._usable(
             self._topology.prefill_views(generation.model, prompt=prompt), usual.prefill, usual.decode
         )

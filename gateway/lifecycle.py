@@ -341,9 +341,29 @@ class Requests:
                 return attempt
             was_refused = True
         patience = self._patience(request)
+        while not patience.has_passed():
+            if self._is_stranded(request):
+                with self._topology.watched(request.mailbox.nudge):
+                    await request.mailbox.rest(patience.remaining_s(), until=lambda: not self._is_stranded(request))
+            else:
+                attempt = await self._wait_in_queue(request, patience, was_refused=was_refused)
+                if attempt is not None:
+                    return attempt
+        request.generation.deadline.check()
+        if self._is_stranded(request):
+            what = "no worker came in time that has the weights of the answer's beginning"
+        elif request.is_resumed:
+            what = "no worker came in time to go on with the answer"
+        else:
+            what = "no worker had room in time"
+        raise Overloaded(what, retry_after_s=NO_WORKER_RETRY_S, reason="wait")
+
+    async def _wait_in_queue(self, request: RunningRequest, patience: Deadline, *, was_refused: bool) -> Attempt | None:
+        """Waits until workers have room for the request and take it. None: its patience is over, or it is stranded."""
+        queue, entry = self._queues[request.generation.model], request.queue_entry
 
         def take_room(kept: Set[str]) -> bool:
-            return self._take_room(request, self._candidates.plan(request, kept))
+            return self._is_stranded(request) or self._take_room(request, self._candidates.plan(request, kept))
 
         spans = self._open[request].spans
         num_ahead = 0 if spans is None else request.lane.queue.num_ahead(entry.service_class)
@@ -359,16 +379,18 @@ class Requests:
             if spans is not None:
                 spans.waits(num_ahead=num_ahead, service_class=request.generation.service_class)
             while await place.wait_for_turn(patience.remaining_s()):
-                attempt = await self._offer(request)
-                if attempt is not None:
+                attempt = None if self._is_stranded(request) else await self._offer(request)
+                if attempt is not None or self._is_stranded(request):
                     return attempt
                 place.come_back()
-        request.generation.deadline.check()
-        if request.is_resumed:
-            what = "no worker came in time to go on with the answer"
-        else:
-            what = "no worker had room in time"
-        raise Overloaded(what, retry_after_s=NO_WORKER_RETRY_S, reason="wait")
+        return None
+
+    def _is_stranded(self, request: RunningRequest) -> bool:
+        """Whether the answer has tokens, and nobody in rotation has the weights that they came from.
+
+        Such a request does not stand in the queue, where others would wait behind it.
+        """
+        return bool(request.bound_layout) and not self._candidates.awaited(request)
 
     def _take_room(self, request: RunningRequest, route: Route | None) -> bool:
         """Keeps a place for the request where it would go now. False: there is none, or it is kept for others."""
@@ -546,6 +568,8 @@ class Requests:
         observed, admitted = self._open[request], request.admitted
         request.lane.guard.note_started(request.queue_entry, admitted)
         request.admitted = None
+        if not request.bound_layout:
+            request.layout = self._topology.decode_layout(attempt.decode.peer.worker_id)
         request.note_placed()
         self._note_taken(request, attempt, observed)
         if observed.spans is not None:

@@ -68,6 +68,8 @@ class RunningRequest:
         self.routes: Sequence[Route] = ()
         """Ways to go now, best first, as of the last decision."""
         self.bookings = Bookings()
+        self.layout = ""
+        """Fingerprint of layout and weights of the decode worker that it was placed at, last before its first token."""
         self.page_keys: dict[tuple[str, int], Sequence[bytes]] = {}
         """Keys of the prompt's full pages by (layout fingerprint, page size)."""
         self.queue_entry = queue_entry
@@ -100,6 +102,11 @@ class RunningRequest:
     def is_resumed(self) -> bool:
         """Whether an earlier attempt has begun the answer or has failed."""
         return self.num_failures > 0 or self.log.next_index > 0
+
+    @property
+    def bound_layout(self) -> str:
+        """The layout of the workers that may go on with it; empty: any, since it has no token, or none is known."""
+        return self.layout if self.log.next_index else ""
 
     @property
     def cache_salt(self) -> str:

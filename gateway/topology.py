@@ -194,10 +194,17 @@ class Topology:
             return rotation.ids
         return [member.record.id for member in rotation.members if self._fits(member, decode)]
 
-    def decode_ids(self, model: str, *, tenant: str) -> set[str]:
-        """Decode workers of a model in rotation that work for a tenant."""
-        members = self._rotation("decode", model).members
-        return {member.record.id for member in members if not member.record.tenants or tenant in member.record.tenants}
+    def decode_ids(self, model: str, *, tenant: str, layout: str = "") -> set[str]:
+        """Decode workers of a model in rotation that work for a tenant; with `layout`, those that have this one."""
+        records = [member.record for member in self._rotation("decode", model).members]
+        if layout:
+            records = [record for record in records if record.layout_fingerprint == layout]
+        return {record.id for record in records if not record.tenants or tenant in record.tenants}
+
+    def decode_layout(self, worker_id: str) -> str:
+        """The layout fingerprint of a decode worker, which is also that of its weights; empty: unknown."""
+        member = self._roles["decode"].members.get(worker_id)
+        return "" if member is None else member.record.layout_fingerprint
 
     def free_share(self, model: str, tenant: str) -> float:
         """Of its pages, the largest share that a decode worker in rotation has free for a tenant; 1 without any."""

@@ -1,0 +1,71 @@
+"""While a model is replaced under its name, some workers have the old weights and some the new ones."""
+
+import asyncio
+
+import pytest
+
+from protos import worker_pb2
+
+ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
+
+
+@pytest.fixture
+def answer(tokenizer):
+    return [*tokenizer.encode(ANSWER_TEXT, add_special_tokens=False).ids, 1]
+
+
+@pytest.fixture
+def pair(pair_type, answer):
+    return pair_type(answer)
+
+
+async def ask(system, prompt=(5, 6, 7)):
+    return await system.complete(prompt=list(prompt), max_tokens=100, return_token_ids=True)
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+async def test_an_answer_goes_on_with_the_weights_that_began_it(make_system, worker_type, pair, answer, has_token):
+    """Two halves of two models would be nobody's answer."""
+    system, may_die = await make_system(), asyncio.Event()
+
+    async def dies(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        if has_token:
+            attempt.emit(worker_pb2.DecodeStarted())
+            await pair.generate(attempt, 0, 3)
+        await may_die.wait()
+        await attempt.worker.die()
+
+    await system.add(worker_type("decode", "decode-0", dies, fingerprint="old"))
+    waiting = asyncio.create_task(ask(system))
+    await system.until(lambda: len(system.workers["decode-0"].attempts) == 1)
+    other = await system.add(worker_type("decode", "decode-1", pair.decode, fingerprint="new"))
+    await asyncio.sleep(0.05)  # the tokens
+    may_die.set()
+    await asyncio.sleep(0.3)
+    assert len(other.attempts) == (0 if has_token else 1)
+    assert (await ask(system, [7, 7])).status_code == 200  # who waits for the old weights is in nobody's way
+    await system.add(worker_type("decode", "decode-2", pair.decode, fingerprint="old"))
+    assert (await waiting).json()["choices"][0]["token_ids"] == answer
+    assert len(system.workers["decode-2"].attempts) == has_token
+
+
+async def test_an_answer_whose_weights_are_gone_is_an_error(make_system, worker_type, pair):
+    system, may_die = await make_system(failover_wait_s=0.5), asyncio.Event()
+
+    async def dies(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        await pair.generate(attempt, 0, 3)
+        await may_die.wait()
+        await attempt.worker.die()
+
+    await system.add(worker_type("decode", "decode-0", dies, fingerprint="old"))
+    waiting = asyncio.create_task(ask(system))
+    await system.until(lambda: len(system.workers["decode-0"].attempts) == 1)
+    other = await system.add(worker_type("decode", "decode-1", pair.decode, fingerprint="new"))
+    may_die.set()
+    response = await waiting
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "server_overloaded")
+    assert "weights" in response.json()["error"]["message"]
+    assert not other.attempts
