@@ -40,11 +40,12 @@ async def test_an_answer_goes_on_with_the_weights_that_began_it(make_system, wor
     waiting = asyncio.create_task(ask(system))
     await system.until(lambda: len(system.workers["decode-0"].attempts) == 1)
     other = await system.add(worker_type("decode", "decode-1", pair.decode, fingerprint="new"))
-    await asyncio.sleep(0.05)  # the tokens
+    await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == (3 if has_token else 0))
     may_die.set()
-    await asyncio.sleep(0.3)
-    assert len(other.attempts) == (0 if has_token else 1)
+    await system.until(lambda: system.gateway.topology.num_ready("decode") == 1)
     assert (await ask(system, [7, 7])).status_code == 200  # who waits for the old weights is in nobody's way
+    prompts = [list(attempt.spec.prompt_token_ids) for attempt in other.attempts]
+    assert prompts == ([[7, 7]] if has_token else [[5, 6, 7], [7, 7]])
     await system.add(worker_type("decode", "decode-2", pair.decode, fingerprint="old"))
     assert (await waiting).json()["choices"][0]["token_ids"] == answer
     assert len(system.workers["decode-2"].attempts) == has_token
@@ -64,6 +65,7 @@ async def test_an_answer_whose_weights_are_gone_is_an_error(make_system, worker_
     waiting = asyncio.create_task(ask(system))
     await system.until(lambda: len(system.workers["decode-0"].attempts) == 1)
     other = await system.add(worker_type("decode", "decode-1", pair.decode, fingerprint="new"))
+    await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == 3)
     may_die.set()
     response = await waiting
     assert (response.status_code, response.json()["error"]["code"]) == (503, "server_overloaded")
