@@ -266,7 +266,7 @@ class Attempt:
                 return
             if isinstance(event, Refused | Failed):
                 if isinstance(event, Refused):
-                    self.fault = Fault(event.error, self.decode)
+                    self.fault, self._is_heard = Fault(event.error, self.decode), True
                 elif self._is_local and isinstance(event.error, WorkerLost):
                     # It may have begun at once, and its word of that died with it.
                     self.fault = self._fault(self.decode, event, event.error)

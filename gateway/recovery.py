@@ -9,7 +9,8 @@ request is that it happens again without a single new token in between. Any prog
 may well lose two workers, or ten, to causes that are not its own, and then each of them got it a step further; a
 request that kills whoever computes it gets nowhere, since the next worker repeats the same computation up to the same
 point. Losing both workers of one attempt is one strike. A process that turns out to be alive, because only the
-connection broke, takes its strike back.
+connection broke, takes its strike back. What a process was computing when it died it can tell nobody, so its partner is
+asked (`Attempt.hear_out`), and nobody is judged before all who lost the same one know whether they were computed there.
 
 A poison request has neighbours, which go with it from the first dead worker to the second one, and may have no token
 from there yet when that one dies. So those that the dead worker had only just begun are tried again one at a time:
@@ -49,8 +50,8 @@ LAST_WORDS_S = 0.1
 WORD_WAIT_S = 1.0
 """A worker that lives has told by then what it knows of an attempt, usually within a round trip. One that hangs costs
 this time; its silence would cost more."""
-TRIAL_WAIT_S = 2.0
-"""Longest wait for those that are tried alone before."""
+TRIAL_WAIT_S = 5.0
+"""Longest wait for all that are tried alone before; a trial takes until the first token."""
 
 logger = logging.getLogger(__name__)
 
