@@ -23,49 +23,47 @@ async def ask(system, prompt=(5, 6, 7)):
     return await system.complete(prompt=list(prompt), max_tokens=100, return_token_ids=True)
 
 
-@pytest.mark.parametrize("has_token", [True, False])
-async def test_an_answer_goes_on_with_the_weights_that_began_it(make_system, worker_type, pair, answer, has_token):
-    """Two halves of two models would be nobody's answer."""
-    system, may_die = await make_system(), asyncio.Event()
+def dies_after(pair, num_tokens, may_die):
+    """The script of a decode worker."""
 
-    async def dies(attempt):
+    async def script(attempt):
         attempt.emit(worker_pb2.Admitted())
-        if has_token:
+        if num_tokens:
             attempt.emit(worker_pb2.DecodeStarted())
-            await pair.generate(attempt, 0, 3)
+            await pair.generate(attempt, 0, num_tokens)
         await may_die.wait()
         await attempt.worker.die()
 
-    await system.add(worker_type("decode", "decode-0", dies, fingerprint="old"))
+    return script
+
+
+async def begun(system, worker_type, pair, num_tokens, may_die):
+    """(the request, a worker with other weights), when a worker that will die has given so many tokens."""
+    await system.add(worker_type("decode", "decode-0", dies_after(pair, num_tokens, may_die), fingerprint="old"))
     waiting = asyncio.create_task(ask(system))
     await system.until(lambda: len(system.workers["decode-0"].attempts) == 1)
-    other = await system.add(worker_type("decode", "decode-1", pair.decode, fingerprint="new"))
-    await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == (3 if has_token else 0))
+    await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == num_tokens)
+    return waiting, await system.add(worker_type("decode", "decode-1", pair.decode, fingerprint="new"))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+async def test_an_answer_goes_on_with_the_weights_that_began_it(make_system, worker_type, pair, answer, num_tokens):
+    """Two halves of two models would be nobody's answer."""
+    system, may_die = await make_system(), asyncio.Event()
+    waiting, other = await begun(system, worker_type, pair, num_tokens, may_die)
     may_die.set()
     await system.until(lambda: system.gateway.topology.num_ready("decode") == 1)
     assert (await ask(system, [7, 7])).status_code == 200  # who waits for the old weights is in nobody's way
     prompts = [list(attempt.spec.prompt_token_ids) for attempt in other.attempts]
-    assert prompts == ([[7, 7]] if has_token else [[5, 6, 7], [7, 7]])
+    assert prompts == ([[7, 7]] if num_tokens else [[5, 6, 7], [7, 7]])
     await system.add(worker_type("decode", "decode-2", pair.decode, fingerprint="old"))
     assert (await waiting).json()["choices"][0]["token_ids"] == answer
-    assert len(system.workers["decode-2"].attempts) == has_token
+    assert bool(system.workers["decode-2"].attempts) == bool(num_tokens)
 
 
 async def test_an_answer_whose_weights_are_gone_is_an_error(make_system, worker_type, pair):
     system, may_die = await make_system(failover_wait_s=0.5), asyncio.Event()
-
-    async def dies(attempt):
-        attempt.emit(worker_pb2.Admitted())
-        attempt.emit(worker_pb2.DecodeStarted())
-        await pair.generate(attempt, 0, 3)
-        await may_die.wait()
-        await attempt.worker.die()
-
-    await system.add(worker_type("decode", "decode-0", dies, fingerprint="old"))
-    waiting = asyncio.create_task(ask(system))
-    await system.until(lambda: len(system.workers["decode-0"].attempts) == 1)
-    other = await system.add(worker_type("decode", "decode-1", pair.decode, fingerprint="new"))
-    await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == 3)
+    waiting, other = await begun(system, worker_type, pair, 3, may_die)
     may_die.set()
     response = await waiting
     assert (response.status_code, response.json()["error"]["code"]) == (503, "server_overloaded")
