@@ -279,6 +279,7 @@ class Acceptance:
                 sampling=choice.sampling,
                 totals=totals,
                 emitted_token_ids=choice.emitted_token_ids,
+                layout=choice.layout,
                 **shared,
             )
             for number, choice in enumerate(choices)

@@ -131,6 +131,8 @@ class Generation(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     share_cache: str = ""
     emitted_token_ids: Sequence[int] = ()
+    layout: str = ""
+    """Fingerprint of layout and weights of the workers that those came from; empty: unknown, or there are none."""
     outlet: Outlet = msgspec.field(default_factory=Outlet)
 
 
@@ -140,6 +142,8 @@ class StoredChoice(msgspec.Struct, frozen=True):
     prompt_token_ids: Sequence[int]
     sampling: Sampling
     emitted_token_ids: Sequence[int] = ()
+    layout: str = ""
+    """As in `Generation`; before the first token, that of all workers that there are."""
 
 
 class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,6 +212,8 @@ class Delta(msgspec.Struct):
     usage: Usage | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """With the first token, where asked for: of the prompt's tokens from the second on."""
+    layout: str = ""
+    """With the first token: fingerprint of layout and weights of the worker that goes on with it."""
 
 
 class AcceptedCall:
@@ -250,7 +256,9 @@ class AcceptedCall:
         return StoredCall(
             request_id=self.request_id,
             choices=[
-                StoredChoice(generation.prompt_token_ids, generation.sampling, generation.emitted_token_ids)
+                StoredChoice(
+                    generation.prompt_token_ids, generation.sampling, generation.emitted_token_ids, generation.layout
+                )
                 for generation in self.generations
             ],
             operation=self.operation,

@@ -199,6 +199,7 @@ class AnswerReader:
 class _ChoiceDocument(msgspec.Struct, frozen=True, array_like=True):
     prompt: int
     sampling: Sampling
+    layout: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
 
 
 class _CallDocument(msgspec.Struct, frozen=True):
@@ -241,7 +242,7 @@ def encode_call(call: StoredCall, *, created_unix_s: int) -> bytes:
         if id(prompt) not in places:
             places[id(prompt)] = len(prompts)
             prompts.append(list(prompt))
-        choices.append(_ChoiceDocument(places[id(prompt)], choice.sampling))
+        choices.append(_ChoiceDocument(places[id(prompt)], choice.sampling, choice.layout))
     document = _CallDocument(
         operation=call.operation,
         tenant=call.tenant,
@@ -265,7 +266,10 @@ def decode_call(packed: bytes, *, request_id: str) -> tuple[StoredCall, int] | N
     """The call, without remaining time, and when it was created (unix s); None for what `encode_call` never made."""
     try:
         document = msgspec.msgpack.decode(packed, type=_CallDocument)
-        choices = [StoredChoice(document.prompts[choice.prompt], choice.sampling) for choice in document.choices]
+        choices = [
+            StoredChoice(document.prompts[choice.prompt], choice.sampling, layout=choice.layout)
+            for choice in document.choices
+        ]
     except (*_UNREADABLE, IndexError):
         return None
     call = StoredCall(

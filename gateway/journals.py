@@ -499,7 +499,7 @@ class Journals:
 
     async def _make(self, journal: Journal, ask: Ask, accepted: AcceptedCall, mode: Mode) -> Held | None:
         """Opens the journal for an accepted call; gives the one that is held in Redis instead, if there is one."""
-        stored = accepted.to_stored()
+        stored = self._stored(accepted)
         ask.positions_in(len(stored.choices))
         journal.digest = ask.digest
         self._open(journal, stored, [Answer() for _ in stored.choices], int(time.time()), name=journal.names[0])
@@ -712,7 +712,7 @@ class Journals:
 
         So a gateway that goes on with it never lets another model answer. Without Redis it is written later.
         """
-        stored = msgspec.structs.replace(accepted.to_stored(), is_settled=True)
+        stored = msgspec.structs.replace(self._stored(accepted), is_settled=True)
         record = journal.record
         assert record is not None
         journal.call = msgspec.structs.replace(stored, remaining_s=0.0, traceparent="")
@@ -729,9 +729,31 @@ class Journals:
         answer.add(delta)
         journal.wake()
         if journal.record is not None:
+            if delta.layout:
+                self._note_layout(journal, choice, delta.layout)
             if answer.is_finished:
                 journal.record.ends[choice] = _end_of(answer, journal.generations[choice].sampling)
             self._writer.post(journal.record)
+
+    def _stored(self, accepted: AcceptedCall) -> StoredCall:
+        """The call as it is kept. Which weights will answer it is nearly always clear; else the first token tells."""
+        stored, layout = accepted.to_stored(), self._requests.only_layout(accepted.model)
+        choices = [msgspec.structs.replace(choice, layout=choice.layout or layout) for choice in stored.choices]
+        return msgspec.structs.replace(stored, choices=choices)
+
+    def _note_layout(self, journal: Journal, choice: int, layout: str) -> None:
+        """An answer has begun with these weights; what is written of it from here on says so."""
+        call, record = journal.call, journal.record
+        assert call is not None
+        assert record is not None
+        if call.choices[choice].layout == layout:
+            return
+        choices = [*call.choices]
+        choices[choice] = msgspec.structs.replace(choices[choice], layout=layout)
+        journal.call = msgspec.structs.replace(call, choices=choices)
+        stored = msgspec.structs.replace(journal.call, traceparent=journal.traceparent)
+        record.call = encode_call(stored, created_unix_s=journal.created_unix_s)
+        record.forget_written()
 
     def _end_taken_over(self, record: Record) -> None:
         """Another gateway goes on with a request of ours."""

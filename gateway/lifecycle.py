@@ -234,6 +234,11 @@ class Requests:
         """Whether a decode worker of this model is ready."""
         return self._topology.num_ready("decode", model) > 0
 
+    def only_layout(self, model: str) -> str:
+        """The layout fingerprint that all workers of a model in rotation have; empty: there are several, or none."""
+        layouts = {layout for layout, _ in self._topology.cache_layouts(model)}
+        return layouts.pop() if len(layouts) == 1 else ""
+
     def note_fallback(self, asked: str, answering: str, reason: str) -> None:
         """A call goes on with another model."""
         self._metrics.fallbacks.labels(asked, answering, reason).inc()

@@ -68,7 +68,7 @@ class RunningRequest:
         self.routes: Sequence[Route] = ()
         """Ways to go now, best first, as of the last decision."""
         self.bookings = Bookings()
-        self.layout = ""
+        self.layout = generation.layout
         """Fingerprint of layout and weights of the decode worker that it was placed at, last before its first token."""
         self.page_keys: dict[tuple[str, int], Sequence[bytes]] = {}
         """Keys of the prompt's full pages by (layout fingerprint, page size)."""
@@ -241,7 +241,8 @@ class RunningRequest:
         if taken.num_tokens:
             self._note_token_time()
         usage = None if reason is None else self._usage(attempt)
-        return Delta(arrived.first_index, token_ids, text, logprobs, reason, usage, arrived.prompt_logprobs)
+        layout = self.layout if arrived.first_index == 0 and token_ids else ""
+        return Delta(arrived.first_index, token_ids, text, logprobs, reason, usage, arrived.prompt_logprobs, layout)
 
     def _note_fault(self, attempt: Attempt, fault: Fault) -> None:
         if fault.worker is not None:

@@ -13,6 +13,7 @@ import pytest
 
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.cluster.store import Store
+from services.runtime.errors import Overloaded
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
 
@@ -308,6 +309,38 @@ async def test_taking_over_a_running_request_ends_it_where_it_was(make_system, w
     assert (new.text(), new.tokens()) == (ANSWER_TEXT, answer)
     await read(first, old, {"idempotency-key": "k"}, stream_body())
     assert (old.text(), old.tokens(), old.reasons()) == (ANSWER_TEXT, answer, ["stop"])
+
+
+@pytest.mark.parametrize("are_there_others", [False, True])
+async def test_another_gateway_goes_on_with_the_weights_that_began_the_answer(
+    make_system, worker_type, answer, are_there_others
+):
+    """Where all workers had the same weights when the call came, that is written at once, else with the first token."""
+    first, second = await make_system(), await make_system()
+
+    async def takes_no_beginning(attempt):
+        if attempt.spec.emitted_token_ids:
+            return await GatedPair(answer).decode(attempt)
+        attempt.refuse(Overloaded("full"))
+
+    def with_new_weights():
+        return first.add(worker_type("decode", "decode-1", takes_no_beginning, fingerprint="new"))
+
+    new = await with_new_weights() if are_there_others else None
+    old = await first.add(worker_type("decode", "decode-0", GatedPair(answer, 4).decode, fingerprint="old"))
+    await first.until(lambda: first.gateway.topology.num_ready("decode") == 1 + are_there_others)
+    events, headers, body = Events(), {"x-request-id": "mine"}, stream_body()
+    await read(first, events, headers, body, num_tokens=4)
+    await flushed(first)
+    new = new or await with_new_weights()
+    await old.die()
+    await second.until(lambda: second.gateway.topology.decode_ids("tiny", tenant="") == {"decode-1"})
+    reading = asyncio.create_task(read(second, events, headers, body))
+    await second.until(lambda: len(second.gateway.requests._open) == 1)
+    await first.add(worker_type("decode", "decode-2", GatedPair(answer).decode, fingerprint="old"))
+    await reading
+    assert events.tokens() == answer
+    assert not any(attempt.spec.emitted_token_ids for attempt in new.attempts)
 
 
 # --- retried ---------------------------------------------------------------------------------------------------------

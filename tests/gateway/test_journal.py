@@ -358,6 +358,9 @@ class FakeRequests:
         prompt = list(call.prompts[0])
         return self._begin(call.request_id, [StoredChoice(prompt, each) for each in how], call.tenant)
 
+    def only_layout(self, model):
+        return "weights"
+
     def adopt(self, stored, call=None):
         return self._begin(stored.request_id, stored.choices, stored.tenant)
 
