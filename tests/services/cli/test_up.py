@@ -66,7 +66,7 @@ def spec(name, program, *arguments):
 up.gateway_spec = lambda settings, addresses, environment: spec(
     "gateway", "gateway", folder, str(addresses.http_port), root
 )
-up.worker_specs = lambda settings, plans, addresses, environment, machine: [
+up.worker_specs = lambda settings, plans, addresses, environment, machine, gpus: [
     spec(f"{role}-{n}", worker, folder, f"{role}-{n}", root)
     for role, count in (("prefill", settings.prefill), ("decode", settings.decode)) for n in range(count)
 ]

@@ -231,6 +231,7 @@ async def test_every_payload_has_its_place(served: tuple[Worker, Any]) -> None:
         worker_pb2.Finished(),
         worker_pb2.Failed(),
         worker_pb2.Paused(),
+        worker_pb2.Cancelled(),
         session.StepTokens([7, 9], [0, 3], [100, 200]),
     ]
     for payload in payloads[:-1]:
