@@ -242,6 +242,7 @@ class Attempt:
         self._is_pausing = False
         self._is_paused = False
         self._is_heard = False
+        """It is known what the attempt has failed of, as far as anybody can tell."""
         self._token_sources: set[WorkerSession] = set()
         self._held: list[Event] = []
         self._arrived = Arrived(log.next_index)
@@ -346,8 +347,10 @@ class Attempt:
 
     def may_have_met(self, incarnations: Container[str]) -> bool:
         """Whether the attempt is at one of these processes, or has failed, and nobody has heard out yet of what."""
-        if self._is_heard or self.fault is not None:
-            return not self._is_heard
+        if self._is_heard:
+            return False
+        if self.fault is not None:
+            return True
         at: list[WorkerSession | None] = [self.decode if self._is_at_decode else None]
         at.append(self.prefill if self._is_at_prefill else None)
         return any(worker is not None and worker.peer.incarnation in incarnations for worker in at)

@@ -99,11 +99,11 @@ class Candidates:
         request.routes = routes = self.routes(request, kept)
         return routes[0] if routes else None
 
-    def awaited(self, request: RunningRequest) -> set[str]:
-        """Ids of the workers that nobody behind the request may take while it has no room.
+    def allowed(self, request: RunningRequest) -> set[str]:
+        """Ids of the decode workers in rotation that the request may go to, whether there is room or not.
 
-        They are all decode workers that it may use: it may go to any of them. Prefill workers need no such care. What
-        waits there counts by class, so one that is too busy for the request is so for whoever comes behind it.
+        Nobody behind it may take these while it waits. Prefill workers need no such care. What waits there counts by
+        class, so one that is too busy for the request is so for whoever comes behind it.
         """
         generation = request.generation
         return self._topology.decode_ids(generation.model, tenant=generation.tenant, layout=request.bound_layout)
@@ -131,7 +131,7 @@ class Candidates:
         if kept:
             decodes = decodes.only(set(decodes.worker_ids) - kept)
         if request.bound_layout:
-            decodes = decodes.only(self.awaited(request))
+            decodes = decodes.only(self.allowed(request))
         prefills = self._usable(
             self._topology.prefill_views(generation.model, prompt=prompt), usual.prefill, usual.decode
         )

@@ -375,7 +375,7 @@ class Requests:
         with queue.enter(
             entry,
             take_room,
-            awaited=lambda: self._candidates.awaited(request),
+            awaited=lambda: self._candidates.allowed(request),
             lane=request.lane,
             is_resumed=request.is_resumed,
             was_refused=was_refused,
@@ -395,7 +395,7 @@ class Requests:
 
         Such a request does not stand in the queue, where others would wait behind it.
         """
-        return bool(request.bound_layout) and not self._candidates.awaited(request)
+        return bool(request.bound_layout) and not self._candidates.allowed(request)
 
     def _take_room(self, request: RunningRequest, route: Route | None) -> bool:
         """Keeps a place for the request where it would go now. False: there is none, or it is kept for others."""

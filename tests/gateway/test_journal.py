@@ -255,9 +255,20 @@ def test_a_call_of_before_there_were_several_models_and_classes_is_read():
     document = msgspec.msgpack.decode(encode_call(kept_call(), created_unix_s=17))
     for name in ("model", "fallback", "is_settled", "service_class", "affinity_key"):
         del document[name]
+    document["choices"] = [choice[:2] for choice in document["choices"]]  # nor was it known which weights began it
     call, _ = decode_call(msgspec.msgpack.encode(document), request_id="abc")
     assert (call.model, call.fallback, call.is_settled) == ("", "", True)
     assert (call.service_class, call.affinity_key) == ("normal", "")
+    assert call.choices == kept_call().choices
+
+
+def test_the_weights_of_each_answer_are_kept_and_no_text_that_is_none():
+    for layout, is_read in (("f" * 32, True), ("f" * 64, True), ("f" * 65, False)):
+        choices = [msgspec.structs.replace(kept_call().choices[0], layout=layout)]
+        packed = encode_call(msgspec.structs.replace(kept_call(), choices=choices), created_unix_s=17)
+        decoded = decode_call(packed, request_id="abc")
+        assert (decoded is not None) == is_read
+        assert decoded is None or decoded[0].choices[0].layout == layout
 
 
 def test_a_session_longer_than_any_client_may_name_counts_as_no_journal():

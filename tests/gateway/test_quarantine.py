@@ -296,6 +296,22 @@ async def test_decode_workers_that_die_before_they_could_say_that_they_began_cou
     assert len(dead) == 2
 
 
+async def test_words_that_nobody_asked_for_change_nothing(make_system, worker_type, pair, answer):
+    system = await make_system()
+
+    def talkative(script):
+        async def run(attempt):
+            attempt.emit(worker_pb2.Cancelled(has_begun=True))
+            await script(attempt)
+            attempt.emit(worker_pb2.Cancelled(has_begun=True))
+
+        return run
+
+    await system.add(worker_type("prefill", "prefill-0", talkative(pair.prefill)))
+    await system.add(worker_type("decode", "decode-0", talkative(pair.decode)))
+    assert (await ask(system)).json()["choices"][0]["token_ids"] == answer
+
+
 async def test_connections_that_break_are_no_deaths(make_system, worker_type, pair, answer):
     """The same process is heard of again: it has not died of anything."""
     system, broken = await make_system(), []
