@@ -7,12 +7,13 @@ seems, so it keeps its place when it asks again, and nobody behind it goes befor
 
 Workers may be kept for some tenants (`--tenants`), so a first one that has no room says nothing about those behind it
 that may use other workers. Requests that may use the same workers therefore wait in a lane of their own: one for each
-tenant that some worker is kept for, and one for all the others, whose workers are the same. Each lane has its own bound
-and its own judgement of overload, by what it was seen to drain. The lanes are looked at as one queue, in the order of
+tenant that some worker is kept for, and one for all the others, whose workers are the same; answers that only workers
+with certain weights may go on with have lanes of their own too. Each lane has its own bound and its own judgement of
+overload, by what it was seen to drain. The lanes are looked at as one queue, in the order of
 `services.scheduling.lanes`; whoever has no room holds up its lane, and keeps the workers that it waits for from
 everybody who comes after it in that order. So nobody is delayed by somebody whose workers it may not use, and among
-those who compete for a worker nobody goes before a higher class. Without such workers there is one lane, and all this
-is one queue.
+those who compete for a worker nobody goes before a higher class. Without such workers and answers there is one lane,
+and all this is one queue.
 """
 
 import asyncio

@@ -364,19 +364,25 @@ class Requests:
         raise Overloaded(what, retry_after_s=NO_WORKER_RETRY_S, reason="wait")
 
     async def _wait_in_queue(self, request: RunningRequest, patience: Deadline, *, was_refused: bool) -> Attempt | None:
-        """Waits until workers have room for the request and take it. None: its patience is over, or it is stranded."""
-        queue, entry = self._queues[request.generation.model], request.queue_entry
+        """Waits until workers have room for the request and take it.
+
+        None: its patience is over, it is stranded, or it has to wait in another lane now.
+        """
+        queue, entry, lane = self._queues[request.generation.model], request.queue_entry, self._lane_of(request)
+
+        def must_leave() -> bool:
+            return self._is_stranded(request) or self._lane_of(request) is not lane
 
         def take_room(kept: Set[str]) -> bool:
-            return self._is_stranded(request) or self._take_room(request, self._candidates.plan(request, kept))
+            return must_leave() or self._take_room(request, self._candidates.plan(request, kept))
 
         spans = self._open[request].spans
-        num_ahead = 0 if spans is None else request.lane.queue.num_ahead(entry.service_class)
+        num_ahead = 0 if spans is None else lane.queue.num_ahead(entry.service_class)
         with queue.enter(
             entry,
             take_room,
             awaited=lambda: self._candidates.allowed(request),
-            lane=request.lane,
+            lane=lane,
             is_resumed=request.is_resumed,
             was_refused=was_refused,
         ) as place:
@@ -384,11 +390,16 @@ class Requests:
             if spans is not None:
                 spans.waits(num_ahead=num_ahead, service_class=request.generation.service_class)
             while await place.wait_for_turn(patience.remaining_s()):
-                attempt = None if self._is_stranded(request) else await self._offer(request)
-                if attempt is not None or self._is_stranded(request):
+                attempt = None if must_leave() else await self._offer(request)
+                if attempt is not None or must_leave():
                     return attempt
                 place.come_back()
         return None
+
+    def _lane_of(self, request: RunningRequest) -> Lane:
+        """Where it waits. An answer that began with weights that others do not have holds up only its like."""
+        generation, layout = request.generation, request.bound_layout
+        return self._lane(generation.model, generation.tenant, layout) if layout else request.lane
 
     def _is_stranded(self, request: RunningRequest) -> bool:
         """Whether the answer has tokens, and nobody in rotation has the weights that they came from.
@@ -483,8 +494,8 @@ class Requests:
                 self.log.note_refusal(error)
             raise
 
-    def _lane(self, model: str, tenant: str) -> Lane:
-        lane = self._queues[model].lane(self._topology.lane_of(model, tenant))
+    def _lane(self, model: str, tenant: str, layout: str = "") -> Lane:
+        lane = self._queues[model].lane(self._topology.lane_of(model, tenant, layout))
         self._lanes[model].add(lane)
         return lane
 

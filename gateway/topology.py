@@ -289,13 +289,19 @@ class Topology:
         """The longest sequence that any decode worker of a model in rotation can hold; None while there is none."""
         return self._rotation("decode", model).max_sequence_tokens
 
-    def lane_of(self, model: str, tenant: str) -> str:
-        """The same name for tenants that may use the same workers: empty, or its own where a worker is kept for it."""
+    def lane_of(self, model: str, tenant: str, layout: str = "") -> str:
+        """The same name for requests that may use the same workers: empty, or its tenant's if a worker is kept for it.
+
+        With `layout`, the name is another one while some decode worker in rotation has another layout.
+        """
         named = self._named_tenants.get(model)
         if named is None:
             members = [member for member in self._all() if member.record.model == model]
             named = self._named_tenants[model] = {tenant for member in members for tenant in member.record.tenants}
-        return tenant if tenant in named else ""
+        lane = tenant if tenant in named else ""
+        if layout and any(other != layout for other, _ in self._rotation("decode", model).layouts):
+            lane = f"{lane} {layout}"
+        return lane
 
     def kv_bytes_per_token(self, model: str) -> int:
         """What the KV of a token weighs on its way to another worker; 0: nobody knows yet."""

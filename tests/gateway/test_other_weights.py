@@ -61,6 +61,45 @@ async def test_an_answer_goes_on_with_the_weights_that_began_it(make_system, wor
     assert bool(system.workers["decode-2"].attempts) == bool(num_tokens)
 
 
+@pytest.mark.parametrize("new_weights_come", ["before", "after"])
+async def test_an_answer_that_waits_for_room_where_its_weights_are_holds_up_nobody_else(
+    make_system, worker_type, pair, answer, new_weights_come
+):
+    system, may_die, may_end = await make_system(), asyncio.Event(), asyncio.Event()
+
+    async def waits(attempt):
+        await may_end.wait()
+        await pair.decode(attempt)
+
+    dying = worker_type("decode", "decode-0", dies_after(pair, 3, may_die), fingerprint="old")
+    dying.load.pages.free = 0  # so it has one request at a time
+    await system.add(dying)
+    begun = asyncio.create_task(ask(system))
+    await system.until(lambda: len(dying.attempts) == 1)
+    full = worker_type("decode", "decode-1", waits, fingerprint="old")
+    full.load.pages.free = 0
+    await system.add(full)
+    keeps_it_full = asyncio.create_task(ask(system, [6, 6]))
+    await system.until(lambda: len(full.attempts) == 1)
+    await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == 3)
+
+    if new_weights_come == "before":
+        await system.add(worker_type("decode", "decode-2", pair.decode, fingerprint="new"))
+    may_die.set()
+    await system.until(lambda: system.gateway.requests.num_queued == 1)
+    other = asyncio.create_task(ask(system, [7, 7]))
+    if new_weights_come == "after":
+        await system.until(lambda: system.gateway.requests.num_queued == 2)
+        await system.add(worker_type("decode", "decode-2", pair.decode, fingerprint="new"))
+    assert (await asyncio.wait_for(other, 5)).json()["choices"][0]["token_ids"] == answer
+    assert len(full.attempts) == 1
+    assert not begun.done()
+    may_end.set()
+    for one in (keeps_it_full, begun):
+        assert (await one).json()["choices"][0]["token_ids"] == answer
+    assert len(full.attempts) == 2
+
+
 async def test_an_answer_whose_weights_are_gone_is_an_error(make_system, worker_type, pair):
     system, may_die = await make_system(failover_wait_s=0.5), asyncio.Event()
     waiting, other = await begun(system, worker_type, pair, 3, may_die)

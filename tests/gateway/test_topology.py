@@ -1,6 +1,7 @@
 """Workers in rotation as requests see them: what is kept of them, and until when."""
 
 import asyncio
+import functools
 
 import msgspec
 import pytest
@@ -148,3 +149,13 @@ async def test_the_share_that_is_free_is_that_of_the_emptiest_worker_one_may_use
     come_up(member_of(topology, "d-0"), Load())  # A worker without an address gets another session with each record.
     assert (topology.lane_of("m", "t"), topology.lane_of("m", "u")) == ("", "u")
     assert topology.decode_ids("m", tenant="t") == {"d-0"}
+
+
+async def test_weights_that_others_do_not_have_are_a_lane_of_their_own(make_topology):
+    topology = make_topology(record("d-0"), record("d-1", tenants=("t",)))
+    lane = functools.partial(topology.lane_of, "m")
+    assert (lane("u", "same"), lane("t", "same")) == ("", "t")
+    topology.take_membership([record("d-0"), record("d-1", layout_fingerprint="other")])
+    for worker_id in ("d-0", "d-1"):
+        come_up(member_of(topology, worker_id), Load())
+    assert len({lane("u"), lane("u", "same"), lane("u", "other")}) == 3
