@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import random
+import signal
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ from hypothesis import HealthCheck, settings
 # How fast the machine is, is no property of what is tested.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tandem")
+
+# Processes that the tests start inherit this; what a shell starts in the background ignores it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Triton looks at this when it is first imported. Where there is no GPU, its kernels are interpreted on the CPU.
