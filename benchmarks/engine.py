@@ -165,11 +165,13 @@ def running_peers(model: Path, dtype: str, *, threads: int, openvino: Path | Non
 
 
 def export_for_openvino(python: Path, model: Path) -> Path:
-    """The checkpoint in OpenVINO's form, with its numbers unchanged."""
+    """The checkpoint in OpenVINO's form, with its numbers unchanged. Exits with the exporter's words if it fails."""
     folder = model.with_name(f"{model.name}-openvino")
     command = [str(python.with_name("optimum-cli")), "export", "openvino", "--model", str(model)]
     options = ["--weight-format", "fp32", "--task", "text-generation-with-past"]
-    subprocess.run([*command, *options, str(folder)], check=True, capture_output=True)
+    exported = subprocess.run([*command, *options, str(folder)], capture_output=True, text=True, check=False)
+    if exported.returncode:
+        raise SystemExit(f"{' '.join(exported.args)} ended with {exported.returncode}:\n{exported.stderr[-4000:]}")
     return folder
 
 
