@@ -138,18 +138,53 @@ inline bool weigh_tile(Tile& tile, int64_t rows, int64_t first_position, int64_t
   return has_risen;
 }
 
-// One KV head's rows for the query tokens [first, end) of a sequence, the first of which is at `first_position`. Rows
-// of q and out are `q_stride` and `out_stride` elements apart per token.
-template <typename Products, typename E>
-void attend_tile(Products& products, const HeadCache<E>& cache, int64_t first_position, int64_t first, int64_t end,
-                 const E* q, int64_t q_stride, E* out, int64_t out_stride, Tile& tile) {
-  const Heads& heads = cache.heads;
-  const int64_t group = heads.num_heads / heads.num_kv_heads, rows = (end - first) * group;
+// What a thread takes: one KV head's rows for the query tokens [first, last) of the step, which see the keys up to
+// `end` of their sequence.
+struct Piece {
+  int64_t sequence, kv_head, first, last, end;
+};
+
+// The pieces of a step in the order in which they are taken. A sequence's last tile, the longest, goes first.
+class Pieces {
+ public:
+  Pieces(const Batch& batch, const Heads& heads)
+      : batch_(batch), kv_heads_(heads.num_kv_heads),
+        tile_tokens_(std::max<int64_t>(1, TILE_ROWS * heads.num_kv_heads / heads.num_heads)) {}
+
+  // Finds a piece by its number, which is at least that of the call before. False: there are not so many.
+  bool find(int64_t number, Piece& piece) {
+    for (; sequence_ < batch_.num_sequences; ++sequence_) {
+      const int64_t begin = batch_.query_start[sequence_], end = batch_.query_start[sequence_ + 1];
+      const int64_t tiles = (end - begin + tile_tokens_ - 1) / tile_tokens_, place = number - before_;
+      if (place < tiles * kv_heads_) {
+        const int64_t first = begin + (tiles - 1 - place / kv_heads_) * tile_tokens_;
+        const int64_t last = std::min(first + tile_tokens_, end);
+        piece = {sequence_, place % kv_heads_, first, last, batch_.context_lens[sequence_] - (end - last)};
+        return true;
+      }
+      before_ += tiles * kv_heads_;
+    }
+    return false;
+  }
+
+ private:
+  const Batch& batch_;
+  int64_t kv_heads_, tile_tokens_, sequence_ = 0, before_ = 0;
+};
+
+// Rows of q and out are `q_stride` and `out_stride` elements apart per token. `find_after(block)` gives the keys that
+// this thread will probably look at next, or leaves the block alone.
+template <typename Products, typename E, typename FindAfter>
+void attend_piece(Products& products, const Batch& batch, const Heads& heads, int64_t layer, const Piece& piece,
+                  const E* q, int64_t q_stride, E* out, int64_t out_stride, Tile& tile, const FindAfter& find_after) {
+  const HeadCache<E> cache(batch, heads, layer, piece.sequence, piece.kv_head, piece.end);
+  const int64_t num_tokens = piece.last - piece.first, first_position = piece.end - num_tokens;
+  const int64_t group = heads.num_heads / heads.num_kv_heads, rows = num_tokens * group;
   const int64_t head_dim = heads.head_dim, width = Products::width(head_dim), stride = Tile::round_up(rows);
   const float scale = heads.scale * 1.44269504088896341f;  // weights are powers of two
-  const auto column = [&](int64_t r) { return (cache.kv_head * group + r % group) * head_dim; };
+  const auto column = [&](int64_t r) { return (piece.kv_head * group + r % group) * head_dim; };
   std::vector<const E*> q_rows((size_t)rows);
-  for (int64_t r = 0; r < rows; ++r) q_rows[r] = q + (first + r / group) * q_stride + column(r);
+  for (int64_t r = 0; r < rows; ++r) q_rows[r] = q + (piece.first + r / group) * q_stride + column(r);
   products.prepare(rows);
   Products::load_queries(q_rows.data(), rows, head_dim, stride, tile.q);
   for (int64_t r = 0; r < stride; ++r) tile.position[r] = (int32_t)(first_position + std::min(r, rows - 1) / group);
@@ -160,9 +195,14 @@ void attend_tile(Products& products, const HeadCache<E>& cache, int64_t first_po
 
   KeyBlock<E> blocks[2];
   cache.locate(0, blocks[0]);
-  for (int64_t from = 0, now = 0; from < cache.end; from += BLOCK_KEYS, now = 1 - now) {
+  for (int64_t from = 0, now = 0; from < piece.end; from += BLOCK_KEYS, now = 1 - now) {
     KeyBlock<E>&block = blocks[now], &ahead = blocks[1 - now];
-    cache.locate(from + BLOCK_KEYS, ahead);
+    if (from + BLOCK_KEYS < piece.end) {
+      cache.locate(from + BLOCK_KEYS, ahead);
+    } else {
+      ahead = block;
+      find_after(ahead);
+    }
     Products::score(tile.q, rows, stride, head_dim, block, ahead, tile.staging, tile.scores.floats());
     if (weigh_tile(tile, rows, first_position, from, block.count, scale) && from > 0)
       for (int64_t r = 0; r < rows; ++r) scale_row(sums + r * width, width, tile.factor.floats()[r]);
@@ -170,30 +210,23 @@ void attend_tile(Products& products, const HeadCache<E>& cache, int64_t first_po
   }
   for (int64_t r = 0; r < rows; ++r)
     Products::store_row(sums + r * width, tile.weight_sum.floats()[r], head_dim,
-                        out + (first + r / group) * out_stride + column(r));
+                        out + (piece.first + r / group) * out_stride + column(r));
 }
 
-// Every (sequence, tile, KV head) of the step is one piece of work; threads take the next one from `next`, which is
-// zero at the start. A sequence's last tile, the longest, goes first. Ends without a barrier.
+// Every piece of the step; threads take the next one from `next`, which is zero at the start. Ends without a barrier.
 template <typename Products, typename E>
 void attend_with(const Batch& batch, const Heads& heads, int64_t layer, const E* q, int64_t q_stride, E* out,
                  int64_t out_stride, std::atomic<int64_t>& next, Tile& tile) {
   Products products;
-  const int64_t group = heads.num_heads / heads.num_kv_heads;
-  const int64_t tile_tokens = std::max<int64_t>(1, TILE_ROWS / group);
-  int64_t seen = 0, taken = next.fetch_add(1);
-  for (int64_t sequence = 0; sequence < batch.num_sequences; ++sequence) {
-    const int64_t begin = batch.query_start[sequence], end = batch.query_start[sequence + 1];
-    const int64_t tiles = (end - begin + tile_tokens - 1) / tile_tokens;
-    for (; taken < seen + tiles * heads.num_kv_heads; taken = next.fetch_add(1)) {
-      const int64_t first = begin + (tiles - 1 - (taken - seen) / heads.num_kv_heads) * tile_tokens;
-      const int64_t last = std::min(first + tile_tokens, end), position = batch.context_lens[sequence] - (end - first);
-      const HeadCache<E> cache(batch, heads, layer, sequence, (taken - seen) % heads.num_kv_heads,
-                               position + (last - first));
-      attend_tile(products, cache, position, first, last, q, q_stride, out, out_stride, tile);
-    }
-    seen += tiles * heads.num_kv_heads;
-  }
+  Pieces pieces(batch, heads);
+  const auto find_after = [&](KeyBlock<E>& block) {
+    Pieces later = pieces;
+    Piece piece;
+    if (later.find(next.load(std::memory_order_relaxed), piece))
+      HeadCache<E>(batch, heads, layer, piece.sequence, piece.kv_head, piece.end).locate(0, block);
+  };
+  for (Piece piece; pieces.find(next.fetch_add(1), piece);)
+    attend_piece(products, batch, heads, layer, piece, q, q_stride, out, out_stride, tile, find_after);
 }
 
 template <typename E>

@@ -2,6 +2,8 @@
 // sums += scores^T * values. bfloat16 keys and values are widened first.
 //
 // Each score is one chain over d, each sum one chain over the keys, both ascending, whichever function below made them.
+//
+// Whoever reads few rows waits for memory, so the block `ahead` is asked for between the operations, line by line.
 #pragma once
 
 #include "pool.h"
@@ -37,10 +39,10 @@ inline void score_vectors(const float* q, int64_t stride, const float* const* ke
 }
 
 // The same for ROWS rows and at most W keys, as scores[row][k] with rows of BLOCK_KEYS: lanes are keys. Rows of keys
-// are `width` long, whole vectors.
-template <int ROWS>
+// are `width` long, whole vectors. W rows are asked for.
+template <int ROWS, typename E>
 inline void score_few_rows(const float* q, int64_t stride, const float* const* keys, int count, int64_t width,
-                           float* scores) {
+                           const E* const* ahead, float* scores) {
   const float* rows[W];
   for (int j = 0; j < W; ++j) rows[j] = keys[std::min(j, count - 1)];
   V sums[ROWS] = {};
@@ -48,22 +50,27 @@ inline void score_few_rows(const float* q, int64_t stride, const float* const* k
     V columns[W];
     load_columns(rows, d, columns);
 #pragma GCC unroll 16
-    for (int i = 0; i < W; ++i)
+    for (int i = 0; i < W; ++i) {
+      ask_for_line(ahead[i], d);
       for (int r = 0; r < ROWS; ++r) sums[r] = fma(all(q[(d + i) * stride + r]), columns[i], sums[r]);
+    }
   }
   for (int r = 0; r < ROWS; ++r) store(scores + r * BLOCK_KEYS, sums[r]);
 }
 
-// sums[row][d..] += weights * values for ROWS rows and VECS vectors.
-template <int ROWS, int VECS>
-inline void add_rows(const float* weights, Steps steps, const float* const* values, int count, int64_t d, float* sums,
-                     int64_t width) {
+// sums[row][d..] += weights * values for ROWS rows and VECS vectors. If ASKS, `count` rows are asked for.
+template <int ROWS, int VECS, bool ASKS, typename E>
+inline void add_rows(const float* weights, Steps steps, const float* const* values, int count, int64_t d,
+                     const E* const* ahead, float* sums, int64_t width) {
   V parts[ROWS][VECS];
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECS; ++v) parts[r][v] = load(sums + r * width + v * W);
   for (int j = 0; j < count; ++j, weights += steps.key) {
     V value[VECS];
-    for (int v = 0; v < VECS; ++v) value[v] = load(values[j] + d + v * W);
+    for (int v = 0; v < VECS; ++v) {
+      if constexpr (ASKS) ask_for_line(ahead[j], d + v * W);
+      value[v] = load(values[j] + d + v * W);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       const V weight = all(weights[r * steps.row]);
@@ -75,16 +82,18 @@ inline void add_rows(const float* weights, Steps steps, const float* const* valu
     for (int v = 0; v < VECS; ++v) store(sums + r * width + v * W, parts[r][v]);
 }
 
-template <int VECS>
+template <int VECS, typename E>
 inline void add_vectors(const float* weights, Steps steps, int64_t rows, const float* const* values, int count,
-                        int64_t d, float* sums, int64_t width) {
+                        int64_t d, const E* const* ahead, float* sums, int64_t width) {
   constexpr int ROWS = W == 8 ? 5 : 6;
+  const auto add = [&](auto asks, auto does_not_ask, int64_t r) {
+    const auto add_some = r == 0 ? asks : does_not_ask;
+    add_some(weights + r * steps.row, steps, values, count, d, ahead, sums + r * width, width);
+  };
   int64_t r = 0;
-  for (; r + ROWS <= rows; r += ROWS)
-    add_rows<ROWS, VECS>(weights + r * steps.row, steps, values, count, d, sums + r * width, width);
-  for (; r + 2 <= rows; r += 2)
-    add_rows<2, VECS>(weights + r * steps.row, steps, values, count, d, sums + r * width, width);
-  if (r < rows) add_rows<1, VECS>(weights + r * steps.row, steps, values, count, d, sums + r * width, width);
+  for (; r + ROWS <= rows; r += ROWS) add(add_rows<ROWS, VECS, true, E>, add_rows<ROWS, VECS, false, E>, r);
+  for (; r + 2 <= rows; r += 2) add(add_rows<2, VECS, true, E>, add_rows<2, VECS, false, E>, r);
+  if (r < rows) add(add_rows<1, VECS, true, E>, add_rows<1, VECS, false, E>, r);
 }
 
 // What a tile asks of its products; the other one is AmxProducts. `ahead` is the block after the one at hand.
@@ -107,32 +116,31 @@ struct FloatProducts {
       }
   }
 
-  static void score(const Memory& q, int64_t num_rows, int64_t stride, int64_t head_dim, const KeyBlock<E>& block,
-                    const KeyBlock<E>& ahead, Memory& staging, float* scores) {
+  // Not inlined: in one function with the loop around them, GCC keeps the sums of both in memory.
+  [[gnu::noinline]] static void score(const Memory& q, int64_t num_rows, int64_t stride, int64_t head_dim,
+                                      const KeyBlock<E>& block, const KeyBlock<E>& ahead, Memory& staging,
+                                      float* scores) {
     const int64_t width = FloatProducts::width(head_dim);
     const float* keys[BLOCK_KEYS];
     point_or_stage(block.keys, block.count, head_dim, width, staging.floats(), keys);
     const float* queries = q.floats();
     if (num_rows <= MAX_FEW_ROWS) {
-      constexpr decltype(&score_few_rows<1>) FOR[] = {score_few_rows<1>, score_few_rows<2>, score_few_rows<3>,
-                                                      score_few_rows<4>};
-      for (int k = 0; k < block.count; k += W) {
-        ahead.ask_for_keys(k, W, head_dim);
-        ahead.ask_for_values(k, W, head_dim);
-        FOR[num_rows - 1](queries, stride, keys + k, block.count - k, width, scores + k);
-      }
+      constexpr decltype(&score_few_rows<1, E>) FOR[] = {score_few_rows<1, E>, score_few_rows<2, E>,
+                                                         score_few_rows<3, E>, score_few_rows<4, E>};
+      for (int k = 0; k < block.count; k += W)
+        FOR[num_rows - 1](queries, stride, keys + k, block.count - k, width, ahead.keys + k, scores + k);
       return;
     }
     ahead.ask_for_keys(0, BLOCK_KEYS, head_dim);
-    ahead.ask_for_values(0, BLOCK_KEYS, head_dim);
     int64_t r = 0;
     for (; r + 3 * W <= stride; r += 3 * W)
       score_vectors<3>(queries + r, stride, keys, block.count, head_dim, scores + r);
     for (; r < stride; r += W) score_vectors<1>(queries + r, stride, keys, block.count, head_dim, scores + r);
   }
 
-  static void add(const float* weights, int64_t num_rows, int64_t stride, int64_t head_dim, const KeyBlock<E>& block,
-                  const KeyBlock<E>&, Memory& staging, float* sums) {
+  [[gnu::noinline]] static void add(const float* weights, int64_t num_rows, int64_t stride, int64_t head_dim,
+                                    const KeyBlock<E>& block, const KeyBlock<E>& ahead, Memory& staging,
+                                    float* sums) {
     const int64_t width = FloatProducts::width(head_dim);
     const Steps steps = steps_of(num_rows, stride);
     const float* values[BLOCK_KEYS];
@@ -140,8 +148,9 @@ struct FloatProducts {
     constexpr int VECS = W == 8 ? 2 : 4;
     int64_t d = 0;
     for (; d + VECS * W <= width; d += VECS * W)
-      add_vectors<VECS>(weights, steps, num_rows, values, block.count, d, sums + d, width);
-    for (; d < width; d += W) add_vectors<1>(weights, steps, num_rows, values, block.count, d, sums + d, width);
+      add_vectors<VECS>(weights, steps, num_rows, values, block.count, d, ahead.values, sums + d, width);
+    for (; d < width; d += W)
+      add_vectors<1>(weights, steps, num_rows, values, block.count, d, ahead.values, sums + d, width);
   }
 
   static void store_row(const float* sums, float weight_sum, int64_t head_dim, E* out) {

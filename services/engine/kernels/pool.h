@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "vector.h"
+
 namespace tandem {
 
 // Attention visits keys in blocks at fixed positions of the sequence.
@@ -33,10 +35,16 @@ inline int64_t page_offset(const Batch& batch, const Heads& heads, int64_t page,
   return (((page * heads.num_kv_heads + head) * heads.num_layers + layer) * 2 + part) * slots;
 }
 
+// Ask for the cache line that begins at element d of a row. Others do nothing, so that each vector of a row may ask.
+template <typename E>
+[[gnu::always_inline]] inline void ask_for_line(const E* row, int64_t d) {
+  if (d % (64 / (int64_t)sizeof(E)) == 0) __builtin_prefetch(row + d);
+}
+
 // The first keys and values of a block: as many as the rows of a tile may see.
 template <typename E>
 struct KeyBlock {
-  const E* keys[BLOCK_KEYS];
+  const E* keys[BLOCK_KEYS];  // beyond the last one: the first one again
   const E* values[BLOCK_KEYS];
   int64_t from = 0, page_size = 1;
   int count = 0;
@@ -44,8 +52,8 @@ struct KeyBlock {
   // Whether the rows [k, k + num) are one piece, which may go on beyond the block's last one.
   bool is_one_piece(int64_t k, int64_t num) const { return (from + k) % page_size + num <= page_size; }
 
-  // Ask for a few rows while another block is worked on: pages lie apart, which the hardware does not foresee. Asking
-  // for many at once would keep the loads of the work at hand waiting.
+  // Ask for rows while another block is worked on, a few at a time: a core has only so many loads under way, and those
+  // that are asked for beyond them are dropped or keep the work at hand waiting.
   // Always inline: GCC leaves out calls of functions that do nothing else.
   [[gnu::always_inline]] inline void ask_for_keys(int64_t from, int64_t num, int64_t head_dim) const {
     ask_for(keys, from, num, head_dim);
@@ -57,7 +65,7 @@ struct KeyBlock {
  private:
   [[gnu::always_inline]] inline void ask_for(const E* const* rows, int64_t from, int64_t num, int64_t head_dim) const {
     for (int64_t j = from; j < std::min<int64_t>(from + num, count); ++j)
-      for (int64_t d = 0; d < head_dim; d += 64 / (int64_t)sizeof(E)) __builtin_prefetch(rows[j] + d);
+      for (int64_t d = 0; d < head_dim; d += W) ask_for_line(rows[j], d);
   }
 };
 
@@ -85,14 +93,17 @@ struct HeadCache {
       : batch(batch), heads(heads), pages(batch.page_tables + sequence * batch.max_pages), layer(layer),
         kv_head(kv_head), end(end) {}
 
+  // There is a key at `from`.
   void locate(int64_t from, KeyBlock<E>& block) const {
     block.from = from;
     block.page_size = batch.page_size;
-    block.count = (int)std::clamp<int64_t>(end - from, 0, BLOCK_KEYS);
+    block.count = (int)std::min<int64_t>(end - from, BLOCK_KEYS);
     for_each_row(from, block.count, [&](int64_t j, const E* key, const E* value) {
       block.keys[j] = key;
       block.values[j] = value;
     });
+    std::fill(block.keys + block.count, block.keys + BLOCK_KEYS, block.keys[0]);
+    std::fill(block.values + block.count, block.values + BLOCK_KEYS, block.values[0]);
   }
 
  private:
