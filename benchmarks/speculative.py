@@ -33,6 +33,7 @@ from services.runtime.clock import SYSTEM_CLOCK, Clock
 MODES = ("off", "ngram", "draft", "auto")
 EQUALITY_PROMPTS, EQUALITY_TOKENS, EQUALITY_BATCH = 200, 48, 32
 NUM_PAGES = 4000
+ROUNDS = 4
 TASKS = (
     "reads a file and returns its lines", "parses a URL", "sorts a list of names", "opens a socket",
     "writes a log message", "returns the maximum of two numbers", "copies a directory tree",
@@ -72,9 +73,11 @@ class Bench:
     """One loop with one source of proposals."""
 
     def __init__(self, mode: str, model: EngineParts, draft: EngineParts, clock: Clock) -> None:
+        self._mode = mode
         self._clock = clock
         self._num_runs = 0
         self._reports: list[StepReport] = []
+        self._num_ended = self._num_tokens = 0
         speculator = Speculator(
             clock=clock,
             uses_ngrams=mode in ("ngram", "auto"),
@@ -93,27 +96,36 @@ class Bench:
             ),
             is_exact=model.model.exact,
             clock=clock,
-            on_report=self._reports.append,
+            on_report=self._on_report,
             speculator=None if mode == "off" else speculator,
         )
 
     def run(
-        self, prompts: SequenceOf[list[int]], *, num_tokens: int, temperature: float
+        self, prompts: SequenceOf[list[int]], *, batch: int, num_tokens: int, temperature: float
     ) -> tuple[list[list[int]], float, float]:
-        """The answers of prompts that run together, tokens/s after all have begun, and tokens of a sequence's step."""
+        """The answers, tokens/s while so many prompts run at once, and tokens of a sequence's step.
+
+        Whoever ends makes room for the next prompt, as for a server that has enough to do: a few slow answers at the
+        end would say nothing of that.
+        """
         self._num_runs += 1
         self._reports.clear()
-        for place, prompt in enumerate(prompts):
-            sampling = Sampling(max_tokens=num_tokens, temperature=temperature, seed=place)
-            sequence = Sequence((self._num_runs, place), prompt, sampling=sampling)
-            self._loop.start(sequence, salt=self._num_runs.to_bytes(4, "little"))
-        while self._num_begun() < len(prompts) and self._loop.step():
+        self._num_ended = self._num_tokens = 0
+        left = iter(enumerate(prompts))
+        for _ in range(batch):
+            self._start(*next(left), num_tokens=num_tokens, temperature=temperature)
+        num_started = batch
+        while self._num_tokens < batch and self._loop.step():
             pass
-        num_before = self._num_tokens()
+        num_before = self._num_tokens
         began_s = self._clock.monotonic()
+        while num_started - self._num_ended == batch and self._loop.step():
+            while num_started - self._num_ended < batch and num_started < len(prompts):
+                self._start(*next(left), num_tokens=num_tokens, temperature=temperature)
+                num_started += 1
+        took_s, num_counted = self._clock.monotonic() - began_s, self._num_tokens - num_before
         while self._loop.step():
             pass
-        took_s = self._clock.monotonic() - began_s
         self._loop.step()
         answers: list[list[int]] = [[] for _ in prompts]
         num_steps = 0
@@ -121,14 +133,18 @@ class Bench:
             assert isinstance(advance.key, tuple)
             answers[advance.key[1]] += [token.token_id for token in advance.tokens]
             num_steps += bool(advance.tokens)
-        num_all = self._num_tokens()
-        return answers, (num_all - num_before) / took_s, num_all / num_steps
+        return answers, num_counted / took_s, self._num_tokens / num_steps
 
-    def _num_begun(self) -> int:
-        return len({advance.key for report in self._reports for advance in report.advances if advance.tokens})
+    def _start(self, place: int, prompt: list[int], *, num_tokens: int, temperature: float) -> None:
+        sampling = Sampling(max_tokens=num_tokens, temperature=temperature, seed=place)
+        sequence = Sequence((self._num_runs, place), prompt, sampling=sampling)
+        self._loop.start(sequence, salt=f"{self._mode} {self._num_runs}".encode())  # all modes share the pages
 
-    def _num_tokens(self) -> int:
-        return sum(len(advance.tokens) for report in self._reports for advance in report.advances)
+    def _on_report(self, report: StepReport) -> None:
+        self._reports.append(report)
+        for advance in report.advances:
+            self._num_tokens += len(advance.tokens)
+            self._num_ended += advance.finish_reason is not None
 
 
 def main() -> None:
@@ -156,7 +172,9 @@ def main() -> None:
         for batch in map(int, arguments.batches.split(",")):
             for kind, prompts in kinds.items():
                 groups = group(prompts, batch, arguments.prompts)
-                results += measure(benches, kind, groups, num_tokens=arguments.tokens, temperature=temperature)
+                results += measure(
+                    benches, kind, groups, batch=batch, num_tokens=arguments.tokens, temperature=temperature
+                )
     if arguments.json:
         figures = {"different_answers": num_different, "results": [*map(asdict, results)]}
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
@@ -181,9 +199,12 @@ def make_prompts(num: int) -> dict[str, list[list[int]]]:
 
 
 def group(prompts: list[list[int]], batch: int, num_prompts: int) -> list[list[list[int]]]:
-    """Prompts that run together; at least two groups."""
-    num_groups = max(2, num_prompts // batch)
-    return [[prompts[(n * batch + place) % len(prompts)] for place in range(batch)] for n in range(num_groups)]
+    """Prompts of a run, at batch 1 one and else ROUNDS times as many as run at once; at least two groups."""
+    size = 1 if batch == 1 else ROUNDS * batch
+    return [
+        [prompts[(n * size + place) % len(prompts)] for place in range(size)]
+        for n in range(max(2, num_prompts // size))
+    ]
 
 
 def compare(benches: dict[str, Bench], num_prompts: int) -> dict[str, int]:
@@ -194,7 +215,7 @@ def compare(benches: dict[str, Bench], num_prompts: int) -> dict[str, int]:
     for first in range(0, num_prompts, EQUALITY_BATCH):
         for mode, bench in benches.items():
             some = prompts[first : first + EQUALITY_BATCH]
-            found[mode] += bench.run(some, num_tokens=EQUALITY_TOKENS, temperature=0.0)[0]
+            found[mode] += bench.run(some, batch=len(some), num_tokens=EQUALITY_TOKENS, temperature=0.0)[0]
     num_different = {}
     for mode in [*benches][1:]:
         num_different[mode] = sum(one != other for one, other in zip(found["off"], found[mode], strict=True))
@@ -203,14 +224,20 @@ def compare(benches: dict[str, Bench], num_prompts: int) -> dict[str, int]:
 
 
 def measure(
-    benches: dict[str, Bench], kind: str, groups: list[list[list[int]]], *, num_tokens: int, temperature: float
+    benches: dict[str, Bench],
+    kind: str,
+    groups: list[list[list[int]]],
+    *,
+    batch: int,
+    num_tokens: int,
+    temperature: float,
 ) -> list[Result]:
     """One kind of prompt at one size of batch, printed."""
     rates: dict[str, list[float]] = {mode: [] for mode in benches}
     per_step: dict[str, list[float]] = {mode: [] for mode in benches}
     for prompts in (groups[0], *groups):  # the first warms up, and teaches how long steps take
         for mode, bench in benches.items():
-            _, rate, tokens_per_step = bench.run(prompts, num_tokens=num_tokens, temperature=temperature)
+            _, rate, tokens_per_step = bench.run(prompts, batch=batch, num_tokens=num_tokens, temperature=temperature)
             rates[mode].append(rate)
             per_step[mode].append(tokens_per_step)
     results = []
@@ -218,9 +245,9 @@ def measure(
         ratio = statistics.median(one / other for one, other in zip(rates[mode][1:], rates["off"][1:], strict=True))
         mean = statistics.mean(per_step[mode][1:])
         rate = statistics.median(rates[mode][1:])
-        results.append(Result(kind, temperature, len(groups[0]), mode, rate, ratio, mean))
+        results.append(Result(kind, temperature, batch, mode, rate, ratio, mean))
         print(
-            f"t {temperature:.1f} batch {len(groups[0]):2d} {kind:9s} {mode:5s} {rate:6.0f} tok/s {ratio:5.2f} of off "
+            f"t {temperature:.1f} batch {batch:2d} {kind:9s} {mode:5s} {rate:6.0f} tok/s {ratio:5.2f} of off "
             f"{mean:5.2f} tokens/step",
             flush=True,
         )
