@@ -172,8 +172,8 @@ class Pieces {
   int64_t kv_heads_, tile_tokens_, sequence_ = 0, before_ = 0;
 };
 
-// Rows of q and out are `q_stride` and `out_stride` elements apart per token. `find_after(block)` gives the keys that
-// this thread will probably look at next, or leaves the block alone.
+// Rows of q and out are `q_stride` and `out_stride` elements apart per token. `find_after(block)` gives the first keys
+// of the piece that this thread will probably take next, or leaves the block alone.
 template <typename Products, typename E, typename FindAfter>
 void attend_piece(Products& products, const Batch& batch, const Heads& heads, int64_t layer, const Piece& piece,
                   const E* q, int64_t q_stride, E* out, int64_t out_stride, Tile& tile, const FindAfter& find_after) {
@@ -201,7 +201,10 @@ void attend_piece(Products& products, const Batch& batch, const Heads& heads, in
       cache.locate(from + BLOCK_KEYS, ahead);
     } else {
       ahead = block;
-      find_after(ahead);
+      if constexpr (Products::ASKS_BEYOND_PIECE)
+        find_after(ahead);
+      else
+        ahead.count = 0;
     }
     Products::score(tile.q, rows, stride, head_dim, block, ahead, tile.staging, tile.scores.floats());
     if (weigh_tile(tile, rows, first_position, from, block.count, scale) && from > 0)

@@ -99,6 +99,8 @@ inline void add_vectors(const float* weights, Steps steps, int64_t rows, const f
 // What a tile asks of its products; the other one is AmxProducts. `ahead` is the block after the one at hand.
 template <typename E>
 struct FloatProducts {
+  static constexpr bool ASKS_BEYOND_PIECE = true;
+
   void prepare(int64_t) {}
 
   static int64_t width(int64_t head_dim) { return (head_dim + W - 1) / W * W; }
