@@ -756,7 +756,7 @@ async def cancel_some(cluster: FaultCluster, options: Options, number: int) -> R
         ]
         phases: Counter[str] = Counter()
         # Connections, pools and caches grow to their size first.
-        await _cancel_many(clients, specs, min(200, number // 2), phases, options, "warm up")
+        await _cancel_many(clients, specs, min(200, max(40, number // 2)), phases, options, "warm up")
         row.leaks += await cluster.leaks()
         before = await _held(cluster)
         phases.clear()

@@ -57,6 +57,7 @@ async def test_every_corruption_is_detected_and_changes_no_answer(short: Short) 
 
 
 async def test_cancelled_requests_leave_nothing_behind(short: Short) -> None:
+    await short.cluster.ready()
     row = await cases.cancel_some(short.cluster, short.options, 100)
     assert row.figures["phases"].get("decoding"), "no cancel found its request running"
     assert row.is_good, table([row])
