@@ -61,11 +61,8 @@ async def test_an_answer_goes_on_with_the_weights_that_began_it(make_system, wor
     assert bool(system.workers["decode-2"].attempts) == bool(num_tokens)
 
 
-@pytest.mark.parametrize("new_weights_come", ["before", "after"])
-async def test_an_answer_that_waits_for_room_where_its_weights_are_holds_up_nobody_else(
-    make_system, worker_type, pair, answer, new_weights_come
-):
-    system, may_die, may_end = await make_system(), asyncio.Event(), asyncio.Event()
+async def waiting_for_room(system, worker_type, pair, may_die, may_end):
+    """(a begun answer whose weights have room nowhere, one that takes the room, the worker): when `may_die` is set."""
 
     async def waits(attempt):
         await may_end.wait()
@@ -82,7 +79,15 @@ async def test_an_answer_that_waits_for_room_where_its_weights_are_holds_up_nobo
     keeps_it_full = asyncio.create_task(ask(system, [6, 6]))
     await system.until(lambda: len(full.attempts) == 1)
     await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == 3)
+    return begun, keeps_it_full, full
 
+
+@pytest.mark.parametrize("new_weights_come", ["before", "after"])
+async def test_an_answer_that_waits_for_room_where_its_weights_are_holds_up_nobody_else(
+    make_system, worker_type, pair, answer, new_weights_come
+):
+    system, may_die, may_end = await make_system(), asyncio.Event(), asyncio.Event()
+    begun, keeps_it_full, full = await waiting_for_room(system, worker_type, pair, may_die, may_end)
     if new_weights_come == "before":
         await system.add(worker_type("decode", "decode-2", pair.decode, fingerprint="new"))
     may_die.set()
@@ -98,6 +103,30 @@ async def test_an_answer_that_waits_for_room_where_its_weights_are_holds_up_nobo
     for one in (keeps_it_full, begun):
         assert (await one).json()["choices"][0]["token_ids"] == answer
     assert len(full.attempts) == 2
+
+
+@pytest.mark.parametrize("end", ["its client leaves", "its last worker dies", "the new weights leave"])
+async def test_a_wait_for_certain_weights_ends_with_its_reason(make_system, worker_type, pair, answer, end):
+    system, may_die, may_end = await make_system(failover_wait_s=1.0), asyncio.Event(), asyncio.Event()
+    begun, keeps_it_full, full = await waiting_for_room(system, worker_type, pair, may_die, may_end)
+    new = await system.add(worker_type("decode", "decode-2", pair.decode, fingerprint="new"))
+    may_die.set()
+    await system.until(lambda: system.gateway.requests.num_queued == 1)
+    if end == "its client leaves":
+        begun.cancel()
+        await system.until(lambda: system.gateway.requests.num_queued == 0)
+    elif end == "its last worker dies":
+        await full.die()
+        assert "weights" in (await begun).json()["error"]["message"]
+    else:
+        await new.die()
+        await system.until(lambda: system.gateway.topology.num_ready("decode") == 1)
+    may_end.set()
+    assert (await keeps_it_full).json()["choices"][0]["token_ids"] == answer
+    if end == "the new weights leave":
+        assert (await begun).json()["choices"][0]["token_ids"] == answer
+    assert system.gateway.requests.num_queued == 0
+    assert not any(attempt.spec.emitted_token_ids for attempt in new.attempts)
 
 
 async def test_an_answer_whose_weights_are_gone_is_an_error(make_system, worker_type, pair):

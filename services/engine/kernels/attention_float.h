@@ -3,7 +3,8 @@
 //
 // Each score is one chain over d, each sum one chain over the keys, both ascending, whichever function below made them.
 //
-// Whoever reads few rows waits for memory, so the block `ahead` is asked for between the operations, line by line.
+// With few rows the work waits for memory, so the block `ahead` is asked for between the operations, line by line. With
+// many it waits for the multiplications, and whether all of the asking is done matters little.
 #pragma once
 
 #include "pool.h"
