@@ -3,8 +3,10 @@
 `python -m benchmarks.gateway [--json FILE]`. The gateway has one core for itself; Redis, the fake workers and the load
 client share another one. Each figure is given per second of wall time and per second of the gateway's own CPU time: on
 a busy machine the second is the one to trust, and against the bare endpoint, which returns the same bytes in the same
-run, more than by itself. A stream is 64 events with a token each; of 64 streams, each step's tokens come in one message
-of the worker. Latencies are those of one client at a time, whose workers answer at once.
+run, more than by itself. A stream has 64 tokens; of 64 streams, each step's tokens come in one message of the worker,
+and there is time for each to go out by itself. Then there are 1,024 streams of 256 tokens, more than the gateway's core
+can send one by one: how many it delivers, and in how many events. Latencies are those of one client at a time, whose
+workers answer at once.
 """
 
 import argparse
@@ -34,8 +36,12 @@ CLUSTER = "bench-gateway"
 NUM_CONNECTIONS = 64
 ANSWER_TOKENS = 16
 STREAM_TOKENS = 64
+NUM_FLOODING = 1024
+FLOODING_TOKENS = 256
 WHOLE_STEP_MS = 1.0
 STREAM_STEP_MS = 10.0
+FLOOD_SETTLES_S = 3.0
+"""Until all have begun and the gateway has found its pace."""
 WARM_UP_S = 1.0
 NUM_LATENCIES = 300
 TARGET_REQUESTS_PER_S = 4000
@@ -48,6 +54,10 @@ CLIENT_CORE = 1
 
 WHOLE = {"prompt": [5, 6, 7, 8, 9, 10, 11, 12], "max_tokens": ANSWER_TOKENS, "temperature": 0}
 STREAMED = {**WHOLE, "max_tokens": STREAM_TOKENS, "stream": True}
+FLOODING = {**STREAMED, "max_tokens": FLOODING_TOKENS}
+
+_GENERATED = re.compile(r"^tandem_generated_tokens_total (\S+)$", re.MULTILINE)
+_HOLD = re.compile(r"^tandem_token_hold_seconds (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,17 @@ class Load:
         return self.num_requests / max(self.server_cpu_s, 1e-9)
 
 
+@dataclass(frozen=True)
+class Flood:
+    """What a gateway delivers that is offered more than it can; of a time in the middle of it."""
+
+    offered_per_s: float
+    tokens_per_s: float
+    tokens_per_event: float
+    hold_ms: float
+    """How long tokens waited for one another in the end."""
+
+
 def main() -> None:
     """The command line; the hidden roles are the processes that a run consists of."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -79,10 +100,12 @@ def main() -> None:
     parser.add_argument("--role", choices=("run", "client", "floor"), default="run", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--request", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--connections", type=int, default=NUM_CONNECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--answer", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role == "client":
-        print(json.dumps(uvloop.run(_load_forever(arguments.port, arguments.request.encode(), arguments.seconds))))
+        load = _load_forever(arguments.port, arguments.request.encode(), arguments.connections, arguments.seconds)
+        print(json.dumps(uvloop.run(load)))
     elif arguments.role == "floor":
         _serve_floor(arguments.port, arguments.answer.encode())
     else:
@@ -104,6 +127,7 @@ def measure(seconds: float) -> dict[str, Any]:
         with _fake_workers(redis.url, step_ms=STREAM_STEP_MS, tokens_per_step=1):
             _await_ready(port)
             streamed = _measure(gateway_pid, port, STREAMED, seconds)
+            flood = _flood(port, seconds)
         _await_ready(port, is_ready=False)
         with _fake_workers(redis.url, step_ms=0.0, tokens_per_step=1):
             _await_ready(port)
@@ -118,12 +142,14 @@ def measure(seconds: float) -> dict[str, Any]:
         "streamed_tokens_per_wall_s": streamed.per_wall_s * STREAM_TOKENS,
         "streamed_tokens_per_gateway_cpu_s": streamed.per_cpu_s * STREAM_TOKENS,
         "gateway_cpu_us_per_streamed_event": streamed.server_cpu_s / max(1, streamed.num_events) * 1e6,
+        "flooded_tokens_per_wall_s": flood.tokens_per_s,
         "ttft_p50_ms": ttft_ms,
         "target_requests_per_s": TARGET_REQUESTS_PER_S,
         "target_tokens_per_s": TARGET_TOKENS_PER_S,
         "whole": asdict(whole),
         "floor": asdict(floor),
         "streamed": asdict(streamed),
+        "flood": asdict(flood),
     }
 
 
@@ -137,8 +163,43 @@ def _report(figures: dict[str, Any]) -> None:
     print(f"streamed, {NUM_CONNECTIONS} streams of {STREAM_TOKENS} tokens, a step each {STREAM_STEP_MS:g} ms")
     print(f"  tokens/s                  {figures['streamed_tokens_per_wall_s']:10.0f}")
     tokens_per_s = figures["streamed_tokens_per_gateway_cpu_s"]
-    print(f"  tokens/s of own CPU       {tokens_per_s:10.0f}   target {TARGET_TOKENS_PER_S}")
+    print(f"  tokens/s of own CPU       {tokens_per_s:10.0f}")
+    flood = figures["flood"]
+    print(f"flooded, {NUM_FLOODING} streams of {FLOODING_TOKENS} tokens, {flood['offered_per_s']:.0f} tokens/s at most")
+    print(f"  tokens/s                  {flood['tokens_per_s']:10.0f}   target {TARGET_TOKENS_PER_S}")
+    print(f"  tokens in an event        {flood['tokens_per_event']:10.2f}   held for {flood['hold_ms']:.0f} ms at most")
     print(f"time to the first token of one client, p50 {figures['ttft_p50_ms']:.2f} ms")
+
+
+def _flood(port: int, seconds: float) -> Flood:
+    """Offers more than can be delivered, and reads the gateway's own count of tokens around some seconds of it."""
+    command = [sys.executable, "-m", "benchmarks.gateway", "--role", "client", "--port", str(port)]
+    command += ["--request", json.dumps(FLOODING), "--connections", str(NUM_FLOODING)]
+    command += ["--seconds", str(FLOOD_SETTLES_S + seconds + 1)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        time.sleep(FLOOD_SETTLES_S)
+        before, _ = _delivered(port)
+        began_s = time.monotonic()
+        time.sleep(seconds)
+        after, hold_s = _delivered(port)
+        took_s = time.monotonic() - began_s
+        assert client.stdout is not None
+        load = json.loads(client.stdout.read())
+    if client.returncode:
+        raise RuntimeError("a stream failed")
+    tokens_per_s = (after - before) / took_s
+    events_per_s = load["num_events"] / load["wall_s"]
+    return Flood(NUM_FLOODING / STREAM_STEP_MS * 1e3, tokens_per_s, tokens_per_s / events_per_s, hold_s * 1e3)
+
+
+def _delivered(port: int) -> tuple[float, float]:
+    """Tokens so far, and how long they wait for one another now, in seconds."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    tokens, hold = _GENERATED.search(text), _HOLD.search(text)
+    assert tokens is not None
+    assert hold is not None
+    return float(tokens[1]), float(hold[1])
 
 
 def _measure(server_pid: int, port: int, body: dict[str, Any], seconds: float) -> Load:
@@ -222,12 +283,18 @@ class _Connection(asyncio.Protocol):
     """One keep-alive connection that asks again as soon as it has an answer."""
 
     _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+    _LAST_CHUNK = b"\r\n0\r\n\r\n"
 
     def __init__(self, request: bytes, tally: dict[str, int], failed: "asyncio.Future[None]") -> None:
         self._request = request
         self._tally = tally
         self._failed = failed
-        self._buffer = b""
+        self._head = b""
+        self._has_head = False
+        self._num_left: int | None = None
+        """Bytes of the body to come; None: it has chunks."""
+        self._last = b""
+        """Of the chunks, as much as could be the end."""
         self._transport: Any = None
 
     def connection_made(self, transport: Any) -> None:
@@ -237,20 +304,24 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._tally["num_bytes"] += len(data)
         self._tally["num_events"] += data.count(b"data: {")
-        self._buffer += data
-        head_end = self._buffer.find(b"\r\n\r\n")
-        if head_end < 0:
-            return
-        if not self._buffer.startswith(b"HTTP/1.1 200"):
-            self._fail(self._buffer[:500].decode(errors="replace"))
-            return
-        length = self._LENGTH.search(self._buffer, 0, head_end)
-        if length is None:
-            is_complete = self._buffer.endswith(b"0\r\n\r\n")
+        if not self._has_head:
+            self._head, end, data = (self._head + data).partition(b"\r\n\r\n")
+            if not end:
+                return
+            if not self._head.startswith(b"HTTP/1.1 200"):
+                self._fail((self._head + end + data)[:500].decode(errors="replace"))
+                return
+            self._has_head = True
+            length = self._LENGTH.search(self._head)
+            self._num_left = int(length[1]) if length else None
+        if self._num_left is None:
+            self._last = (self._last + data)[-len(self._LAST_CHUNK) :]
+            is_complete = self._last == self._LAST_CHUNK
         else:
-            is_complete = len(self._buffer) >= head_end + 4 + int(length[1])
+            self._num_left -= len(data)
+            is_complete = not self._num_left
         if is_complete:
-            self._buffer = b""
+            self._head, self._has_head, self._last = b"", False, b""
             self._tally["num_requests"] += 1
             self._transport.write(self._request)
 
@@ -262,14 +333,14 @@ class _Connection(asyncio.Protocol):
             self._failed.set_exception(RuntimeError(why))
 
 
-async def _load_forever(port: int, body: bytes, seconds: float) -> dict[str, float]:
+async def _load_forever(port: int, body: bytes, num_connections: int, seconds: float) -> dict[str, float]:
     """Keeps all connections busy for a while. Raises RuntimeError on any answer but 200."""
     loop = asyncio.get_running_loop()
     request = _request(body)
     tally = {"num_requests": 0, "num_bytes": 0, "num_events": 0}
     failed: asyncio.Future[None] = loop.create_future()
     started_s = time.perf_counter()
-    for _ in range(NUM_CONNECTIONS):
+    for _ in range(num_connections):
         await loop.create_connection(lambda: _Connection(request, tally, failed), "127.0.0.1", port)
     await asyncio.wait((failed,), timeout=seconds)
     if failed.done():

@@ -74,7 +74,7 @@ class Candidates:
         self._limits = limits or RoomLimits()
         self._hints = hints
         self._region = region
-        self._watch = WorkerWatch(clock)
+        self._watch = WorkerWatch(clock, topology.pace)
         topology.watch_gpus(self._watch.note_gpu)
         self._breakers = Breakers()
         """Of pairs: (prefill worker, decode worker)."""

@@ -107,6 +107,7 @@ class Gateway:
                 queue.poke()
 
         self.topology = Topology(gateway_incarnation=self.incarnation, on_change=poke_all)
+        metrics.watch_pace(self.topology.pace)
         for model in catalog:
             queues[model.name] = AdmissionQueue(
                 functools.partial(self._make_lane, model.name),

@@ -10,6 +10,7 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from gateway.pacing import Pace
 from gateway.topology import Member
 from services.runtime.fast_metrics import Counts, Distributions, FastRegistry
 from services.runtime.span_metrics import SpanCounts
@@ -252,6 +253,14 @@ class Metrics:
             ("limit",),
             registry=registry,
         )
+        self._busy_share = Gauge(
+            "tandem_event_loop_busy_ratio", "Share of the last 0.1 s in which the gateway worked.", registry=registry
+        )
+        self._hold_s = Gauge(
+            "tandem_token_hold_seconds",
+            "How long tokens of an answer wait for one another to go out together; 0 while there is time for each.",
+            registry=registry,
+        )
         self._unlogged = Counter(
             "tandem_unlogged_requests",
             "Requests without a line of their own in the log, since there were too many: refused, slow.",
@@ -385,6 +394,11 @@ class Metrics:
         """Reads this count, and the state of each worker's circuit, whenever the figures are asked for."""
         self._open_breakers.set_function(num_open)
         self._circuit = circuit
+
+    def watch_pace(self, pace: Pace) -> None:
+        """Reads it whenever the figures are asked for."""
+        self._busy_share.set_function(lambda: pace.busy_share)
+        self._hold_s.set_function(lambda: pace.hold_s)
 
     def totals(self) -> tuple[list[int], list[int], float, float, float]:
         """Counted since the start: TTFT and ITL by bucket, generated tokens, prompt tokens and those of them cached."""

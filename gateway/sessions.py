@@ -18,6 +18,7 @@ import grpc
 import msgspec
 
 from gateway.bookings import Books
+from gateway.pacing import Pace
 from gateway.validation import Sampling
 from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, status, telemetry
@@ -199,10 +200,13 @@ class Peer(msgspec.Struct, frozen=True):
 class WorkerSession(ABC):
     """A stream to one worker process; it breaks once and is then thrown away.
 
-    `on_change` is called when it comes up, when it breaks and after each report of load.
+    `on_change` is called when it comes up, when it breaks and after each report of load. `pace` says how long tokens of
+    an answer wait for one another.
     """
 
-    def __init__(self, peer: Peer, *, gateway_incarnation: str, on_change: Callable[["WorkerSession"], None]) -> None:
+    def __init__(
+        self, peer: Peer, *, gateway_incarnation: str, on_change: Callable[["WorkerSession"], None], pace: Pace
+    ) -> None:
         self.peer = peer
         self.load = Load()
         self.gpu: GpuFacts | None = None
@@ -218,6 +222,9 @@ class WorkerSession(ABC):
         self._handles: dict[AttemptKey, int] = {}
         """Of open attempts whose tokens may come together with others'."""
         self._routes_by_handle: dict[int, Route] = {}
+        self._pace = pace
+        self._held: dict[int, Tokens] = {}
+        """By handle, tokens that wait for more of the same answer."""
         self._outgoing: deque[Any] = deque()
         self._wake_writer: asyncio.Future[None] | None = None
         self._call: Any = None
@@ -262,8 +269,10 @@ class WorkerSession(ABC):
 
     def close(self, key: AttemptKey) -> None:
         """Drops whatever still comes for the attempt."""
+        handle = self._handles.pop(key, 0)
         self._routes.pop(key, None)
-        self._routes_by_handle.pop(self._handles.pop(key, 0), None)
+        self._routes_by_handle.pop(handle, None)
+        self._held.pop(handle, None)
 
     def cancel(self, key: AttemptKey) -> None:
         """Closes the attempt and tells the worker to free what it holds. A broken session has freed it already."""
@@ -346,11 +355,13 @@ class WorkerSession(ABC):
             if kind == "step_tokens":
                 self._take_step(event.step_tokens)
                 continue
-            attempt_id = event.id
-            route = self._routes.get((attempt_id.request_id, attempt_id.attempt))
+            key = AttemptKey(event.id.request_id, event.id.attempt)
+            route = self._routes.get(key)
             if route is None:
                 self.num_dropped_events += 1
                 continue
+            if self._held:
+                self._release(self._handles.get(key, 0))
             if kind is not None:
                 route.deliver(self, _READERS[kind](getattr(event, kind)))
         if message.HasField("gpu"):
@@ -367,12 +378,36 @@ class WorkerSession(ABC):
         handles, indexes, token_ids = list(step.handles), list(step.indexes), list(step.token_ids)
         if not len(handles) == len(indexes) == len(token_ids):
             raise WorkerUnavailable(f"{self.peer.worker_id} sent tokens that cannot be told apart")
+        is_held = self._pace.hold_s > 0 or bool(self._held)
         for handle, index, token_id in zip(handles, indexes, token_ids, strict=True):
             route = self._routes_by_handle.get(handle)
             if route is None:
                 self.num_dropped_events += 1
+            elif is_held:
+                self._hold(handle, index, token_id)
             else:
                 route.deliver(self, Tokens(index, [token_id], None))
+
+    def _hold(self, handle: int, index: int, token_id: int) -> None:
+        """Keeps a token until the first of those that are held has waited long enough, or its answer goes on."""
+        held = self._held.get(handle)
+        if held is not None and held.first_index + len(held.token_ids) == index:
+            held.token_ids.append(token_id)
+            return
+        if held is not None:
+            self._release(handle)
+        if not self._held:
+            asyncio.get_running_loop().call_later(self._pace.hold_s, self._release_all)
+        self._held[handle] = Tokens(index, [token_id], None)
+
+    def _release(self, handle: int) -> None:
+        tokens = self._held.pop(handle, None)
+        if tokens is not None:
+            self._routes_by_handle[handle].deliver(self, tokens)
+
+    def _release_all(self) -> None:
+        for handle in list(self._held):
+            self._release(handle)
 
     def _send(self, command: Any, *, is_bounded: bool = True) -> None:
         """`is_bounded` is false for what ends something that went within the bound: it must not fail."""
@@ -404,6 +439,7 @@ class WorkerSession(ABC):
         return self._commands(commands)
 
     def _break(self, error: TandemError) -> None:
+        self._release_all()
         was_up, self.is_up = self.is_up, False
         routes, self._routes = self._routes, {}
         self._handles.clear()

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from gateway.pacing import Pace
 from gateway.sessions import DecodeSession, Load, Peer, PrefillSession, WorkerSession
 from services.cluster.registry import LEASE_TTL_S, WorkerRecord
 from services.runtime.errors import NotFound, WorkerUnavailable
@@ -128,17 +129,20 @@ class Topology:
         self._stale_since_s: float | None = None
         """Since when nobody can say who is registered, on the event loop's clock."""
         self._note_gpu: Callable[[str, GpuJudgement], None] = lambda worker_id, judgement: None
-        self._silence_check: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        self.pace = Pace()
+        """Of the tokens of all sessions."""
 
     def start(self) -> None:
-        """Begins to watch for silent workers."""
-        self._silence_check = asyncio.create_task(self._check_silence(), name="silence-check")
+        """Begins to watch for silent workers, and whether there is time for every token."""
+        self._watching = [
+            asyncio.create_task(self._check_silence(), name="silence-check"),
+            asyncio.create_task(self.pace.keep(), name="pace"),
+        ]
 
     async def close(self) -> None:
         """Ends all sessions."""
-        tasks = [member.keeper for member in self.members() if member.keeper is not None]
-        if self._silence_check is not None:
-            tasks.append(self._silence_check)
+        tasks = [member.keeper for member in self.members() if member.keeper is not None] + self._watching
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -386,6 +390,7 @@ class Topology:
             peer,
             gateway_incarnation=self._gateway_incarnation,
             on_change=lambda session: self._session_changed(role, session),
+            pace=self.pace,
         )
 
     def _session_changed(self, role: _Role, session: WorkerSession) -> None:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gateway.pacing import Pace
 from services.runtime.clock import Clock
 from services.scheduling.breakers import CircuitState
 from services.scheduling.health import GpuJudgement, WorkerHealth
@@ -72,10 +73,11 @@ class _OpenStages:
 
 
 class WorkerWatch:
-    """The stages under way at all workers, and the judgement that follows."""
+    """The stages under way at all workers, and the judgement that follows. `pace` says how late this process is itself."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, pace: Pace | None = None) -> None:
         self._clock = clock
+        self._pace = pace or Pace()
         self._health = WorkerHealth()
         self._open: dict[str, _OpenStages] = {}
 
@@ -128,7 +130,7 @@ class WorkerWatch:
     def came(self, stage: Stage) -> None:
         """It is there."""
         now_s = self._clock.monotonic()
-        ratio = (now_s - stage.began_s + FLOOR_S) / (stage.expected_s + FLOOR_S)
+        ratio = (now_s - stage.began_s + FLOOR_S) / (stage.expected_s + self._pace.hold_s + FLOOR_S)
         self._end(stage)
         self._health.note_success(stage.worker_id, ratio, now_s, probe=stage.probe)
 
@@ -158,7 +160,7 @@ class WorkerWatch:
             self._note_load(stage.worker_id, open_stages)
 
     def _note_load(self, worker_id: str, open_stages: _OpenStages) -> None:
-        expected_s = FLOOR_S + open_stages.least_expected_s
+        expected_s = FLOOR_S + self._pace.hold_s + open_stages.least_expected_s
         self._health.note_load(worker_id, len(open_stages), expected_s, self._clock.monotonic())
 
 

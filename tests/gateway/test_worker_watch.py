@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from gateway.pacing import Pace
 from gateway.worker_watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
 from protos import worker_pb2
 
@@ -26,8 +27,8 @@ class Answers:
     """Answers of two workers, one after the other; each takes what `seconds` says for its worker."""
 
     def __init__(self):
-        self.clock = Clock()
-        self.watch = WorkerWatch(self.clock)
+        self.clock, self.pace = Clock(), Pace()
+        self.watch = WorkerWatch(self.clock, self.pace)
         self.seconds = {"a": 0.1, "b": 0.1}
         self.sent = {"a": [], "b": []}
 
@@ -73,6 +74,19 @@ def test_what_is_slow_everywhere_accuses_nobody():
     answers.until(105)
     answers.seconds = {"a": 1.0, "b": 1.0}
     answers.until(140)
+    assert answers.watch.num_ejected == 0
+
+
+def test_a_probe_is_not_late_because_tokens_wait_here():
+    answers = Answers()
+    answers.until(110)
+    answers.seconds["b"] = 1.0
+    answers.until(115)
+    assert answers.watch.num_ejected == 1
+    # Both are as fast as before, but what they send waits for so long in this process.
+    answers.pace.hold_s = 0.2
+    answers.seconds = {"a": 0.1, "b": 0.3}
+    answers.until(125)
     assert answers.watch.num_ejected == 0
 
 
