@@ -103,6 +103,7 @@ class FakeWorkers:
             running=len(self.running),
             waiting=len(self.waiting),
             state=cluster_pb2.WORKER_STATE_READY,
+            unix_ms=SYSTEM_CLOCK.unix_ns() // 1_000_000,
         )
 
     async def step_forever(self) -> None:

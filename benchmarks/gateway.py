@@ -57,7 +57,6 @@ STREAMED = {**WHOLE, "max_tokens": STREAM_TOKENS, "stream": True}
 FLOODING = {**STREAMED, "max_tokens": FLOODING_TOKENS}
 
 _GENERATED = re.compile(r"^tandem_generated_tokens_total (\S+)$", re.MULTILINE)
-_HOLD = re.compile(r"^tandem_token_hold_seconds (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,6 @@ class Flood:
     offered_per_s: float
     tokens_per_s: float
     tokens_per_event: float
-    hold_ms: float
-    """How long tokens waited for one another in the end."""
 
 
 def main() -> None:
@@ -167,7 +164,7 @@ def _report(figures: dict[str, Any]) -> None:
     flood = figures["flood"]
     print(f"flooded, {NUM_FLOODING} streams of {FLOODING_TOKENS} tokens, {flood['offered_per_s']:.0f} tokens/s at most")
     print(f"  tokens/s                  {flood['tokens_per_s']:10.0f}   target {TARGET_TOKENS_PER_S}")
-    print(f"  tokens in an event        {flood['tokens_per_event']:10.2f}   held for {flood['hold_ms']:.0f} ms at most")
+    print(f"  tokens in an event        {flood['tokens_per_event']:10.2f}")
     print(f"time to the first token of one client, p50 {figures['ttft_p50_ms']:.2f} ms")
 
 
@@ -178,10 +175,10 @@ def _flood(port: int, seconds: float) -> Flood:
     command += ["--seconds", str(FLOOD_SETTLES_S + seconds + 1)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
         time.sleep(FLOOD_SETTLES_S)
-        before, _ = _delivered(port)
+        before = _delivered(port)
         began_s = time.monotonic()
         time.sleep(seconds)
-        after, hold_s = _delivered(port)
+        after = _delivered(port)
         took_s = time.monotonic() - began_s
         assert client.stdout is not None
         load = json.loads(client.stdout.read())
@@ -189,17 +186,15 @@ def _flood(port: int, seconds: float) -> Flood:
         raise RuntimeError("a stream failed")
     tokens_per_s = (after - before) / took_s
     events_per_s = load["num_events"] / load["wall_s"]
-    return Flood(NUM_FLOODING / STREAM_STEP_MS * 1e3, tokens_per_s, tokens_per_s / events_per_s, hold_s * 1e3)
+    return Flood(NUM_FLOODING / STREAM_STEP_MS * 1e3, tokens_per_s, tokens_per_s / events_per_s)
 
 
-def _delivered(port: int) -> tuple[float, float]:
-    """Tokens so far, and how long they wait for one another now, in seconds."""
+def _delivered(port: int) -> float:
+    """Tokens so far."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-        text = response.read().decode()
-    tokens, hold = _GENERATED.search(text), _HOLD.search(text)
+        tokens = _GENERATED.search(response.read().decode())
     assert tokens is not None
-    assert hold is not None
-    return float(tokens[1]), float(hold[1])
+    return float(tokens[1])
 
 
 def _measure(server_pid: int, port: int, body: dict[str, Any], seconds: float) -> Load:

@@ -18,7 +18,7 @@ import grpc
 import msgspec
 
 from gateway.bookings import Books
-from gateway.pacing import Pace
+from gateway.pacing import Lateness, Pace
 from gateway.validation import Sampling
 from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, status, telemetry
@@ -223,6 +223,7 @@ class WorkerSession(ABC):
         """Of open attempts whose tokens may come together with others'."""
         self._routes_by_handle: dict[int, Route] = {}
         self._pace = pace
+        self._lateness = Lateness()
         self._held: dict[int, Tokens] = {}
         """By handle, tokens that wait for more of the same answer."""
         self._outgoing: deque[Any] = deque()
@@ -368,6 +369,8 @@ class WorkerSession(ABC):
             self.gpu = _read_gpu(message.gpu)
         if message.HasField("load"):
             self.load = _read_load(message.load)
+            if self.load.clock_ahead_s is not None:
+                self._pace.note_late(self._lateness.of(self.load.clock_ahead_s, self._heard_at_s))
             if self.load.running or self.load.waiting:
                 self._worked_at_s = self._heard_at_s
             if self.is_up:

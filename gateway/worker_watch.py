@@ -73,7 +73,10 @@ class _OpenStages:
 
 
 class WorkerWatch:
-    """The stages under way at all workers, and the judgement that follows. `pace` says how late this process is itself."""
+    """The stages under way at all workers, and the judgement that follows.
+
+    `pace` says how long tokens wait in this process, which is not their workers' fault.
+    """
 
     def __init__(self, clock: Clock, pace: Pace | None = None) -> None:
         self._clock = clock

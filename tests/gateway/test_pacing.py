@@ -8,33 +8,62 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.pacing import AT_EASE, BUSY, MAX_HOLD_S, MIN_HOLD_S, Pace, thread_busy_s
+from gateway.pacing import BUSY_SHARE, LATE_S, MAX_HOLD_S, MEMORY_S, Lateness, Pace, thread_busy_s
 from gateway.sessions import AttemptKey, DecodeSession, Failed, Finished, Peer, SequenceOrder, Tokens
 from gateway.validation import AskedSampling, ModelLimits, complete_sampling
 from protos import inference_pb2, worker_pb2
-from services.runtime.clock import Deadline
+from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import WorkerLost, WorkerUnavailable
 
 PEER = Peer(worker_id="decode-0", incarnation="now", address="127.0.0.1:1")
 LIMITS = ModelLimits(vocab_size=10_000, context_length_tokens=10_000)
 
 
-def test_waits_begin_when_there_is_no_time_and_end_when_there_is():
+def test_waits_are_a_part_of_what_messages_are_late_by():
     pace = Pace()
-    pace.adjust(BUSY - 0.01)
-    assert pace.hold_s == 0
     waits = []
-    for _ in range(20):
+    for late_s in (0.0, LATE_S, 0.06, 0.3, 0.5, 60.0, 0.1, 0.01):
+        pace.note_late(late_s / 2)
+        pace.note_late(late_s)
+        pace.note_late(late_s / 3)
         pace.adjust(1.0)
         waits.append(pace.hold_s)
-    assert waits[0] == MIN_HOLD_S
-    assert waits == sorted(waits)
-    assert waits[-1] == MAX_HOLD_S
-    pace.adjust((BUSY + AT_EASE) / 2)
-    assert pace.hold_s == MAX_HOLD_S
-    for _ in range(20):
-        pace.adjust(AT_EASE - 0.01)
+    assert waits == pytest.approx([0, 0, 0.012, 0.06, 0.1, MAX_HOLD_S, 0.02, 0])
+
+
+def test_a_loop_with_time_to_spare_makes_nobody_wait():
+    pace = Pace()
+    pace.note_late(1.0)
+    pace.adjust(BUSY_SHARE - 0.01)
     assert pace.hold_s == 0
+
+
+def test_a_loop_too_busy_to_read_a_message_at_all_knows_nothing_new():
+    pace = Pace()
+    pace.note_late(0.3)
+    pace.adjust(1.0)
+    pace.adjust(1.0)
+    assert pace.hold_s == pytest.approx(0.06)
+
+
+def test_messages_are_late_beside_the_soonest_one_whatever_the_clocks_show():
+    lateness = Lateness()
+    assert [lateness.of(ahead_s, 100.0) for ahead_s in (-5.3, -5.0, -5.1, -6.0)] == pytest.approx([0, 0, 0.1, 1.0])
+    # The worker's clock is set back by an hour, for which no message was late for long.
+    assert lateness.of(-3605.0, 105.0) == pytest.approx(3600)
+    assert lateness.of(-3605.0, 105.0 + MEMORY_S) == pytest.approx(3600)
+    assert lateness.of(-3605.0, 105.1 + 2 * MEMORY_S) == 0
+
+
+async def test_a_worker_s_messages_say_how_late_they_are():
+    scene = Scene(1, hold_s=0.0)
+    for late_s in (0, 0.5, 0.25):
+        unix_ms = (SYSTEM_CLOCK.unix_ns() - int(late_s * 1e9)) // 1_000_000
+        scene.session._take(
+            worker_pb2.StepEvents(worker_incarnation=PEER.incarnation, load=worker_pb2.WorkerLoad(unix_ms=unix_ms))
+        )
+    scene.pace.adjust(1.0)
+    assert 0.1 <= scene.pace.hold_s <= MAX_HOLD_S
 
 
 async def test_the_pace_follows_the_loop_it_runs_on():
@@ -45,10 +74,12 @@ async def test_the_pace_follows_the_loop_it_runs_on():
         until_s = time.monotonic() + 0.01
         while time.monotonic() < until_s:
             pass
+        pace.note_late(0.5)
         await asyncio.sleep(0)
     assert pace.hold_s
-    assert pace.busy_share > BUSY
-    while pace.hold_s and time.monotonic() < deadline_s:  # noqa: ASYNC110 - a loop with nothing to do is the case
+    assert pace.busy_share > BUSY_SHARE
+    while pace.hold_s and time.monotonic() < deadline_s:
+        pace.note_late(0.5)
         await asyncio.sleep(0.05)
     assert not pace.hold_s
     keeping.cancel()
