@@ -1,4 +1,4 @@
-"""What the channels between two workers carry, measured before their first Link: the evidence for `auto`.
+"""What the channels between two workers carry, measured soon after their first Link: the evidence for `auto`.
 
 The sender opens each channel that both have, posts rounds of frames that mean nothing, and takes the time until the
 receiver says that it has copied them out of its ring. The best round counts, as on a busy machine the others say more
@@ -41,6 +41,8 @@ LIMIT_S = 2.0
 """For measuring all channels of a pair, beside the time that one may take to open (NCCL's does take some)."""
 OPENING_S = {"nccl": 4.0}
 STALL_S = 1.0
+AFTER_S = 5.0
+"""So long after the first Link to a receiver was made: whoever it was made for has what he wanted."""
 VALID_S = 600.0
 """For so long a measurement is used for the Links of a pair."""
 

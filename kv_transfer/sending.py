@@ -163,9 +163,10 @@ class SendLinks:
     """The Links of a worker that sends, made on first use and again after they broke.
 
     `generations` is asked whether pages are still in the use they were sent in; `transports` are the channels to
-    offer, best first. `auto` stands for all that these pages can use, and their order is then measured, once for each
-    receiver. `on_channels` is told, on the event loop, the channel to each receiver (by its worker id) whenever that
-    changes.
+    offer, best first. `auto` stands for all that these pages can use. The first Link to a receiver takes the first of
+    them that opens, so that no request waits for a measurement; they are measured a little later, and where that finds
+    a better one, a Link over it takes the place of the first. `on_channels` is told, on the event loop, the channel to
+    each receiver (by its worker id) whenever that changes.
     """
 
     def __init__(
@@ -203,8 +204,9 @@ class SendLinks:
         self._on_channels = on_channels
         self._clock = clock
         self._timeouts = timeouts or Timeouts()
-        self._links: dict[tuple[str, str], asyncio.Task[_SendLink]] = {}
+        self._links: dict[tuple[str, str], asyncio.Future[_SendLink]] = {}
         self._closing: set[asyncio.Event] = set()
+        self._improving: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     async def reserve(
@@ -221,6 +223,8 @@ class SendLinks:
         try:
             async with asyncio.timeout(deadline.remaining_s()):
                 link = await self._link_to(address, peer_incarnation)
+                if link.is_retired:  # Another has just taken its place.
+                    link = await self._link_to(address, peer_incarnation)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while the Link was made") from None
         return await link.reserve(transfer_id, num_tokens, deadline)
@@ -228,6 +232,9 @@ class SendLinks:
     async def close(self) -> None:
         """Fail what runs, end all Links, return when no thread of theirs is left."""
         self._is_closed = True
+        for improving in self._improving:
+            improving.cancel()
+        await asyncio.gather(*self._improving, return_exceptions=True)
         for task in list(self._links.values()):
             if not task.done():
                 task.cancel()
@@ -241,25 +248,65 @@ class SendLinks:
         if self._is_closed:
             raise WorkerUnavailable("the sending worker is shutting down")
         key = (address, peer_incarnation)
-        task = self._links.get(key)
-        if task is None:
-            task = asyncio.create_task(self._dial(key))
+        place = self._links.get(key)
+        if place is None:
+            place = task = asyncio.create_task(self._dial(key))
             self._links[key] = task
-            task.add_done_callback(lambda done: self._on_dialled(key, done))
+            task.add_done_callback(lambda done: self._on_dialled(key, task))
         # Shielded: others may wait for the same Link, and a Link half made is worth finishing.
-        return await asyncio.shield(task)
+        return await asyncio.shield(place)
 
     def _on_dialled(self, key: tuple[str, str], task: asyncio.Task[_SendLink]) -> None:
         if task.cancelled() or task.exception() is not None:
-            self._forget(key, task)
+            if self._links.get(key) is task:
+                del self._links[key]
+            return
+        link = task.result()
+        self._note_channel(link.receiver_id, link.transport)
+        if link.is_lost:
+            self._forget(key, link)
+        elif self._is_auto and len(self._transports) > 1 and not self._is_closed and not self._is_measured(key[0]):
+            improving = asyncio.create_task(self._improve(key, link), name=f"measure {key[0]}")
+            self._improving.add(improving)
+            improving.add_done_callback(self._improving.discard)
 
-    def _forget(self, key: tuple[str, str], task: asyncio.Task[_SendLink] | None) -> None:
-        if task is not None and self._links.get(key) is task:
+    def _is_current(self, key: tuple[str, str], link: _SendLink) -> bool:
+        """Whether who wants a Link to that receiver gets this one."""
+        place = self._links.get(key)
+        is_made = place is not None and place.done() and not place.cancelled() and place.exception() is None
+        return is_made and place is not None and place.result() is link
+
+    def _forget(self, key: tuple[str, str], link: _SendLink) -> None:
+        """The Link is lost. One that has only just been made is forgotten by `_on_dialled`."""
+        if self._is_current(key, link):
             del self._links[key]
+            self._note_channel(link.receiver_id, None)
+
+    async def _improve(self, key: tuple[str, str], link: _SendLink) -> None:
+        """Measure the channels to a receiver and, where another one is better, put a Link over it in its place."""
+        await asyncio.sleep(probing.AFTER_S)
+        try:
+            measured = await self._measure(key)
+            if not measured.bytes_per_s:
+                return
+            self._measured[key[0]] = self._clock.monotonic(), measured
+            if self._offer_to(key[0])[0] == link.transport or not self._is_current(key, link):
+                return
+            better = await self._dial(key)
+        except (TandemError, grpc.aio.AioRpcError) as error:
+            _log.info("the channels to %s were not measured, or not changed: %s", key[0], error)
+            return
+        if better.is_lost or better.transport == link.transport or not self._is_current(key, link):
+            better.retire()
+            return
+        self._links[key] = place = asyncio.get_running_loop().create_future()
+        place.set_result(better)
+        self._note_channel(better.receiver_id, better.transport)
+        link.retire()
 
     async def _dial(self, key: tuple[str, str]) -> _SendLink:
+        offered = self._offer_to(key[0])
         try:
-            offered = await self._in_measured_order(key)
             async with asyncio.timeout(self._timeouts.connect_s):
                 while True:
                     try:
@@ -274,16 +321,15 @@ class SendLinks:
         except grpc.aio.AioRpcError as error:
             raise _link_error(error) from error
 
-    async def _in_measured_order(self, key: tuple[str, str]) -> tuple[str, ...]:
-        """Return the transports to offer to a receiver, best first."""
-        if not self._is_auto or len(self._transports) < 2:
-            return self._transports
-        address, _ = key
+    def _is_measured(self, address: str) -> bool:
         measured_at, measured = self._measured.get(address, (0.0, None))
-        if measured is None or self._clock.monotonic() - measured_at > probing.VALID_S:
-            measured = await self._measure(key)
-            if measured.bytes_per_s:
-                self._measured[address] = self._clock.monotonic(), measured
+        return measured is not None and self._clock.monotonic() - measured_at <= probing.VALID_S
+
+    def _offer_to(self, address: str) -> tuple[str, ...]:
+        """Return the transports to offer to a receiver, best first as far as that is known."""
+        if not self._is_measured(address):
+            return self._transports
+        _, measured = self._measured[address]
         return in_order(self._transports, measured.bytes_per_s)
 
     async def _measure(self, key: tuple[str, str]) -> probing.Measured:
@@ -355,7 +401,6 @@ class SendLinks:
             raise MalformedMessage("the receiver chose a transport that was not offered")
 
     def _adopt(self, key: tuple[str, str], opened: _Opened) -> _SendLink:
-        task = self._links.get(key)
         ended = asyncio.Event()
         self._closing.add(ended)
 
@@ -363,12 +408,7 @@ class SendLinks:
             self._closing.discard(ended)
             ended.set()
 
-        def on_lost() -> None:
-            self._forget(key, task)
-            self._note_channel(opened.ack.worker_id, None)
-
-        self._note_channel(opened.ack.worker_id, opened.ack.transport)
-        return _SendLink(
+        link = _SendLink(
             opened,
             self._reader,
             self._generations,
@@ -376,10 +416,11 @@ class SendLinks:
             timeouts=self._timeouts,
             counters=self.counters,
             clock=self._clock,
-            on_lost=on_lost,
+            on_lost=lambda: self._forget(key, link),
             on_ended=on_ended,
             device_pages=DevicePages(self._pool) if isinstance(opened.channel, DeviceSendChannel) else None,
         )
+        return link
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +460,9 @@ class _SendLink:
         device_pages: DevicePages | None,
     ) -> None:
         self.transport = opened.ack.transport
+        self.receiver_id = opened.ack.worker_id
+        self.is_retired = False
+        """Another Link has taken its place; it ends with its last transfer."""
         self.now = clock.monotonic
         self._opened = opened
         self._generations = generations
@@ -450,6 +494,20 @@ class _SendLink:
         for task in self._tasks:
             task.add_done_callback(self._on_task_ended)
         self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended."""
+        return self._machine.lost is not None
+
+    def retire(self) -> None:
+        """End with the last transfer that has begun."""
+        self.is_retired = True
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if not self._handles:
+            self.fail(WorkerUnavailable("another Link has taken its place"))
 
     async def reserve(self, transfer_id: TransferId, num_tokens: int, deadline: Deadline) -> SendTransfer:
         """Begin a transfer and wait for its pages."""
@@ -489,11 +547,12 @@ class _SendLink:
 
     def fail(self, error: TandemError) -> None:
         """End the Link for good. Idempotent."""
-        if self._machine.lost is not None:
+        if self.is_lost:
             return
         level = logging.WARNING if self._machine.transfers else logging.INFO
         _log.log(level, "Link to %s is lost: %s", self._opened.ack.worker_id, error)
-        self._counters.count(Reason.LINK_LOST)
+        if not self.is_retired or self._handles:
+            self._counters.count(Reason.LINK_LOST)
         actions = self._machine.link_lost(error)
         self._on_lost()
         self._perform_last(actions)
@@ -518,6 +577,8 @@ class _SendLink:
                 case ReportReleased():
                     self._poster.forget(action.id)
                     self._handles.pop(action.id).released.set()
+                    if self.is_retired:
+                        self._loop.call_soon(self._end_if_idle)
                 case FailLink():
                     self.fail(action.error)
                 case _:

@@ -18,15 +18,16 @@ from kv_transfer.transports import registry
 from kv_transfer.transports.base import ChannelBroken, RingSpec
 from kv_transfer.transports.registry import transport_named
 from protos import link_pb2_grpc
-from services.runtime.errors import LayoutMismatch, TransferFailed
+from services.runtime.errors import LayoutMismatch, TransferFailed, WorkerUnavailable
 from services.runtime.rpc import make_channel
-from tests.kv_transfer.conftest import Pair, PairMaker, identity, make_pool
+from tests.kv_transfer.conftest import Pair, PairMaker, eventually, identity, make_pool
 from tests.kv_transfer.transports.models import cuda_ipc_model, nccl_model
 
 
 @pytest.fixture(autouse=True)
 def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "ROUND_BYTES", 2**20)
+    monkeypatch.setattr(probing, "AFTER_S", 0.0)
 
 
 def break_channel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -60,6 +61,13 @@ async def transport_of(pair: Pair) -> str:
     return transfer.transport
 
 
+async def measured_transport_of(pair: Pair) -> str:
+    """The transport of a transfer after the first Link's channels were measured."""
+    await transport_of(pair)
+    await asyncio.gather(*pair.links._improving)
+    return await transport_of(pair)
+
+
 async def test_both_channels_are_measured_and_the_choice_is_said(
     make_pair: PairMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -67,12 +75,14 @@ async def test_both_channels_are_measured_and_the_choice_is_said(
     pair = await make_pair("auto")
     told: list[dict[str, str]] = []
     pair.links._on_channels = lambda channels: told.append(dict(channels))
-    chosen = await transport_of(pair)
+    chosen = await measured_transport_of(pair)
     (measured,) = (each for _, each in pair.links._measured.values())
     assert set(measured.bytes_per_s) == {"shm", "tcp"}
     assert all(1e6 < rate < 1e12 for rate in measured.bytes_per_s.values())
     assert not measured.failures
-    assert told == [{"decode-0": chosen}]
+    assert told[0] == {"decode-0": "shm"}
+    assert told[-1] == {"decode-0": chosen}
+    assert len(told) == (1 if chosen == "shm" else 2)
     text = caplog.text
     assert "shm" in text
     assert "tcp" in text
@@ -87,7 +97,68 @@ async def test_what_was_measured_to_be_faster_is_taken(
     make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch, slow: str, expected: str
 ) -> None:
     slow_down(monkeypatch, slow, 0.005)
-    assert await transport_of(await make_pair("auto")) == expected
+    pair = await make_pair("auto")
+    assert await measured_transport_of(pair) == expected
+    await eventually(lambda: len(pair.receiver._links) == 1)
+    assert pair.links._channels == {"decode-0": expected}
+    assert not pair.links.counters[Reason.LINK_LOST]
+
+
+async def test_nobody_waits_for_a_measurement(make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_measure = asyncio.Event()
+    really_measure = probing.measure
+
+    async def measure_later(*arguments: Any) -> probing.Measured:
+        await may_measure.wait()
+        return await really_measure(*arguments)
+
+    monkeypatch.setattr(probing, "measure", measure_later)
+    slow_down(monkeypatch, "shm", 0.005)
+    pair = await make_pair("auto")
+    assert [await transport_of(pair) for _ in range(3)] == ["shm"] * 3
+    may_measure.set()
+    assert await measured_transport_of(pair) == "tcp"
+
+
+async def test_a_transfer_that_has_begun_ends_on_its_link(
+    make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(monkeypatch, "shm", 0.005)
+    pair = await make_pair("auto")
+    begun = await pair.reserve(40)
+    await asyncio.gather(*pair.links._improving)
+    assert begun.transport == "shm"
+    assert await transport_of(pair) == "tcp"
+    assert len(pair.receiver._links) == 2
+    begun.send(0, [4, 2, 7])
+    await begun.seal(num_tokens=40, first_token_id=1, sampling_position=40)
+    await eventually(lambda: len(pair.receiver._links) == 1)
+    assert pair.links._channels == {"decode-0": "tcp"}
+
+
+async def test_a_measurement_that_fails_changes_nothing(make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any) -> probing.Measured:
+        raise WorkerUnavailable("the receiver ended the probe")
+
+    monkeypatch.setattr(probing, "measure", fail)
+    pair = await make_pair("auto")
+    assert await measured_transport_of(pair) == "shm"
+    assert not pair.links._measured
+
+
+async def test_a_worker_that_leaves_does_not_wait_for_its_measurement(
+    make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(*_: Any) -> probing.Measured:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(probing, "measure", hang)
+    pair = await make_pair("auto")
+    await transport_of(pair)
+    async with asyncio.timeout(5):
+        await pair.links.close()
+    assert not pair.links._improving
 
 
 async def test_a_measurement_is_used_again_for_the_next_link(
@@ -95,7 +166,7 @@ async def test_a_measurement_is_used_again_for_the_next_link(
 ) -> None:
     slow_down(monkeypatch, "shm", 0.005)
     pair = await make_pair("auto")
-    assert await transport_of(pair) == "tcp"
+    assert await measured_transport_of(pair) == "tcp"
     monkeypatch.setattr(probing, "measure", None)  # it would raise
     for task in list(pair.links._links.values()):
         task.result().fail(TransferFailed("for a test"))
@@ -115,6 +186,7 @@ async def test_a_channel_that_cannot_be_opened_is_named_and_the_next_is_taken(
     break_channel(monkeypatch, broken)
     pair = await make_pair("auto")
     assert await transport_of(pair) == expected
+    assert await measured_transport_of(pair) == expected
     assert f"{broken} failed ({broken} is out of order)" in caplog.text
 
 
@@ -144,7 +216,7 @@ async def test_one_explicit_transport_is_not_measured(make_pair: PairMaker, monk
 
 async def test_on_another_host_only_tcp_is_measured(make_pair: PairMaker) -> None:
     pair = await make_pair("auto", sender_identity=identity("prefill-0", host_id="elsewhere"))
-    assert await transport_of(pair) == "tcp"
+    assert await measured_transport_of(pair) == "tcp"
     (measured,) = (each for _, each in pair.links._measured.values())
     assert set(measured.bytes_per_s) == {"tcp"}
 
@@ -157,7 +229,7 @@ async def test_device_channels_are_measured_like_the_others(
     monkeypatch.setattr(registry, "device_transports", lambda device: found)
     monkeypatch.setattr(registry.Reach, "at", lambda self, device: registry.Reach(self.host_id, "GPU-0", "1@"))
     pair = await make_pair("auto", slot_bytes=100_000)
-    chosen = await transport_of(pair)
+    chosen = await measured_transport_of(pair)
     (measured,) = (each for _, each in pair.links._measured.values())
     # Two ranks of NCCL on one GPU are refused, so it was not even tried.
     assert set(measured.bytes_per_s) == {"cuda_ipc", "shm", "tcp"}
@@ -173,7 +245,7 @@ async def test_a_sender_that_leaves_in_the_middle_does_not_keep_others_from_meas
         assert isinstance(from_wire(await call.read()), HelloAck)
         call.cancel()
         await channel.close()
-    assert await asyncio.wait_for(transport_of(pair), 5) in ("shm", "tcp")
+    assert await asyncio.wait_for(measured_transport_of(pair), 5) in ("shm", "tcp")
     (measured,) = (each for _, each in pair.links._measured.values())
     assert set(measured.bytes_per_s) == {"shm", "tcp"}
 
