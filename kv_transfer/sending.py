@@ -60,6 +60,9 @@ from services.runtime.errors import (
 )
 from services.runtime.rpc import error_from_rpc, make_channel
 
+OPENING_SHARE = 0.8
+"""Of the time for a Link, that for opening one channel: there must be some left for the next one."""
+
 _Call = grpc.aio.StreamStreamCall[link_pb2.LinkMessage, link_pb2.LinkMessage]
 _log = logging.getLogger(__name__)
 
@@ -200,6 +203,8 @@ class SendLinks:
         self._is_auto = AUTO in transports
         self._reach = Reach(identity.host_id).at(pool.data.device)
         self._measured: dict[str, tuple[float, probing.Measured]] = {}
+        self._unopened: dict[str, set[str]] = {}
+        """By receiver, the transports that could not be opened since it was measured."""
         self._channels: dict[str, str] = {}
         self._on_channels = on_channels
         self._clock = clock
@@ -290,6 +295,7 @@ class SendLinks:
             if not measured.bytes_per_s:
                 return
             self._measured[key[0]] = self._clock.monotonic(), measured
+            self._unopened.pop(key[0], None)
             if self._offer_to(key[0])[0] == link.transport or not self._is_current(key, link):
                 return
             better = await self._dial(key)
@@ -312,6 +318,7 @@ class SendLinks:
                     try:
                         return await self._dial_with(key, offered)
                     except _ChannelNotOpened as failure:
+                        self._unopened.setdefault(key[0], set()).add(failure.transport)
                         offered = tuple(name for name in offered if name != failure.transport)
                         if not offered:
                             raise TransferFailed(failure.message) from failure
@@ -327,10 +334,11 @@ class SendLinks:
 
     def _offer_to(self, address: str) -> tuple[str, ...]:
         """Return the transports to offer to a receiver, best first as far as that is known."""
-        if not self._is_measured(address):
-            return self._transports
-        _, measured = self._measured[address]
-        return in_order(self._transports, measured.bytes_per_s)
+        names = self._transports
+        if self._is_measured(address):
+            _, measured = self._measured[address]
+            names = in_order(names, measured.bytes_per_s)
+        return tuple(sorted(names, key=self._unopened.get(address, set()).__contains__))
 
     async def _measure(self, key: tuple[str, str]) -> probing.Measured:
         address, peer_incarnation = key
@@ -380,7 +388,8 @@ class SendLinks:
         return self._adopt(key, _Opened(rpc_channel, call, channel, hello, ack))
 
     async def _open_channel(self, hello: Hello, ack: HelloAck) -> AnySendChannel:
-        return await _open_channel(self._available[ack.transport], hello, ack, self._timeouts.connect_s)
+        timeout_s = OPENING_SHARE * self._timeouts.connect_s
+        return await _open_channel(self._available[ack.transport], hello, ack, timeout_s)
 
     def _note_channel(self, worker_id: str, transport: str | None) -> None:
         if transport is None:

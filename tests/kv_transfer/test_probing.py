@@ -14,6 +14,7 @@ from kv_transfer import probing
 from kv_transfer.link import from_wire, to_wire
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import Abort, Hello, HelloAck, Probed
+from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.transports import registry
 from kv_transfer.transports.base import ChannelBroken, RingSpec
 from kv_transfer.transports.registry import transport_named
@@ -188,6 +189,28 @@ async def test_a_channel_that_cannot_be_opened_is_named_and_the_next_is_taken(
     assert await transport_of(pair) == expected
     assert await measured_transport_of(pair) == expected
     assert f"{broken} failed ({broken} is out of order)" in caplog.text
+
+
+async def test_a_channel_that_hangs_while_it_opens_is_left_out_and_not_tried_again(
+    make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts_s: list[float] = []
+
+    def hang(self: Any, *arguments: Any, timeout_s: float) -> None:
+        timeouts_s.append(timeout_s)
+        time.sleep(timeout_s)
+        raise ChannelBroken("shm did not open in time")
+
+    monkeypatch.setattr(type(transport_named("shm")), "open", hang)
+    monkeypatch.setattr(probing, "AFTER_S", 60.0)
+    pair = await make_pair("auto", timeouts=Timeouts(connect_s=1.0))
+    assert await transport_of(pair) == "tcp"
+    assert timeouts_s == [pytest.approx(0.8)]
+    for task in list(pair.links._links.values()):
+        task.result().fail(TransferFailed("for a test"))
+    await pair.wait_all_free()
+    assert await transport_of(pair) == "tcp"
+    assert len(timeouts_s) == 1
 
 
 async def test_where_nothing_can_be_opened_the_error_says_so(
