@@ -404,9 +404,9 @@ class WorkerSession(ABC):
         self._held[handle] = Tokens(index, [token_id], None)
 
     def _release(self, handle: int) -> None:
-        tokens = self._held.pop(handle, None)
-        if tokens is not None:
-            self._routes_by_handle[handle].deliver(self, tokens)
+        tokens, route = self._held.pop(handle, None), self._routes_by_handle.get(handle)
+        if tokens is not None and route is not None:
+            route.deliver(self, tokens)
 
     def _release_all(self) -> None:
         for handle in list(self._held):

@@ -204,13 +204,15 @@ class SendLinks:
         self._reach = Reach(identity.host_id).at(pool.data.device)
         self._measured: dict[str, tuple[float, probing.Measured]] = {}
         self._unopened: dict[str, set[str]] = {}
-        """By receiver, the transports that could not be opened since it was measured."""
+        """By receiver, the transports that could not be opened: those of `auto`, until they are measured."""
         self._channels: dict[str, str] = {}
         self._on_channels = on_channels
         self._clock = clock
         self._timeouts = timeouts or Timeouts()
         self._links: dict[tuple[str, str], asyncio.Future[_SendLink]] = {}
         self._closing: set[asyncio.Event] = set()
+        self._retired: set[_SendLink] = set()
+        """Links that others have taken the place of, until they end."""
         self._improving: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -245,6 +247,8 @@ class SendLinks:
                 task.cancel()
             elif not task.cancelled() and task.exception() is None:
                 task.result().fail(WorkerUnavailable("the sending worker is shutting down"))
+        for link in tuple(self._retired):
+            link.fail(WorkerUnavailable("the sending worker is shutting down"))
         await asyncio.gather(*self._links.values(), return_exceptions=True)
         for ended in list(self._closing):
             await ended.wait()
@@ -278,11 +282,13 @@ class SendLinks:
     def _is_current(self, key: tuple[str, str], link: _SendLink) -> bool:
         """Whether who wants a Link to that receiver gets this one."""
         place = self._links.get(key)
-        is_made = place is not None and place.done() and not place.cancelled() and place.exception() is None
-        return is_made and place is not None and place.result() is link
+        if place is None or not place.done() or place.cancelled() or place.exception() is not None:
+            return False
+        return place.result() is link
 
     def _forget(self, key: tuple[str, str], link: _SendLink) -> None:
         """The Link is lost. One that has only just been made is forgotten by `_on_dialled`."""
+        self._retired.discard(link)
         if self._is_current(key, link):
             del self._links[key]
             self._note_channel(link.receiver_id, None)
@@ -290,6 +296,8 @@ class SendLinks:
     async def _improve(self, key: tuple[str, str], link: _SendLink) -> None:
         """Measure the channels to a receiver and, where another one is better, put a Link over it in its place."""
         await asyncio.sleep(probing.AFTER_S)
+        if not self._is_current(key, link):
+            return  # The next one has a measurement of its own.
         try:
             measured = await self._measure(key)
             if not measured.bytes_per_s:
@@ -299,7 +307,7 @@ class SendLinks:
             if self._offer_to(key[0])[0] == link.transport or not self._is_current(key, link):
                 return
             better = await self._dial(key)
-        except (TandemError, grpc.aio.AioRpcError) as error:
+        except (TandemError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # the last: its call has ended
             _log.info("the channels to %s were not measured, or not changed: %s", key[0], error)
             return
         if better.is_lost or better.transport == link.transport or not self._is_current(key, link):
@@ -308,6 +316,7 @@ class SendLinks:
         self._links[key] = place = asyncio.get_running_loop().create_future()
         place.set_result(better)
         self._note_channel(better.receiver_id, better.transport)
+        self._retired.add(link)
         link.retire()
 
     async def _dial(self, key: tuple[str, str]) -> _SendLink:
@@ -334,11 +343,12 @@ class SendLinks:
 
     def _offer_to(self, address: str) -> tuple[str, ...]:
         """Return the transports to offer to a receiver, best first as far as that is known."""
-        names = self._transports
+        if not self._is_auto:
+            return self._transports
         if self._is_measured(address):
             _, measured = self._measured[address]
-            names = in_order(names, measured.bytes_per_s)
-        return tuple(sorted(names, key=self._unopened.get(address, set()).__contains__))
+            return in_order(self._transports, measured.bytes_per_s)
+        return tuple(sorted(self._transports, key=self._unopened.get(address, set()).__contains__))
 
     async def _measure(self, key: tuple[str, str]) -> probing.Measured:
         address, peer_incarnation = key

@@ -137,6 +137,34 @@ async def test_a_transfer_that_has_begun_ends_on_its_link(
     assert pair.links._channels == {"decode-0": "tcp"}
 
 
+async def test_a_worker_that_leaves_ends_what_runs_on_a_replaced_link(
+    make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(monkeypatch, "shm", 0.005)
+    pair = await make_pair("auto")
+    begun = await pair.reserve(40)
+    await asyncio.gather(*pair.links._improving)
+    assert await transport_of(pair) == "tcp"
+    async with asyncio.timeout(5):
+        await pair.links.close()
+    assert isinstance(begun.error, WorkerUnavailable)
+    await pair.wait_all_free()
+
+
+async def test_an_order_that_was_asked_for_is_kept_whatever_could_not_be_opened(
+    make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = await make_pair("auto")
+    pair.links._is_auto, pair.links._transports = False, ("shm", "tcp")
+    break_channel(monkeypatch, "shm")
+    assert await transport_of(pair) == "tcp"
+    monkeypatch.undo()
+    for task in list(pair.links._links.values()):
+        task.result().fail(TransferFailed("for a test"))
+    await pair.wait_all_free()
+    assert await transport_of(pair) == "shm"
+
+
 async def test_a_measurement_that_fails_changes_nothing(make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: Any) -> probing.Measured:
         raise WorkerUnavailable("the receiver ended the probe")
