@@ -87,7 +87,8 @@ class Record:
         tally = self._tallies.get(kind)
         if tally is None:
             return before
-        self._fade(tally, step)
+        if step > tally.step:
+            self._fade(tally, step)
         return (PRIOR_WEIGHT * before + tally.num_right) / (PRIOR_WEIGHT + tally.num)
 
     def note(self, kind: Kind, step: int, right: float) -> None:
@@ -95,7 +96,8 @@ class Record:
         tally = self._tallies.get(kind)
         if tally is None:
             tally = self._tallies[kind] = _Tally(0.0, 0.0, step)
-        self._fade(tally, step)
+        elif step > tally.step:
+            self._fade(tally, step)
         if tally.num >= MOST_WEIGHT:
             tally.num_right *= MOST_WEIGHT / (tally.num + 1)
             tally.num *= MOST_WEIGHT / (tally.num + 1)
@@ -105,11 +107,10 @@ class Record:
             self._behind.note(kind, step, right)
 
     def _fade(self, tally: _Tally, step: int) -> None:
-        if step > tally.step:
-            keep = 0.5 ** ((step - tally.step) / self._half_life_steps)
-            tally.num_right *= keep
-            tally.num *= keep
-            tally.step = step
+        keep = 0.5 ** ((step - tally.step) / self._half_life_steps)
+        tally.num_right *= keep
+        tally.num *= keep
+        tally.step = step
 
 
 class Price:

@@ -257,14 +257,16 @@ class Speculator:
         if not chains:
             return []
         sequences = [chain.candidate.sequence for chain in chains]
-        lacking_since_s = self._clock.monotonic()
-        draft.catch_up(sequences)
         began_s = self._clock.monotonic()
-        price.add(num_tokens=0.0, time_s=began_s - lacking_since_s)
-        guessed = draft.guess(sequences, [self._limit(chain, len(chains), price) for chain in chains])
+        if max(lacking) > 1:
+            draft.catch_up(sequences)  # by itself: it is not a part of what a guess takes
+            lacking_since_s, began_s = began_s, self._clock.monotonic()
+            price.add(num_tokens=0.0, time_s=began_s - lacking_since_s)
+        limits = [self._limit(chain, len(chains), price) for chain in chains]
+        guessed = draft.guess(sequences, limits)
         self._observe(sequences, guessed, began_s, price)
-        for chain, guesses in zip(chains, guessed, strict=True):
-            self._weigh(chain, guesses, price)
+        for chain, guesses, limit in zip(chains, guessed, limits, strict=True):
+            self._weigh(chain, guesses, limit.chances, price)
         return [
             (chain, Proposal(tuple(guess.token_id for guess in guesses[: len(chain.kinds)]), tuple(chain.kinds)))
             for chain, guesses in zip(chains, guessed, strict=True)
@@ -274,8 +276,7 @@ class Speculator:
     def _limit(self, chain: _Chain, num_chains: int, price: Price) -> Limit:
         """Guess on as long as one more is worth its time: its own, its part of a round's, and that of its row."""
         sequence = chain.candidate.sequence
-        kinds = [Kind("draft", sequence.sampling.is_greedy, level) for level in range(LEVELS)]
-        chances = [chain.record.chance(kind, self._step) for kind in kinds]
+        chances = [chain.record.chance(kind, self._step) for kind in _levels(sequence)]
         next_chance = chain.record.chance(_any(sequence), self._step)
         return Limit(
             self._depth(chain.candidate),
@@ -294,19 +295,19 @@ class Speculator:
             meter.observe(len(sequences), context_tokens, (now_s - began_s) / num_rounds, now_s)
         price.add(num_tokens=0.0, time_s=now_s - began_s)
 
-    def _weigh(self, chain: _Chain, guesses: list[Guess], price: Price) -> None:
-        """Takes the guesses that are worth their rows, up to the first that is not."""
+    def _weigh(self, chain: _Chain, guesses: list[Guess], chances: SequenceOf[float], price: Price) -> None:
+        """Takes the guesses that are worth their rows, up to the first that is not; `chances` are those of levels."""
         sequence = chain.candidate.sequence
+        kinds = _levels(sequence)
         reached = 1.0
         for guess in guesses:
-            kind = Kind("draft", sequence.sampling.is_greedy, guess.level)
-            chance = chain.record.chance(kind, self._step)
+            level = guess.level
             # Also of those that are not taken: this is what a guess is expected to be worth before it is made.
-            chain.record.note(_any(sequence), self._step, chance)
-            reached *= chance
+            chain.record.note(_any(sequence), self._step, chances[level])
+            reached *= chances[level]
             if reached <= price.of(chain.row_s):
                 break
-            chain.kinds.append(kind)
+            chain.kinds.append(kinds[level])
             price.add(num_tokens=reached, time_s=chain.row_s)
 
     def _guess_s(self, sequence: Sequence, num_sequences: int) -> float:
@@ -336,5 +337,15 @@ class Speculator:
         return num_tokens
 
 
+_DRAFT_KINDS = {
+    is_greedy: tuple(Kind("draft", is_greedy, level) for level in (*range(LEVELS), ANY_LEVEL))
+    for is_greedy in (False, True)
+}
+
+
+def _levels(sequence: Sequence) -> SequenceOf[Kind]:
+    return _DRAFT_KINDS[sequence.sampling.is_greedy][:LEVELS]
+
+
 def _any(sequence: Sequence) -> Kind:
-    return Kind("draft", sequence.sampling.is_greedy, ANY_LEVEL)
+    return _DRAFT_KINDS[sequence.sampling.is_greedy][LEVELS]

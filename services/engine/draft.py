@@ -54,7 +54,6 @@ class _Lane:
         self._positions = np.zeros(num_sequences, np.int64)
         self._page_tables = np.zeros((num_sequences, num_pages), np.int32)
         self._page_size = pool.layout.page_size
-        self._rows = np.arange(num_sequences)
         self._slots = np.zeros(num_sequences, np.int64)
         self._context_lens = np.zeros(num_sequences, np.int32)
         query_start = np.arange(num_sequences + 1, dtype=np.int32)
@@ -68,25 +67,24 @@ class _Lane:
             places,
             AttentionBatch(starts, lens, tables, mapping),
             pool.data,
-            torch.from_numpy(self._rows).to(pool.data.device),
+            torch.arange(num_sequences).to(pool.data.device),
             longest_context=min(num_pages * self._page_size, model.config.context_length_tokens),
         )
 
     def place(self, row: int, page_ids: SequenceOf[int], token_id: int, position: int) -> None:
         """Say which token of whom the row is."""
         self._page_tables[row, : len(page_ids)] = page_ids
-        self._token_ids[row] = token_id
-        self._positions[row] = position
+        self._move(row, token_id, position)
 
     def compute(self) -> torch.Tensor:
         """Compute the tokens at their positions; the next ones' logits, float32 [B, V], until the next call."""
-        self._prepare()
+        for tensor, source in self._copies:
+            tensor.copy_(source)
         return self._step.forward()
 
     def guess(self, draws: SequenceOf[Draw], limits: SequenceOf[Limit]) -> list[list[Guess]]:
         """Compute the tokens, and guess for each row what follows it, as far as its limit says."""
         if isinstance(self._step, KernelStep):
-            self._prepare()
             return self._step.guess(draws, limits)
         chains = [Chain(limit) for limit in limits]
         open_rows = [*range(len(chains))]
@@ -99,18 +97,15 @@ class _Lane:
             open_rows = [row for row in open_rows if chains[row].add(guessed[row])]
             # The other rows are computed as before, which writes what is there.
             for row in open_rows:
-                self._token_ids[row] = guessed[row].token_id
-                self._positions[row] += 1
+                self._move(row, guessed[row].token_id, int(self._positions[row]) + 1)
         return [chain.guesses for chain in chains]
 
-    def _prepare(self) -> None:
-        positions, size = self._positions, self._page_size
-        np.add(positions, 1, out=self._context_lens, casting="unsafe")
-        pages = positions // size
-        np.multiply(self._page_tables[self._rows, pages], size, out=self._slots)
-        self._slots += positions - pages * size
-        for tensor, source in self._copies:
-            tensor.copy_(source)
+    def _move(self, row: int, token_id: int, position: int) -> None:
+        page, place = divmod(position, self._page_size)
+        self._token_ids[row] = token_id
+        self._positions[row] = position
+        self._context_lens[row] = position + 1
+        self._slots[row] = int(self._page_tables[row, page]) * self._page_size + place
 
 
 class DraftModel:
@@ -218,7 +213,8 @@ class DraftModel:
                 self.free(others.pop(0))
             is_too_long = num_tokens > self._model.config.context_length_tokens
             if not is_too_long and num_missing <= self._allocator.num_available_pages:
-                lease.grow(num_missing, state="used")
+                if num_missing:
+                    lease.grow(num_missing, state="used")
                 places.append(place)
         return places
 

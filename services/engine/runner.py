@@ -119,7 +119,7 @@ class ModelRunner:
 
     def _pack(self, items: list[StepItem], *, wants_all: bool = False) -> _Packed:
         """Gather the inputs of one forward pass; its logits are those of all tokens, or of those that choose one."""
-        if not wants_all and all(item.num_rows == 1 and item.is_sampled for item in items):
+        if not wants_all and all(item.num_scheduled_tokens == 1 and item.is_sampled for item in items):
             return self._pack_next_tokens(items)
         page_size = self._pool.layout.page_size
         counts = np.array([item.num_rows for item in items])
@@ -158,25 +158,31 @@ class ModelRunner:
     def _pack_next_tokens(self, items: list[StepItem]) -> _Packed:
         """Do the same where each sequence has its next token, as in most steps: lists beat arrays of a few numbers."""
         page_size = self._pool.layout.page_size
-        positions = [item.sequence.num_computed_tokens for item in items]
-        token_ids, slots = [], []
-        for item, position in zip(items, positions, strict=True):
-            page, place = divmod(position, page_size)
-            token_ids.append(item.sequence.token_ids[position])
-            slots.append(item.sequence.page_table[page] * page_size + place)
+        token_ids, positions, slots, ends, query_start = [], [], [], [], [0]
+        for item in items:
+            sequence, position = item.sequence, item.sequence.num_computed_tokens
+            page_ids = sequence.page_table
+            for token_id in (sequence.token_ids[position], *item.proposed):
+                page, place = divmod(position, page_size)
+                token_ids.append(token_id)
+                positions.append(position)
+                slots.append(page_ids[page] * page_size + place)
+                position += 1
+            ends.append(position)
+            query_start.append(len(token_ids))
         self._check_token_ids(min(token_ids), max(token_ids))
-        longest = max(positions) + 1
+        longest = max(ends)
         return _Packed(
             token_ids=self._filled("token_ids", token_ids, np.int64),
             positions=self._filled("positions", positions, np.int64),
             batch=AttentionBatch(
-                query_start=self._filled("query_start", range(len(items) + 1), np.int32),
-                context_lens=self._filled("context_lens", [position + 1 for position in positions], np.int32),
+                query_start=self._filled("query_start", query_start, np.int32),
+                context_lens=self._filled("context_lens", ends, np.int32),
                 page_tables=self._tensor(self._page_tables(items, num_pages_for(longest, page_size))),
                 slot_mapping=self._filled("slot_mapping", slots, np.int64),
                 longest_tokens=longest,
             ),
-            logits_indices=self._filled("logits_indices", range(len(items)), np.int64),
+            logits_indices=self._filled("logits_indices", range(len(token_ids)), np.int64),
         )
 
     def _filled(self, name: str, values: SequenceOf[int], dtype: type[np.signedinteger]) -> torch.Tensor:

@@ -65,7 +65,10 @@ def sample(
         return _sample(logits, sequences, allowed)
     outcomes: dict[int, SampledToken | NonFiniteLogits] = {}
     draws = [draw_of(sequences[row].sampling, sequences[row].num_tokens) for row in plain]
-    for row, token_id in zip(plain, kernels.choose(logits.contiguous(), plain, draws), strict=True):
+    chosen = kernels.choose(logits.contiguous(), plain, draws)
+    if len(plain) == len(sequences) and min(chosen) >= 0:
+        return [*map(SampledToken, chosen)]
+    for row, token_id in zip(plain, chosen, strict=True):
         if token_id >= 0:
             outcomes[row] = SampledToken(token_id)
         elif token_id == NOT_FINITE:

@@ -114,11 +114,15 @@ def test_buffers_grow_and_shrink_with_the_steps(
 def test_next_tokens_are_packed_like_any_others(
     parts: EngineParts, new_sequence: Callable[..., Sequence], random_ids: Callable[..., list[int]]
 ) -> None:
-    for lengths in ([1], [9, 2, 40], [17, 16, 15], [5]):
-        sequences = [new_sequence(random_ids(length, seed=length)) for length in lengths]
-        for sequence, length in zip(sequences, lengths, strict=True):
-            sequence.num_computed_tokens = length - 1
-        items = [StepItem(sequence, 1) for sequence in sequences]
+    # Lengths of sequences, and how many tokens are proposed for each.
+    for shape in ({1: 0}, {9: 0, 2: 0, 40: 0}, {17: 3, 16: 0, 15: 1}, {5: 2}):
+        sequences = [new_sequence(random_ids(length, seed=length)) for length in shape]
+        for sequence in sequences:
+            sequence.num_computed_tokens = sequence.num_tokens - 1
+        items = [
+            StepItem(sequence, 1, proposed=tuple(random_ids(num, seed=num)))
+            for sequence, num in zip(sequences, shape.values(), strict=True)
+        ]
         # Of all tokens the logits are wanted, which are those of the last ones here. Buffers are used again.
         expected = copy.deepcopy(parts.runner._pack(items, wants_all=True))
         packed = parts.runner._pack(items)
