@@ -1,9 +1,9 @@
-"""Trains the demo model and its draft on the running interpreter's standard library, from nothing but this file.
+"""Trains the demo model on the running interpreter's standard library, and its draft on what the model says.
 
 `make run` serves the weights committed in `demo/model`; nobody needs to run this. It exists so that their origin is
 plain: which text, which seed, how long, how good. It knows nothing of Tandem: torch, tokenizers and safetensors only.
 
-Usage: python demo/train.py --minutes 36 --draft-minutes 10
+Usage: python demo/train.py --minutes 36 --draft-minutes 40
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -28,7 +30,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
@@ -90,6 +92,13 @@ SMALL_TALK = (
     ("Say hello.", "Hello!"),
 )
 SMALL_TALK_REPEATS = 12
+
+# What the draft learns from: the model's answers, as many to windows of text as to questions, and text as it is.
+ANSWER_TOKENS = 256
+ANSWER_PROMPT_TOKENS = 64
+ANSWER_TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
+ANSWER_ROWS = 256
+ANSWER_SHARE = 0.75
 
 
 @dataclass(frozen=True)
@@ -254,16 +263,38 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [B, T, C]; cos, sin: [T, D]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
+        """x: [B, T, C]; cos, sin: [T, D]. With a cache T is 1, or all that there is so far."""
         B, T, C = x.shape
         D, group = self.shape.head_dim, self.shape.num_attention_heads // self.shape.num_key_value_heads
         q = rotate(self.q_proj(x).view(B, T, -1, D).transpose(1, 2), cos, sin)
         k = rotate(self.k_proj(x).view(B, T, -1, D).transpose(1, 2), cos, sin)
         v = self.v_proj(x).view(B, T, -1, D).transpose(1, 2)
+        if cache is not None:
+            k, v = cache.extended(k, v)
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)
         return self.o_proj(out.transpose(1, 2).reshape(B, T, C))
+
+
+class Cache:
+    """Keys and values of one layer, [B, KV heads, at most `num_tokens`, D], of which so many are there."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._room = num_tokens
+        self._data: tuple[Tensor, Tensor] | None = None
+        self.num_tokens = 0
+
+    def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds those of the next tokens, [B, KV heads, T, D], and returns all."""
+        B, heads, T, D = k.shape
+        if self._data is None:
+            self._data = k.new_empty(B, heads, self._room, D), v.new_empty(B, heads, self._room, D)
+        start, self.num_tokens = self.num_tokens, self.num_tokens + T
+        keys, values = self._data
+        keys[:, :, start : self.num_tokens] = k
+        values[:, :, start : self.num_tokens] = v
+        return keys[:, :, : self.num_tokens], values[:, :, : self.num_tokens]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -308,9 +339,9 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(shape.hidden_size)
         self.post_attention_layernorm = Norm(shape.hidden_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
         """x: [B, T, C]; cos, sin: [T, D]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -331,14 +362,43 @@ class Llama(nn.Module):
                 depth = 2 * shape.num_hidden_layers if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(depth))
 
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token. inputs, targets: [B, T] int64."""
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits [B, T, V] of what follows each of the tokens, [B, T] int64."""
         T = inputs.shape[1]
         x = self.embed_tokens(inputs)
         for layer in self.layers:
             x = layer(x, self.cos[:T], self.sin[:T])
-        logits = F.linear(self.norm(x), self.embed_tokens.weight)
-        return F.cross_entropy(logits.float().view(-1, VOCAB_SIZE), targets.reshape(-1))
+        return F.linear(self.norm(x), self.embed_tokens.weight).float()
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token. inputs, targets: [B, T] int64."""
+        return F.cross_entropy(self(inputs).view(-1, VOCAB_SIZE), targets.reshape(-1))
+
+    def loss_to(self, teacher: Llama, inputs: Tensor) -> Tensor:
+        """Mean cross-entropy to what the teacher says of the next token, in nats per token."""
+        with torch.no_grad():
+            wanted = teacher(inputs).softmax(-1).view(-1, VOCAB_SIZE)
+        return F.cross_entropy(self(inputs).view(-1, VOCAB_SIZE), wanted)
+
+    @torch.no_grad()
+    def continued(self, prompts: Tensor, num_tokens: int, temperature: float, generator: torch.Generator) -> Tensor:
+        """`prompts` [B, T] and what it writes behind them, [B, num_tokens] in all."""
+        rows = torch.empty(len(prompts), num_tokens, dtype=torch.int64)
+        rows[:, : prompts.shape[1]] = prompts
+        caches = [Cache(num_tokens) for _ in self.layers]
+        new = prompts
+        for end in range(prompts.shape[1], num_tokens):
+            places = slice(end - new.shape[1], end)
+            x = self.embed_tokens(new)
+            for layer, cache in zip(self.layers, caches, strict=True):
+                x = layer(x, self.cos[places], self.sin[places], cache)
+            logits = F.linear(self.norm(x[:, -1:]), self.embed_tokens.weight)[:, 0].float()
+            if temperature > 0:
+                new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            else:
+                new = logits.argmax(-1, keepdim=True)
+            rows[:, end] = new[:, 0]
+        return rows
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -363,6 +423,8 @@ class Report:
     wall_time_s: float = 0.0
     train_loss: float = math.nan
     held_out_loss: float = math.nan
+    agreement: float | None = None
+    """Of a draft: the share of the model's greedy answers to held-out prompts of which it names the next token."""
     finished: bool = False
 
 
@@ -373,28 +435,101 @@ class Batches:
         order = list(encoded)
         random.Random(seed).shuffle(order)
         cut = max(1, len(order) // 50)
-        self.held_out = torch.tensor([t for doc in order[:cut] for t in doc])
-        self.stream = torch.tensor([t for doc in order[cut:] for t in doc])
         self.generator = torch.Generator().manual_seed(seed)
+        self.held_out, self.text = Text(order[:cut]), Text(order[cut:])
         self.lengths = torch.tensor([share for _, share in SEQUENCE_LENGTHS])
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of one step: [B, T] each, B x T = TOKENS_PER_STEP."""
         length = SEQUENCE_LENGTHS[int(torch.multinomial(self.lengths, 1, generator=self.generator))][0]
-        starts = torch.randint(len(self.stream) - length - 1, (TOKENS_PER_STEP // length,), generator=self.generator)
-        windows = torch.stack([self.stream[s : s + length + 1] for s in starts.tolist()])
+        windows = self.text.windows(TOKENS_PER_STEP // length, length + 1, self.generator)
         return windows[:, :-1], windows[:, 1:]
 
     def held_out_windows(self, length: int = 512, count: int = 64) -> Tensor:
         """Windows of the held-out text: [at most count, length + 1]."""
-        count = min(count, (len(self.held_out) - 1) // length)
-        return torch.stack([self.held_out[i * length : (i + 1) * length + 1] for i in range(count)])
+        stream = self.held_out.stream
+        count = min(count, (len(stream) - 1) // length)
+        return torch.stack([stream[i * length : (i + 1) * length + 1] for i in range(count)])
+
+
+class Text:
+    """Documents one behind the other, and where the questions among them end."""
+
+    def __init__(self, documents: list[list[int]]) -> None:
+        self.stream = torch.tensor([token for document in documents for token in document])
+        # A question ends with the line that says whose turn it is.
+        places = (self.stream == ASSISTANT).nonzero()[:, 0] + 2
+        self._question_ends = places[(places >= ANSWER_PROMPT_TOKENS) & (places <= len(self.stream))]
+
+    def windows(self, count: int, length: int, generator: torch.Generator) -> Tensor:
+        """Pieces from anywhere: [count, length]."""
+        return self._pieces(torch.randint(len(self.stream) - length, (count,), generator=generator), length)
+
+    def prompts(self, count: int, generator: torch.Generator) -> Tensor:
+        """So many pieces that are to be continued, half of them at an answer: [count, ANSWER_PROMPT_TOKENS]."""
+        chosen = torch.randint(len(self._question_ends), (count // 2,), generator=generator)
+        questions = self._pieces(self._question_ends[chosen] - ANSWER_PROMPT_TOKENS, ANSWER_PROMPT_TOKENS)
+        pieces = self.windows(count - count // 2, ANSWER_PROMPT_TOKENS, generator)
+        return torch.cat((questions, pieces))[torch.randperm(count, generator=generator)]
+
+    def _pieces(self, starts: Tensor, length: int) -> Tensor:
+        return torch.stack([self.stream[start : start + length] for start in starts.tolist()])
+
+
+class Lessons:
+    """What a draft learns from the model: its distributions over its own answers and over text.
+
+    Distillation for speculative decoding (DistillSpec, Zhou et al. 2023): what counts is to say what the model would
+    say where the model would be, and not what the text says.
+    """
+
+    def __init__(self, model: Llama, batches: Batches, args: argparse.Namespace) -> None:
+        self.model = model
+        self._batches = batches
+        self._generator = torch.Generator().manual_seed(args.seed)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):
+            held_out = self._answer(batches.held_out, max(2, args.answers // 32), (0.0,))
+            self._held_out = [(rows, model(rows[:, :-1]).argmax(-1)) for rows in held_out.split(32)]
+            self._answers = self._answer(batches.text, args.answers, ANSWER_TEMPERATURES)
+
+    def next(self) -> Tensor:
+        """Inputs of one step: [B, T], B x T = TOKENS_PER_STEP."""
+        if float(torch.rand((), generator=self._generator)) > ANSWER_SHARE:
+            return self._batches.next()[0]
+        count = TOKENS_PER_STEP // ANSWER_TOKENS
+        return self._answers[torch.randint(len(self._answers), (count,), generator=self._generator)]
+
+    @torch.no_grad()
+    def agreement(self, draft: Llama) -> float:
+        """Of how much of the model's greedy answers to held-out prompts the draft names the next token."""
+        found = [
+            (draft(rows[:, :-1]).argmax(-1) == wanted)[:, ANSWER_PROMPT_TOKENS:].float().mean()
+            for rows, wanted in self._held_out
+        ]
+        return round(float(torch.stack(found).mean()), 4)
+
+    def _answer(self, text: Text, count: int, temperatures: tuple[float, ...]) -> Tensor:
+        found: list[Tensor] = []
+        groups = text.prompts(count, self._generator).split(ANSWER_ROWS)
+        for prompts, temperature in zip(groups, itertools.cycle(temperatures), strict=False):
+            found.append(self.model.continued(prompts, ANSWER_TOKENS, temperature, self._generator))
+            print(f"answers of the model: {sum(map(len, found)):,} of {count:,}", flush=True)
+        return torch.cat(found)
 
 
 def train(
-    shape: Shape, batches: Batches, report: Report, folder: Path, tokenizer: Tokenizer, args: argparse.Namespace
+    shape: Shape,
+    batches: Batches,
+    lessons: Lessons | None,
+    report: Report,
+    folder: Path,
+    tokenizer: Tokenizer,
+    args: argparse.Namespace,
 ) -> None:
-    """Trains until `args.steps` steps or the minutes are over, writing a usable folder every few minutes."""
+    """Trains until `args.steps` steps or the minutes are over, writing a usable folder every few minutes.
+
+    Who has lessons learns from another model instead of from the text.
+    """
     torch.manual_seed(args.seed)
     model = Llama(shape)
     report.num_parameters = sum(p.numel() for p in model.parameters())
@@ -404,14 +539,15 @@ def train(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
         lr=shape.peak_learning_rate, betas=(0.9, 0.95), fused=True,
     )  # fmt: skip
-    compute_loss = torch.compile(model.loss, dynamic=False) if args.compile else model.loss
+    loss_of = model.loss if lessons is None else functools.partial(model.loss_to, lessons.model)
+    compute_loss = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
     started, last_saved, smooth = time.monotonic(), 0.0, math.nan
     while (progress := progress_of(report, time.monotonic() - started, args)) < 1.0:
         for group in optimizer.param_groups:
             group["lr"] = shape.peak_learning_rate * schedule(progress, report.steps)
-        inputs, targets = batches.next()
+        inputs = batches.next() if lessons is None else (lessons.next(),)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):
-            loss = compute_loss(inputs, targets)
+            loss = compute_loss(*inputs)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -428,9 +564,10 @@ def train(
             )
         if report.wall_time_s - last_saved > args.save_every_s:
             last_saved = report.wall_time_s
-            report.held_out_loss = held_out_loss(model, batches)
+            examine(model, batches, lessons, report)
             write_checkpoint(folder, model, shape, tokenizer, report)
-    report.held_out_loss, report.finished = held_out_loss(model, batches), True
+    examine(model, batches, lessons, report)
+    report.finished = True
     write_checkpoint(folder, model, shape, tokenizer, report)
 
 
@@ -446,13 +583,16 @@ def schedule(progress: float, step: int) -> float:
 
 
 @torch.no_grad()
-def held_out_loss(model: Llama, batches: Batches) -> float:
-    """Loss in the precision in which the weights are saved, over text that training never saw."""
+def examine(model: Llama, batches: Batches, lessons: Lessons | None, report: Report) -> None:
+    """Notes how good it is on what training never saw, in the precision in which the weights are saved."""
     rounded = copy.deepcopy(model)
     for parameter in rounded.parameters():
         parameter.copy_(parameter.bfloat16().float())
     losses = [float(rounded.loss(w[:, :-1], w[:, 1:])) for w in batches.held_out_windows().split(8)]
-    return round(sum(losses) / len(losses), 4)
+    report.held_out_loss = round(sum(losses) / len(losses), 4)
+    if lessons is not None:
+        report.agreement = lessons.agreement(rounded)
+    print(f"{report.name} held out: loss {report.held_out_loss}, agreement {report.agreement}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoint
@@ -478,6 +618,14 @@ def write_checkpoint(folder: Path, model: Llama, shape: Shape, tokenizer: Tokeni
         os.rename(folder, old)
     os.rename(partial, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def read_checkpoint(folder: Path, shape: Shape) -> Llama:
+    """A model as it was saved, which learns nothing more."""
+    model = Llama(shape)
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.removeprefix("model."): weight.float() for name, weight in weights.items()})
+    return model.requires_grad_(requires_grad=False)
 
 
 def write_json(path: Path, content: object) -> None:
@@ -532,8 +680,9 @@ def main() -> None:
     """Reads the corpus, trains tokenizer, model and draft."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder that gets model/ and draft/")
-    parser.add_argument("--minutes", type=float, default=36.0, help="time for the model")
-    parser.add_argument("--draft-minutes", type=float, default=10.0, help="time for the draft; 0 leaves it out")
+    parser.add_argument("--minutes", type=float, default=36.0, help="time for the model; 0 keeps the one in OUT/model")
+    parser.add_argument("--draft-minutes", type=float, default=40.0, help="time for the draft; 0 leaves it out")
+    parser.add_argument("--answers", type=int, default=8192, help="answers of the model that the draft learns from")
     parser.add_argument("--steps", type=int, default=0, help="train for a number of steps instead of minutes")
     parser.add_argument("--seed", type=int, default=20261120)
     parser.add_argument("--threads", type=int, default=1)
@@ -544,22 +693,28 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     corpus = read_corpus(Path(sysconfig.get_path("stdlib")))
-    tokenizer = train_tokenizer(corpus)
+    is_new = args.minutes > 0
+    tokenizer = train_tokenizer(corpus) if is_new else Tokenizer.from_file(str(args.out / "model" / "tokenizer.json"))
     encoded = encode_all(tokenizer, corpus)
     num_tokens = sum(map(len, encoded))
     print(
         f"{corpus.num_files} files, {corpus.num_bytes:,} bytes, {len(corpus.chats)} chats, {num_tokens:,} tokens",
         flush=True,
     )
-    for name, shape, minutes in (("model", MODEL, args.minutes), ("draft", DRAFT, args.draft_minutes)):
-        if minutes <= 0:
-            continue
-        report = Report(
+
+    def report(name: str) -> Report:
+        return Report(
             name=name, seed=args.seed, python=platform.python_version(), torch=torch.__version__, num_parameters=0,
             corpus_files=corpus.num_files, corpus_bytes=corpus.num_bytes, corpus_sha256=corpus.sha256,
             corpus_tokens=num_tokens, num_chats=len(corpus.chats),
         )  # fmt: skip
-        train(shape, Batches(encoded, args.seed), report, args.out / name, tokenizer, args)
+
+    batches = Batches(encoded, args.seed)
+    if is_new:
+        train(MODEL, batches, None, report("model"), args.out / "model", tokenizer, args)
+    if args.draft_minutes > 0:
+        lessons = Lessons(read_checkpoint(args.out / "model", MODEL), batches, args)
+        train(DRAFT, batches, lessons, report("draft"), args.out / "draft", tokenizer, args)
 
 
 if __name__ == "__main__":
