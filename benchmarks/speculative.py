@@ -34,6 +34,7 @@ MODES = ("off", "ngram", "draft", "auto")
 EQUALITY_PROMPTS, EQUALITY_TOKENS, EQUALITY_BATCH = 200, 48, 32
 NUM_PAGES = 4000
 ROUNDS = 4
+MIN_GROUPS = 8
 TASKS = (
     "reads a file and returns its lines", "parses a URL", "sorts a list of names", "opens a socket",
     "writes a log message", "returns the maximum of two numbers", "copies a directory tree",
@@ -119,7 +120,8 @@ class Bench:
             pass
         num_before = self._num_tokens
         began_s = self._clock.monotonic()
-        while num_started - self._num_ended == batch and self._loop.step():
+        while num_started - self._num_ended == batch:
+            self._loop.step()  # all may end in one step: then nothing more is to do until the next ones start
             while num_started - self._num_ended < batch and num_started < len(prompts):
                 self._start(*next(left), num_tokens=num_tokens, temperature=temperature)
                 num_started += 1
@@ -136,6 +138,8 @@ class Bench:
         return answers, num_counted / took_s, self._num_tokens / num_steps
 
     def _start(self, place: int, prompt: list[int], *, num_tokens: int, temperature: float) -> None:
+        # Of several lengths: those of one length that began together would begin and end together for ever.
+        num_tokens = num_tokens * (9 + 3 * (place + 1) % 7) // 12
         sampling = Sampling(max_tokens=num_tokens, temperature=temperature, seed=place)
         sequence = Sequence((self._num_runs, place), prompt, sampling=sampling)
         self._loop.start(sequence, salt=f"{self._mode} {self._num_runs}".encode())  # all modes share the pages
@@ -153,7 +157,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40, help="prompts of each kind at batch 1")
     parser.add_argument("--batches", default="1,8,32", help="sizes of batch")
     parser.add_argument("--temperatures", default="0,0.8", help="temperatures; 0 is greedy")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens of an answer, in the mean")
     parser.add_argument("--modes", default=",".join(MODES[1:]), help="sources of proposals")
     parser.add_argument("--threads", type=int, default=1, help="threads of the engine")
     parser.add_argument("--equal", type=int, default=EQUALITY_PROMPTS, help="greedy answers that are compared; 0: none")
@@ -199,11 +203,11 @@ def make_prompts(num: int) -> dict[str, list[list[int]]]:
 
 
 def group(prompts: list[list[int]], batch: int, num_prompts: int) -> list[list[list[int]]]:
-    """Prompts of a run, at batch 1 one and else ROUNDS times as many as run at once; at least two groups."""
+    """Prompts of a run, at batch 1 one and else ROUNDS times as many as run at once; at least MIN_GROUPS of them."""
     size = 1 if batch == 1 else ROUNDS * batch
     return [
         [prompts[(n * size + place) % len(prompts)] for place in range(size)]
-        for n in range(max(2, num_prompts // size))
+        for n in range(max(MIN_GROUPS, num_prompts // size))
     ]
 
 

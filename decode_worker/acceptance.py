@@ -13,6 +13,7 @@ more than the tokens that the step gives in the time that it costs (as in TurboS
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -28,12 +29,18 @@ PRIOR_WEIGHT = 4.0
 MOST_WEIGHT = 64.0
 """A record does not count for more than so many observations: the past fades as they come."""
 TRIAL_STEPS = 16
+MOST_LOST_STEPS = 8.0
+"""A trial that has lost the time of so many plain steps ends at once, but not by one or two that were held up."""
 KEPT_OF_GAINS = 0.5
 """What was gained in earlier trials counts for so much: a text that cannot be guessed does not end it for the next."""
-PLAIN_EVERY = 32
-"""After so many steps with proposals, one is made without, to be compared with."""
-NEWEST_PLAIN = 0.25
-"""The part of a new plain step in what plain steps take."""
+PLAIN_EVERY = 256
+"""After so many steps with proposals, PLAIN_STEPS are made without, to be compared with."""
+PLAIN_STEPS = 16
+"""So many in a row are measured; the first half, which takes up to a third longer each, does not count."""
+NEWEST_PLAIN = 0.5
+"""The part of newly measured plain steps in what plain steps take."""
+REPAID_STEPS = 64
+"""Reading a prompt is paid for in so many steps."""
 SHORTEST_S = 1e-6
 FIRST_REST_STEPS = 32
 MOST_REST_STEPS = 1024
@@ -148,15 +155,19 @@ def worthwhile(chances: Sequence[float], cost: float) -> tuple[int, float]:
 class Balance:
     """Whether speculation has paid at a size of batch, all that it costs included; where it has not, it rests.
 
-    Steps that were tried are compared by the clock with plain ones, of which one is made now and then. The rest after
-    a loss is twice that after the loss before, up to MOST_REST_STEPS; then it is tried for a few steps.
+    Steps that were tried are compared by the clock with plain ones, of which a few are made now and then. Every trial
+    that loses makes the rest after it twice as long, up to MOST_REST_STEPS, and every one that gains half as long.
     """
 
     def __init__(self) -> None:
         self.plain_s: float | None = None
-        """Seconds for a token without proposals; None: there was no such step yet."""
+        """Seconds for a token without proposals; None: that was not measured yet."""
+        self._plain: list[float] = []
+        """The same, of the plain steps of late."""
         self._net = 0.0
-        """Tokens gained beyond their price since the last rest, of earlier trials a part."""
+        """Plain steps whose time was gained since the last rest, of earlier trials a part."""
+        self._owed_s = 0.0
+        """Time that was spent on reading and is to be gained yet."""
         self._num_steps = 0
         self._num_since_plain = 0
         self._num_resting = 0
@@ -172,25 +183,35 @@ class Balance:
 
     def note_plain(self, num_tokens: int, time_s: float) -> None:
         """A step without proposals took so long."""
+        self._plain.append(max(time_s, SHORTEST_S) / num_tokens)
+        if len(self._plain) < PLAIN_STEPS:
+            return
+        plain_s = statistics.median(self._plain[PLAIN_STEPS // 2 :])
+        self._plain.clear()
         self._num_since_plain = 0
-        plain_s = max(time_s, SHORTEST_S) / num_tokens
         if self.plain_s is None:
             self.plain_s = plain_s
-        else:  # one that was held up says little
-            self.plain_s += (min(plain_s, 2 * self.plain_s) - self.plain_s) * NEWEST_PLAIN
+        else:
+            self.plain_s += (plain_s - self.plain_s) * NEWEST_PLAIN
 
-    def note(self, num_tokens: int, time_s: float) -> None:
-        """A step that was tried gave so many tokens and took so long."""
+    def note(self, num_sequences: int, num_accepted: int, time_s: float, *, read_s: float = 0.0) -> None:
+        """A step that was tried gave each sequence a token, and so many more, and took so long.
+
+        `read_s` of it went into reading prompts, which pays in steps to come.
+        """
         assert self.plain_s is not None, "it was not open"
-        self._net += num_tokens - time_s / self.plain_s
-        self._num_steps += 1
-        if self._num_steps < TRIAL_STEPS:
-            return
-        if self._net < 0:
+        self._plain.clear()
+        self._owed_s += read_s
+        paid_s = self._owed_s / REPAID_STEPS
+        self._owed_s -= paid_s
+        gave_s = self.plain_s * (num_sequences + num_accepted)
+        net = (gave_s - (time_s - read_s + paid_s)) / (self.plain_s * num_sequences)
+        self._net += max(net, -MOST_LOST_STEPS / 4)
+        self._num_steps += num_accepted > 0 or not read_s  # a step that only read is no trial yet
+        if self._net <= -MOST_LOST_STEPS or (self._num_steps >= TRIAL_STEPS and self._net < 0):
             self._num_resting = self._rest_steps
             self._rest_steps = min(2 * self._rest_steps, MOST_REST_STEPS)
-            self._net = 0.0
-        else:
-            self._rest_steps = FIRST_REST_STEPS
-            self._net *= KEPT_OF_GAINS
-        self._num_steps = 0
+            self._net, self._num_steps = 0.0, 0
+        elif self._num_steps >= TRIAL_STEPS:
+            self._rest_steps = max(self._rest_steps // 2, FIRST_REST_STEPS)
+            self._net, self._num_steps = self._net * KEPT_OF_GAINS, 0

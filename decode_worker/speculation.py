@@ -133,6 +133,7 @@ class Speculator:
         self._current: tuple[Balance, int] | None = None
         """Of the step that is being computed, with its sequences that decode; whether proposals were looked for."""
         self._is_tried = False
+        self._read_s = 0.0
         self._step = 0
 
     def is_open(self, num_sequences: int) -> bool:
@@ -187,10 +188,10 @@ class Speculator:
         if self._current is not None and time_s is not None:
             balance, num_sequences = self._current
             if self._is_tried:
-                balance.note(num_sequences + num_accepted, time_s)
+                balance.note(num_sequences, num_accepted, time_s, read_s=self._read_s)
             else:
                 balance.note_plain(num_sequences, time_s)
-        self._current, self._is_tried = None, False
+        self._current, self._is_tried, self._read_s = None, False, 0.0
 
     def free(self, key: Hashable) -> None:
         """Forgets a sequence. Unknown keys are ignored."""
@@ -333,6 +334,7 @@ class Speculator:
             return 0
         now_s = self._clock.monotonic()
         self._measured_step = self._step
+        self._read_s += now_s - began_s
         self._reads.observe(num_tokens, num_before, now_s - began_s, now_s)
         return num_tokens
 

@@ -2,7 +2,11 @@ from decode_worker.acceptance import (
     ANY_LEVEL,
     FIRST_REST_STEPS,
     LEVELS,
+    MOST_LOST_STEPS,
     MOST_REST_STEPS,
+    NEWEST_PLAIN,
+    PLAIN_EVERY,
+    PLAIN_STEPS,
     TRIAL_STEPS,
     Balance,
     Kind,
@@ -82,22 +86,96 @@ def test_time_costs_what_the_step_gives_in_it() -> None:
     assert alone.of(0.0001) == 0.2, "a step that gives more makes its time dearer"
 
 
-def test_what_does_not_pay_rests_longer_and_longer_and_is_tried_again() -> None:
+def compared() -> Balance:
+    """One to which a step of four sequences takes 4 ms, so that a token takes one."""
     balance = Balance()
-    assert not balance.is_open(), "there is nothing to compare with"
-    balance.note_plain(4, 0.004)
-
-    def rests(net: float) -> int:
-        for _ in range(TRIAL_STEPS):
-            assert balance.is_open()
-            balance.note(5, (5 - net) * 0.001)
+    for _ in range(PLAIN_STEPS):
+        assert not balance.is_open(), "there is nothing to compare with"
         balance.note_plain(4, 0.004)
-        num = 0
-        while not balance.is_open():
-            num += 1
-        return num
+    return balance
 
-    assert rests(0.1) == 0
-    assert [rests(-0.1) for _ in range(6)] == [min(FIRST_REST_STEPS * 2**times, MOST_REST_STEPS) for times in range(6)]
-    assert rests(0.1) == 0
-    assert rests(-0.1) == FIRST_REST_STEPS
+
+def rests(balance: Balance) -> int:
+    """For how many steps."""
+    num = 0
+    while not balance.is_open():
+        num += 1
+    return num
+
+
+def test_what_does_not_pay_rests_longer_and_longer_and_is_tried_again() -> None:
+    balance = compared()
+
+    def rests_after(net: float) -> int:
+        for _ in range(TRIAL_STEPS):
+            balance.note(4, 1, (5 - net) * 0.001)
+        return rests(balance)
+
+    doubled = [min(FIRST_REST_STEPS * 2**times, MOST_REST_STEPS) for times in range(6)]
+    assert rests_after(0.1) == 0
+    assert [rests_after(-0.1) for _ in range(6)] == doubled
+    assert rests_after(0.1) == rests_after(0.2) == 0
+    assert rests_after(-0.9) == MOST_REST_STEPS // 4, "two have gained"
+
+
+def test_a_trial_that_loses_much_ends_early_and_one_slow_step_ends_none() -> None:
+    balance = compared()
+    num_tried = 0
+    while balance.is_open():
+        balance.note(4, 1, 0.0091)  # a plain step's time is lost in each
+        num_tried += 1
+    assert num_tried == MOST_LOST_STEPS
+
+    balance = compared()
+    balance.note(4, 1, 10.0)
+    for _ in range(TRIAL_STEPS - 1):
+        balance.note(4, 1, 0.004)
+    assert balance.is_open(), "it gained more than one step that was held up may cost"
+
+
+def test_reading_is_paid_for_in_many_steps() -> None:
+    balance = compared()
+    for _ in range(3 * TRIAL_STEPS):
+        balance.note(4, 0, 0.004 + 0.001, read_s=0.001)
+        assert balance.is_open(), "steps that only read are no trial"
+    for num_accepted in [4] * TRIAL_STEPS:
+        balance.note(4, num_accepted, 0.005)
+    assert balance.is_open(), "what came of it was worth it"
+
+    balance = compared()
+    for _ in range(8 * TRIAL_STEPS):
+        balance.note(4, 1, 0.004 + 0.004, read_s=0.004)
+        if not balance.is_open():
+            break
+    else:
+        raise AssertionError("reading went on that never paid")
+
+
+def test_plain_steps_that_warm_up_or_were_held_up_are_not_what_plain_steps_take() -> None:
+    balance = Balance()
+    for number in range(PLAIN_STEPS):
+        balance.note_plain(4, 0.008 if number < PLAIN_STEPS // 2 or number == PLAIN_STEPS - 1 else 0.004)
+    assert balance.plain_s == 0.001
+    for _ in range(PLAIN_STEPS - 1):
+        balance.note_plain(4, 0.008)
+    assert balance.is_open()
+    balance.note(4, 4, 0.004)
+    for _ in range(PLAIN_STEPS - 1):
+        balance.note_plain(4, 0.008)
+    assert balance.plain_s == 0.001, "they were not in a row"
+    balance.note_plain(4, 0.008)
+    assert balance.plain_s == 0.001 + 0.001 * NEWEST_PLAIN
+
+
+def test_plain_steps_are_made_now_and_then_where_it_pays() -> None:
+    balance = compared()
+    for _ in range(3):
+        num_open = 0
+        while balance.is_open():
+            balance.note(4, 4, 0.005)
+            num_open += 1
+        assert num_open == PLAIN_EVERY
+        balance.note_plain(4, 0.004)
+        for _ in range(PLAIN_STEPS - 1):
+            assert not balance.is_open()
+            balance.note_plain(4, 0.004)

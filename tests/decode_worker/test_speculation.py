@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from decode_worker.acceptance import PLAIN_EVERY
+from decode_worker.acceptance import PLAIN_EVERY, PLAIN_STEPS
 from decode_worker.engine_loop import Advance, DecodeLoop, StepReport
 from decode_worker.scheduler import BatchScheduler
 from decode_worker.speculation import TRY_AGAIN_STEPS, Candidate, Speculator
@@ -77,6 +77,10 @@ def alone(parts: EngineParts, prompt: list[int], sampling: Sampling) -> list[Sam
     return tokens
 
 
+def slow_step_s(num_rows: int) -> float:
+    return 0.010 + 1e-4 * num_rows
+
+
 class SlowRunner(ModelRunner):
     """By the clock, steps are slow and a token more in one is cheap."""
 
@@ -85,12 +89,12 @@ class SlowRunner(ModelRunner):
         self._clock = clock
 
     def compute(self, step: PreparedStep) -> StepResult:
-        self._clock.advance(0.010 + 1e-4 * sum(item.num_rows for item in step.plan.items))
+        self._clock.advance(slow_step_s(sum(item.num_rows for item in step.plan.items)))
         return super().compute(step)
 
 
 class Bench:
-    """A loop in which nothing but steps takes time."""
+    """A loop in which nothing but steps takes time, and which knows how much plain ones take."""
 
     def __init__(
         self,
@@ -105,6 +109,10 @@ class Bench:
         self.draft = draft
         self.reports: list[StepReport] = []
         clock, num_pages, page_size = ManualClock(), parts.pool.num_pages, parts.pool.layout.page_size
+        speculator = Speculator(clock=clock, uses_ngrams=uses_ngrams, draft=draft)
+        for num_sequences in [*range(1, max_batch + 1)] * PLAIN_STEPS:
+            speculator.is_open(num_sequences)
+            speculator.end_step(0, slow_step_s(num_sequences))
         self.loop = DecodeLoop(
             runner=SlowRunner(parts, clock),
             allocator=parts.allocator,
@@ -116,7 +124,7 @@ class Bench:
             clock=clock,
             on_report=self.reports.append,
             swap=SwapSpace(parts.pool, swap_bytes) if swap_bytes else None,
-            speculator=Speculator(clock=clock, uses_ngrams=uses_ngrams, draft=draft),
+            speculator=speculator,
         )
 
     def run(self) -> None:
@@ -370,8 +378,9 @@ def test_a_draft_is_tried_however_fast_a_machine_is(step_s: float) -> None:
     draft = ScriptedDraft(clock, 0.1 * step_s)
     speculator = Speculator(clock=clock, uses_ngrams=False, draft=draft)
     sequence = Sequence("a", [5, 6, 7], sampling=Sampling(max_tokens=5000, temperature=0.0))
-    proposed = [propose_once(speculator, clock, sequence, step_s) for _ in range(1 + PLAIN_EVERY + 2)]
-    assert proposed == [0, *[3] * PLAIN_EVERY, 0, 3], "plain ones are made to compare with"
+    proposed = [propose_once(speculator, clock, sequence, step_s) for _ in range(2 * PLAIN_STEPS + PLAIN_EVERY + 1)]
+    plain = [0] * PLAIN_STEPS
+    assert proposed == [*plain, *[3] * PLAIN_EVERY, *plain, 3], "plain ones are made to compare with"
 
 
 def test_a_draft_that_was_slow_once_is_tried_again() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from decode_worker.acceptance import PLAIN_STEPS
 from decode_worker.speculation import Speculator
 from kv_transfer.protocol.messages import TransferId
 from protos import inference_pb2, worker_pb2
@@ -123,7 +124,11 @@ async def test_tokens_of_one_step_come_in_one_event(make_bench: Make, monkeypatc
                 break
         return SampledTokens(tuple(tokens)) if item.proposed else tokens[0]
 
-    bench = make_bench(speculator=SteadySpeculator(clock=ManualClock()))
+    speculator = SteadySpeculator(clock=ManualClock())
+    for _ in range(PLAIN_STEPS):
+        speculator.is_open(1)
+        speculator.end_step(0, 1e-3)
+    bench = make_bench(speculator=speculator)
     monkeypatch.setattr(bench.runner, "_outcome", outcome)
     gateway = bench.gateway()
     gateway.admit("r", [0, 1, 2, 3, 0, 1], max_tokens=30, local=True)
