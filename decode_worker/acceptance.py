@@ -33,12 +33,10 @@ MOST_LOST_STEPS = 8.0
 """A trial that has lost the time of so many plain steps ends at once, but not by one or two that were held up."""
 KEPT_OF_GAINS = 0.5
 """What was gained in earlier trials counts for so much: a text that cannot be guessed does not end it for the next."""
-PLAIN_EVERY = 256
+PLAIN_EVERY = 128
 """After so many steps with proposals, PLAIN_STEPS are made without, to be compared with."""
 PLAIN_STEPS = 16
 """So many in a row are measured; the first half, which takes up to a third longer each, does not count."""
-NEWEST_PLAIN = 0.5
-"""The part of newly measured plain steps in what plain steps take."""
 REPAID_STEPS = 64
 """Reading a prompt is paid for in so many steps."""
 SHORTEST_S = 1e-6
@@ -186,13 +184,9 @@ class Balance:
         self._plain.append(max(time_s, SHORTEST_S) / num_tokens)
         if len(self._plain) < PLAIN_STEPS:
             return
-        plain_s = statistics.median(self._plain[PLAIN_STEPS // 2 :])
+        self.plain_s = statistics.median(self._plain[PLAIN_STEPS // 2 :])
         self._plain.clear()
         self._num_since_plain = 0
-        if self.plain_s is None:
-            self.plain_s = plain_s
-        else:
-            self.plain_s += (plain_s - self.plain_s) * NEWEST_PLAIN
 
     def note(self, num_sequences: int, num_accepted: int, time_s: float, *, read_s: float = 0.0) -> None:
         """A step that was tried gave each sequence a token, and so many more, and took so long.

@@ -4,7 +4,6 @@ from decode_worker.acceptance import (
     LEVELS,
     MOST_LOST_STEPS,
     MOST_REST_STEPS,
-    NEWEST_PLAIN,
     PLAIN_EVERY,
     PLAIN_STEPS,
     TRIAL_STEPS,
@@ -164,7 +163,7 @@ def test_plain_steps_that_warm_up_or_were_held_up_are_not_what_plain_steps_take(
         balance.note_plain(4, 0.008)
     assert balance.plain_s == 0.001, "they were not in a row"
     balance.note_plain(4, 0.008)
-    assert balance.plain_s == 0.001 + 0.001 * NEWEST_PLAIN
+    assert balance.plain_s == 0.002
 
 
 def test_plain_steps_are_made_now_and_then_where_it_pays() -> None:
