@@ -5,10 +5,15 @@ turn; ratios are of tokens/s after the first token, taken within each pair. What
 Prompts: the demo's own domain (questions for functions, pieces of the standard library) and random tokens. And: 200
 greedy answers with each source, which must be those without.
 
+`--system` asks whole clusters over HTTP, one request at a time, in turn with one that does not speculate: there the
+engine shares its core with the worker's event loop, and a token's way to the client is a part of what it takes.
+
 On a machine that others use, `--cpu-time` counts the process's own time of one thread instead of the clock's.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import random
 import statistics
@@ -21,6 +26,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.cluster import running_cluster
 from decode_worker.engine_loop import DecodeLoop, StepReport
 from decode_worker.scheduler import BatchScheduler
 from decode_worker.speculation import Speculator
@@ -67,7 +73,7 @@ class Result:
     mode: str
     tokens_per_s: float
     ratio: float
-    tokens_per_step: float
+    tokens_per_step: float | None
 
 
 class Bench:
@@ -162,8 +168,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of the engine")
     parser.add_argument("--equal", type=int, default=EQUALITY_PROMPTS, help="greedy answers that are compared; 0: none")
     parser.add_argument("--cpu-time", action="store_true", help="count the process's own time; needs one thread")
+    parser.add_argument("--system", action="store_true", help="measure whole clusters instead, with questions only")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
+    if arguments.system:
+        results = measure_systems(arguments.modes.split(","), arguments.temperatures, arguments.tokens)
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"system": [*map(asdict, results)]}, indent=2) + "\n")
+        return
     torch.set_num_threads(arguments.threads)
     clock: Clock = ProcessClock() if arguments.cpu_time else SYSTEM_CLOCK
     model, draft = load_engine(DEMO_MODEL, num_pages=NUM_PAGES), load_engine(DEMO_DRAFT, num_pages=NUM_PAGES)
@@ -171,7 +183,7 @@ def main() -> None:
     kinds = make_prompts(max(arguments.prompts, *map(int, arguments.batches.split(","))))
     print(f"exact: {model.model.exact} ({model.model.arithmetic}), {arguments.threads} threads", flush=True)
     num_different = compare(benches, arguments.equal) if arguments.equal else {}
-    results: list[Result] = []
+    results = []
     for temperature in map(float, arguments.temperatures.split(",")):
         for batch in map(int, arguments.batches.split(",")):
             for kind, prompts in kinds.items():
@@ -255,6 +267,44 @@ def measure(
             f"{mean:5.2f} tokens/step",
             flush=True,
         )
+    return results
+
+
+def measure_systems(modes: SequenceOf[str], temperatures: str, num_tokens: int) -> list[Result]:
+    """Requests through gateway and workers, for each source of proposals a cluster; the prompts are part of them."""
+    results = []
+    with contextlib.ExitStack() as stack:
+        clusters = {mode: stack.enter_context(running_cluster("--speculative", mode)) for mode in ("off", *modes)}
+        name = clusters["off"].get("/v1/models")["data"][0]["id"]
+        for temperature in map(float, temperatures.split(",")):
+            rates: dict[str, list[float]] = {mode: [] for mode in clusters}
+            num_different = dict.fromkeys(clusters, 0)
+            for round_number, task in itertools.product(range(1 + ROUNDS), TASKS):
+                body = {
+                    "model": name,
+                    "messages": [{"role": "user", "content": f"Write a function that {task}."}],
+                    "max_tokens": num_tokens,
+                    "temperature": temperature,
+                    "seed": round_number,
+                }
+                texts = {}
+                for mode, cluster in clusters.items():
+                    began_s = time.perf_counter()
+                    answer = cluster.post("/v1/chat/completions", body)
+                    took_s = time.perf_counter() - began_s
+                    texts[mode] = answer["choices"][0]["message"]["content"]
+                    num_different[mode] += texts[mode] != texts["off"]
+                    if round_number:  # the first round warms up
+                        rates[mode].append(answer["usage"]["completion_tokens"] / took_s)
+            for mode in clusters:
+                ratio = statistics.median(one / other for one, other in zip(rates[mode], rates["off"], strict=True))
+                rate = statistics.median(rates[mode])
+                results.append(Result("questions", temperature, 1, mode, rate, ratio, None))
+                print(
+                    f"t {temperature:.1f} system   questions {mode:5s} {rate:6.0f} tok/s {ratio:5.2f} of off, "
+                    f"{num_different[mode]} answers differ",
+                    flush=True,
+                )
     return results
 
 

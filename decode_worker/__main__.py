@@ -20,7 +20,7 @@ from services.cluster.registry import WorkerLease, WorkerRecord, named_channels,
 from services.engine.draft import load_draft
 from services.engine.engine import EngineParts, load_warm_engine
 from services.runtime import config, process, rpc
-from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
 from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_service, serve_until_drained
 from services.runtime.worker_metrics import WorkerMetrics
@@ -85,8 +85,9 @@ def _speculator(settings: DecodeWorkerConfig, parts: EngineParts) -> Speculator 
         draft = load_draft(
             settings.draft_model, parts, page_size=settings.page_size, memory_bytes=settings.draft_memory
         )
+    computes_here = parts.model.device.type == "cpu" and parts.ranks is None
     return Speculator(
-        clock=SYSTEM_CLOCK,
+        clock=THREAD_CLOCK if computes_here else SYSTEM_CLOCK,
         uses_ngrams=settings.speculative != "draft",
         draft=draft,
         max_depth=settings.speculative_depth,

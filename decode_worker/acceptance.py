@@ -28,8 +28,8 @@ PRIOR_WEIGHT = 4.0
 """As many observations as what was known before counts for."""
 MOST_WEIGHT = 64.0
 """A record does not count for more than so many observations: the past fades as they come."""
-TRIAL_STEPS = 16
-MOST_LOST_STEPS = 8.0
+TRIAL_STEPS = 32
+MOST_LOST_STEPS = 12.0
 """A trial that has lost the time of so many plain steps ends at once, but not by one or two that were held up."""
 KEPT_OF_GAINS = 0.5
 """What was gained in earlier trials counts for so much: a text that cannot be guessed does not end it for the next."""
@@ -200,7 +200,7 @@ class Balance:
         self._owed_s -= paid_s
         gave_s = self.plain_s * (num_sequences + num_accepted)
         net = (gave_s - (time_s - read_s + paid_s)) / (self.plain_s * num_sequences)
-        self._net += max(net, -MOST_LOST_STEPS / 4)
+        self._net += max(net, -MOST_LOST_STEPS / 6)
         self._num_steps += num_accepted > 0 or not read_s  # a step that only read is no trial yet
         if self._net <= -MOST_LOST_STEPS or (self._num_steps >= TRIAL_STEPS and self._net < 0):
             self._num_resting = self._rest_steps

@@ -305,7 +305,7 @@ class DecodeLoop:
         )
         if not step:
             self._send()
-            self._rest()
+            self._report_pages()
             return False
         start_unix_ns = proposed_unix_ns = self._clock.unix_ns()
         proposals: dict[Hashable, Proposal] = {}
@@ -323,8 +323,8 @@ class DecodeLoop:
         end_unix_ns = self._clock.unix_ns()
         if self._speculator is not None:
             is_decoding_only = is_usual and all(work.samples and work.num_tokens == 1 for work in step)
-            took_s = (end_unix_ns - start_unix_ns) / 1e9 if is_decoding_only else None
-            self._speculator.end_step(sum(advance.num_accepted for advance in advances), took_s)
+            num_accepted = sum(advance.num_accepted for advance in advances)
+            self._speculator.end_step(num_accepted, is_comparable=is_decoding_only)
         paused = tuple(self._take_out(sequence) for sequence in self._due_to_pause())
         if is_usual:
             speeds.observe_step(_rows(step, proposals), (end_unix_ns - proposed_unix_ns) / 1e9, end_unix_ns / 1e9)
@@ -468,15 +468,21 @@ class DecodeLoop:
             self.free(work.key)
         return Advance(work.key, work.start, work.num_tokens, token_index, outcome, finish_reason, proposal)
 
-    def _rest(self) -> None:
-        """Nothing to compute: the pages may have changed, and there is time to check the books."""
-        if not self._chains and not self._is_checked:
-            self._allocator.check_integrity()
-            if self._swap is not None and self._swap.num_free_slots != self._swap.num_slots:
-                raise InvariantViolated("slots of the swap space are held by nobody")
-            if self._speculator is not None:
-                self._speculator.check_integrity()
-            self._is_checked = True
+    def check_books(self) -> None:
+        """Compares what is known of the pages with the pages, where nobody has any and that was not done since.
+
+        Takes 10 ms for 30,000 pages: for an engine that has had nothing to do for a while. Raises InvariantViolated.
+        """
+        if self._chains or self._is_checked:
+            return
+        self._allocator.check_integrity()
+        if self._swap is not None and self._swap.num_free_slots != self._swap.num_slots:
+            raise InvariantViolated("slots of the swap space are held by nobody")
+        if self._speculator is not None:
+            self._speculator.check_integrity()
+        self._is_checked = True
+
+    def _report_pages(self) -> None:
         if self._allocator.counts() != self._reported_pages or self._allocator.has_changes:
             self._on_report(self._report(self._clock.unix_ns(), (), ()))
 

@@ -57,8 +57,10 @@ DEFAULT_DEPTH = 8
 READ_SHARE = 0.25
 """A draft reads what it lacks of a prompt in parts that take so much of a step's time, at least READ_TOKENS."""
 READ_TOKENS = 32
-TRY_AGAIN_STEPS = 128
-"""After so many steps in which a draft was not used, what was measured of it is forgotten."""
+TRY_AGAIN_STEPS = 512
+"""After so many steps without proposals, or without the draft's, what was measured of them is forgotten."""
+TRIED_STEPS = 4
+"""In so many steps they are tried by what they would take elsewhere, since a first measurement may be anything."""
 GUESSES_TO_COME = 3
 """As many guesses of a draft are weighed before there is one."""
 STEPS_TO_COME = 64
@@ -108,13 +110,40 @@ class _Chain:
     kinds: list[Kind] = field(default_factory=list)
 
 
+@dataclass(eq=False, slots=True)
+class _Tried:
+    """Since when something is known by measurements."""
+
+    num: int = 0
+    last_step: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        return self.num >= TRIED_STEPS
+
+    def note(self, step: int) -> None:
+        self.num += 1
+        self.last_step = step
+
+    def forget(self, step: int) -> bool:
+        """Whether the last time is so long ago that it is to be tried as if for the first time."""
+        if step - self.last_step <= TRY_AGAIN_STEPS:
+            return False
+        self.num, self.last_step = 0, step
+        return True
+
+
 class Speculator:
     """Proposes for the sequences of one worker, and learns from what became of it."""
 
     def __init__(
         self, *, clock: Clock, uses_ngrams: bool = True, draft: DraftModel | None = None, max_depth: int = DEFAULT_DEPTH
     ) -> None:
-        """At most `max_depth` tokens are proposed for a sequence in a step."""
+        """At most `max_depth` tokens are proposed for a sequence in a step.
+
+        `clock` is for what the engine's thread does: where others use its core, the time that it has computed is what
+        plain steps and others can be compared by.
+        """
         assert max_depth > 0, "who proposes nothing needs no speculator"
         self._clock = clock
         self._uses_ngrams = uses_ngrams
@@ -125,19 +154,20 @@ class Speculator:
         self._guesses: dict[int, DecodeMeter] = {}
         """By the size of the batch: at one it says little of another."""
         self._reads = PrefillMeter(DEFAULT_READ)
-        self._measured_step = 0
-        """The last step in which the draft was measured."""
+        self._proposing = _Tried()
+        self._drafting = _Tried()
         self._slowness = 1.0
         """A step's time here over the default's, which is a large GPU's."""
         self._balances: dict[int, Balance] = {}
         self._current: tuple[Balance, int] | None = None
         """Of the step that is being computed, with its sequences that decode; whether proposals were looked for."""
         self._is_tried = False
-        self._read_s = 0.0
+        self._began_s = self._read_s = 0.0
         self._step = 0
 
     def is_open(self, num_sequences: int) -> bool:
-        """Whether anything is to be proposed in the next step, over so many sequences that decode; once a step."""
+        """Whether anything is to be proposed in the step that begins; so many sequences decode in it. Once a step."""
+        self._began_s = self._clock.monotonic()
         self._step += 1
         balance = self._balances.setdefault(num_sequences.bit_length(), Balance())
         self._current = balance, num_sequences
@@ -146,19 +176,20 @@ class Speculator:
     def propose(self, candidates: SequenceOf[Candidate], *, speed: DecodeSpeed | None) -> dict[Hashable, Proposal]:
         """Tokens for those for whom it pays, in a step that is open.
 
-        `speed` is that of the worker's steps: a proposal costs what one more sequence would.
+        `speed` is that of the worker's steps, by any clock: a proposal costs what one more sequence would.
         """
         assert self._current is not None, "the step is open"
         balance, num_sequences = self._current
         assert balance.plain_s is not None, "the step is open"
         self._is_tried = True
-        speed = DEFAULT_DECODE if speed is None else speed
+        if self._proposing.forget(self._step) or not self._proposing.is_known or speed is None:
+            speed = DEFAULT_DECODE
         step_s = balance.plain_s * num_sequences
+        context_tokens = sum(candidate.sequence.num_tokens for candidate in candidates)
+        speed = speed.times(step_s / max(SHORTEST_S, speed.step_s(num_sequences, context_tokens)))
         self._slowness = max(SHORTEST_S, speed.step_s(1, 0)) / DEFAULT_DECODE.step_s(1, 0)
-        if self._step - self._measured_step > TRY_AGAIN_STEPS:
-            # One bad measurement must not keep the draft from being tried for good.
+        if self._drafting.forget(self._step):
             self._guesses, self._reads = {}, PrefillMeter(DEFAULT_READ)
-            self._measured_step = self._step
         price = Price(num_tokens=num_sequences, time_s=step_s)
         proposals: dict[Hashable, Proposal] = {}
         to_draft: list[_Chain] = []
@@ -175,6 +206,8 @@ class Speculator:
         if to_draft and self._draft is not None:
             for chain, proposal in self._draft_all(self._draft, to_draft, price, step_s):
                 proposals[chain.candidate.sequence.sequence_id] = proposal
+        if proposals:
+            self._proposing.note(self._step)
         return proposals
 
     def learn(self, key: Hashable, proposal: Proposal, tokens: SequenceOf[SampledToken]) -> None:
@@ -183,10 +216,11 @@ class Speculator:
         for token, token_id, kind in zip(tokens, proposal.token_ids, proposal.kinds, strict=False):
             record.note(kind, self._step, float(token.token_id == token_id))
 
-    def end_step(self, num_accepted: int, time_s: float | None) -> None:
-        """The step took so long, and so many proposals of all were right. None: it cannot be compared with others."""
-        if self._current is not None and time_s is not None:
+    def end_step(self, num_accepted: int, *, is_comparable: bool) -> None:
+        """So many proposals of all were right. Not comparable: something else than decoding was in the step."""
+        if self._current is not None and is_comparable:
             balance, num_sequences = self._current
+            time_s = self._clock.monotonic() - self._began_s
             if self._is_tried:
                 balance.note(num_sequences, num_accepted, time_s, read_s=self._read_s)
             else:
@@ -288,9 +322,9 @@ class Speculator:
 
     def _observe(self, sequences: list[Sequence], guessed: list[list[Guess]], began_s: float, price: Price) -> None:
         now_s = self._clock.monotonic()
-        self._measured_step = self._step
         num_rounds = max(map(len, guessed))
         if num_rounds:
+            self._drafting.note(self._step)
             context_tokens = sum(sequence.num_tokens for sequence in sequences)
             meter = self._guesses.setdefault(len(sequences).bit_length(), DecodeMeter(DEFAULT_GUESS))
             meter.observe(len(sequences), context_tokens, (now_s - began_s) / num_rounds, now_s)
@@ -314,7 +348,8 @@ class Speculator:
     def _guess_s(self, sequence: Sequence, num_sequences: int) -> float:
         """The time of a guess for one of so many sequences: its own, and its part of the round's."""
         meter = self._guesses.get(num_sequences.bit_length())
-        speed = DEFAULT_GUESS.times(self._slowness) if meter is None else meter.speed
+        is_known = self._drafting.is_known
+        speed = meter.speed if meter is not None and is_known else DEFAULT_GUESS.times(self._slowness)
         return speed.s_per_sequence + speed.s_per_context_token * sequence.num_tokens + speed.overhead_s / num_sequences
 
     def _read_speed(self) -> PrefillSpeed:
@@ -333,7 +368,6 @@ class Speculator:
         if not draft.read(sequence, num_tokens):
             return 0
         now_s = self._clock.monotonic()
-        self._measured_step = self._step
         self._read_s += now_s - began_s
         self._reads.observe(num_tokens, num_before, now_s - began_s, now_s)
         return num_tokens

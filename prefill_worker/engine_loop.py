@@ -198,7 +198,7 @@ class PrefillLoop:
         start_s = self._clock.monotonic()
         chunks = self._scheduler.next_step(speed=self.speedometer.prefill or DEFAULT_PREFILL, now_s=start_s)
         if not chunks:
-            self._rest()
+            self._report_pages()
             return False
         start_unix_ns = self._clock.unix_ns()
         plan = StepPlan([self._item(chunk) for chunk in chunks])
@@ -265,11 +265,16 @@ class PrefillLoop:
         end_s = self._clock.monotonic()
         self._copies.observe(num_pages * self._tier.page_bytes, end_s - start_s, end_s)
 
-    def _rest(self) -> None:
-        """Nothing to compute: the pages may have changed, and there is time to check the books."""
+    def check_books(self) -> None:
+        """Compares what is known of the pages with the pages, where nobody has any and that was not done since.
+
+        Takes 10 ms for 30,000 pages: for an engine that has had nothing to do for a while. Raises InvariantViolated.
+        """
         if not self._leases and not self._is_checked:
             self._allocator.check_integrity()
             self._is_checked = True
+
+    def _report_pages(self) -> None:
         if self._allocator.counts() != self._reported_pages or self._allocator.has_changes:
             self._report(self._clock.unix_ns(), ())
 

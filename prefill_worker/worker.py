@@ -224,7 +224,9 @@ class PrefillWorker:
             on_report=on_this_loop(self._on_report),
             tier=parts.tier,
         )
-        self._engine = EngineThread(self._loop.step, on_fatal=on_this_loop(self._on_engine_failed))
+        self._engine = EngineThread(
+            self._loop.step, on_fatal=on_this_loop(self._on_engine_failed), on_idle=self._loop.check_books
+        )
         self._step_watch = StepWatch(self._engine, timeout_s=step_timeout_s)
         self._engine.start()
 

@@ -17,23 +17,32 @@ from services.runtime.errors import DeadlineExceeded, InvariantViolated, WorkerU
 
 Result = TypeVar("Result")
 
-# How long the idle thread sleeps at most. Every submit wakes it; this only bounds the harm of a lost wake-up.
-_IDLE_WAIT_S = 1.0
+IDLE_S = 0.25
+# Every submit wakes the thread; this only bounds the harm of a lost wake-up.
+_LONGEST_SLEEP_S = 1.0
 
 
 class EngineThread:
     """Runs `step` in its own thread as long as it returns true (there is more work), and again after each command.
 
     A command that raises gives its error to its future and harms nothing else, unless that is InvariantViolated. Any
-    error of `step`, and InvariantViolated of a command, is fatal: the thread ends, all futures fail with
+    error of `step` and `on_idle`, and InvariantViolated of a command, is fatal: the thread ends, all futures fail with
     WorkerUnavailable, and `on_fatal(error)` is called, once, on the engine thread.
+
+    `on_idle` is called, once, when there has been nothing to do for IDLE_S: what comes then waits for it.
     """
 
     def __init__(
-        self, step: Callable[[], bool], *, on_fatal: Callable[[BaseException], None], name: str = "engine"
+        self,
+        step: Callable[[], bool],
+        *,
+        on_fatal: Callable[[BaseException], None],
+        on_idle: Callable[[], None] = lambda: None,
+        name: str = "engine",
     ) -> None:
         self._step = step
         self._on_fatal = on_fatal
+        self._on_idle = on_idle
         self._changed = threading.Condition()
         self._commands: deque[_Command] = deque()
         self._is_woken = False
@@ -136,21 +145,34 @@ class EngineThread:
     def _loop(self) -> None:
         has_work = False
         while self._wait(is_idle=not has_work):
-            self._run_number += 1
-            self._is_running = True
+            self._begin_run()
             self._run_commands()
             if self._is_stopping:
                 return
             has_work = self._step()
             self._is_running = False
 
+    def _begin_run(self) -> None:
+        self._run_number += 1
+        self._is_running = True
+
     def _wait(self, *, is_idle: bool) -> bool:
         """Sleep, if idle, until there is something to do; return false at the end."""
+        if is_idle and not self._has_come(IDLE_S):
+            self._begin_run()
+            self._on_idle()
+            self._is_running = False
+            while not self._has_come(_LONGEST_SLEEP_S):
+                pass
         with self._changed:
-            while is_idle and not (self._commands or self._is_woken or self._is_stopping):
-                self._changed.wait(_IDLE_WAIT_S)
             self._is_woken = False
             return not self._is_stopping
+
+    def _has_come(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: bool(self._commands) or self._is_woken or self._is_stopping, timeout_s
+            )
 
     def _run_commands(self) -> None:
         # Only what is there now: commands that submit commands must not keep the next step from coming.

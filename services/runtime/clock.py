@@ -29,6 +29,13 @@ class SystemClock:
     """Nanoseconds since 1970."""
 
 
+class ThreadClock(SystemClock):
+    """The time that the calling thread has computed: what others do on its core meanwhile is not in it."""
+
+    monotonic = staticmethod(time.thread_time)
+    """Seconds by CLOCK_THREAD_CPUTIME_ID."""
+
+
 class ManualClock:
     """A clock that moves only when it is told to."""
 
@@ -53,6 +60,7 @@ class ManualClock:
 
 
 SYSTEM_CLOCK = SystemClock()
+THREAD_CLOCK = ThreadClock()
 
 
 @dataclass(frozen=True, slots=True)

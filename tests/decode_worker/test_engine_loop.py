@@ -213,6 +213,7 @@ class Bench:
         while self.loop.step():
             pass
         self.loop.step()
+        self.loop.check_books()
 
     def advances(self, key: Hashable) -> list[Advance]:
         return [advance for report in self.reports for advance in report.advances if advance.key == key]

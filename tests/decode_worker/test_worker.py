@@ -103,11 +103,16 @@ async def test_a_resumed_request_goes_on_where_it_was(make_bench: Make, is_local
 class SteadySpeculator(Speculator):
     """On a machine whose steps all take a millisecond, so that it proposes whenever it has something."""
 
+    def __init__(self) -> None:
+        self._manual = ManualClock()
+        super().__init__(clock=self._manual)
+
     def propose(self, candidates: Any, *, speed: Any) -> Any:
         return super().propose(candidates, speed=None)
 
-    def end_step(self, num_accepted: int, time_s: float | None) -> None:
-        super().end_step(num_accepted, None if time_s is None else 1e-3)
+    def end_step(self, num_accepted: int, *, is_comparable: bool) -> None:
+        self._manual.advance(1e-3)
+        super().end_step(num_accepted, is_comparable=is_comparable)
 
 
 async def test_tokens_of_one_step_come_in_one_event(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,10 +129,10 @@ async def test_tokens_of_one_step_come_in_one_event(make_bench: Make, monkeypatc
                 break
         return SampledTokens(tuple(tokens)) if item.proposed else tokens[0]
 
-    speculator = SteadySpeculator(clock=ManualClock())
+    speculator = SteadySpeculator()
     for _ in range(PLAIN_STEPS):
         speculator.is_open(1)
-        speculator.end_step(0, 1e-3)
+        speculator.end_step(0, is_comparable=True)
     bench = make_bench(speculator=speculator)
     monkeypatch.setattr(bench.runner, "_outcome", outcome)
     gateway = bench.gateway()
@@ -372,6 +377,16 @@ async def test_a_broken_engine_answers_everything_and_ends_the_worker(make_bench
         await asyncio.wait_for(asyncio.shield(bench.worker.failed), 5)
     gateway.admit("s", [1])
     assert (await gateway.event("s", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
+
+
+async def test_wrong_books_of_an_idle_engine_end_the_worker(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.admit("r", [1] * 6, local=True)
+    await gateway.event("r", "finished")
+    bench.allocator._num_in_state[0] -= 1
+    with pytest.raises(InvariantViolated, match="page allocator"):
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 5)
 
 
 async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(make_bench: Make) -> None:

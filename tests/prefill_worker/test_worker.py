@@ -413,6 +413,16 @@ async def test_a_broken_engine_answers_everything_and_ends_the_worker(make_bench
     assert (await gateway.event("s", "refused")).code == worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE
 
 
+async def test_wrong_books_of_an_idle_engine_end_the_worker(make_bench: Make) -> None:
+    bench = make_bench()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20)
+    await gateway.event("r", "handed_off")
+    bench.allocator._num_in_state[0] -= 1
+    with pytest.raises(InvariantViolated, match="page allocator"):
+        await asyncio.wait_for(asyncio.shield(bench.worker.failed), 5)
+
+
 async def test_logprobs_travel_only_when_asked_for(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from services.engine.step import SampledToken, StepResult
 

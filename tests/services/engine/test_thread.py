@@ -19,7 +19,9 @@ class Harness:
         self.steps = 0
         self.step_error: BaseException | None = None
         self.fatal: Future[BaseException] = Future()
-        self.thread = EngineThread(self._step, on_fatal=self.fatal.set_result)
+        self.idle_at_step: list[int] = []
+        self.idle_error: BaseException | None = None
+        self.thread = EngineThread(self._step, on_fatal=self.fatal.set_result, on_idle=self._on_idle)
 
     def _step(self) -> bool:
         self.steps += 1
@@ -27,6 +29,11 @@ class Harness:
             raise self.step_error
         self.work = max(0, self.work - 1)
         return self.work > 0
+
+    def _on_idle(self) -> None:
+        self.idle_at_step.append(self.steps)
+        if self.idle_error:
+            raise self.idle_error
 
     def add_work(self, count: int) -> None:
         self.work += count
@@ -65,9 +72,8 @@ def test_steps_run_while_there_is_work_then_sleep(harness: Harness) -> None:
 
 
 def test_wake_makes_an_idle_thread_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "services.engine.thread._IDLE_WAIT_S", 10 * WAIT_S
-    )  # so that it is the wake-up that ends the sleep
+    for name in ("IDLE_S", "_LONGEST_SLEEP_S"):  # so that it is the wake-up that ends the sleep
+        monkeypatch.setattr(f"services.engine.thread.{name}", 10 * WAIT_S)
     harness = Harness()
     harness.thread.start()
     harness.thread.submit(lambda: None).result(WAIT_S)
@@ -75,6 +81,34 @@ def test_wake_makes_an_idle_thread_step(monkeypatch: pytest.MonkeyPatch) -> None
     harness.thread.wake()
     eventually(lambda: harness.steps == 2)
     harness.thread.stop(timeout_s=WAIT_S)
+
+
+def test_a_thread_that_has_had_nothing_to_do_for_a_while_is_idle_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.engine.thread.IDLE_S", 0.02)
+    monkeypatch.setattr("services.engine.thread._LONGEST_SLEEP_S", 0.01)
+    harness = Harness()
+    harness.thread.submit(lambda: harness.add_work(1000))
+    harness.thread.start()
+    eventually(lambda: harness.idle_at_step == [1000])
+    time.sleep(0.1)
+    assert harness.idle_at_step == [1000], "once, and not while there was work"
+    harness.thread.submit(lambda: None)
+    eventually(lambda: harness.idle_at_step == [1000, 1001])
+    harness.idle_error = InvariantViolated("the books are wrong")
+    harness.thread.wake()
+    assert harness.fatal.result(WAIT_S) is harness.idle_error
+    with pytest.raises(WorkerUnavailable):
+        harness.thread.submit(lambda: None).result(WAIT_S)
+
+
+def test_what_comes_soon_finds_a_thread_that_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.engine.thread.IDLE_S", 10 * WAIT_S)
+    harness = Harness()
+    harness.thread.start()
+    for _ in range(20):
+        harness.thread.submit(lambda: None).result(WAIT_S)
+    harness.thread.stop(timeout_s=WAIT_S)
+    assert not harness.idle_at_step
 
 
 def test_a_command_gets_in_between_steps_of_endless_work(harness: Harness) -> None:
