@@ -7,7 +7,7 @@ PYTEST := $(PYTHON_IN) -m pytest
 NO_GPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 # Test processes at a time. Most tests wait for sockets and processes more than they compute.
 TEST_WORKERS ?= 2
-BENCHMARKS ?= system handoff gateway engine end_to_end interference
+BENCHMARKS ?= system handoff gateway engine speculative end_to_end interference
 # What `make bench` writes, a JSON file for each benchmark; make bench HISTORY=1 also appends the ratios to the history.
 BENCH_DIR ?= build/benchmarks
 HISTORY ?=

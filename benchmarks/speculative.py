@@ -1,4 +1,4 @@
-"""Speculative decoding with the demo models: `python -m benchmarks.speculative [--json FILE]`.
+"""Speculative decoding with the demo models: `python -m benchmarks.speculative`.
 
 A decode worker's loop in this process, once without and once with each source of proposals, on the same prompts in
 turn; ratios are of tokens/s after the first token, taken within each pair. What a draft reads of a prompt is in them.
@@ -14,11 +14,11 @@ On a machine that others use, `--cpu-time` counts the process's own time of one 
 import argparse
 import contextlib
 import itertools
-import json
 import random
 import statistics
 import sysconfig
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.cluster import running_cluster
+from benchmarks.report import Ratio, add_arguments, leave
 from decode_worker.engine_loop import DecodeLoop, StepReport
 from decode_worker.scheduler import BatchScheduler
 from decode_worker.speculation import Speculator
@@ -41,6 +42,8 @@ EQUALITY_PROMPTS, EQUALITY_TOKENS, EQUALITY_BATCH = 200, 48, 32
 NUM_PAGES = 4000
 ROUNDS = 4
 MIN_GROUPS = 8
+DRAFT_AIM = 1.5
+NEVER_BELOW = 0.97
 TASKS = (
     "reads a file and returns its lines", "parses a URL", "sorts a list of names", "opens a socket",
     "writes a log message", "returns the maximum of two numbers", "copies a directory tree",
@@ -169,12 +172,11 @@ def main() -> None:
     parser.add_argument("--equal", type=int, default=EQUALITY_PROMPTS, help="greedy answers that are compared; 0: none")
     parser.add_argument("--cpu-time", action="store_true", help="count the process's own time; needs one thread")
     parser.add_argument("--system", action="store_true", help="measure whole clusters instead, with questions only")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_arguments(parser)
     arguments = parser.parse_args()
     if arguments.system:
         results = measure_systems(arguments.modes.split(","), arguments.temperatures, arguments.tokens)
-        if arguments.json:
-            arguments.json.write_text(json.dumps({"system": [*map(asdict, results)]}, indent=2) + "\n")
+        leave(arguments, "speculative", {"system": [*map(asdict, results)]}, ratios(results, {}))
         return
     torch.set_num_threads(arguments.threads)
     clock: Clock = ProcessClock() if arguments.cpu_time else SYSTEM_CLOCK
@@ -191,9 +193,23 @@ def main() -> None:
                 results += measure(
                     benches, kind, groups, batch=batch, num_tokens=arguments.tokens, temperature=temperature
                 )
-    if arguments.json:
-        figures = {"different_answers": num_different, "results": [*map(asdict, results)]}
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    figures = {"different_answers": num_different, "results": [*map(asdict, results)]}
+    leave(arguments, "speculative", figures, ratios(results, num_different))
+
+
+def ratios(results: SequenceOf[Result], num_different: Mapping[str, int]) -> dict[str, Ratio]:
+    """What travels to other machines, with the aims: those of single greedy requests in the engine."""
+    found = {f"{mode}, answers that differ": Ratio(num, 0, lower_is_better=True) for mode, num in num_different.items()}
+    for result in results:
+        if result.mode == "off":
+            continue
+        where = "a system" if result.tokens_per_step is None else f"batch {result.batch}"
+        aim = None
+        if (result.batch, result.temperature) == (1, 0.0) and result.tokens_per_step is not None:
+            aim = NEVER_BELOW if result.prompts == "random" else DRAFT_AIM if result.mode == "draft" else None
+        name = f"{result.mode} over none, {where}, {result.prompts}, temperature {result.temperature:.1f}"
+        found[name] = Ratio(result.ratio, aim)
+    return found
 
 
 def make_prompts(num: int) -> dict[str, list[list[int]]]:

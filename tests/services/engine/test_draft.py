@@ -186,3 +186,5 @@ def test_a_draft_of_another_vocabulary_is_refused(checkpoint: Callable[..., Path
         load_draft(DEMO_MODEL, parts, page_size=PAGE_SIZE, memory_bytes=1 << 20)
     loaded = load_draft(checkpoint("llama3-gqa-tied"), parts, page_size=PAGE_SIZE, memory_bytes=1 << 20)
     assert loaded.num_pages > 0
+    assert loaded.num_used_pages == 0, "what was rehearsed is forgotten"
+    loaded.check_integrity()
