@@ -51,7 +51,7 @@ def main() -> None:
     """Measure, print, and write the figures as JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="checkpoint folder (default: the demo model)")
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each pair; medians are printed")
+    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each pair; medians are printed")
     add_arguments(parser)
     arguments = parser.parse_args()
     figures: dict[str, Any] = {"model": arguments.model.name, "rounds": arguments.rounds}
