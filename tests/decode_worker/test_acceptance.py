@@ -133,6 +133,7 @@ def test_a_trial_that_loses_much_ends_early_and_one_slow_step_ends_none() -> Non
 
 
 def test_reading_is_paid_for_in_many_steps() -> None:
+    assert PLAIN_EVERY > 4 * TRIAL_STEPS - 1, "what closes before that is a loss"
     balance = compared()
     for _ in range(3 * TRIAL_STEPS):
         balance.note(4, 0, 0.004 + 0.001, read_s=0.001)
@@ -142,7 +143,7 @@ def test_reading_is_paid_for_in_many_steps() -> None:
     assert balance.is_open(), "what came of it was worth it"
 
     balance = compared()
-    for _ in range(8 * TRIAL_STEPS):
+    for _ in range(3 * TRIAL_STEPS):
         balance.note(4, 1, 0.004 + 0.004, read_s=0.004)
         if not balance.is_open():
             break

@@ -387,7 +387,7 @@ def test_a_draft_is_tried_however_fast_a_machine_is(step_s: float) -> None:
 
 def test_a_first_guess_that_was_slow_says_nothing() -> None:
     clock, step_s = ManualClock(), 1e-3
-    draft = ScriptedDraft(clock, 0.5 * step_s)
+    draft = ScriptedDraft(clock, 1.0 * step_s)
     speculator = Speculator(clock=clock, uses_ngrams=False, draft=draft)
     sequence = Sequence("a", [5, 6, 7], sampling=Sampling(max_tokens=5000, temperature=0.0))
     while not draft.num_asked:
