@@ -96,7 +96,7 @@ bench-history: install ## the last ratios beside earlier ones of the same kind o
 bench-gpu: install ## measure the engine on a CUDA device beside what the device can do (ARGS: flags of benchmarks.gpu)
 	@$(PYTHON_IN) -m benchmarks.gpu $(ARGS)
 
-demo-model: install ## train the committed demo model and its draft again; takes most of an hour
+demo-model: install ## train the committed demo model and its draft again; takes an hour and a half
 	$(PYTHON_IN) demo/train.py $(ARGS)
 
 clean: ## remove caches and build outputs

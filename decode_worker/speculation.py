@@ -112,7 +112,7 @@ class _Chain:
 
 @dataclass(eq=False, slots=True)
 class _Tried:
-    """Since when something is known by measurements."""
+    """In how many steps something was measured, and when last."""
 
     num: int = 0
     last_step: int = 0
@@ -125,8 +125,8 @@ class _Tried:
         self.num += 1
         self.last_step = step
 
-    def forget(self, step: int) -> bool:
-        """Whether the last time is so long ago that it is to be tried as if for the first time."""
+    def forget_if_old(self, step: int) -> bool:
+        """Has it tried as if for the first time, if the last time is long ago; whether it is."""
         if step - self.last_step <= TRY_AGAIN_STEPS:
             return False
         self.num, self.last_step = 0, step
@@ -182,13 +182,14 @@ class Speculator:
         balance, num_sequences = self._current
         assert balance.plain_s is not None, "the step is open"
         self._is_tried = True
-        if self._proposing.forget(self._step) or not self._proposing.is_known or speed is None:
+        self._proposing.forget_if_old(self._step)
+        if speed is None or not self._proposing.is_known:
             speed = DEFAULT_DECODE
         step_s = balance.plain_s * num_sequences
         context_tokens = sum(candidate.sequence.num_tokens for candidate in candidates)
         speed = speed.times(step_s / max(SHORTEST_S, speed.step_s(num_sequences, context_tokens)))
         self._slowness = max(SHORTEST_S, speed.step_s(1, 0)) / DEFAULT_DECODE.step_s(1, 0)
-        if self._drafting.forget(self._step):
+        if self._drafting.forget_if_old(self._step):
             self._guesses, self._reads = {}, PrefillMeter(DEFAULT_READ)
         price = Price(num_tokens=num_sequences, time_s=step_s)
         proposals: dict[Hashable, Proposal] = {}
