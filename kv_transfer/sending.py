@@ -78,7 +78,7 @@ class HandoffStats:
 
 
 class SendTransfer:
-    """One handoff, from its granted reservation to its end.
+    """One handoff, from the question for its pages to its end. Nothing is sent before they are `granted`.
 
     Pages that were sent must stay allocated and unchanged until `released`. If one is given to another use before it
     was read, the transfer fails.
@@ -92,6 +92,7 @@ class SendTransfer:
         self.released = asyncio.Event()
         """Set when nothing reads the pages any more, whatever became of the transfer."""
         self._link = link
+        self._asked: asyncio.Future[None] = loop.create_future()
         self._granted: asyncio.Future[int | TandemError] = loop.create_future()
         self._outcome: asyncio.Future[ReportCommitted | TandemError] = loop.create_future()
 
@@ -102,6 +103,16 @@ class SendTransfer:
             return None
         outcome = self._outcome.result()
         return outcome if isinstance(outcome, TandemError) else None
+
+    async def granted(self) -> None:
+        """Wait for the receiver's pages.
+
+        Raises NoFreePages or the receiver's other refusal, WorkerUnavailable, TransferFailed, DeadlineExceeded.
+        """
+        outcome = await asyncio.shield(self._granted)
+        if isinstance(outcome, TandemError):
+            raise again(outcome)
+        self.num_cached_tokens = outcome
 
     def send(self, first_page: int, page_ids: Sequence[int]) -> None:
         """Queue pages: `page_ids[0]` is page `first_page` of the sender's page table. Returns at once.
@@ -134,8 +145,12 @@ class SendTransfer:
 
     async def abort(self, error: TandemError) -> None:
         """Give the transfer up, if it has not ended; return when nothing reads its pages any more. Idempotent."""
-        self._link.abort(self.id, error)
+        self.give_up(error)
         await self.released.wait()
+
+    def give_up(self, error: TandemError) -> None:
+        """Give the transfer up, if it has not ended; its pages may still be read. Idempotent."""
+        self._link.abort(self.id, error)
 
     def _raise_if_ended(self) -> None:
         if self.error is not None:
@@ -145,11 +160,12 @@ class SendTransfer:
 
     # What follows is called by the Link.
 
-    async def _wait_granted(self) -> None:
-        outcome = await asyncio.shield(self._granted)
-        if isinstance(outcome, TandemError):
-            raise again(outcome)
-        self.num_cached_tokens = outcome
+    async def _wait_asked(self) -> None:
+        await asyncio.shield(self._asked)
+
+    def _on_asked(self) -> None:
+        if not self._asked.done():
+            self._asked.set_result(None)
 
     def _on_granted(self, num_cached_tokens: int) -> None:
         if not self._granted.done():
@@ -160,6 +176,7 @@ class SendTransfer:
             self._outcome.set_result(outcome)
         if not self._granted.done() and isinstance(outcome, TandemError):
             self._granted.set_result(outcome)
+        self._on_asked()
 
 
 class SendLinks:
@@ -219,12 +236,28 @@ class SendLinks:
     async def reserve(
         self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
     ) -> SendTransfer:
-        """Have pages set aside for `num_tokens` tokens at the receiver that listens on `address`.
+        """Have pages set aside at the receiver: `ask`, and wait until they are granted.
 
-        Those are the tokens whose KV the pages hold: a prompt's, or also those of the beginning of its answer.
+        Raises what `ask` does, and NoFreePages or the receiver's other refusal.
+        """
+        transfer = await self.ask(address, peer_incarnation, transfer_id, num_tokens=num_tokens, deadline=deadline)
+        try:
+            await transfer.granted()
+        except asyncio.CancelledError:
+            transfer.give_up(RequestCancelled("the handoff was cancelled"))
+            raise
+        return transfer
 
-        Raises NoFreePages or the receiver's other refusal, WorkerUnavailable if it cannot be reached or is not that
-        incarnation, LayoutMismatch, TransferFailed, DeadlineExceeded.
+    async def ask(
+        self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
+    ) -> SendTransfer:
+        """Ask the receiver that listens on `address` for pages for `num_tokens` tokens.
+
+        Those are the tokens whose KV the pages hold: a prompt's, or also those of the beginning of its answer. Returns
+        when the question has left this process, and so reaches the receiver whatever becomes of the process then.
+
+        Raises WorkerUnavailable if it cannot be reached or is not that incarnation, LayoutMismatch, TransferFailed,
+        DeadlineExceeded.
         """
         deadline.check()
         try:
@@ -234,7 +267,7 @@ class SendLinks:
                     link = await self._link_to(address, peer_incarnation)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while the Link was made") from None
-        return await link.reserve(transfer_id, num_tokens, deadline)
+        return await link.ask(transfer_id, num_tokens, deadline)
 
     async def close(self) -> None:
         """Fail what runs, end all Links, return when no thread of theirs is left."""
@@ -528,15 +561,15 @@ class _SendLink:
         if not self._handles:
             self.fail(WorkerUnavailable("another Link has taken its place"))
 
-    async def reserve(self, transfer_id: TransferId, num_tokens: int, deadline: Deadline) -> SendTransfer:
-        """Begin a transfer and wait for its pages."""
+    async def ask(self, transfer_id: TransferId, num_tokens: int, deadline: Deadline) -> SendTransfer:
+        """Begin a transfer; return when the receiver is sure to hear of it, or the transfer has ended."""
         at = self.now() + deadline.remaining_s()
         actions = self._machine.reserve(transfer_id, num_tokens, deadline=at, now=self.now())
         handle = SendTransfer(self, transfer_id)
         self._handles[transfer_id] = handle
         self._perform(actions)
         try:
-            await handle._wait_granted()
+            await handle._wait_asked()
         except asyncio.CancelledError:
             self.abort(transfer_id, RequestCancelled("the handoff was cancelled"))
             raise
@@ -630,6 +663,13 @@ class _SendLink:
     async def _write(self) -> None:
         async for wire in self._outbox:
             await self._opened.call.write(wire)
+            if wire.HasField("reserve"):
+                self._on_asked(TransferId(wire.reserve.id.request_id, wire.reserve.id.attempt))
+
+    def _on_asked(self, transfer_id: TransferId) -> None:
+        handle = self._handles.get(transfer_id)
+        if handle is not None:
+            handle._on_asked()
 
     def _on_task_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -9,6 +9,8 @@ Lifetimes are scopes. What an attempt holds, in the order in which it takes it, 
     a transfer, and pages at the decode worker  committed by `seal`, or else aborted by `_ended` in a task of its own,
                                                 which nobody cancels
 
+The decode worker is asked for pages before a prompt is computed, and answers while it is.
+
 Once a prompt is computed, its pages outlive the attempt for a while (`_Kept`), however that ended: should the decode
 worker die, the next attempt hands them over again and computes nothing. They are nobody's then and give way at once.
 
@@ -362,7 +364,8 @@ class PrefillWorker:
             self._queue.make_ready(attempt.spec.key)
             self._give_turns()
             await attempt.has_turn.wait()
-        attempt.transfer = await self._links.reserve(
+        # Asked before anything is computed: should the prompt kill this worker, the other one can tell whose it was.
+        transfer = attempt.transfer = await self._links.ask(
             attempt.decode_address,
             attempt.decode_incarnation,
             TransferId(*attempt.spec.key),
@@ -370,15 +373,18 @@ class PrefillWorker:
             deadline=attempt.spec.deadline,
         )
         if page_ids is not None:
-            self._send_again(attempt, attempt.transfer, page_ids)
+            await transfer.granted()
+            self._send_again(attempt, transfer, page_ids)
         else:
-            last = await self._compute(attempt, attempt.transfer)
+            prefix = await self._begin(attempt)
+            await transfer.granted()
+            last = await self._follow(attempt, transfer, prefix)
             if last.finish_reason is not None:
                 self._emit(attempt, finished_message(last.finish_reason))
                 attempt.end("finished", RequestCancelled("the first token ended the answer"))
                 return
             self._keep(attempt, last.outcome if isinstance(last.outcome, SampledToken) else None)
-        await self._seal(attempt, attempt.transfer)
+        await self._seal(attempt, transfer)
 
     # --- pages that an earlier attempt of the same request has computed ---
 
@@ -442,9 +448,8 @@ class PrefillWorker:
 
     # --- a prompt that is computed ---
 
-    async def _compute(self, attempt: _Attempt, transfer: SendTransfer) -> ComputedChunk:
-        """Has the prompt computed and its pages sent, chunk by chunk, emits the first token, returns the last chunk."""
-        prefix = await self._begin(attempt)
+    async def _follow(self, attempt: _Attempt, transfer: SendTransfer, prefix: CachedPrefix) -> ComputedChunk:
+        """Has what is computed sent, chunk by chunk, emits the first token, returns the last chunk."""
         if prefix.page_ids:
             self._send(attempt, transfer, 0, prefix.page_ids)
         while True:

@@ -22,6 +22,15 @@ class FakeTransfer:
     may_abort: asyncio.Event = field(default_factory=asyncio.Event)
     error: TandemError | None = None
     abort_reason: TandemError | None = None
+    links: "FakeLinks | None" = None
+    """Whose word is waited for."""
+
+    async def granted(self) -> None:
+        assert self.links is not None
+        await self.links.may_reserve.wait()
+        if self.links.error is not None:
+            self.may_abort.set()  # who refuses holds nothing
+            raise self.links.error
 
     def send(self, first_page: int, page_ids: Any) -> None:
         if self.error is not None:
@@ -42,30 +51,44 @@ class FakeTransfer:
 
 
 class FakeLinks:
-    """Stands for SendLinks. Reservations wait while `may_reserve` is cleared; `error` refuses them."""
+    """Stands for SendLinks.
+
+    Questions are not sent while `may_ask` is cleared, and not answered while `may_reserve` is; `ask_error` is raised
+    instead of sending them, and `error` refuses them.
+    """
 
     def __init__(self) -> None:
+        self.may_ask = asyncio.Event()
+        self.may_ask.set()
         self.may_reserve = asyncio.Event()
         self.may_reserve.set()
-        self.error: TandemError | None = None
+        self.ask_error: Exception | None = None
+        self.error: Exception | None = None
         self.holds_commits = False
         self.holds_aborts = False
         self.transfers: dict[TransferId, FakeTransfer] = {}
+        self.wanted: list[TransferId] = []
         self.asked: list[tuple[str, str, TransferId]] = []
 
-    async def reserve(
+    async def ask(
         self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
     ) -> FakeTransfer:
+        self.wanted.append(transfer_id)
+        await self.may_ask.wait()
+        if self.ask_error is not None:
+            raise self.ask_error
         self.asked.append((address, peer_incarnation, transfer_id))
-        await self.may_reserve.wait()
-        if self.error is not None:
-            raise self.error
-        transfer = FakeTransfer(transfer_id, num_tokens)
+        transfer = FakeTransfer(transfer_id, num_tokens, links=self)
         if not self.holds_commits:
             transfer.may_commit.set()
         if not self.holds_aborts:
             transfer.may_abort.set()
         self.transfers[transfer_id] = transfer
+        return transfer
+
+    async def reserve(self, *where: Any, num_tokens: int, deadline: Deadline) -> FakeTransfer:
+        transfer = await self.ask(*where, num_tokens=num_tokens, deadline=deadline)
+        await transfer.granted()
         return transfer
 
     async def close(self) -> None:

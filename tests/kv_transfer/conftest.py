@@ -122,6 +122,15 @@ class Pair:
     incarnation: str
     num_started: int = 0
 
+    async def ask(
+        self, num_tokens: int, *, request_id: str | None = None, attempt: int = 1, within_s: float = 20.0
+    ) -> SendTransfer:
+        self.num_started += 1
+        transfer_id = TransferId(request_id or f"request-{self.num_started}", attempt)
+        return await self.links.ask(
+            self.address, self.incarnation, transfer_id, num_tokens=num_tokens, deadline=Deadline.after(within_s)
+        )
+
     async def reserve(
         self, num_tokens: int, *, request_id: str | None = None, attempt: int = 1, within_s: float = 20.0
     ) -> SendTransfer:

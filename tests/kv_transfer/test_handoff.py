@@ -267,6 +267,68 @@ async def test_pages_out_of_order_are_the_callers_mistake(make_pair: PairMaker) 
     pair.assert_arrived(transfer, [1, 2, 3, 4], 64)
 
 
+# --- pages are asked for ---
+
+
+async def test_who_asks_does_not_wait_for_the_answer(make_pair: PairMaker) -> None:
+    pair = await make_pair("shm")
+    pair.target.gate("reserve")
+    transfer = await asyncio.wait_for(pair.ask(64), 5)
+    await asyncio.wait_for(pair.target.arrived["reserve"].wait(), 5)
+    with pytest.raises(TransferFailed, match="reserving"):
+        transfer.send(0, [1])
+    pair.target.gates["reserve"].set()
+    await transfer.granted()
+    transfer.send(0, [1, 2, 3, 4])
+    await transfer.seal(num_tokens=64, first_token_id=7, sampling_position=65)
+    pair.assert_arrived(transfer, [1, 2, 3, 4], 64)
+
+
+async def test_a_refusal_comes_to_who_waits_for_the_answer(make_pair: PairMaker) -> None:
+    pair = await make_pair("shm")
+    pair.target.pool_is_full = True
+    transfer = await pair.ask(64)
+    with pytest.raises(NoFreePages):
+        await transfer.granted()
+    await asyncio.wait_for(transfer.abort(CANCELLED), 5)
+    await pair.wait_all_free()
+
+
+@pytest.mark.parametrize("end", ["cancel", "link"])
+async def test_a_question_is_asked_when_it_has_left(make_pair: PairMaker, end: str) -> None:
+    pair = await make_pair("shm")
+    await (await pair.reserve(16)).abort(CANCELLED)  # the Link is made
+    link = next(iter(pair.links._links.values())).result()
+    call, is_writing = link._opened.call, asyncio.Event()
+
+    class Stalled:
+        """The other side's window is full: a write does not end."""
+
+        async def write(self, message: object) -> None:
+            is_writing.set()
+            await asyncio.Event().wait()
+
+        def cancel(self) -> None:
+            call.cancel()
+
+    object.__setattr__(link._opened, "call", Stalled())
+    asking = asyncio.create_task(pair.ask(64))
+    await is_writing.wait()
+    await asyncio.sleep(0.02)
+    assert not asking.done()
+    if end == "cancel":
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await eventually(lambda: not link._handles)
+        return
+    link.fail(WorkerUnavailable("the Link broke"))
+    transfer = await asyncio.wait_for(asking, 5)
+    with pytest.raises(WorkerUnavailable):
+        await transfer.granted()
+    await pair.assert_works()
+
+
 # --- attempts ---
 
 

@@ -34,11 +34,13 @@ class GatedRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.error: BaseException | None = None
+        self.num_begun = 0
         self.num_steps = 0
         self.closes_gate = False
         """After each step."""
 
     def run(self, plan: StepPlan) -> StepResult:
+        self.num_begun += 1
         assert self.gate.wait(20)
         if self.error is not None:
             raise self.error
@@ -203,6 +205,7 @@ async def make_bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
     yield make
     for bench in benches:
         bench.runner.gate.set()
+        bench.links.may_ask.set()
         bench.links.may_reserve.set()
         for transfer in bench.links.transfers.values():
             transfer.may_abort.set()

@@ -99,7 +99,7 @@ async def test_pages_are_not_freed_before_the_abort_is_over(make_bench: Make) ->
 
 
 @pytest.mark.parametrize("how", ["cancel", "session", "drop", "newer"])
-@pytest.mark.parametrize("phase", ["queued", "reserving", "beginning", "computing", "sealing"])
+@pytest.mark.parametrize("phase", ["queued", "asking", "reserving", "beginning", "computing", "sealing"])
 async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, how: str) -> None:
     bench = make_bench(chunk_tokens=4)
     if phase == "beginning":
@@ -113,6 +113,8 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
         bench.runner.gate.clear()
         other.prefill("first", [1] * 60)
         await other.event("first", "prefill_started")
+    if phase == "asking":
+        bench.links.may_ask.clear()
     if phase == "reserving":
         bench.links.may_reserve.clear()
     if phase == "computing":
@@ -121,8 +123,10 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
     match phase:
         case "queued":
             await bench.until(lambda: bench.worker.load().waiting == 1)
+        case "asking":
+            await bench.until(lambda: bool(bench.links.wanted))
         case "reserving":
-            await bench.until(lambda: bool(bench.links.asked))
+            await bench.until(lambda: bench.runner.num_steps == 5)
         case "beginning":  # the engine is busy and has not said yet what of the prompt it has
             await bench.until(lambda: any(a.has_begun for a in bench.worker._attempts if a.spec.key == ("r", 1)))
             assert not gateway.kinds("r")
@@ -143,6 +147,7 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
     await bench.until(lambda: bench.worker._attempts.find(AttemptKey("r", 1)) is None)
     bench.links.holds_commits = False
     bench.runner.gate.set()
+    bench.links.may_ask.set()
     bench.links.may_reserve.set()
     for transfer in bench.links.transfers.values():
         transfer.may_commit.set()
@@ -151,7 +156,7 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
     # Pages that are full stay; as much of the first one's gives way as another one needs.
     if phase == "beginning":
         await busy.event("busy", "handed_off")
-    num_computed = {"queued": 15, "reserving": 0, "beginning": 1, "computing": 1, "sealing": 5}[phase]
+    num_computed = {"queued": 15, "asking": 0, "reserving": 5, "beginning": 1, "computing": 1, "sealing": 5}[phase]
     await bench.until_free(num_cached=min(16, num_computed + 5 * (how == "newer")))
     assert not {"failed", "refused", "handed_off"} & set(gateway.kinds("r"))
 
@@ -211,11 +216,11 @@ async def test_what_is_cached_is_no_work_that_others_wait_for(make_bench: Make) 
     gateway.prefill("r", [1] * 20)
     await gateway.event("r", "handed_off")
     bench.runner.gate.clear()
-    bench.links.may_reserve.clear()
+    bench.links.may_ask.clear()
     gateway.prefill("s", [1] * 21)
     gateway.prefill("t", [2] * 22)
     await bench.until(lambda: bench.worker.load().waiting == 1)
-    bench.links.may_reserve.set()
+    bench.links.may_ask.set()
     await bench.until(lambda: bench.worker.load().running == 2)
     assert bench.worker.load().waiting_tokens == 1 + 22, "the second has its turn although the first has 21 tokens"
     bench.runner.gate.set()
@@ -241,16 +246,23 @@ async def test_a_cancel_before_the_task_began_leaves_nothing(make_bench: Make) -
         (RuntimeError("a bug"), worker_pb2.ERROR_CODE_INTERNAL),
     ],
 )
-@pytest.mark.parametrize("when", ["reserve", "seal"])
+@pytest.mark.parametrize("when", ["ask", "reserve", "seal"])
 async def test_a_failure_is_answered_and_frees_everything(
     make_bench: Make, when: str, error: Exception, code: int
 ) -> None:
     bench = make_bench()
     bench.links.holds_commits = True
+    if when == "ask":
+        bench.links.ask_error = error
     if when == "reserve":
         bench.links.error = error
+        bench.links.may_reserve.clear()
+        bench.runner.gate.clear()
     gateway = bench.gateway()
     gateway.prefill("r", [1] * 20)
+    if when == "reserve":
+        await bench.until(lambda: bench.runner.num_begun == 1)
+        bench.links.may_reserve.set()
     if when == "seal":
         await gateway.event("r", "tokens")
         transfer = next(iter(bench.links.transfers.values()))
@@ -259,7 +271,31 @@ async def test_a_failure_is_answered_and_frees_everything(
     failed = await gateway.event("r", "failed")
     assert failed.code == code
     assert "bug" not in failed.message
-    await bench.until_free(num_cached=5 if when == "seal" else 0)
+    await bench.until(lambda: not bench.worker._tasks)
+    bench.runner.gate.set()
+    # What the engine was at when the pages were refused is computed, and the rest is not.
+    await bench.until_free(num_cached={"ask": 0, "reserve": 2, "seal": 5}[when])
+
+
+async def test_a_prompt_is_computed_while_its_pages_are_waited_for(make_bench: Make) -> None:
+    bench = make_bench(chunk_tokens=8)
+    bench.links.may_ask.clear()
+    bench.links.may_reserve.clear()
+    gateway = bench.gateway()
+    gateway.prefill("r", [1] * 20)
+    await bench.until(lambda: bool(bench.links.wanted))
+    await asyncio.sleep(0.02)
+    assert not gateway.kinds("r"), "nothing is begun of which the decode worker may never hear"
+    bench.links.may_ask.set()
+    await bench.until(lambda: bench.runner.num_steps == 3)
+    await gateway.event("r", "prefill_started")
+    transfer = next(iter(bench.links.transfers.values()))
+    assert not transfer.sent
+    bench.links.may_reserve.set()
+    await gateway.event("r", "handed_off")
+    assert gateway.kinds("r") == ["prefill_started", "tokens", "handed_off"]
+    assert [len(pages) for _, pages in transfer.sent] == [2, 2, 1]
+    await bench.until_free(num_cached=5)
 
 
 async def test_a_transfer_that_breaks_stops_the_computation(make_bench: Make) -> None:
