@@ -132,15 +132,24 @@ class Line:
 class StepTargets:
     """How long a step may take, in seconds by prediction.
 
-    A prompt that arrives waits for the running step, so `shared_s` bounds what a long prompt does to short ones.
-    Short steps cost a part of the engine's time; where none as urgent came for `quiet_after_s` they may take `alone_s`.
+    A prompt that arrives waits for the rest of the running step, so short steps are good for whoever comes; each of
+    them costs what an empty one takes, so long ones are good for the prompt that is computed. Where `rate` prompts come
+    in a second, steps of `sqrt(empty_s / rate)` lose least to both together, a second of those who come counting twice:
+    the rule for the time between two checkpoints (Young, 1974). They take at least `shared_s` and at most `alone_s`.
+    `memory_s`: how long ago an arrival was that counts 1/e in the rate.
+
     Prompts that all end in the step are those that others would wait for anyway: together they may take `whole_s`.
     """
 
     shared_s: float = 0.003
     alone_s: float = 0.020
     whole_s: float = 0.008
-    quiet_after_s: float = 1.0
+    memory_s: float = 1.0
+
+    def part_s(self, empty_s: float, rate: float) -> float:
+        """For a step whose prompts do not all end in it."""
+        best_s = math.sqrt(empty_s / rate) if rate > 0 else math.inf
+        return max(min(best_s, self.alone_s), self.shared_s, STEP_OVERHEADS * empty_s)
 
 
 DEFAULT_TARGETS = StepTargets()
@@ -152,12 +161,18 @@ def stretch_s(busy_s: float, targets: StepTargets = DEFAULT_TARGETS) -> float:
 
 
 @dataclass(slots=True)
-class _Newest:
-    """The prompt of a class that came last, when, and when the one before it did."""
+class _Arrivals:
+    """How many prompts of a class have come lately, an older one counting less, and which was the newest."""
 
-    key: Hashable
+    newest: Hashable
     at_s: float
-    before_s: float
+    count: float
+    """When the newest had come; it counts 1."""
+
+    def rate(self, now_s: float, memory_s: float, *, but_newest: bool) -> float:
+        """Prompts a second."""
+        count = self.count - 1.0 if but_newest else self.count
+        return count * math.exp((self.at_s - now_s) / memory_s) / memory_s
 
 
 class ChunkScheduler:
@@ -190,7 +205,7 @@ class ChunkScheduler:
         """As of the last step."""
         self._passed_over: tuple[Hashable, int] = (None, 0)
         """The oldest prompt as of the last step, and how many steps have begun with others."""
-        self._newest: dict[int, _Newest] = {}
+        self._arrivals: dict[int, _Arrivals] = {}
         """Of each class."""
 
     def __len__(self) -> int:
@@ -215,8 +230,9 @@ class ChunkScheduler:
         self._ends[key] = num_tokens
         cost = self._cost(start, num_tokens)
         self._line.add(key, service_class=service_class, num_tokens=num_tokens - start, cost=cost)
-        newest = self._newest.get(service_class)
-        self._newest[service_class] = _Newest(key, now_s, newest.at_s if newest is not None else -math.inf)
+        before, memory_s = self._arrivals.get(service_class), self._targets.memory_s
+        count = before.rate(now_s, memory_s, but_newest=False) * memory_s if before is not None else 0.0
+        self._arrivals[service_class] = _Arrivals(key, now_s, count + 1.0)
 
     def remove(self, key: Hashable) -> None:
         """Forgets a prompt. O(1); unknown keys are ignored."""
@@ -300,16 +316,15 @@ class ChunkScheduler:
         """How long a step may take whose prompts do not all end in it."""
         if speed is None:
             return math.inf
-        targets, best = self._targets, self._line.best_class
+        best = self._line.best_class
         is_alone = self._line.num_of(best) == 1
         # Less urgent ones wait for it anyway, and one that is alone is not its own company.
-        company_s = max(
-            newest.before_s if is_alone and newest.key in self._line else newest.at_s
-            for service_class, newest in self._newest.items()
+        rate = sum(
+            arrivals.rate(now_s, self._targets.memory_s, but_newest=is_alone and arrivals.newest in self._line)
+            for service_class, arrivals in self._arrivals.items()
             if service_class <= best
         )
-        target_s = targets.alone_s if now_s - company_s >= targets.quiet_after_s else targets.shared_s
-        return max(target_s, STEP_OVERHEADS * speed.time_s(0))
+        return self._targets.part_s(speed.time_s(0), rate)
 
     def _advance(self, key: Hashable, num_tokens: int) -> Chunk:
         start, end = self._span(key)

@@ -467,36 +467,83 @@ def test_a_step_takes_no_longer_than_the_targets_say(
         assert all(c.is_last for c in chunks[1:]), "those that end do not wait for one that goes on"
 
 
-def test_steps_are_long_only_where_nobody_has_come_for_a_while() -> None:
-    speed = PrefillSpeed(0.0, 0.001)
-    s = ChunkScheduler(chunk_tokens=512, targets=StepTargets(shared_s=0.004, alone_s=0.020, quiet_after_s=1.0))
+TARGETS = StepTargets(shared_s=0.004, alone_s=0.020, memory_s=1.0)
+MS_A_TOKEN = PrefillSpeed(0.001, 0.001)
+"""An empty step takes 1 ms, so one of 20 ms has 19 tokens, one of 4 ms 3."""
+
+
+def test_steps_are_as_long_as_prompts_come_seldom() -> None:
+    s = ChunkScheduler(chunk_tokens=512, targets=TARGETS)
     s.add("long", num_tokens=1000, now_s=100.0)
-    assert s.next_step(speed=speed, now_s=100.0) == [Chunk("long", 0, 20, False)]
-    s.add("short", num_tokens=2, now_s=100.1)
-    assert s.next_step(speed=speed, now_s=100.1) == [Chunk("short", 0, 2, True)]
-    assert s.next_step(speed=speed, now_s=101.0) == [Chunk("long", 20, 4, False)]
-    assert s.next_step(speed=speed, now_s=101.2) == [Chunk("long", 24, 20, False)]
+    assert s.next_step(speed=MS_A_TOKEN, now_s=100.0) == [Chunk("long", 0, 19, False)], "nobody else has ever come"
+    for n in range(400):
+        s.add(n, num_tokens=1, now_s=100 + n / 400)
+        s.remove(n)
+    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=101.0)
+    assert chunk.num_tokens == 3, "254 in the last second, as older ones count less"
+    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=103.0)
+    assert chunk.num_tokens == 4, "34: steps of the root of 1 ms / 34, which is 5.4"
+    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=104.0)
+    assert chunk.num_tokens == 7
+    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=110.0)
+    assert chunk.num_tokens == 19
+
+
+def test_who_is_alone_is_not_its_own_company() -> None:
+    s = ChunkScheduler(chunk_tokens=512, targets=StepTargets(shared_s=0.004, alone_s=0.1, memory_s=1.0))
+    s.add("long", num_tokens=1000, now_s=100.0)
+    assert s.next_step(speed=MS_A_TOKEN, now_s=100.0) == [Chunk("long", 0, 99, False)]
+    s.add("other", num_tokens=900, now_s=100.0)
+    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=100.0)
+    assert chunk.num_tokens == pytest.approx(1000 * math.sqrt(0.001 / 2) - 1, abs=1), "two have come"
+    s.remove("other")
+    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=100.0)
+    assert chunk.num_tokens == pytest.approx(1000 * math.sqrt(0.001 / 2) - 1, abs=1), "it is alone now"
     s.remove("long")
-    s.add("next", num_tokens=1000, now_s=101.3)
-    s.remove("next")
-    s.add("another", num_tokens=1000, now_s=101.4)
-    assert s.next_step(speed=speed, now_s=101.4) == [Chunk("another", 0, 4, False)], "there was one a moment ago"
+    s.add("newest", num_tokens=900, now_s=100.0)
+    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=100.0)
+    assert chunk.num_tokens == pytest.approx(1000 * math.sqrt(0.001 / 2) - 1, abs=1), "the third, after two others"
 
 
 def test_those_who_would_wait_anyway_make_no_step_short() -> None:
-    speed = PrefillSpeed(0.0, 0.001)
-    s = ChunkScheduler(chunk_tokens=512, targets=StepTargets(shared_s=0.004, alone_s=0.020, quiet_after_s=1.0))
+    s = ChunkScheduler(chunk_tokens=512, targets=TARGETS)
     s.add("batch", num_tokens=1000, service_class=4, now_s=100.0)
-    s.add("urgent", num_tokens=50, service_class=1, now_s=100.1)
-    s.add("normal", num_tokens=50, service_class=2, now_s=100.2)
-    assert s.next_step(speed=speed, now_s=100.3) == [Chunk("urgent", 0, 20, False)]
-    s.add("second", num_tokens=1, service_class=1, now_s=100.4)
-    s.remove("second")
-    assert s.next_step(speed=speed, now_s=100.5) == [Chunk("urgent", 20, 4, False)], "one as urgent came"
+    s.add("urgent", num_tokens=50, service_class=1, now_s=100.0)
+    for n in range(100):
+        s.add(n, num_tokens=50, service_class=2, now_s=100.0)
+    assert s.next_step(speed=MS_A_TOKEN, now_s=100.0) == [Chunk("urgent", 0, 19, False)]
+    for n in range(100, 200):
+        s.add(n, num_tokens=1, service_class=1, now_s=100.1)
+        s.remove(n)
+    assert s.next_step(speed=MS_A_TOKEN, now_s=100.1) == [Chunk("urgent", 19, 3, False)], "some as urgent came"
     s.remove("urgent")
-    s.remove("normal")
-    assert s.next_step(speed=speed, now_s=100.6) == [Chunk("batch", 0, 4, False)]
-    assert s.next_step(speed=speed, now_s=101.5) == [Chunk("batch", 4, 20, False)]
+    for n in range(100):
+        s.remove(n)
+    assert s.next_step(speed=MS_A_TOKEN, now_s=100.1) == [Chunk("batch", 0, 3, False)]
+    assert s.next_step(speed=MS_A_TOKEN, now_s=106.0) == [Chunk("batch", 3, 19, False)]
+
+
+@given(
+    empty_s=st.floats(1e-5, 0.1),
+    rate=st.floats(0, 1e4),
+    more=st.floats(1.0, 100.0),
+)
+def test_a_target_keeps_within_its_bounds_and_falls_with_the_rate(empty_s: float, rate: float, more: float) -> None:
+    target_s = TARGETS.part_s(empty_s, rate)
+    assert target_s >= STEP_OVERHEADS * empty_s
+    assert TARGETS.shared_s <= target_s <= max(TARGETS.alone_s, STEP_OVERHEADS * empty_s)
+    assert TARGETS.part_s(empty_s, rate * more) <= target_s
+
+
+def test_a_target_loses_least_to_steps_and_to_those_who_come() -> None:
+    """Against every other length: what empty steps take, and the half step that each who comes waits, twice."""
+    empty_s, rate = 0.001, 25.0
+
+    def lost(step_s: float) -> float:
+        return empty_s / step_s + 2 * rate * step_s / 2
+
+    best_s = TARGETS.part_s(empty_s, rate)
+    assert all(lost(best_s) <= lost(0.0001 * n) for n in range(40, 200))
 
 
 DEMO_SPEED = PrefillSpeed(overhead_s=0.001, s_per_token=2e-5, s_per_token_squared=5e-8)
