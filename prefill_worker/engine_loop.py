@@ -23,10 +23,13 @@ from services.engine.step import (
     with_whole_prompt,
 )
 from services.runtime.clock import Clock
-from services.scheduling.chunks import DEFAULT_CLASS, Chunk, ChunkScheduler
+from services.scheduling.chunks import DEFAULT_CLASS, Chunk, ChunkScheduler, StepTargets
 from services.scheduling.copies import CopyMeter
 from services.scheduling.prediction import DEFAULT_PREFILL
 from services.scheduling.speedometer import Speedometer
+
+STEP_TARGETS = StepTargets(alone_s=0.050)
+"""Longer than a decode worker's: only prompts wait for a step here, and how many come is known."""
 
 
 class Runner(Protocol):
@@ -111,7 +114,7 @@ class PrefillLoop:
         self._page_size = page_size
         self._clock = clock
         self._on_report = on_report
-        self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens, reported_tokens=PROMPT_ROWS)
+        self._scheduler = ChunkScheduler(chunk_tokens=chunk_tokens, reported_tokens=PROMPT_ROWS, targets=STEP_TARGETS)
         self.speedometer = Speedometer()
         self._copies = CopyMeter()
         if tier is not None:
