@@ -21,6 +21,8 @@ BUSY_SHARE = 0.5
 """Prompts may stretch a step in which others decode by this part of what it takes without them."""
 STEP_OVERHEADS = 2.5
 """A step may take at least so many times what an empty one takes: most of the time is never lost to chunking."""
+LONE_STEP_OVERHEADS = 10.0
+"""And so many where hardly anybody comes: an empty step of a large model on a small machine takes half a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,8 @@ class StepTargets:
     A prompt that arrives waits for the rest of the running step, so short steps are good for whoever comes; each of
     them costs what an empty one takes, so long ones are good for the prompt that is computed. Where `rate` prompts come
     in a second, steps of `sqrt(empty_s / rate)` lose least to both together, a second of those who come counting twice:
-    the rule for the time between two checkpoints (Young, 1974). They take at least `shared_s` and at most `alone_s`.
+    the rule for the time between two checkpoints (Young, 1974). They take at least `shared_s` or `STEP_OVERHEADS` empty
+    steps, and at most `alone_s` or `LONE_STEP_OVERHEADS` of them, whichever is longer.
     `memory_s`: how long ago an arrival was that counts 1/e in the rate.
 
     Prompts that all end in the step are those that others would wait for anyway: together they may take `whole_s`.
@@ -148,8 +151,10 @@ class StepTargets:
 
     def part_s(self, empty_s: float, rate: float) -> float:
         """For a step whose prompts do not all end in it."""
+        least_s = max(self.shared_s, STEP_OVERHEADS * empty_s)
+        most_s = max(self.alone_s, LONE_STEP_OVERHEADS * empty_s)
         best_s = math.sqrt(empty_s / rate) if rate > 0 else math.inf
-        return max(min(best_s, self.alone_s), self.shared_s, STEP_OVERHEADS * empty_s)
+        return min(max(best_s, least_s), most_s)
 
 
 DEFAULT_TARGETS = StepTargets()
@@ -179,7 +184,7 @@ class ChunkScheduler:
     """Packs chunks of several prompts into one step: best class first, then least remaining work.
 
     A step has at most `chunk_tokens` tokens. Where the engine's speed is given, the step also ends in time by
-    prediction: within the targets, or `STEP_OVERHEADS` empty steps where that is longer. And a prompt that will not end
+    prediction: within the targets. And a prompt that will not end
     does not ride with those that do, because they would wait for its tokens. Without a speed, a step is as full as the
     work allows.
 

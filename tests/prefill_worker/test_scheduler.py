@@ -11,7 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prefill_worker.scheduler import PromptQueue, PromptSize
 from services.runtime.errors import Overloaded
-from services.scheduling.chunks import BUSY_SHARE, OLDEST_EVERY, STEP_OVERHEADS, Chunk, ChunkScheduler, StepTargets
+from services.scheduling.chunks import (
+    BUSY_SHARE,
+    LONE_STEP_OVERHEADS,
+    OLDEST_EVERY,
+    STEP_OVERHEADS,
+    Chunk,
+    ChunkScheduler,
+    StepTargets,
+)
 from services.scheduling.prediction import PrefillSpeed
 
 BATCH, NORMAL, INTERACTIVE = 4, 2, 1
@@ -455,6 +463,9 @@ def test_a_step_takes_no_longer_than_the_targets_say(
     """By prediction, and but for a single token, which is always computed."""
     speed = PrefillSpeed(overhead_s, s_per_token, s_per_token_squared)
     s = ChunkScheduler(chunk_tokens=chunk_tokens, targets=StepTargets(shared_s=0.004, alone_s=0.004, whole_s=0.008))
+    for key in range(50):  # so many have come that steps are as short as they may be
+        s.add(("gone", key), num_tokens=1, service_class=0)
+        s.remove(("gone", key))
     for key, (_, num_tokens, service_class) in enumerate(prompts):
         s.add(key, num_tokens=num_tokens, service_class=service_class)
     whole_s = max(0.008, STEP_OVERHEADS * overhead_s)
@@ -531,8 +542,15 @@ def test_those_who_would_wait_anyway_make_no_step_short() -> None:
 def test_a_target_keeps_within_its_bounds_and_falls_with_the_rate(empty_s: float, rate: float, more: float) -> None:
     target_s = TARGETS.part_s(empty_s, rate)
     assert target_s >= STEP_OVERHEADS * empty_s
-    assert TARGETS.shared_s <= target_s <= max(TARGETS.alone_s, STEP_OVERHEADS * empty_s)
+    assert TARGETS.shared_s <= target_s <= max(TARGETS.alone_s, LONE_STEP_OVERHEADS * empty_s)
     assert TARGETS.part_s(empty_s, rate * more) <= target_s
+
+
+def test_a_slow_engine_that_has_one_prompt_computes_most_of_the_time() -> None:
+    s = ChunkScheduler(chunk_tokens=512)
+    s.add("long", num_tokens=1000, now_s=0.0)
+    (chunk,) = s.next_step(speed=PrefillSpeed(0.5, 0.1), now_s=0.0)
+    assert chunk.num_tokens == pytest.approx(45, abs=1), "5 s, of which an empty step takes 0.5"
 
 
 def test_a_target_loses_least_to_steps_and_to_those_who_come() -> None:
