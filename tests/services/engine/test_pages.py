@@ -1,3 +1,7 @@
+import mmap
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
@@ -11,6 +15,7 @@ from services.engine.pages import (
     PageLayout,
     PageLease,
     PagePool,
+    host_zeros,
     num_pages_for,
 )
 from services.runtime.errors import InvariantViolated, NoFreePages
@@ -640,3 +645,17 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestAllocatorMachine = AllocatorMachine.TestCase
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no such advice")
+def test_a_pool_is_given_its_memory_in_large_pieces() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("the kernel has no huge pages")
+    pool = host_zeros((4 << 20,), torch.float32)
+    flags = ""
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]:
+        start, end = (int(bound, 16) for bound in mapping.split(None, 1)[0].split("-"))
+        if start <= pool.data_ptr() < end:
+            flags = mapping[mapping.index("VmFlags:") :]
+    assert " hg" in flags
+    assert not pool.any()
