@@ -1,6 +1,7 @@
 """The other worker of a handoff, as a process of its own that a test may kill.
 
-`receiver` serves Links and tells what was committed; `sender` hands over for ever. What it tells goes through a pipe.
+`receiver` serves Links and tells what was committed; `sender` hands over for ever; `asker` asks for pages and kills
+itself. What it tells goes through a pipe.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import hashlib
 import os
 import secrets
+import signal
 from multiprocessing.connection import Connection
 
 import torch
@@ -76,13 +78,28 @@ async def receive(pipe: Connection, settings: dict[str, str], pool: PagePool) ->
     await asyncio.Event().wait()
 
 
-async def send(pipe: Connection, settings: dict[str, str], pool: PagePool) -> None:
-    links = SendLinks(
+def make_links(settings: dict[str, str], pool: PagePool) -> SendLinks:
+    return SendLinks(
         identity=LinkIdentity("prefill-0", secrets.token_hex(16), "f" * 32, True),
         pool=pool,
         generations=PageAllocator(pool.num_pages),
         transports=(settings["transport"].partition("@")[0],),
     )
+
+
+async def ask_and_die(pipe: Connection, settings: dict[str, str], pool: PagePool) -> None:
+    await make_links(settings, pool).ask(
+        settings["address"],
+        settings["incarnation"],
+        TransferId(settings["request_id"], 1),
+        num_tokens=16,
+        deadline=Deadline.after(60),
+    )
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def send(pipe: Connection, settings: dict[str, str], pool: PagePool) -> None:
+    links = make_links(settings, pool)
     pipe.send({"event": "ready"})
     num_pages = pool.num_pages
     num_tokens = num_pages * pool.layout.page_size
@@ -114,4 +131,5 @@ def main(pipe: Connection, settings: dict[str, str]) -> None:
         models.install(name)
     pool = PagePool(layout, 64, device=device or "cpu")
     pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(3)))
-    asyncio.run((receive if settings["role"] == "receiver" else send)(pipe, settings, pool))
+    roles = {"receiver": receive, "sender": send, "asker": ask_and_die}
+    asyncio.run(roles[settings["role"]](pipe, settings, pool))

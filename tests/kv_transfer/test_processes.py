@@ -23,7 +23,7 @@ import torch
 from kv_transfer.link import LinkIdentity
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import TransferId
-from kv_transfer.receiving import LinkReceiver, RingConfig
+from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
 from kv_transfer.sending import SendLinks
 from services.engine.pages import PageAllocator, PagePool
 from services.runtime.clock import Deadline
@@ -47,6 +47,10 @@ class Peer:
     async def told(self, event: str) -> dict[str, Any]:
         """Return the next thing of this kind that it tells, skipping others."""
         return await asyncio.to_thread(self._told, event)
+
+    async def ended(self) -> None:
+        await asyncio.to_thread(self._process.join, 60)
+        assert self._process.exitcode == -signal.SIGKILL
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         assert self._process.pid is not None
@@ -203,6 +207,31 @@ async def test_the_death_of_the_sender_frees_the_receivers_pages(
         await eventually(lambda: not receiver._links)
     target.released.clear()  # errors, too
     await eventually(lambda: not _traces() - before)
+
+
+async def test_who_has_asked_for_pages_was_heard_whatever_happens_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a prompt that kills its worker at once is recognized by."""
+    target = Target(make_pool(seed=2))
+    own = LinkIdentity("decode-0", "1" * 32, FINGERPRINT, True)
+    heard: list[str] = []
+    reserve_pages = target.reserve
+
+    async def note(transfer_id: TransferId, num_tokens: int) -> Reserved:
+        heard.append(transfer_id.request_id)
+        return await reserve_pages(transfer_id, num_tokens)
+
+    monkeypatch.setattr(target, "reserve", note)
+    receiver = LinkReceiver(
+        identity=own, pool=target.pool, generations=target.allocator, target=target, transports=("shm",)
+    )
+    async with serving(receiver) as address:
+        for number in range(8):
+            settings = {"address": address, "incarnation": own.incarnation, "request_id": f"request-{number}"}
+            async with peer(role="asker", transport="shm", page_size=16, **settings) as asker:
+                await asker.ended()
+            await eventually(lambda number=number: len(heard) > number)  # type: ignore[misc]
+        assert heard == [f"request-{number}" for number in range(8)]
+        await eventually(lambda: not target.held and receiver.num_transfers == 0)
 
 
 @pytest.mark.parametrize(("transport", "frozen"), [("shm", "sender"), ("tcp", "receiver")])
