@@ -213,11 +213,11 @@ async def test_who_has_asked_for_pages_was_heard_whatever_happens_next(monkeypat
     """What a prompt that kills its worker at once is recognized by."""
     target = Target(make_pool(seed=2))
     own = LinkIdentity("decode-0", "1" * 32, FINGERPRINT, True)
-    heard: list[str] = []
+    heard: asyncio.Queue[str] = asyncio.Queue()
     reserve_pages = target.reserve
 
     async def note(transfer_id: TransferId, num_tokens: int) -> Reserved:
-        heard.append(transfer_id.request_id)
+        heard.put_nowait(transfer_id.request_id)
         return await reserve_pages(transfer_id, num_tokens)
 
     monkeypatch.setattr(target, "reserve", note)
@@ -229,8 +229,8 @@ async def test_who_has_asked_for_pages_was_heard_whatever_happens_next(monkeypat
             settings = {"address": address, "incarnation": own.incarnation, "request_id": f"request-{number}"}
             async with peer(role="asker", transport="shm", page_size=16, **settings) as asker:
                 await asker.ended()
-            await eventually(lambda number=number: len(heard) > number)  # type: ignore[misc]
-        assert heard == [f"request-{number}" for number in range(8)]
+            assert await asyncio.wait_for(heard.get(), 8) == f"request-{number}"
+        assert heard.empty()
         await eventually(lambda: not target.held and receiver.num_transfers == 0)
 
 
