@@ -30,6 +30,8 @@ from services.scheduling.speedometer import Speedometer
 
 STEP_TARGETS = StepTargets(alone_s=0.050)
 """Longer than a decode worker's: only prompts wait for a step here, and how many come is known."""
+UNMEASURED_TOKENS = 128
+"""A step has at most so many while nobody knows how long it takes: a whole prompt takes minutes on a slow machine."""
 
 
 class Runner(Protocol):
@@ -199,7 +201,10 @@ class PrefillLoop:
     def step(self) -> bool:
         """Schedule, run, apply, report. Returns whether there is more to compute."""
         start_s = self._clock.monotonic()
-        chunks = self._scheduler.next_step(speed=self.speedometer.prefill or DEFAULT_PREFILL, now_s=start_s)
+        speed = self.speedometer.prefill
+        chunks = self._scheduler.next_step(
+            speed=speed or DEFAULT_PREFILL, now_s=start_s, max_tokens=UNMEASURED_TOKENS if speed is None else None
+        )
         if not chunks:
             self._report_pages()
             return False

@@ -99,6 +99,19 @@ def test_complete_pages_are_named_once_and_the_partial_one_comes_last() -> None:
     assert chunks[-1].outcome == SampledToken(sum(range(15)))
 
 
+def test_steps_are_small_until_their_time_is_known_and_then_50_ms_for_a_lone_prompt() -> None:
+    bench = Bench(num_pages=300, chunk_tokens=512)
+    bench.begin("a", [1] * 1000)
+    bench.loop.step()
+    bench.loop.step()
+    assert [c.num_tokens for c in bench.chunks("a")] == [128, 128], "by the default speed they would have 512"
+    speed = PrefillSpeed(0.002, 0.0002)
+    for n in range(200):
+        bench.loop.speedometer.observe_step([(0, 50 + n)], speed.time_s(50 + n), float(n))
+    bench.loop.step()
+    assert bench.chunks("a")[2].num_tokens == pytest.approx((0.050 - 0.002) / 0.0002, rel=0.1)
+
+
 def test_emitted_tokens_are_not_computed_and_nothing_is_sampled() -> None:
     bench = Bench()
     bench.begin("a", [1, 2, 3], emitted=[4, 5])
