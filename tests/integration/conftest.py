@@ -192,7 +192,9 @@ class Answer:
     num_cached_tokens: int = 0
     """Of its PrefillStarted."""
     num_paused_tokens: int | None = None
-    """Of its Paused."""
+    """Of its Paused, while it is paused."""
+    is_at_prefill: bool = False
+    """A prefill worker has its prompt, and may still say something of it."""
     error: worker_pb2.Failed | worker_pb2.Refused | None = None
     """What was said last; by each worker: `errors`, by role."""
     errors: dict[str, worker_pb2.Failed | worker_pb2.Refused] = field(default_factory=dict)
@@ -206,8 +208,17 @@ class Answer:
         return [self.tokens[index] for index in sorted(self.tokens)]
 
     async def until(self, *kinds: str) -> None:
-        """Waits until an event of one of the kinds has come. Raises TimeoutError."""
-        await self._until(lambda: bool(set(kinds) & set(self.events)))
+        """Waits until an event of one of the kinds has come. Raises TimeoutError.
+
+        The decode worker's "paused" and "finished" count once the prefill worker's part is over: the first token is in
+        it, and may come later than the others.
+        """
+
+        def is_there() -> bool:
+            seen = set(kinds) & set(self.events)
+            return bool(seen - {"paused", "finished"}) or (bool(seen) and not self.is_at_prefill)
+
+        await self._until(is_there)
 
     async def until_error_of(self, role: str) -> None:
         """Waits until that worker has said that the attempt failed. Raises TimeoutError."""
@@ -224,7 +235,10 @@ class Answer:
         kind = event.WhichOneof("event") or ""
         kind = "moved" if (kind, role) == ("handed_off", "decode") else kind
         self.events.append(kind)
+        if role == "prefill" and kind in ("handed_off", "finished", "failed", "refused"):
+            self.is_at_prefill = False
         if kind == "tokens":
+            assert role == "prefill" or self.num_paused_tokens is None, "a paused attempt has tokens"
             for offset, token_id in enumerate(event.tokens.token_ids):
                 index = event.tokens.first_index + offset
                 assert index not in self.tokens, f"token {index} came twice"
@@ -283,11 +297,13 @@ class WorkerSession:
             self.error = error
         except asyncio.CancelledError:
             pass
+        if self.role == "prefill":
+            self._gateway.prefill_is_gone()
 
     async def drop(self) -> None:
-        """Breaks the stream as a gateway that dies does."""
+        """Breaks the stream as a gateway that dies does. Raises what reading it found wrong."""
         self._call.cancel()
-        await asyncio.wait((self._reader,))
+        await self._reader
         await self._channel.close()
 
 
@@ -331,6 +347,11 @@ class ScriptedGateway:
         if answer is not None:
             answer.take(event, role)
 
+    def prefill_is_gone(self) -> None:
+        for answer in self.answers.values():
+            answer.is_at_prefill = False
+            answer.changed.set()
+
     async def begin(
         self,
         request_id: str,
@@ -372,6 +393,7 @@ class ScriptedGateway:
         if answer.error is None and not local and not from_decode:
             assert self.prefill is not None
             address, incarnation = self._decode_peers[decode]
+            answer.is_at_prefill = True
             message = worker_pb2.Prefill(sequence=spec, decode_address=address, decode_incarnation=incarnation)
             await self.prefill.send(prefill=message)
         return answer
@@ -391,6 +413,7 @@ class ScriptedGateway:
 
     async def unpause(self, answer: Answer) -> None:
         """Has a paused attempt go on."""
+        answer.num_paused_tokens = None
         attempt_id = worker_pb2.AttemptId(request_id=answer.request_id, attempt=answer.attempt)
         await self.decodes[answer.decode].send(unpause=worker_pb2.Unpause(id=attempt_id))
 
