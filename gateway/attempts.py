@@ -509,6 +509,8 @@ class Attempt:
             self._finish(event)
         elif isinstance(event, Refused):
             self._use_next_prefill(event.error)
+            assert self.prefill is not None
+            self.watch.prompt_refused(self.prefill.peer.worker_id)
         elif isinstance(event, Failed):
             if not self._is_decoding:
                 self._is_at_prefill = False

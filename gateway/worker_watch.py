@@ -207,6 +207,15 @@ class AttemptWatch:
         probe = 0 if worker_id == self._decode_id else self._probes.pop(worker_id, 0)
         self._prompt = self._begin(worker_id, expected_s, probe)
 
+    def prompt_refused(self, next_id: str) -> None:
+        """The worker did not take the prompt, and nothing is expected of it; the next one computes it."""
+        prompt, self._prompt = self._prompt, None
+        if prompt is not None:
+            self._stages.remove(prompt)
+            self._watch.dropped(prompt)
+            self.sent(next_id, prompt.expected_s)
+            self.prompt_sent(next_id, prompt.expected_s)
+
     def note_prompt_done(self) -> None:
         """The prompt is computed, wherever that was: the decode worker has its turn."""
         prompt, self._prompt = self._prompt, None

@@ -29,8 +29,8 @@ HANDED_OFF = HandedOff(1, 1, 0.0, "none")
 class Session:
     """Stands for a worker's session: remembers what it was told."""
 
-    def __init__(self):
-        self.peer = Peer(worker_id="w", incarnation="0" * 32, address="h:1")
+    def __init__(self, worker_id="w"):
+        self.peer = Peer(worker_id=worker_id, incarnation="0" * 32, address="h:1")
         self.sent, self.cancelled, self.is_open = [], 0, False
         self.load = Load()
 
@@ -175,13 +175,16 @@ async def test_lack_of_room_on_the_way_is_no_failure():
 
 async def test_refused_prefill_uses_the_next_and_then_gives_up():
     scene = Scene()
-    second = Session()
+    second = Session("second")
     scene.attempt._is_at_decode = True
     scene.attempt.start_prefill([scene.prefill, second])
+    asked = []
+    scene.attempt.watch.prompt_refused = asked.append
     scene.tell(scene.prefill, Refused(NoFreePages("full")))
     scene.tell(second, tokens(0, 10))
     assert (await scene.attempt.next_arrived()).token_ids == [10]
     assert second.sent == ["prefill"]
+    assert asked == ["second"], "who computes it now is watched"
     third = Scene()
     third.attempt.start_prefill([third.prefill])
     third.tell(third.prefill, Refused(NoFreePages("full")))

@@ -116,6 +116,35 @@ def test_a_silent_worker_is_left_alone():
     attempt.end()
 
 
+def test_who_refuses_a_prompt_is_not_waited_for():
+    clock = Clock()
+    watch = WorkerWatch(clock)
+    attempt = AttemptWatch(watch, "decode", token_s=0.01)
+    attempt.prompt_sent("a", 0.1)
+    attempt.prompt_refused("b")
+    clock.now_s += 1.0
+    assert list(watch.usable(GROUP)) == ["a"], "silent is who has it now"
+    attempt.note_prompt_done()
+    attempt.end()
+
+
+def test_a_probe_that_is_refused_says_nothing():
+    clock = Clock()
+    watch = WorkerWatch(clock)
+    for _ in range(3):
+        watch.failed("a", [])
+    clock.now_s += 1.5
+    attempt = AttemptWatch(watch, "decode", token_s=0.01)
+    attempt.sent("a", 0.1)
+    attempt.prompt_sent("a", 0.1)
+    assert watch.circuit("a") == "half_open"
+    attempt.prompt_refused("b")
+    attempt.note_prompt_done()
+    attempt.end()
+    assert watch.circuit("a") == "open"
+    assert watch.due_for_probe(GROUP) == ["a"]
+
+
 @pytest.fixture
 async def two_by_two(make_system, worker_type, pair_type):
     """Two pairs of workers; `delays` says how long each waits before it does what it is asked."""
