@@ -1,9 +1,10 @@
 # Every command a developer needs; `make help` explains them. Nothing but Python 3.11 or newer has to be there beforehand.
 .DEFAULT_GOAL := help
 SHELL := bash
+# make bench-gpu PYTHON_IN=python3: with an interpreter that has the packages already, and nothing is installed.
 PYTHON_IN := .venv/bin/python
 PYTEST := $(PYTHON_IN) -m pytest
-# These tests are the same on every machine: `make test-gpu` has those for a GPU.
+# What has this before it is the same on every machine: `make test-gpu` and `make bench-gpu` are for a GPU.
 NO_GPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 # Test processes at a time. Most tests wait for sockets and processes more than they compute.
 TEST_WORKERS ?= 2
@@ -23,7 +24,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: ## make .venv with everything; does nothing the second time
-	@tools/install.sh
+	@$(if $(filter command%,$(origin PYTHON_IN)),:,tools/install.sh)
 
 run: install ## serve the demo model on this machine: gateway, 1 prefill and 1 decode worker (ARGS: flags of tandem up)
 	@exec $(PYTHON_IN) -m services.cli.main up $(ARGS)
@@ -41,10 +42,10 @@ test-all: install ## all tests, the slow sweeps and all random examples too
 	$(NO_GPU) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu" $(ARGS)
 
 test-faults: install ## kill, freeze, cut off, corrupt, and compare every answer (ARGS: cases and flags; --help lists them)
-	@exec $(PYTHON_IN) -m tests.faults.run $(ARGS)
+	@$(NO_GPU) exec $(PYTHON_IN) -m tests.faults.run $(ARGS)
 
 fuzz: install ## 100,000 requests of nonsense over HTTP and as many over gRPC (ARGS: flags; --help lists them)
-	@exec $(PYTHON_IN) -m tests.fuzz.run $(ARGS)
+	@$(NO_GPU) exec $(PYTHON_IN) -m tests.fuzz.run $(ARGS)
 
 test-mutants: install ## take each check of the handoff's receiver out and see that a test fails (ARGS: names)
 	@exec $(PYTHON_IN) tools/mutate_receiver.py $(ARGS)
@@ -53,7 +54,7 @@ check-model: install ## the handoff as a model, with its fences and without each
 	@exec $(PYTHON_IN) tools/check_model.py $(ARGS)
 
 test-gpu: install ## the tests that need a CUDA device
-	$(PYTEST) -q -n 0 -m gpu $(ARGS)
+	TRITON_INTERPRET=0 $(PYTEST) -q -n 0 -m gpu $(ARGS)
 
 check: install ## everything that CI checks: format, lint, types, imports, protos, tests
 	@.ci/run
@@ -87,7 +88,7 @@ proto-release: install ## part of a release: from now on its public protos are t
 bench: install ## measure, with ratios to what is possible (BENCHMARKS: which, ARGS: their flags, HISTORY=1: keep the ratios)
 	@mkdir -p $(BENCH_DIR); set -e; for name in $(BENCHMARKS); do \
 		echo "== $$name"; \
-		$(PYTHON_IN) -m benchmarks.$$name --json $(BENCH_DIR)/$$name.json $(if $(HISTORY),--history) $(ARGS); \
+		$(NO_GPU) $(PYTHON_IN) -m benchmarks.$$name --json $(BENCH_DIR)/$$name.json $(if $(HISTORY),--history) $(ARGS); \
 	done
 
 bench-history: install ## the last ratios beside earlier ones of the same kind of machine; fails where one became worse

@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -96,6 +97,10 @@ class Limits:
     bytes_per_s: float
     operations_per_s: float
 
+    def __str__(self) -> str:
+        rates = f"copies {self.bytes_per_s / 1e12:.2f} TB/s, multiplies {self.operations_per_s / 1e12:.0f} TFLOP/s"
+        return f"{self.device}: {rates}"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -150,37 +155,49 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(shape.name for shape in SHAPES), help="which shapes")
     parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file, after each model")
+    parser.add_argument("--role", choices=("run", "limits"), default="run", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device, and torch sees none here", file=sys.stderr)
         return 1
-    forbid_split_k()  # as where models are served
     work = Work(torch.device("cuda"), repetitions=arguments.repetitions)
-    limits = measure_limits(work)
-    results = []
+    if arguments.role == "limits":
+        print(json.dumps(asdict(measure_limits(work))))
+        return 0
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    limits = limits_of_another_process(arguments.repetitions)
+    print(limits, flush=True)
+    forbid_split_k()  # as where models are served
+    results: list[Result] = []
     for shape in SHAPES:
         if shape.name in arguments.models.split(","):
             results += measure(shape, limits, work)
             torch.cuda.empty_cache()
-    if arguments.json:
-        versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
-        figures = {"versions": versions, "limits": asdict(limits), "results": [*map(asdict, results)]}
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+            if arguments.json:
+                versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+                figures = {"versions": versions, "limits": asdict(limits), "results": [*map(asdict, results)]}
+                arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 
 
+def limits_of_another_process(repetitions: int) -> Limits:
+    """The device's own rates with the libraries' own settings, which this process's models do without."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--role", "limits", "--repetitions", str(repetitions)]
+    measured = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return Limits(**json.loads(measured))
+
+
 def measure_limits(work: Work) -> Limits:
-    """The device's own rates, printed."""
+    """The device's own rates."""
     pair = torch.ones(2, work.copy_bytes, dtype=torch.uint8, device=work.device)
     bytes_per_s = 2 * work.copy_bytes / work.seconds(lambda: pair[0].copy_(pair[1]))
     size = work.matrix_size
     left, right = (torch.randn(size, size, device=work.device, dtype=DTYPE) for _ in range(2))
     operations_per_s = 2 * size**3 / work.seconds(lambda: left @ right)
     name = torch.cuda.get_device_name(work.device) if work.device.type == "cuda" else "cpu"
-    limits = Limits(name, bytes_per_s, operations_per_s)
-    print(f"{name}: copies {bytes_per_s / 1e12:.2f} TB/s, multiplies {operations_per_s / 1e12:.0f} TFLOP/s", flush=True)
-    return limits
+    return Limits(name, bytes_per_s, operations_per_s)
 
 
 @torch.inference_mode()

@@ -27,9 +27,9 @@ _MASK = 2**64 - 1
 class DevicePages:
     """The pages of a pool, for one thread at a time; `mark` may come from any.
 
-    Works on a stream of its own, beside what the engine computes. What the engine launched before a `mark` is waited
-    for, so a mark is taken when pages are meant: the engine launches on the device's default stream, or has waited
-    for what it launched.
+    Works on a stream of its own, beside what the engine computes. Pages whose content an engine has reported are
+    complete, as it has waited for them. Who writes to pages waits for a `mark`: what was launched before it may still
+    read them, on the device's default stream.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -65,9 +65,9 @@ class DevicePages:
                 # After an error too: what was launched may touch memory that is unmapped because of it.
                 self._stream.synchronize()
 
-    def gather(self, page_ids: Sequence[int], target: torch.Tensor, after: torch.cuda.Event | None) -> bytes:
+    def gather(self, page_ids: Sequence[int], target: torch.Tensor) -> bytes:
         """Copy pages into uint8 [P * page_bytes] of the same device; return their digest when they are there."""
-        with self.working(after):
+        with self.working(None):
             rows = torch.tensor(page_ids, dtype=torch.int64).to(self._device, non_blocking=True)
             words = target.view(torch.int64)
             if self._is_cuda:

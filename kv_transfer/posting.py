@@ -24,7 +24,6 @@ from kv_transfer.transports.base import ChannelBroken, DeviceSendChannel, SendCh
 from services.runtime.errors import InvariantViolated, TandemError
 
 _Generations: TypeAlias = tuple[int, ...]
-_Mark: TypeAlias = torch.cuda.Event | None
 _log = logging.getLogger(__name__)
 
 
@@ -63,7 +62,7 @@ class ChunkPoster:
         self._on_stale = on_stale
         self._on_broken = on_broken
         self._on_ended = on_ended
-        self._queue: queue.SimpleQueue[tuple[PostChunk, _Generations, _Mark] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[PostChunk, _Generations] | None] = queue.SimpleQueue()
         # Written by the event loop, read here; a set's membership is one step of the interpreter.
         self._skipped: set[TransferId] = set()
         self._is_broken = False
@@ -72,8 +71,7 @@ class ChunkPoster:
 
     def submit(self, chunk: PostChunk, generations: _Generations) -> None:
         """Queue a chunk, whose pages were in these generations when they were meant."""
-        mark = self._device_pages.mark() if self._device_pages is not None else None
-        self._queue.put((chunk, generations, mark))
+        self._queue.put((chunk, generations))
 
     def skip(self, transfer_id: TransferId) -> None:
         """Leave out what was not posted yet of this transfer."""
@@ -98,10 +96,10 @@ class ChunkPoster:
             self._channel.close()
             self._on_ended()
 
-    def _answer_for(self, chunk: PostChunk, generations: _Generations, mark: _Mark) -> None:
+    def _answer_for(self, chunk: PostChunk, generations: _Generations) -> None:
         answer: Callable[[], None] = partial(self._on_skipped, chunk)
         try:
-            answer = self._post(chunk, generations, mark)
+            answer = self._post(chunk, generations)
         except ChannelBroken as error:
             self._break(error)
         except Exception:  # noqa: BLE001 - the thread's root: a chunk that is never answered would hold its pages
@@ -122,7 +120,7 @@ class ChunkPoster:
             self._is_broken = True
             self._on_broken(error)
 
-    def _post(self, chunk: PostChunk, generations: _Generations, mark: _Mark) -> Callable[[], None]:
+    def _post(self, chunk: PostChunk, generations: _Generations) -> Callable[[], None]:
         """Post a chunk frame by frame, to its end or until it need not go on; return the answer for it."""
         digests = []
         for offset in range(0, len(chunk.page_ids), self._frame_pages):
@@ -133,7 +131,7 @@ class ChunkPoster:
                 return partial(self._on_skipped, chunk)
             end = offset + self._frame_pages
             page_ids = chunk.page_ids[offset:end]
-            digest = self._post_frame(chunk.first_seq + offset // self._frame_pages, page_ids, mark)
+            digest = self._post_frame(chunk.first_seq + offset // self._frame_pages, page_ids)
             # Only now: they must have been the same pages up to the last byte that was read.
             if self._generations.generations(page_ids) != generations[offset:end]:
                 if end < len(chunk.page_ids):
@@ -142,10 +140,10 @@ class ChunkPoster:
             digests.append(digest)
         return partial(self._on_posted, chunk, chain_digest(digests))
 
-    def _post_frame(self, seq: int, page_ids: Sequence[int], mark: _Mark) -> bytes:
+    def _post_frame(self, seq: int, page_ids: Sequence[int]) -> bytes:
         """Post pages as one frame; return the digest of what was read."""
         if isinstance(self._channel, DeviceSendChannel):
-            return self._post_device_frame(self._channel, seq, page_ids, mark)
+            return self._post_device_frame(self._channel, seq, page_ids)
         pieces = self._reader.pieces(page_ids)
         state = xxhash.xxh3_128()
         for piece in pieces:
@@ -154,14 +152,14 @@ class ChunkPoster:
         self._channel.post(seq, digest, pieces, timeout_s=self._stall_s)
         return digest
 
-    def _post_device_frame(self, channel: DeviceSendChannel, seq: int, page_ids: Sequence[int], mark: _Mark) -> bytes:
+    def _post_device_frame(self, channel: DeviceSendChannel, seq: int, page_ids: Sequence[int]) -> bytes:
         pages, digest = self._device_pages, b""
         if pages is None:
             raise InvariantViolated("a device channel needs device pages")
 
         def fill(target: torch.Tensor) -> bytes:
             nonlocal digest
-            digest = pages.gather(page_ids, target, mark)
+            digest = pages.gather(page_ids, target)
             return digest
 
         channel.post(seq, len(page_ids) * pages.page_bytes, fill, timeout_s=self._stall_s)

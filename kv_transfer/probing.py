@@ -10,9 +10,10 @@ Knows the channels and the messages of the Link's `Probe`, and neither pages nor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -169,13 +170,14 @@ def post_round(channel: AnySendChannel, ring: RingSpec, first_seq: int) -> None:
     """Post one round of frames. Raises ChannelBroken."""
     num_bytes = frame_bytes(ring)
     source: torch.Tensor | None = None
+    stream = _Stream()
 
     def fill(target: torch.Tensor) -> bytes:
         nonlocal source
-        if source is None:
-            source = torch.zeros_like(target)
-        target.copy_(source)
-        _await_device(target)
+        with stream.of(target):
+            if source is None:
+                source = torch.zeros_like(target)
+            target.copy_(source)
         return bytes(DIGEST_BYTES)
 
     buffer = np.zeros(num_bytes, dtype=np.uint8)
@@ -190,13 +192,14 @@ def take_rounds(channel: AnyReceiveChannel, ring: RingSpec, on_round: Callable[[
     """Copy frames out of the ring until the sender ends the channel or goes silent; tell of each round. Closes it."""
     try:
         copy: torch.Tensor | np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+        stream = _Stream()
         num_taken = num_bytes = 0
         first_s = STALL_S + max(OPENING_S.values())
         while (frame := channel.poll(timeout_s=STALL_S if num_taken else first_s)) is not None:
             if isinstance(frame, DeviceFrame):
-                copy = torch.empty_like(frame.data) if not isinstance(copy, torch.Tensor) else copy
-                copy[: frame.num_bytes].copy_(frame.data)
-                _await_device(copy)
+                with stream.of(frame.data):
+                    copy = torch.empty_like(frame.data) if not isinstance(copy, torch.Tensor) else copy
+                    copy[: frame.num_bytes].copy_(frame.data)
             else:
                 copy = np.empty(frame_bytes(ring), dtype=np.uint8) if not isinstance(copy, np.ndarray) else copy
                 copy[: frame.num_bytes] = frame.data[: copy.size]
@@ -233,6 +236,19 @@ async def answer_rounds(channel: AnyReceiveChannel, ring: RingSpec) -> AsyncIter
         channel.shutdown()
 
 
-def _await_device(tensor: torch.Tensor) -> None:
-    if tensor.device.type == "cuda":
-        torch.cuda.current_stream(tensor.device).synchronize()
+class _Stream:
+    """Where one thread's copies on a GPU run: in the default stream they would wait for what the engine computes."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def of(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Launch on it what is launched in here, if the tensor is on a GPU; leaving waits for it."""
+        if tensor.device.type != "cuda":
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream(tensor.device)
+        with torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()

@@ -73,7 +73,7 @@ class CudaIpcTransport(Transport):
             prove_to_receiver(sock, key, countdown)
             sock.settimeout(countdown.remaining_s())
             return CudaIpcSendChannel(sock, _receive_ring(sock, ring, self._memory), ring)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch's, of memory that it cannot use
             sock.close()
             raise ChannelBroken(f"the receiver's device memory could not be opened: {error}") from error
         except ChannelBroken:

@@ -221,13 +221,12 @@ class NcclPair:
     def _launch(self, call: Callable[[int, int, int, int], int], memory: torch.Tensor) -> Operation:
         self.check()
         countdown = Countdown(self._limits.operation_s)
-        comm = self._comm
-        if self._state is not State.OPEN or comm is None:
+        if self._state is not State.OPEN:
             raise ChannelBroken("the communicator is not open")
         self._stream.activate()
         try:
             with self._in_call(countdown):
-                code = call(comm, memory.data_ptr(), memory.numel(), self._stream.handle)
+                code = call(self._own_comm(), memory.data_ptr(), memory.numel(), self._stream.handle)
                 self._raise_for(code)
             # Nothing else may be called before it is settled, and the event must come behind the kernel.
             self._await_settled(countdown)
@@ -242,17 +241,21 @@ class NcclPair:
 
     def _await_settled(self, countdown: Countdown) -> None:
         """Wait until the last call is no more in progress. Raises ChannelBroken."""
-        comm = self._comm
-        if comm is None:
-            raise ChannelBroken("the communicator is not open")
         while True:
             self.check()
             with self._in_call(countdown):
-                code = self._nccl.state(comm)
+                code = self._nccl.state(self._own_comm())
             if code != IN_PROGRESS:
                 self._raise_for(code)
                 return
             time.sleep(min(self._limits.poll_s, countdown.remaining_s()))  # NCCL tells its state to who asks only
+
+    def _own_comm(self) -> int:
+        """The communicator. To be asked for in a call, as it may be aborted while its locks are waited for."""
+        comm = self._comm
+        if comm is None:
+            raise ChannelBroken("the communicator is not open")
+        return comm
 
     def _raise_for(self, code: int) -> None:
         if code not in (SUCCESS, IN_PROGRESS):

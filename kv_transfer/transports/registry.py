@@ -132,9 +132,18 @@ def choose(offered: Sequence[str], available: Sequence[str], *, sender: Reach, r
 
 
 def in_order(names: Sequence[str], bytes_per_s: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the names best first: what was measured to be clearly faster, else as they were; unmeasured ones last."""
-    left = [name for name in names if name in bytes_per_s]
-    ordered: list[str] = []
+    """Return the names best first: what was measured to be clearly faster, else as they were; unmeasured ones last.
+
+    A device's channel comes before those of the host, which are measured without the copies to and from the device.
+    """
+    measured = [name for name in names if name in bytes_per_s]
+    on_device = _by_rate([name for name in measured if name in DEVICE_NAMES], bytes_per_s)
+    on_host = _by_rate([name for name in measured if name not in DEVICE_NAMES], bytes_per_s)
+    return (*on_device, *on_host, *(name for name in names if name not in bytes_per_s))
+
+
+def _by_rate(names: Sequence[str], bytes_per_s: Mapping[str, float]) -> list[str]:
+    left, ordered = [*names], []
     while left:
         best = left[0]
         for name in left[1:]:
@@ -142,7 +151,7 @@ def in_order(names: Sequence[str], bytes_per_s: Mapping[str, float]) -> tuple[st
                 best = name
         left.remove(best)
         ordered.append(best)
-    return (*ordered, *(name for name in names if name not in bytes_per_s))
+    return ordered
 
 
 def local_host_id() -> str:

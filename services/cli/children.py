@@ -167,6 +167,7 @@ def _worker_flags(settings: UpSettings, plan: ModelPlan, addresses: Addresses) -
         ("port", 0),
         *(_tls_flags(settings) if settings.tls_ca is not None else ()),
         ("transport", settings.transport),
+        ("device", settings.device),
         ("page-size", settings.page_size),
         ("dtype", settings.dtype),
         ("pipeline-parallel", settings.pipeline_parallel),

@@ -12,6 +12,8 @@ from pathlib import Path
 
 VISIBLE_ENV = "CUDA_VISIBLE_DEVICES"
 DEVICES = Path("/dev")
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+"""The driver's own list: a device file may be missing until the first process asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,15 @@ def share_out_gpus(gpus: Sequence[str], num_workers: int) -> list[GpuShare | Non
     return [GpuShare(",".join([*gpus[at:], *gpus[:at]]), 1 / num_workers_on[at]) for at in own]
 
 
-def visible_gpus(environ: Mapping[str, str], devices: Path = DEVICES) -> tuple[str, ...]:
+def visible_gpus(
+    environ: Mapping[str, str], devices: Path = DEVICES, driver_gpus: Path = DRIVER_GPUS
+) -> tuple[str, ...]:
     """The names by which CUDA knows the GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, else numbers."""
     named = environ.get(VISIBLE_ENV)
     if named is None:
         nodes = [node for node in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", node.name)]
-        return tuple(map(str, range(len(nodes))))
+        num_known = len(list(driver_gpus.iterdir())) if driver_gpus.is_dir() else 0
+        return tuple(map(str, range(max(len(nodes), num_known))))
     names = []
     for name in map(str.strip, named.split(",")):
         if name in ("", "-1"):

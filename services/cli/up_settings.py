@@ -68,6 +68,11 @@ class UpSettings:
         default="auto",
         help="Channel that pages travel on; auto measures those that both workers have. nccl, cuda_ipc: pages on GPUs.",
     )
+    device: str = option(
+        choice("auto", "cpu", "cuda"),
+        default="auto",
+        help="Where models run; auto: on GPUs where this machine has any that torch can use.",
+    )
     page_size: int = option(integer(1, 1024), default=16, help="Tokens of a KV page.")
     dtype: str = option(
         choice("auto", "float32", "bfloat16", "float16"),

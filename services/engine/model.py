@@ -6,6 +6,7 @@ Legend: T packed tokens, N pages, H KV heads, L layers, S slots of a page, D hea
 import hashlib
 import importlib.util
 import logging
+import subprocess
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from services.engine.attention import AttentionBatch
 from services.engine.checkpoint import Checkpoint
 from services.engine.config import ModelConfig, load_config
 from services.engine.decoder import Decoder, DecoderStep, RepeatedStep, TorchDecoder
-from services.engine.gpu.matmul import forbid_split_k
+from services.engine.gpu.matmul import forbid_split_k, permit_where_needed
 from services.engine.kernels.build import KernelsUnavailable
 from services.engine.kernels.decoder import KernelDecoder, KernelStep
 from services.engine.kernels.library import Kernels, load_kernels
@@ -204,11 +205,29 @@ def arithmetic_of(kernels: Kernels | None) -> str:
 def _make_decoder(config: ModelConfig, weights: ModelWeights, kernels: Kernels | None) -> Decoder:
     if kernels is not None:
         return KernelDecoder(kernels, config, weights)
-    if weights.embedding.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    embedding, layer = weights.embedding, weights.layers[0]
+    if embedding.device.type == "cuda":
+        linears = (layer.qkv, layer.output, layer.gate_up, layer.down, weights.lm_head)
+        permit_where_needed(linears, dtype=embedding.dtype, device=embedding.device)
+    if embedding.device.type == "cuda" and _can_use_triton():
         from services.engine.gpu.decoder import TritonDecoder  # only where there is a Triton to import
 
         return TritonDecoder(config, weights)
     return TorchDecoder(config, weights)
+
+
+def _can_use_triton() -> bool:
+    """Whether it is installed and works: it compiles a part of itself, for which a compiler and headers are needed."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        logger.warning("Triton does not work here, so that torch computes, slowly: %s", error)
+        return False
+    return True
 
 
 def layout_fingerprint(config: ModelConfig, *, weights_digest: str) -> str:

@@ -29,6 +29,7 @@ from services.engine.step import (
     SampledToken,
     SampledTokens,
     StepItem,
+    StepOutcome,
     StepPlan,
     StepResult,
 )
@@ -70,13 +71,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> StepResult:
-        """Do the rest of `run`, most of it without the interpreter's lock."""
+        """Do the rest of `run`, most of it without the interpreter's lock. What it says was computed is in the pool."""
         items = step.plan.items
-        if not step.plan.reports_prompts:
-            return StepResult([*self._outcomes(items, step.packed)])
+        outcomes = self._with_reports(step) if step.plan.reports_prompts else self._outcomes(items, step.packed)
+        if items and self._device.type == "cuda":
+            # A chunk without a token is waited for by nobody else: who sends its pages would read what is not there
+            # yet, and its time would be that of the next step, by which schedulers know what chunks cost.
+            torch.cuda.current_stream(self._device).synchronize()
+        return StepResult([*outcomes])
+
+    def _with_reports(self, step: PreparedStep) -> list[StepOutcome]:
         # What is reported goes by itself, after all else: such requests are few, and cost what they cost.
+        items = step.plan.items
         others = iter(self._outcomes([item for item in items if not item.sequence.reports_prompt], step.packed))
-        return StepResult([self._report(item) if item.sequence.reports_prompt else next(others) for item in items])
+        return [self._report(item) if item.sequence.reports_prompt else next(others) for item in items]
 
     def _outcomes(
         self, items: list[StepItem], packed: _Packed | None

@@ -168,16 +168,18 @@ class _Driver:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Make the context that torch uses the thread's own."""
+        self.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    @functools.cached_property
+    def _context(self) -> ctypes.c_void_p:
+        # Kept for good: where torch has no use for it yet, releasing it destroys it, and what is mapped with it.
         context = ctypes.c_void_p()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
-        try:
-            self.call("cuCtxPushCurrent_v2", context)
-            try:
-                yield
-            finally:
-                self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-        finally:
-            self.call("cuDevicePrimaryCtxRelease_v2", self._device)
+        return context
 
     def attribute(self, attribute: int) -> int:
         value = ctypes.c_int()

@@ -131,6 +131,7 @@ def test_from_ready_to_a_clean_end(up: Callable[..., Running], tmp_path: Path) -
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)  # two starts, the first of which compiles all kernels
 def test_two_workers_on_one_gpu_hand_prompts_over_and_answer_as_one_does(
     up: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ def test_a_frame_holds_the_pages_in_order_and_both_sides_compute_its_digest() ->
     pool = make_pool(seed=1)
     pages = DevicePages(pool)
     target = torch.zeros(3 * pages.page_bytes, dtype=torch.uint8)
-    digest = pages.gather([5, 2, 9], target, pages.mark())
+    digest = pages.gather([5, 2, 9], target)
     assert torch.equal(target.view(3, -1), pool.bytes[[5, 2, 9]])
     assert pages.digest(target) == digest
     assert len(digest) == 16
@@ -159,7 +159,7 @@ def test_pages_of_a_gpu_are_gathered_digested_and_the_same_as_on_a_cpu() -> None
     pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(1)))
     pages = DevicePages(pool)
     target = torch.empty(5 * layout.page_bytes, dtype=torch.uint8, device="cuda")
-    digest = pages.gather([9, 3, 31, 0, 4], target, pages.mark())
+    digest = pages.gather([9, 3, 31, 0, 4], target)
     assert torch.equal(target.view(5, -1).cpu(), pool.bytes.cpu()[[9, 3, 31, 0, 4]])
     words = target.cpu().view(torch.int64)
     assert digest == pages.digest(target) == DevicePages(make_pool()).digest(words.view(torch.uint8))

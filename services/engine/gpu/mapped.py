@@ -23,19 +23,18 @@ class CudaMemory:
         """
         memory, fd = cuda_memory.make(num_bytes, self._index)
         try:
-            return _tensor_over(memory), fd
+            return self._tensor_over(memory), fd
         except BaseException:
             os.close(fd)
             raise
 
     def map(self, fd: int, num_bytes: int) -> torch.Tensor:
         """Return what another process made, of the same size; the caller closes the descriptor. Raises OSError."""
-        return _tensor_over(cuda_memory.map_shared(fd, num_bytes, self._index))
+        return self._tensor_over(cuda_memory.map_shared(fd, num_bytes, self._index))
 
-
-def _tensor_over(memory: cuda_memory.MappedMemory) -> torch.Tensor:
-    # Its device is where the memory is, which may be another GPU than the one that writes. A copy would not be shared.
-    tensor = torch.as_tensor(memory)
-    if tensor.data_ptr() != memory.address:
-        raise cuda_memory.CudaError("torch copied the mapped memory instead of using it")
-    return tensor
+    def _tensor_over(self, memory: cuda_memory.MappedMemory) -> torch.Tensor:
+        # Of this GPU, wherever the memory is: only this one was given access. A copy would not be shared.
+        tensor = torch.as_tensor(memory, device=torch.device("cuda", self._index))
+        if tensor.data_ptr() != memory.address:
+            raise cuda_memory.CudaError("torch copied the mapped memory instead of using it")
+        return tensor

@@ -102,9 +102,6 @@ class GpuRunner(ModelRunner):
             read_decoded = self._launch(step.decoding, is_alone=not step.others.plan.items)
             others = iter(super().compute(step.others).outcomes)
             decoded = iter(read_decoded())
-            if step.others.plan.items and self._device.type == "cuda":
-                # A chunk without a token would take its time in the next step, by which schedulers know chunks' costs.
-                torch.cuda.current_stream(self._device).synchronize()
         return StepResult([next(decoded if _is_decoding(item) else others) for item in step.plan.items])
 
     def _launch(self, items: SequenceOf[StepItem], *, is_alone: bool) -> Callable[[], list[StepOutcome]]:

@@ -35,7 +35,8 @@ from kv_transfer.transports.base import (
 from kv_transfer.transports.registry import Transports, local_host_id, transport_named
 from kv_transfer.transports.shm import ShmSendChannel
 from kv_transfer.transports.tcp import TcpSendChannel, split_address
-from tests.kv_transfer.transports.models import cuda_ipc_model, nccl_model
+from services.runtime import cuda_memory
+from tests.kv_transfer.transports.models import MemfdMemory, cuda_ipc_model, nccl_model
 
 SLOT = 1000
 RING = RingSpec(num_slots=3, slot_bytes=SLOT)
@@ -97,6 +98,8 @@ def made(name: str) -> Transport:
         case "nccl":
             return nccl_model()
         case "cuda_ipc on a GPU":
+            if not cuda_memory.is_supported(0):
+                pytest.skip("this driver shares no memory by file descriptors")
             return Transports(torch.device("cuda"), 8)["cuda_ipc"]
         case _:
             return transport_named(name)
@@ -539,6 +542,22 @@ def test_a_release_of_a_slot_that_was_not_posted_breaks_the_channel(name: str) -
 
 
 # --- nothing is left behind, and nothing is taken that was not asked for ---
+
+
+def test_device_memory_that_torch_cannot_use_is_a_channel_that_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, fd: int, num_bytes: int) -> torch.Tensor:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    transport = cuda_ipc_model()
+    listener = transport.listen("127.0.0.1", 0)
+    key = make_key()
+    opening = listener.expect(key, RING)
+    monkeypatch.setattr(MemfdMemory, "map", refuse)
+    monkeypatch.setattr(MemfdMemory, "make", lambda self, num_bytes: (torch.zeros(num_bytes), os.memfd_create("ring")))
+    with pytest.raises(ChannelBroken, match="invalid argument"):
+        transport.open(listener.address, key, RING, timeout_s=TIMEOUT_S)
+    opening.result(TIMEOUT_S).close()
+    listener.close()
 
 
 def test_tcp_listens_on_the_configured_address_only() -> None:

@@ -288,6 +288,21 @@ def test_no_two_communicators_are_called_at_the_same_time(world: World) -> None:
     end(world, sender, receiver)
 
 
+def test_who_waits_for_another_communicators_call_finds_its_own_aborted_and_does_not_call_it(world: World) -> None:
+    sender, receiver = world.open()
+    with nccl_pair.LAUNCH_LOCK:
+        posting, raised = until_broken(post, sender, 0, b"x")
+        time.sleep(0.1)
+        assert posting.is_alive()
+        world.pairs[0].break_off(ChannelBroken("given up"))
+        wait_until(lambda: any(comm.is_aborted for comm in world.nccl.comms.values()), "it was not aborted")
+    posting.join(BOUND_S)
+    assert [type(error) for error in raised] == [ChannelBroken]
+    end(world, sender, receiver)
+    del sender, receiver, raised
+    assert_all_gone(world)
+
+
 def test_an_operation_whose_peer_is_dead_ends_by_its_own_deadline_without_any_error(world: World) -> None:
     world.nccl.faults[0] = Faults(dies_at=1)
     sender, receiver = world.open()

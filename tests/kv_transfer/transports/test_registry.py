@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.transports import registry
-from kv_transfer.transports.registry import CLEARLY_FASTER, NAMES, Reach, Transports, choose, in_order, reaches
+from kv_transfer.transports.registry import (
+    CLEARLY_FASTER,
+    DEVICE_NAMES,
+    NAMES,
+    Reach,
+    Transports,
+    choose,
+    in_order,
+    reaches,
+)
 from services.runtime.errors import ConfigError
 from tests.kv_transfer.transports.models import cuda_ipc_model, nccl_model
 
@@ -84,7 +93,9 @@ def test_what_was_measured_decides_where_it_is_clear() -> None:
     names = ("cuda_ipc", "shm", "tcp")
     assert in_order(names, {}) == names
     assert in_order(names, {"cuda_ipc": 9.0, "shm": 10.0, "tcp": 3.0}) == names, "that may be noise"
-    assert in_order(names, {"cuda_ipc": 1.0, "shm": 10.0, "tcp": 3.0}) == ("shm", "tcp", "cuda_ipc")
+    assert in_order(names, {"shm": 3.0, "tcp": 10.0}) == ("tcp", "shm", "cuda_ipc")
+    assert in_order(("cuda_ipc", "nccl"), {"cuda_ipc": 1.0, "nccl": 10.0}) == ("nccl", "cuda_ipc")
+    assert in_order(names, {"cuda_ipc": 1.0, "shm": 10.0, "tcp": 30.0}) == ("cuda_ipc", "tcp", "shm"), "unlike things"
     assert in_order(names, {"shm": 1.0, "tcp": 3.0}) == ("tcp", "shm", "cuda_ipc"), "what could not be opened is last"
 
 
@@ -96,6 +107,10 @@ def test_the_order_names_each_once_and_puts_nothing_before_what_is_clearly_faste
     assert sorted(ordered) == sorted(names)
     measured = [name for name in ordered if name in rates]
     assert ordered[: len(measured)] == tuple(measured)
-    for index, name in enumerate(measured):
-        behind = [each for each in measured[index + 1 :] if rates[each] > CLEARLY_FASTER**3 * rates[name]]
-        assert not behind
+    on_device = [name for name in measured if name in DEVICE_NAMES]
+    on_host = [name for name in measured if name not in DEVICE_NAMES]
+    assert measured == on_device + on_host
+    for alike in (on_device, on_host):
+        for index, name in enumerate(alike):
+            behind = [each for each in alike[index + 1 :] if rates[each] > CLEARLY_FASTER**3 * rates[name]]
+            assert not behind

@@ -87,6 +87,13 @@ def test_workers_on_one_gpu_share_its_memory_and_others_have_one_of_their_own() 
         assert [one.engine_settings()["gpu_memory_share"] for one in read] == parts[1:]
 
 
+def test_workers_are_told_where_models_run() -> None:
+    settings = UpSettings(device="cpu")
+    assert all(
+        "--device=cpu" in spec.command for spec in worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE)
+    )
+
+
 def test_workers_stay_on_loopback_when_the_gateway_is_opened() -> None:
     settings = UpSettings(host="0.0.0.0")
     assert "--http-host=0.0.0.0" in gateway_spec(settings, ADDRESSES, {}).command

@@ -46,8 +46,15 @@ def test_no_gpu_is_promised_twice_or_left_over(num_gpus: int, num_workers: int) 
 def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "nvidia-caps", "null"):
         (tmp_path / name).touch()
-    assert visible_gpus({}, tmp_path) == ("0", "1")
-    assert visible_gpus({}, tmp_path / "nothing") == ()
+    nothing = tmp_path / "nothing"
+    assert visible_gpus({}, tmp_path, nothing) == ("0", "1")
+    assert visible_gpus({}, nothing, nothing) == ()
+
+
+def test_gpus_without_device_files_yet_are_counted_by_the_drivers_list(tmp_path: Path) -> None:
+    for address in ("0000:19:00.0", "0000:5d:00.0"):
+        (tmp_path / "gpus" / address).mkdir(parents=True)
+    assert visible_gpus({}, tmp_path / "nothing", tmp_path / "gpus") == ("0", "1")
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import importlib.util
 import random
 import warnings
 from typing import Any
@@ -5,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.engine import model as models
 from services.engine.kernels.library import Kernels
 from services.engine.model import Model, load_model
 from services.runtime.errors import ConfigError, InvariantViolated
@@ -237,3 +239,11 @@ def step_inputs():
         return torch.tensor(ids), torch.arange(count), batch, pool, torch.arange(count)
 
     return make
+
+
+def test_triton_that_does_not_work_is_told_and_done_without(caplog: pytest.LogCaptureFixture) -> None:
+    """Here for want of a GPU; elsewhere for want of a compiler or of Python's headers."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("there is no Triton for this system")
+    assert not models._can_use_triton()
+    assert "Triton does not work here" in caplog.text

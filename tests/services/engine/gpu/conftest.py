@@ -50,6 +50,20 @@ def rounding_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def numbers_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter takes a tensor of one number for one, which numpy does not since 2.4."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor, scope):
+        patch(tensor, scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_index)
+
+
+@pytest.fixture(autouse=True)
 def rows_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """On devices a row of a product is the same wherever it stands; in numpy's BLAS it is not so on some CPUs."""
     from triton.runtime import interpreter

@@ -1,5 +1,7 @@
 """`benchmarks.gpu` runs as it is on a GPU, with a tiny model; its figures mean nothing here."""
 
+import subprocess
+
 import torch
 
 from benchmarks import gpu
@@ -22,6 +24,21 @@ def test_floors_are_those_of_the_models():
     assert round(qwen.step_bytes / 1e9, 2) == 1.19
     assert (llama.token_bytes, qwen.token_bytes) == (128 << 10, 112 << 10)
     assert round(llama.prompt_operations(2048) / 800e12 * 1e3, 1) == 37.1
+
+
+def test_limits_are_those_of_a_process_with_the_libraries_own_settings(capsys, monkeypatch):
+    measured = gpu.Limits("one", 3.2e12, 7e14)
+
+    def run(command, **_):
+        monkeypatch.setattr("sys.argv", command[2:])
+        monkeypatch.setattr(gpu, "measure_limits", lambda work: measured)
+        assert gpu.main() == 0
+        return subprocess.CompletedProcess(command, 0, stdout=capsys.readouterr().out)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert gpu.limits_of_another_process(3) == measured
+    assert str(measured) == "one: copies 3.20 TB/s, multiplies 700 TFLOP/s"
 
 
 def test_without_a_device_it_says_so(capsys, monkeypatch):
