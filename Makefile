@@ -94,8 +94,10 @@ bench: install ## measure, with ratios to what is possible (BENCHMARKS: which, A
 bench-history: install ## the last ratios beside earlier ones of the same kind of machine; fails where one became worse
 	@exec $(PYTHON_IN) -m benchmarks.history $(ARGS)
 
-bench-gpu: install ## measure the engine on a CUDA device beside what the device can do (ARGS: flags of benchmarks.gpu)
-	@$(PYTHON_IN) -m benchmarks.gpu $(ARGS)
+bench-gpu: install ## measure the engine on a CUDA device beside what the device and transformers can do (ARGS: flags of both)
+	@mkdir -p $(BENCH_DIR); set -e; for name in gpu gpu_batching; do \
+		$(PYTHON_IN) -m benchmarks.$$name --json $(BENCH_DIR)/$$name.json $(ARGS); \
+	done
 
 demo-model: install ## train the committed demo model and its draft again; takes an hour and a half
 	$(PYTHON_IN) demo/train.py $(ARGS)
