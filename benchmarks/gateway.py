@@ -64,6 +64,7 @@ class Load:
     """What one run of the load client saw, and the CPU time that the server spent meanwhile."""
 
     num_requests: int
+    num_refused: int
     num_bytes: int
     num_events: int
     wall_s: float
@@ -87,6 +88,8 @@ class Flood:
     offered_per_s: float
     tokens_per_s: float
     tokens_per_event: float
+    num_refused: int
+    """Requests that were told to come later, of the first that the gateway ever saw at once."""
 
 
 def main() -> None:
@@ -165,6 +168,7 @@ def _report(figures: dict[str, Any]) -> None:
     print(f"flooded, {NUM_FLOODING} streams of {FLOODING_TOKENS} tokens, {flood['offered_per_s']:.0f} tokens/s at most")
     print(f"  tokens/s                  {flood['tokens_per_s']:10.0f}   target {TARGET_TOKENS_PER_S}")
     print(f"  tokens in an event        {flood['tokens_per_event']:10.2f}")
+    print(f"  told to come later        {flood['num_refused']:10d}")
     print(f"time to the first token of one client, p50 {figures['ttft_p50_ms']:.2f} ms")
 
 
@@ -186,7 +190,7 @@ def _flood(port: int, seconds: float) -> Flood:
         raise RuntimeError("a stream failed")
     tokens_per_s = (after - before) / took_s
     events_per_s = load["num_events"] / load["wall_s"]
-    return Flood(NUM_FLOODING / STREAM_STEP_MS * 1e3, tokens_per_s, tokens_per_s / events_per_s)
+    return Flood(NUM_FLOODING / STREAM_STEP_MS * 1e3, tokens_per_s, tokens_per_s / events_per_s, load["num_refused"])
 
 
 def _delivered(port: int) -> float:
@@ -206,7 +210,10 @@ def _measure(server_pid: int, port: int, body: dict[str, Any], seconds: float) -
     client = subprocess.run(
         [*command, "--request", request, "--seconds", str(seconds)], check=True, capture_output=True, text=True
     )
-    return Load(**json.loads(client.stdout), server_cpu_s=_cpu_s(server_pid) - cpu_before_s)
+    load = Load(**json.loads(client.stdout), server_cpu_s=_cpu_s(server_pid) - cpu_before_s)
+    if load.num_refused:
+        raise RuntimeError(f"{load.num_refused} requests were refused")
+    return load
 
 
 def _cpu_s(pid: int) -> float:
@@ -275,8 +282,9 @@ def _serve_floor(port: int, answer: bytes) -> None:
 
 
 class _Connection(asyncio.Protocol):
-    """One keep-alive connection that asks again as soon as it has an answer."""
+    """One keep-alive connection that asks again as soon as it has an answer, and later where it is told so."""
 
+    _RETRY_AFTER = re.compile(rb"retry-after: (\d+)", re.IGNORECASE)
     _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
     _LAST_CHUNK = b"\r\n0\r\n\r\n"
 
@@ -286,6 +294,8 @@ class _Connection(asyncio.Protocol):
         self._failed = failed
         self._head = b""
         self._has_head = False
+        self._retry_after_s: int | None = None
+        """Of a refusal."""
         self._num_left: int | None = None
         """Bytes of the body to come; None: it has chunks."""
         self._last = b""
@@ -303,7 +313,9 @@ class _Connection(asyncio.Protocol):
             self._head, end, data = (self._head + data).partition(b"\r\n\r\n")
             if not end:
                 return
-            if not self._head.startswith(b"HTTP/1.1 200"):
+            retry_after = self._RETRY_AFTER.search(self._head)
+            self._retry_after_s = int(retry_after[1]) if retry_after else None
+            if not self._head.startswith(b"HTTP/1.1 200") and self._retry_after_s is None:
                 self._fail((self._head + end + data)[:500].decode(errors="replace"))
                 return
             self._has_head = True
@@ -317,8 +329,12 @@ class _Connection(asyncio.Protocol):
             is_complete = not self._num_left
         if is_complete:
             self._head, self._has_head, self._last = b"", False, b""
-            self._tally["num_requests"] += 1
-            self._transport.write(self._request)
+            if self._retry_after_s is None:
+                self._tally["num_requests"] += 1
+                self._transport.write(self._request)
+            else:
+                self._tally["num_refused"] += 1
+                asyncio.get_running_loop().call_later(self._retry_after_s, self._transport.write, self._request)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._fail("the server closed a connection")
@@ -329,10 +345,10 @@ class _Connection(asyncio.Protocol):
 
 
 async def _load_forever(port: int, body: bytes, num_connections: int, seconds: float) -> dict[str, float]:
-    """Keeps all connections busy for a while. Raises RuntimeError on any answer but 200."""
+    """Keeps all connections busy for a while. Raises RuntimeError on any answer but 200 and "later"."""
     loop = asyncio.get_running_loop()
     request = _request(body)
-    tally = {"num_requests": 0, "num_bytes": 0, "num_events": 0}
+    tally = {"num_requests": 0, "num_refused": 0, "num_bytes": 0, "num_events": 0}
     failed: asyncio.Future[None] = loop.create_future()
     started_s = time.perf_counter()
     for _ in range(num_connections):
