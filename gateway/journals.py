@@ -62,8 +62,9 @@ MAX_KEPT_BYTES = 64 * 2**20
 BEAT_INTERVAL_S = 1.0
 """Running journals are written this often also without news, so that a gateway that lost one notices."""
 RETRY_AFTER_S = 1.0
-FIND_S = 2.0
-"""Time that a request which can only be gone on with waits for a Redis that does not answer."""
+FIND_S = 5.0
+"""Time that a request which can only be gone on with waits for a Redis that does not answer: its patience for one call,
+several times."""
 FIND_RETRY_S = 0.1
 DERIVED_ID_PREFIX = "key-"
 

@@ -215,7 +215,9 @@ class JournalStore:
             round(TTL_S * 1000),
             VERSION,
         )
-        answer: list[Any] = await self._store.run(_CLAIM, (self._store.keys.journal_prefix,), args)
+        # Who looks for a journal has a part of its answer, and nowhere else to go.
+        run = self._store.run_patiently if mode is Mode.FIND else self._store.run
+        answer: list[Any] = await run(_CLAIM, (self._store.keys.journal_prefix,), args)
         return answer
 
 

@@ -23,7 +23,8 @@ from services.runtime.errors import ConfigError, StoreUnavailable
 TIMEOUT_S = 0.1
 BREAKER_OPEN_S = 1.0
 MAX_CONNECTIONS = 8
-SUBSCRIBER_TIMEOUT_S = 1.0
+PATIENT_TIMEOUT_S = 1.0
+"""For subscriptions, and for what nothing can go on without."""
 THREAD_TIMEOUT_S = 0.5
 """For what a thread of its own does, which keeps no request waiting."""
 
@@ -102,7 +103,7 @@ class Store:
         self._breaker = Breaker(open_s=breaker_open_s, clock=clock)
         self._left_calls: set[asyncio.Task[Any]] = set()
         self._client = redis.asyncio.Redis.from_pool(_pool(url, timeout_s))
-        self._subscriber = redis.asyncio.Redis.from_pool(_pool(url, SUBSCRIBER_TIMEOUT_S))
+        self._patient_client = redis.asyncio.Redis.from_pool(_pool(url, PATIENT_TIMEOUT_S))
 
     @property
     def is_available(self) -> bool:
@@ -116,28 +117,37 @@ class Store:
             raise StoreUnavailable("Redis did not answer a moment ago")
         self.stats.num_calls += 1
         succeeded: bool | None = None
-        # In a task of its own, because redis-py may swallow a cancellation while it connects.
-        call = asyncio.create_task(self._run(script, keys, args))
+        call = self._begin(self._client, script, keys, args)
         try:
             await asyncio.wait((call,), timeout=self._timeout_s)
-            succeeded = call.done() and not call.cancelled() and call.exception() is None
-            if succeeded:
-                return call.result()
-            self.stats.num_failed_calls += 1
-            raise _unavailable(call)
+            succeeded = _has_succeeded(call)
+            return self._outcome(call)
         finally:
             self._breaker.ended(succeeded)
             self._leave(call)
 
+    async def run_patiently(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
+        """Runs a script for who can do nothing without it: whatever other calls met, and for PATIENT_TIMEOUT_S.
+
+        Raises StoreUnavailable.
+        """
+        self.stats.num_calls += 1
+        call = self._begin(self._patient_client, script, keys, args)
+        try:
+            await asyncio.wait((call,), timeout=PATIENT_TIMEOUT_S)
+            return self._outcome(call)
+        finally:
+            self._leave(call)
+
     def subscriber(self) -> PubSub:
         """A subscription on a connection of its own; the caller closes it."""
-        return self._subscriber.pubsub()
+        return self._patient_client.pubsub()
 
     async def close(self) -> None:
         """Closes all connections."""
         for call in tuple(self._left_calls):
             await end_task(call)
-        for client in (self._client, self._subscriber):
+        for client in (self._client, self._patient_client):
             # By then its connections are closed, and only the word of it has not come in time.
             with contextlib.suppress(redis.exceptions.TimeoutError):
                 await client.aclose()
@@ -154,11 +164,34 @@ class Store:
         if not call.cancelled():
             call.exception()  # redis-py may make a time-out of the cancellation; the caller was told before
 
-    async def _run(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
-        try:
-            return await cast(Any, self._client.evalsha(script.digest, len(keys), *keys, *args))
-        except NoScriptError:
-            return await cast(Any, self._client.eval(script.body, len(keys), *keys, *args))
+    def _begin(
+        self,
+        client: redis.asyncio.Redis,
+        script: Script,
+        keys: Sequence[str],
+        args: Sequence[str | bytes | int],
+    ) -> asyncio.Task[Any]:
+        # In a task of its own, because redis-py may swallow a cancellation while it connects.
+        return asyncio.create_task(_run(client, script, keys, args))
+
+    def _outcome(self, call: asyncio.Task[Any]) -> Any:
+        if _has_succeeded(call):
+            return call.result()
+        self.stats.num_failed_calls += 1
+        raise _unavailable(call)
+
+
+async def _run(
+    client: redis.asyncio.Redis, script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]
+) -> Any:
+    try:
+        return await cast(Any, client.evalsha(script.digest, len(keys), *keys, *args))
+    except NoScriptError:
+        return await cast(Any, client.eval(script.body, len(keys), *keys, *args))
+
+
+def _has_succeeded(call: asyncio.Task[Any]) -> bool:
+    return call.done() and not call.cancelled() and call.exception() is None
 
 
 async def end_task(task: asyncio.Task[Any], *, timeout_s: float = 2.0) -> None:

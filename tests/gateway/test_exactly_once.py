@@ -13,7 +13,7 @@ import pytest
 
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.cluster.store import Store
-from services.runtime.errors import Overloaded
+from services.runtime.errors import Overloaded, StoreUnavailable
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
 
@@ -561,6 +561,9 @@ async def test_first_token_is_not_shown_before_another_gateway_could_go_on(make_
 
 
 async def test_resume_waits_for_a_redis_that_does_not_answer(make_system, worker_type, answer, monkeypatch):
+    async def refuse(*_):
+        raise StoreUnavailable("Redis does not answer")
+
     first, second, _ = await two_gateways(make_system, worker_type, GatedPair(answer).decode)
     async with grpc_channel(first) as one, grpc_channel(second) as other:
         await inference(one).GenerateUnary(grpc_request())
@@ -570,7 +573,7 @@ async def test_resume_waits_for_a_redis_that_does_not_answer(make_system, worker
         rest = [part async for part in inference(other).Resume(resume)]
         assert [token for each in rest for token in each.token_ids] == answer[3:]
         monkeypatch.setattr("gateway.journals.FIND_S", 0.3)
-        second.gateway._store._breaker.try_begin = lambda: False
+        monkeypatch.setattr(second.gateway._store, "run_patiently", refuse)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await inference(other).Resume(inference_pb2.ResumeRequest(request_id="unknown")).read()
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -14,7 +14,7 @@ import redis
 from services.cluster.embedded import EmbeddedRedis
 from services.cluster.keys import Keys
 from services.cluster.registry import watch_workers
-from services.cluster.store import Breaker, Script, Store, check_url
+from services.cluster.store import PATIENT_TIMEOUT_S, Breaker, Script, Store, check_url
 from services.runtime.clock import ManualClock
 from services.runtime.errors import ConfigError, StoreUnavailable
 
@@ -90,6 +90,32 @@ async def test_a_frozen_redis_costs_one_timeout_per_second(store: Store, redis_s
     await asyncio.sleep(1.01)
     assert await store.run(ECHO, (), ("x",)) == b"x"
     assert store.is_available
+
+
+async def test_who_is_patient_waits_for_a_frozen_redis_whatever_others_met(
+    store: Store, redis_server: EmbeddedRedis
+) -> None:
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    await fails(store)
+    patient = asyncio.create_task(store.run_patiently(ECHO, (), ("x",)))
+    # Three times as long as others wait, who are not even let through now.
+    assert await asyncio.wait((patient,), timeout=0.3) == (set(), {patient})
+    await fails(store)
+    assert store.stats.num_skipped_calls == 1
+    os.kill(redis_server.pid, signal.SIGCONT)
+    assert await patient == b"x"
+    assert not store._left_calls
+
+
+async def test_patience_ends(store: Store, redis_server: EmbeddedRedis) -> None:
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        await store.run_patiently(ECHO, (), ("x",))
+    os.kill(redis_server.pid, signal.SIGCONT)
+    assert PATIENT_TIMEOUT_S / 2 < time.monotonic() - began_s < 5
+    assert store.stats.num_failed_calls == 1
+    assert store.is_available, "others have not met anything"
 
 
 async def test_a_frozen_redis_does_not_block_the_event_loop(patient_store: Store, redis_server: EmbeddedRedis) -> None:
@@ -180,7 +206,7 @@ async def test_connections_that_do_not_say_in_time_that_they_are_closed_are_clos
     assert await store.run(ECHO, (), ("x",)) == b"x"
     async with contextlib.aclosing(store.subscriber()) as subscription:
         await subscription.subscribe("channel")
-    pools = store._client.connection_pool, store._subscriber.connection_pool
+    pools = store._client.connection_pool, store._patient_client.connection_pool
     connections = [connection for pool in pools for connection in pool._available_connections]
     assert len(connections) == 2
     for connection in connections:
