@@ -48,7 +48,7 @@ fuzz: install ## 100,000 requests of nonsense over HTTP and as many over gRPC (A
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.fuzz.run $(ARGS)
 
 test-mutants: install ## take each check of the handoff's receiver out and see that a test fails (ARGS: names)
-	@exec $(PYTHON_IN) tools/mutate_receiver.py $(ARGS)
+	@$(NO_GPU) exec $(PYTHON_IN) tools/mutate_receiver.py $(ARGS)
 
 check-model: install ## the handoff as a model, with its fences and without each of them; needs spin and gcc
 	@exec $(PYTHON_IN) tools/check_model.py $(ARGS)

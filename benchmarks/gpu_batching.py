@@ -197,8 +197,10 @@ def our_engine(folder: Path, device: str, workload: Workload) -> Iterator[Run]:
                 times_s[output.sequence].append(now_s)
         return [*times_s.values()]
 
-    yield run
-    parts.close()
+    try:
+        yield run
+    finally:
+        parts.close()
 
 
 @contextmanager

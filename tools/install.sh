@@ -43,7 +43,7 @@ offers_torch() { # whether one of the folders of wheels has a torch for the inte
 }
 
 wants_cpu_index() { # Linux without a GPU: PyPI's torch would bring gigabytes of CUDA that nothing here could use
-    [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null && [ ! -d /proc/driver/nvidia ] && ! offers_torch &&
+    [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null && [ ! -e /dev/nvidiactl ] && ! offers_torch &&
         .venv/bin/python -c 'import urllib.request as r; r.urlopen("https://download.pytorch.org/whl/cpu/torch/", timeout=5)' \
             2>/dev/null
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 VISIBLE_ENV = "CUDA_VISIBLE_DEVICES"
 DEVICES = Path("/dev")
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
-"""The driver's own list: a device file may be missing until the first process asks for it."""
+"""The driver's own list: device files may be missing until the first process asks for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,9 @@ def visible_gpus(
     named = environ.get(VISIBLE_ENV)
     if named is None:
         nodes = [node for node in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", node.name)]
-        num_known = len(list(driver_gpus.iterdir())) if driver_gpus.is_dir() else 0
-        return tuple(map(str, range(max(len(nodes), num_known))))
+        # A container sees all GPUs of the host in that list, and has files of those that are its own.
+        num_known = len(list(driver_gpus.iterdir())) if not nodes and driver_gpus.is_dir() else 0
+        return tuple(map(str, range(len(nodes) or num_known)))
     names = []
     for name in map(str.strip, named.split(",")):
         if name in ("", "-1"):

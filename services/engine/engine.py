@@ -192,7 +192,7 @@ def _with_pool(
     else:
         pool = ranks.make_pool(layout, pool_size)
     tier_bytes = num_tier_bytes(layout, model.device, num_pages=pool_size, asked=host_tier_bytes)
-    tier = _make_tier(pool, tier_bytes, is_asked_for=host_tier_bytes is not None)
+    tier = HostTier(SwapSpace(pool, tier_bytes)) if tier_bytes else None
     return EngineParts(
         model_config=config,
         model=model,
@@ -204,18 +204,6 @@ def _with_pool(
         parallelism=SINGLE if ranks is None else ranks.parallelism,
         ranks=ranks,
     )
-
-
-def _make_tier(pool: PagePool, num_bytes: int, *, is_asked_for: bool) -> HostTier | None:
-    if not num_bytes:
-        return None
-    try:
-        return HostTier(SwapSpace(pool, num_bytes))
-    except ConfigError as error:
-        if is_asked_for:
-            raise
-        logger.warning("there is no host tier: %s", error)
-        return None
 
 
 def _make_runner(model: Model, pool: PagePool, *, captures_graphs: bool) -> ModelRunner:

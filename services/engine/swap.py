@@ -6,6 +6,7 @@ its own bound: sequences that gave way (decode_worker.engine_loop) and named pag
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,8 @@ import torch
 from services.engine.pages import PagePool, host_zeros
 from services.runtime.errors import ConfigError, InvariantViolated
 
+logger = logging.getLogger(__name__)
+
 
 class SwapSpace:
     """A bounded number of slots, each of which holds a copy of one page, bit by bit.
@@ -21,8 +24,8 @@ class SwapSpace:
     Slots are taken and given back by the holder; the space keeps no names. A slot's number is given once: who has an
     old one finds nothing, and never what somebody else has put in its place.
 
-    On a CPU memory is taken when it is first written to. For a pool on a GPU it is pinned and taken at once, and
-    storing waits until the pages are copied aside on the GPU, not for their way to the host.
+    On a CPU memory is taken when it is first written to. For a pool on a GPU it is taken at once and pinned, if that
+    can be, and storing waits until the pages are copied aside on the GPU, not for their way to the host.
     """
 
     def __init__(self, pool: PagePool, memory_bytes: int) -> None:
@@ -111,25 +114,27 @@ class SwapSpace:
     def _host_memory(self) -> torch.Tensor:
         shape = (self._num_slots, self._page_bytes)
         try:
-            if not self._is_on_gpu:
-                return host_zeros(shape, torch.uint8)
-            return self._pinned(host_zeros(shape, torch.uint8))
+            memory = host_zeros(shape, torch.uint8)
         except (OSError, RuntimeError) as error:  # mmap's and torch's words for it
             wanted = self._num_slots * self._page_bytes >> 20
             raise ConfigError(
                 f"{wanted} MiB of the host's memory for KV pages cannot be allocated: give less"
             ) from error
+        if self._is_on_gpu:
+            self._pin(memory)
+        return memory
 
-    def _pinned(self, memory: torch.Tensor) -> torch.Tensor:
-        """Only pinned memory is copied without a detour, and beside what the host does."""
+    def _pin(self, memory: torch.Tensor) -> None:
+        """Only pinned memory is copied without a detour, and beside what the host does; other memory is right, too."""
         # torch's own way to such memory takes up to twice of what is asked for: it rounds up to a power of two.
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self._pool.data.device):
             code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
         if code:
-            raise RuntimeError(f"cudaHostRegister gives error {code}")
+            size = f"{memory.numel() >> 20} MiB"
+            logger.warning("%s of the host's memory cannot be pinned (error %d): copies are slow", size, code)
+            return
         weakref.finalize(self, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
-        return memory
 
 
 def _copy(source: torch.Tensor, rows: Sequence[int], target: torch.Tensor, target_rows: Sequence[int]) -> None:

@@ -55,6 +55,8 @@ def test_gpus_without_device_files_yet_are_counted_by_the_drivers_list(tmp_path:
     for address in ("0000:19:00.0", "0000:5d:00.0"):
         (tmp_path / "gpus" / address).mkdir(parents=True)
     assert visible_gpus({}, tmp_path / "nothing", tmp_path / "gpus") == ("0", "1")
+    (tmp_path / "nvidia0").touch()
+    assert visible_gpus({}, tmp_path, tmp_path / "gpus") == ("0",), "a container has one of the host's two"
 
 
 @pytest.mark.parametrize(

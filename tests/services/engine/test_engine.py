@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import pytest
 import torch
 
-from services.engine import engine, swap
+from services.engine import swap
 from services.engine.engine import Engine, EngineParts, check_fits, check_token_ids, load_engine, load_warm_engine
 from services.engine.pages import PageAllocator, PageCounts
 from services.engine.runner import ModelRunner
@@ -438,17 +438,6 @@ class TestLoadEngine:
         monkeypatch.setattr(swap, "host_zeros", refuse)
         with pytest.raises(ConfigError, match="MiB of the host's memory for KV pages cannot be allocated"):
             load_engine(checkpoint("llama-mha"), device="cpu", num_pages=4, host_tier_bytes=1 << 20)
-
-    def test_a_host_tier_that_nobody_asked_for_is_done_without_where_it_cannot_be_allocated(
-        self, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        def refuse(*_: object) -> NoReturn:
-            raise RuntimeError("cudaHostRegister gives error 2")
-
-        monkeypatch.setattr(swap, "host_zeros", refuse)
-        monkeypatch.setattr(engine, "num_tier_bytes", lambda *_, **__: 1 << 20)  # as for a GPU
-        assert load_engine(checkpoint("llama-mha"), device="cpu", num_pages=4).tier is None
-        assert "there is no host tier" in caplog.text
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

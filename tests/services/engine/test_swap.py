@@ -1,3 +1,4 @@
+import contextlib
 import random
 
 import pytest
@@ -31,6 +32,27 @@ def test_pages_come_back_bit_by_bit_wherever_they_go(device: str) -> None:
     space.free(first)
     assert space.num_free_slots == 7
     assert not set(space.store(ids[:7])) & set(second)
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Runtime:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    pool = PagePool(LAYOUT, 20, device="cpu")
+    pool.data.normal_()
+    space = SwapSpace(pool, 12 * LAYOUT.page_bytes)
+    assert space._memory is not None
+    space._pin(space._memory)
+    assert "cannot be pinned (error 2)" in caplog.text
+    before = pool.data[3].clone()
+    (slot,) = space.store([3])
+    space.load([slot], [4])
+    assert torch.equal(pool.data[4], before)
 
 
 def test_a_space_without_room_holds_nothing() -> None:
