@@ -1,0 +1,1 @@
+"""What an attacker tried on Tandem, as a program: `make attack`."""
