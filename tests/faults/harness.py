@@ -133,7 +133,7 @@ class FaultCluster:
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="tandem-faults-"))
-        self.redis = EmbeddedRedis()
+        self.redis = self._make_redis()
         self.programs: dict[str, Program] = {}
         self.keep_logs = False
         try:
@@ -295,6 +295,9 @@ class FaultCluster:
         with self.programs[name].log.open("rb") as log:
             log.seek(start)
             return log.read().decode(errors="replace").split("\n")[:-1]
+
+    def _make_redis(self) -> EmbeddedRedis:
+        return EmbeddedRedis()
 
     def _define(self) -> None:
         common = [f"--redis={self.redis.url}", f"--model={self.model}"]

@@ -3,7 +3,8 @@
 A replacement for a killed worker must be there before the next trial, and importing torch takes seconds. What runs in
 the child is the program's own `main`, with the arguments of its command line. A plan (see `faulty_worker`) adds
 faults. Commands come as JSON lines on stdin: {"program", "arguments", "log", "plan", "netns"}; the answer is
-{"pid"}. The children end with this process, and this process with the one that started it.
+{"pid"}. A network namespace is a name or the path of its file. The children end with this process, and this process
+with the one that started it.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _run(order: dict[str, Any], parent: int) -> int:
 
 
 def _enter_netns(name: str) -> None:
-    fd = os.open(f"/var/run/netns/{name}", os.O_RDONLY)
+    fd = os.open(os.path.join("/var/run/netns", name), os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(fd, _CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "setns failed")
     os.close(fd)

@@ -1,0 +1,80 @@
+"""`python -m tests.machines.run [SCENARIO …]`: runs scenarios, prints a table. Exit code 1 if anything was not right.
+
+Each answer is compared with that of the undisturbed cluster. Where namespaces are not permitted it says so and exits
+with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from tests.faults.report import Row, table
+from tests.machines import bed
+from tests.machines.network import Network, NotPermitted
+from tests.machines.scenarios import SCENARIOS, Scenario
+
+
+def choose(patterns: list[str], *, short: bool) -> list[Scenario]:
+    """Scenarios by name or pattern; none: all, or those of the short selection. Raises ValueError."""
+    chosen = []
+    for pattern in patterns or ["*"]:
+        found = [scenario for name, scenario in SCENARIOS.items() if fnmatch.fnmatch(name, pattern)]
+        if not found:
+            raise ValueError(f"no scenario is called {pattern!r}")
+        chosen += [scenario for scenario in found if scenario.short or not short]
+    return chosen
+
+
+def main() -> int:
+    """The command line."""
+    names = "\n".join(f"  {name}" for name in SCENARIOS)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.machines.run",
+        description=__doc__,
+        epilog=f"scenarios:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help="names, or patterns with *; none: all")
+    parser.add_argument("--short", action="store_true", help="only the selection that every change runs")
+    parser.add_argument("--seed", type=int, default=1, help="of the requests")
+    parser.add_argument("--json", type=Path, help="write the rows to this file too")
+    settings = parser.parse_args()
+    try:
+        chosen = choose(settings.scenarios, short=settings.short)
+    except ValueError as error:
+        parser.error(str(error))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clusters are ended after it too
+    missing = [program for program in ("ip", *bed.ENTER) if shutil.which(program) is None]
+    rows: list[Row] = []
+    try:
+        if missing:
+            raise NotPermitted(f"{', '.join(missing)} is not installed")
+        with Network(bed.machine_names()) as network:
+            bed.become_clients(network)
+            # What it imports starts threads, and those would stay on the machine on which they began.
+            from tests.machines.runner import Runner
+
+            runner = Runner(network, seed=settings.seed)
+            try:
+                for scenario in chosen:
+                    rows.append(runner.run(scenario))
+                    sys.stderr.write(table(rows[-1:]) + f"\n{rows[-1].figures}\n")
+                    if settings.json:  # after each: a run that is broken off has told what it found
+                        settings.json.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
+            finally:
+                runner.close()
+    except NotPermitted as error:
+        sys.stdout.write(f"skipped: machines cannot be made here: {error}\n")
+        return 0
+    sys.stdout.write(table(rows) + "\n")
+    return 0 if all(row.is_good for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""What happens to the machines, as data: links from the start on, and what is done when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.machines.bed import CLIENTS, REDIS
+from tests.machines.link import Conditions
+
+GATEWAYS = ("gateway-0", "gateway-1")
+PREFILL = ("prefill-0", "prefill-1")
+DECODE = ("decode-0", "decode-1")
+WORKERS = (*PREFILL, *DECODE)
+ALL = (*GATEWAYS, *WORKERS, REDIS, CLIENTS)
+MBIT = 125_000.0
+"""Bytes per second."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Links between all of `sources` and all of `targets` become like this; `way_back`: in both directions."""
+
+    sources: Sequence[str]
+    targets: Sequence[str]
+    conditions: Conditions
+    way_back: bool = True
+
+
+@dataclass(frozen=True)
+class Kill:
+    """kill -9 of what runs on a machine, and its start after `for_s`."""
+
+    machine: str
+    for_s: float = 3.0
+
+
+@dataclass(frozen=True)
+class Stop:
+    """SIGSTOP of what runs on a machine, SIGCONT after `for_s`."""
+
+    machine: str
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Replace:
+    """SIGTERM of what runs on a machine, and its start when it has ended."""
+
+    machine: str
+
+
+Action = Change | Kill | Stop | Replace
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`start`: links before any program starts, which stay. `steps`: (seconds after the streams began, action).
+
+    `detection_s`: what of the longest gap is the time until silence is noticed, or the disturbance itself.
+    """
+
+    name: str
+    start: Sequence[Change] = ()
+    steps: Sequence[tuple[float, Action]] = ()
+    run_s: float = 8.0
+    detection_s: float = 3.0
+    longest_gap_s: float = 8.0
+    quiet_s: float = 0.0
+    """Before the streams begin nothing is sent for as long."""
+    short: bool = False
+    """Part of the selection that runs in CI."""
+    flags: dict[str, Sequence[str]] = field(default_factory=dict)
+
+
+def _silent(machine: str, seconds: float, conditions: Conditions, **ways: bool) -> list[tuple[float, Action]]:
+    """All links of a machine are like this for a while."""
+    others = [other for other in ALL if other not in (machine, CLIENTS)]
+    inwards, outwards = ways.get("inwards", True), ways.get("outwards", True)
+    steps: list[tuple[float, Action]] = []
+    for at_s, now in ((1.0, conditions), (1.0 + seconds, Conditions())):
+        if outwards:
+            steps.append((at_s, Change([machine], others, now, way_back=False)))
+        if inwards:
+            steps.append((at_s, Change(others, [machine], now, way_back=False)))
+    return steps
+
+
+def _far_redis(name: str, ms: float, *, at_start: bool) -> Scenario:
+    change = Change(GATEWAYS, [REDIS], Conditions(delay_s=ms / 2000))
+    if at_start:
+        return Scenario(name, start=[change], short=ms == 80)
+    return Scenario(name, steps=[(0.5, change)])
+
+
+def _all_links(name: str, conditions: Conditions, **more: float) -> Scenario:
+    return Scenario(
+        name, steps=[(0.5, Change((*GATEWAYS, *WORKERS), (*GATEWAYS, *WORKERS, REDIS), conditions))], **more
+    )  # type: ignore[arg-type]
+
+
+def _made() -> list[Scenario]:
+    made = [Scenario("undisturbed", short=True)]
+    for ms in (1, 10, 24, 40, 80, 200):
+        made.append(_far_redis(f"redis {ms} ms from the gateways, from the start", ms, at_start=True))
+    for ms in (40, 200):
+        made.append(_far_redis(f"redis becomes {ms} ms far", ms, at_start=False))
+    for ms in (5, 20, 50, 100):
+        made.append(_all_links(f"{ms} ms between all", Conditions(delay_s=ms / 2000), longest_gap_s=10.0))
+    for mbit in (20, 100, 1000):
+        name = f"{mbit} Mbit/s to the decode workers"
+        slow = Change(PREFILL, DECODE, Conditions(bytes_per_s=mbit * MBIT, delay_s=0.001))
+        made.append(Scenario(name, start=[slow], longest_gap_s=15.0 if mbit < 50 else 8.0))
+    for percent in (0.5, 2, 5):
+        made.append(_all_links(f"{percent} % loss", Conditions(loss=percent / 100, delay_s=0.001), longest_gap_s=12.0))
+    made.append(_all_links("5 % reordered", Conditions(reordered=0.05, delay_s=0.005)))
+    for machine in ("gateway-0", "prefill-0", "decode-0", REDIS):
+        for seconds in (2.0, 6.0):
+            silent = _silent(machine, seconds, Conditions(is_frozen=True))
+            made.append(Scenario(f"{machine} frozen {seconds:g} s", steps=silent, run_s=seconds + 6))
+        for seconds in (2.0, 20.0):
+            cut = _silent(machine, seconds, Conditions(is_cut=True))
+            is_short = machine == "decode-0" and seconds == 2.0
+            made.append(Scenario(f"{machine} cut {seconds:g} s", steps=cut, run_s=seconds + 6, short=is_short))
+        made.append(
+            Scenario(
+                f"{machine} hears nothing 6 s",
+                steps=_silent(machine, 6.0, Conditions(is_cut=True), outwards=False),
+                run_s=12,
+            )
+        )
+        made.append(
+            Scenario(
+                f"{machine} is not heard 6 s",
+                steps=_silent(machine, 6.0, Conditions(is_cut=True), inwards=False),
+                run_s=12,
+            )
+        )
+    for machine in (*GATEWAYS[:1], *PREFILL[:1], *DECODE[:1]):
+        made.append(Scenario(f"kill {machine}", steps=[(1.0, Kill(machine))], run_s=10))
+        made.append(Scenario(f"stop {machine} 4 s", steps=[(1.0, Stop(machine, 4.0))], run_s=12))
+    made.append(
+        Scenario(
+            "a firewall that forgets after 2 s",
+            start=[Change(ALL, ALL, Conditions(forgets_after_s=2.0))],
+            quiet_s=6.0,
+            longest_gap_s=3.0,
+        )
+    )
+    made.append(
+        Scenario(
+            "large packets vanish between workers",
+            start=[Change(PREFILL, DECODE, Conditions(max_packet_bytes=1300))],
+            longest_gap_s=8.0,
+        )
+    )
+    rolling = [(1.0 + 4.0 * n, Replace(machine)) for n, machine in enumerate((*WORKERS, *GATEWAYS))]
+    made.append(Scenario("rolling replacement", steps=rolling, run_s=30))
+    return made
+
+
+SCENARIOS = {scenario.name: scenario for scenario in _made()}
