@@ -15,7 +15,7 @@ HISTORY ?=
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install run status chat test test-all test-faults attack fuzz test-mutants test-gpu check-model check format format-check lint types imports proto \
+.PHONY: help install run status chat test test-all test-faults test-machines attack fuzz test-mutants test-gpu check-model check format format-check lint types imports proto \
 	proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
@@ -43,6 +43,9 @@ test-all: install ## all tests, the slow sweeps and all random examples too
 
 test-faults: install ## kill, freeze, cut off, corrupt, and compare every answer (ARGS: cases and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.faults.run $(ARGS)
+
+test-machines: install ## a cluster on eight machines whose links are far, slow, lossy or cut (ARGS: scenarios and flags; --help lists them)
+	@$(NO_GPU) exec $(PYTHON_IN) -m tests.machines.run $(ARGS)
 
 attack: install ## attack a cluster in every way that docs/security.md names (ARGS: attacks and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.attack.run $(ARGS)

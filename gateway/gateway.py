@@ -86,6 +86,7 @@ class Gateway:
         self.operator_port = 0
         self._config = config
         self._store = Store(config.redis, cluster=config.cluster)
+        self._redis_away_since_s: float | None = None
         self._placements = PlacementWriter(PlacementStore(self._store))
         self._quarantine = Quarantine(self._store)
         # Its own: an answer that is large and late must not keep others from asking.
@@ -108,6 +109,7 @@ class Gateway:
 
         self.topology = Topology(gateway_incarnation=self.incarnation, on_change=poke_all)
         metrics.watch_pace(self.topology.pace)
+        metrics.watch_store(self._store)
         for model in catalog:
             queues[model.name] = AdmissionQueue(
                 functools.partial(self._make_lane, model.name),
@@ -188,6 +190,7 @@ class Gateway:
             dashboard=self._dashboard,
             port=lambda: self.http_port,
             bodies=self._bodies,
+            store=self._store,
             more_routes=more_routes,
         )
 
@@ -291,8 +294,19 @@ class Gateway:
         watch = cast(AsyncGenerator[Membership, None], watch_workers(self._store))
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
+                self._note_redis(is_away=membership.is_stale)
                 self.topology.take_membership(membership.workers, is_stale=membership.is_stale)
                 self._note_strangers(membership.workers)
+
+    def _note_redis(self, *, is_away: bool) -> None:
+        """Logs when Redis ceases to answer and when it answers again; `/cluster` and metrics ask the store itself."""
+        now_s = SYSTEM_CLOCK.monotonic()
+        if is_away and self._redis_away_since_s is None:
+            self._redis_away_since_s = now_s
+            logger.warning("Redis does not answer; no worker can join", extra={"cause": self._store.last_failure})
+        elif not is_away and self._redis_away_since_s is not None:
+            away_s, self._redis_away_since_s = now_s - self._redis_away_since_s, None
+            logger.warning("Redis answers again", extra={"away_s": round(away_s, 1)})
 
     def _note_strangers(self, workers: Iterable[WorkerRecord]) -> None:
         """Says once of each worker that its model is not served here: its --model-name may be a mistake."""

@@ -66,6 +66,7 @@ from gateway.validation import (
     check_text,
     check_token_ids,
 )
+from services.cluster.store import Store
 from services.runtime import status
 from services.runtime.errors import (
     InvalidRequest,
@@ -106,6 +107,7 @@ class HttpApi:
         dashboard: Dashboard,
         port: Callable[[], int],
         bodies: Bodies,
+        store: Store,
         more_routes: Sequence[BaseRoute] = (),
     ) -> None:
         self._more_routes = more_routes
@@ -113,6 +115,7 @@ class HttpApi:
         self._dashboard = dashboard
         self._port = port
         self._bodies = bodies
+        self._store = store
         self._journals = journals
         self._topology = topology
         self._metrics = metrics
@@ -486,6 +489,11 @@ class HttpApi:
                 "workers": [_worker_json(member) for member in self._topology.members()],
                 "version": version(),
                 "requests": {"queued": self._requests.num_queued, "running": self._requests.num_running},
+                "redis": {
+                    "available": self._store.is_available,
+                    "round_trip_s": round(self._store.round_trip.mean_s, 6),
+                    "last_failure": self._store.last_failure,
+                },
             }
         )
 

@@ -12,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.pacing import Pace
 from gateway.topology import Member
+from services.cluster.store import Store
 from services.runtime.fast_metrics import Counts, Distributions, FastRegistry
 from services.runtime.span_metrics import SpanCounts
 from services.runtime.tls_metrics import CertificateEnd
@@ -253,6 +254,10 @@ class Metrics:
             ("limit",),
             registry=registry,
         )
+        self._redis_up = Gauge("tandem_redis_up", "Whether Redis answered this gateway last.", registry=registry)
+        self._redis_round_trip_s = Gauge(
+            "tandem_redis_round_trip_seconds", "Mean time of a call to Redis that was answered.", registry=registry
+        )
         self._busy_share = Gauge(
             "tandem_event_loop_busy_ratio", "Share of the last 0.1 s in which the gateway worked.", registry=registry
         )
@@ -394,6 +399,11 @@ class Metrics:
         """Reads this count, and the state of each worker's circuit, whenever the figures are asked for."""
         self._open_breakers.set_function(num_open)
         self._circuit = circuit
+
+    def watch_store(self, store: Store) -> None:
+        """Reads it whenever the figures are asked for."""
+        self._redis_up.set_function(lambda: float(store.is_available))
+        self._redis_round_trip_s.set_function(lambda: store.round_trip.mean_s)
 
     def watch_pace(self, pace: Pace) -> None:
         """Reads it whenever the figures are asked for."""

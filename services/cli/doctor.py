@@ -275,9 +275,22 @@ def gateway(settings: DoctorSettings) -> Iterator[Finding]:
     else:
         yield Finding(Level.BAD, "gateway", f"{settings.url} is not ready", "too few workers have joined: see below")
     workers = cluster.get("workers", [])
+    yield from judge_gateways_redis(cluster.get("redis") or {})
     yield from judge_versions(str(cluster.get("version", "")), workers)
     yield from judge_workers(workers)
     yield from ports(workers, timeout_s=settings.timeout)
+
+
+def judge_gateways_redis(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """What GET /cluster says of the gateway's own connection to Redis; an older gateway says nothing."""
+    if facts.get("available", True):
+        return
+    yield Finding(
+        Level.BAD,
+        "redis",
+        f"does not answer the gateway: {facts.get('last_failure') or 'no cause is known'}",
+        "requests that run continue, but no worker can join: look at Redis, its password and the network to it",
+    )
 
 
 def judge_versions(gateways: str, workers: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -20,8 +20,9 @@ import msgspec
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
+from services.cluster.connections import end_task
 from services.cluster.keys import Keys
-from services.cluster.store import Script, Store, end_task, run_script, thread_client
+from services.cluster.store import Script, Store, run_script, thread_client
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import LeaseLost, StoreUnavailable
 

@@ -1,7 +1,8 @@
 """The connection to Redis: short timeouts, a circuit breaker, Lua that survives a restart. Knows no key's meaning.
 
 A call either answers within the timeout or raises StoreUnavailable. While the breaker is open it raises at once, so
-a Redis that is frozen costs one timeout per `open_s` and not one per request.
+a Redis that is frozen costs one timeout per `open_s` and not one per request. The timeout follows the measured round
+trip, and connecting, which takes several, has a limit of its own (`connections`).
 """
 
 import asyncio
@@ -16,13 +17,14 @@ import redis.asyncio
 from redis.asyncio.client import PubSub
 from redis.exceptions import NoScriptError, RedisError
 
+from services.cluster.connections import Connections, RoundTrip, end_task
 from services.cluster.keys import Keys
-from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
+from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import ConfigError, StoreUnavailable
 
 TIMEOUT_S = 0.1
+"""For an answer, on top of what the round trip takes."""
 BREAKER_OPEN_S = 1.0
-MAX_CONNECTIONS = 8
 PATIENT_TIMEOUT_S = 1.0
 """For subscriptions, and for what nothing can go on without."""
 THREAD_TIMEOUT_S = 0.5
@@ -99,11 +101,18 @@ class Store:
     ) -> None:
         self.keys = Keys(cluster)
         self.stats = StoreStats()
+        self.last_failure = ""
+        """Why the call that failed last did."""
+        self.round_trip = RoundTrip()
         self._timeout_s = timeout_s
+        self._clock = clock
         self._breaker = Breaker(open_s=breaker_open_s, clock=clock)
         self._left_calls: set[asyncio.Task[Any]] = set()
-        self._client = redis.asyncio.Redis.from_pool(_pool(url, timeout_s))
-        self._patient_client = redis.asyncio.Redis.from_pool(_pool(url, PATIENT_TIMEOUT_S))
+        check_url(url)
+        self._client = redis.asyncio.Redis.from_pool(Connections.to(url, self.round_trip, wait_s=timeout_s))
+        self._patient_client = redis.asyncio.Redis.from_pool(
+            Connections.to(url, self.round_trip, wait_s=PATIENT_TIMEOUT_S)
+        )
 
     @property
     def is_available(self) -> bool:
@@ -119,7 +128,7 @@ class Store:
         succeeded: bool | None = None
         call = self._begin(self._client, script, keys, args)
         try:
-            await asyncio.wait((call,), timeout=self._timeout_s)
+            await self._wait(call, self._timeout_s)
             succeeded = _has_succeeded(call)
             return self._outcome(call)
         finally:
@@ -134,7 +143,7 @@ class Store:
         self.stats.num_calls += 1
         call = self._begin(self._patient_client, script, keys, args)
         try:
-            await asyncio.wait((call,), timeout=PATIENT_TIMEOUT_S)
+            await self._wait(call, PATIENT_TIMEOUT_S)
             return self._outcome(call)
         finally:
             self._leave(call)
@@ -151,6 +160,12 @@ class Store:
             # By then its connections are closed, and only the word of it has not come in time.
             with contextlib.suppress(redis.exceptions.TimeoutError):
                 await client.aclose()
+
+    async def _wait(self, call: asyncio.Task[Any], timeout_s: float) -> None:
+        began_s = self._clock.monotonic()
+        await asyncio.wait((call,), timeout=timeout_s + self.round_trip.limit_s)
+        if _has_succeeded(call):
+            self.round_trip.observe(self._clock.monotonic() - began_s)
 
     def _leave(self, call: asyncio.Task[Any]) -> None:
         """Cancels a call that nobody waits for any more, and keeps it until it has ended."""
@@ -178,7 +193,9 @@ class Store:
         if _has_succeeded(call):
             return call.result()
         self.stats.num_failed_calls += 1
-        raise _unavailable(call)
+        error = _unavailable(call)
+        self.last_failure = str(error.__cause__ or error)
+        raise error
 
 
 async def _run(
@@ -192,14 +209,6 @@ async def _run(
 
 def _has_succeeded(call: asyncio.Task[Any]) -> bool:
     return call.done() and not call.cancelled() and call.exception() is None
-
-
-async def end_task(task: asyncio.Task[Any], *, timeout_s: float = 2.0) -> None:
-    """Cancels a task until it has ended: redis-py may swallow one cancellation, or several."""
-    deadline = Deadline.after(timeout_s)
-    while not task.done() and not deadline.has_passed():
-        task.cancel()
-        await asyncio.wait((task,), timeout=0.05)
 
 
 def check_url(url: str) -> str:
@@ -240,16 +249,3 @@ def _unavailable(call: asyncio.Task[Any]) -> StoreUnavailable:
     unavailable = StoreUnavailable(f"Redis did not answer: {type(error).__name__}")
     unavailable.__cause__ = error
     return unavailable
-
-
-def _pool(url: str, timeout_s: float) -> redis.asyncio.BlockingConnectionPool:
-    check_url(url)
-    return redis.asyncio.BlockingConnectionPool.from_url(
-        url,
-        max_connections=MAX_CONNECTIONS,
-        timeout=timeout_s,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=None,
-        retry_on_error=[],
-    )

@@ -58,8 +58,9 @@ class Runner:
         with bed.Bed(network=self._network, kv_pages=1024, flags=scenario.flags) as own:
             started = time.monotonic()
             await own.ready()
+            ready_s = time.monotonic() - started
             row = await self._under_load(scenario, own)
-            row.figures["ready_s"] = round(time.monotonic() - started, 1)
+            row.figures["ready_s"] = round(ready_s, 1)
             own.keep_logs = not row.is_good
         return row
 

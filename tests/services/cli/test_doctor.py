@@ -92,6 +92,15 @@ def test_a_gateway_that_asks_for_a_key(api: Any) -> None:
     assert "--api-key" in found.advice
 
 
+def test_a_gateway_that_redis_does_not_answer(api: Any) -> None:
+    api.routes["GET /ready"] = (200, {})
+    redis = {"available": False, "round_trip_s": 0.0, "last_failure": "invalid username-password pair"}
+    api.routes["GET /cluster"] = (200, {"version": version(), "workers": [WORKER, PREFILL], "redis": redis})
+    (found,) = bad(doctor.gateway(doctor.DoctorSettings(url=api.url)))
+    assert (found.level, found.subject) == (Level.BAD, "redis")
+    assert "invalid username-password pair" in found.what
+
+
 SOUND = RedisFacts("9.1.0", ping_s=0.0002, clock_ahead_s=0.01, used_bytes=10, max_bytes=0, eviction="noeviction")
 
 

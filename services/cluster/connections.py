@@ -1,0 +1,101 @@
+"""Connections to Redis that are made in the background, and the round trip that they measure. Knows no command of ours.
+
+redis-py connects within the call that needs the connection. A call that waits for 0.1 s would never get one to a Redis
+that is 40 ms away: connecting takes up to five round trips, and each try would begin again.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool
+
+from services.runtime.clock import Deadline
+
+MAX_CONNECTIONS = 8
+CONNECT_TIMEOUT_S = 5.0
+"""For each step of connecting, and for each answer that nobody waits for any longer."""
+MAX_ROUND_TRIP_S = 1.0
+"""A longer one is a Redis that stood still, not one that is far."""
+
+
+class RoundTrip:
+    """The smoothed time of a round trip and its variation, as TCP's (RFC 6298)."""
+
+    def __init__(self) -> None:
+        self.mean_s = 0.0
+        """0 until something was measured."""
+        self._variation_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Takes one measurement."""
+        seconds = min(seconds, MAX_ROUND_TRIP_S)
+        if not self.mean_s:
+            self.mean_s, self._variation_s = seconds, seconds / 2
+            return
+        self._variation_s += (abs(seconds - self.mean_s) - self._variation_s) / 4
+        self.mean_s += (seconds - self.mean_s) / 8
+
+    @property
+    def limit_s(self) -> float:
+        """Nearly all round trips are shorter than this, in seconds."""
+        return self.mean_s + 4 * self._variation_s
+
+
+class Connections(BlockingConnectionPool):
+    """A pool whose connections go on being made when the call that wanted one has left."""
+
+    def __init__(self, *, round_trip: RoundTrip, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._round_trip = round_trip
+        self._connecting: dict[AbstractConnection, asyncio.Task[None]] = {}
+
+    @classmethod
+    def to(cls, url: str, round_trip: RoundTrip, *, wait_s: float) -> "Connections":
+        """A pool for this URL, of which a call waits `wait_s` for a connection that others use."""
+        return cls.from_url(
+            url,
+            round_trip=round_trip,
+            max_connections=MAX_CONNECTIONS,
+            timeout=wait_s,
+            socket_timeout=CONNECT_TIMEOUT_S,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            retry=None,
+            retry_on_error=[],
+        )
+
+    async def ensure_connection(self, connection: AbstractConnection) -> None:
+        """Waits until the connection stands. Raises RedisError; when it is cancelled, connecting continues."""
+        task = self._connecting.get(connection)  # redis-py calls it connected before both have shaken hands
+        if task is None and not connection.is_connected:
+            task = self._connecting[connection] = asyncio.create_task(self._connect(connection))
+            task.add_done_callback(lambda done: self._has_connected(connection, done))
+        if task is not None:
+            await asyncio.shield(task)
+        await super().ensure_connection(connection)
+
+    async def aclose(self) -> None:
+        """Ends all connections, those under way too."""
+        for task in tuple(self._connecting.values()):
+            await end_task(task)
+        await super().aclose()
+
+    async def _connect(self, connection: AbstractConnection) -> None:
+        await connection.connect()  # type: ignore[no-untyped-call]
+        began_s = time.monotonic()
+        await connection.send_command("PING", check_health=False)
+        await connection.read_response()
+        self._round_trip.observe(time.monotonic() - began_s)
+
+    def _has_connected(self, connection: AbstractConnection, task: "asyncio.Task[None]") -> None:
+        self._connecting.pop(connection, None)
+        if not task.cancelled():
+            task.exception()  # told to the calls that waited; there may have been no such call
+
+
+async def end_task(task: asyncio.Task[Any], *, timeout_s: float = 2.0) -> None:
+    """Cancels a task until it has ended: redis-py may swallow one cancellation, or several."""
+    deadline = Deadline.after(timeout_s)
+    while not task.done() and not deadline.has_passed():
+        task.cancel()
+        await asyncio.wait((task,), timeout=0.05)

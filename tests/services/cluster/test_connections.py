@@ -1,0 +1,102 @@
+"""Connections to a Redis that is far away, and the round trip that calls wait for."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.cluster.connections import MAX_ROUND_TRIP_S, RoundTrip
+from services.cluster.embedded import EmbeddedRedis
+from services.cluster.store import Script, Store
+from services.runtime.errors import StoreUnavailable
+from tests.faults.harness import free_port
+from tests.faults.proxy import Proxy
+
+ECHO = Script("return ARGV[1]")
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+async def road() -> AsyncIterator[tuple[Proxy, str]]:
+    """A way to a Redis that can be made longer, and the URL at its near end."""
+    port, near = free_port(), free_port()
+    server = EmbeddedRedis(port=port)
+    server.start()
+    try:
+        async with Proxy("127.0.0.1", near, "127.0.0.1", port) as proxy:
+            yield proxy, f"redis://127.0.0.1:{near}"
+    finally:
+        server.stop()
+
+
+async def answered(store: Store) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            assert await store.run(ECHO, (), ("x",)) == b"x"
+            return
+        except StoreUnavailable:
+            assert time.monotonic() < end, f"never: {store.last_failure}"
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("one_way_s", [0.02, 0.04, 0.1])
+async def test_a_redis_that_is_far_from_the_start_is_reached_and_stays_so(
+    road: tuple[Proxy, str], one_way_s: float
+) -> None:
+    proxy, url = road
+    proxy.latency_s = one_way_s
+    store = Store(url, cluster="test")
+    try:
+        await answered(store)
+        assert 1.9 * one_way_s < store.round_trip.mean_s
+        failed = store.stats.num_failed_calls
+        for _ in range(5):
+            assert await store.run(ECHO, (), ("y",)) == b"y"
+        assert store.stats.num_failed_calls == failed
+    finally:
+        await store.close()
+
+
+async def test_a_redis_that_becomes_far_is_reached_again(road: tuple[Proxy, str]) -> None:
+    proxy, url = road
+    store = Store(url, cluster="test", breaker_open_s=0.1)
+    try:
+        await answered(store)
+        proxy.latency_s = 0.15
+        await answered(store)
+        assert await store.run(ECHO, (), ("y",)) == b"y"
+    finally:
+        await store.close()
+
+
+async def test_closing_ends_a_connection_that_is_being_made(road: tuple[Proxy, str]) -> None:
+    proxy, url = road
+    proxy.is_open.clear()
+    store = Store(url, cluster="test")
+    with pytest.raises(StoreUnavailable):
+        await store.run(ECHO, (), ("x",))
+    began_s = time.monotonic()
+    await store.close()
+    assert time.monotonic() - began_s < 3.0
+    assert not [task for task in asyncio.all_tasks() if "Connections._connect" in repr(task.get_coro())]
+
+
+def test_the_limit_follows_the_round_trip_and_its_variation() -> None:
+    trip = RoundTrip()
+    assert trip.limit_s == 0.0
+    trip.observe(0.001)
+    assert trip.limit_s == pytest.approx(0.003)
+    trip.observe(0.2)
+    assert trip.limit_s > 0.2, "one measurement of a longer way is enough"
+    for _ in range(200):
+        trip.observe(0.2)
+    assert trip.limit_s == pytest.approx(0.2, rel=0.01)
+
+
+def test_a_redis_that_stood_still_does_not_make_calls_wait_for_ever() -> None:
+    trip = RoundTrip()
+    for _ in range(50):
+        trip.observe(3600.0)
+    assert trip.limit_s <= 3 * MAX_ROUND_TRIP_S
