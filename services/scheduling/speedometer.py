@@ -23,8 +23,8 @@ gets no prompts any more, and so never the chance to show that it is not."""
 
 
 StepWork = tuple[int, int, bool]
-"""(tokens computed before, tokens computed in the step, whether these are a prompt's). A chunk of one token is no
-decoding: a step of it alone costs what an empty step costs, and that is what the speed of prompts must learn from it."""
+"""(tokens computed before, tokens computed in the step, whether these are a prompt's). A prompt's chunk of one token is
+no decoding: a step of it alone costs what an empty step costs, and the speed of prompts has to learn that from it."""
 
 
 class Speedometer:
