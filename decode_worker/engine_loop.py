@@ -33,7 +33,7 @@ from services.runtime.errors import InvariantViolated, RequestCancelled
 from services.scheduling.chunks import DEFAULT_CLASS
 from services.scheduling.copies import CopyMeter
 from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_LINK, DEFAULT_PREFILL
-from services.scheduling.speedometer import Speedometer
+from services.scheduling.speedometer import Speedometer, StepWork
 
 R = TypeVar("R")
 
@@ -315,6 +315,7 @@ class DecodeLoop:
         is_usual = not plan.reports_prompts  # which takes longer than computing them
         prepared = self._runner.prepare(plan)
         self._send()
+        rows = list(self._rows(step, proposals))  # before the step ends sequences
         result = self._runner.compute(prepared)
         advances = tuple(
             self._apply(work, outcome, proposals.get(work.key))
@@ -327,12 +328,20 @@ class DecodeLoop:
             self._speculator.end_step(num_accepted, is_comparable=is_decoding_only)
         paused = tuple(self._take_out(sequence) for sequence in self._due_to_pause())
         if is_usual:
-            speeds.observe_step(_rows(step, proposals), (end_unix_ns - proposed_unix_ns) / 1e9, end_unix_ns / 1e9)
+            speeds.observe_step(rows, (end_unix_ns - proposed_unix_ns) / 1e9, end_unix_ns / 1e9)
         self._unsent = self._report(start_unix_ns, advances, paused)
         has_more = self._scheduler.has_any
         if not has_more:
             self._send()
         return has_more
+
+    def _rows(self, step: list[Work], proposals: Mapping[Hashable, Proposal]) -> Iterator[StepWork]:
+        """A step's work as the speedometer takes it: a proposed token costs what one more sequence would."""
+        for key, start, num_tokens, _ in step:
+            yield start, num_tokens, num_tokens > 1 or start < self._sequences[key].num_prompt_tokens
+            if (proposal := proposals.get(key)) is not None:
+                for num_ahead in range(1, 1 + len(proposal.token_ids)):
+                    yield start + num_ahead, 1, False
 
     def _lease(self, key: Hashable) -> PageLease:
         self._is_checked = False
@@ -587,15 +596,6 @@ class DecodeLoop:
         end_s = self._clock.monotonic()
         self._copies.observe(num_pages * self._page_bytes, end_s - start_s, end_s)
         return result
-
-
-def _rows(step: list[Work], proposals: Mapping[Hashable, Proposal]) -> Iterator[tuple[int, int]]:
-    """A step's work for who measures it: a proposed token costs what one more sequence would."""
-    for work in step:
-        yield work.start, work.num_tokens
-        if (proposal := proposals.get(work.key)) is not None:
-            for num_ahead in range(1, 1 + len(proposal.token_ids)):
-                yield work.start + num_ahead, 1
 
 
 class _Memory:

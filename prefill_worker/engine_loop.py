@@ -217,7 +217,8 @@ class PrefillLoop:
         # All that a step costs this thread is a part of what the next ones will take; reporting a prompt costs more.
         end_s = self._clock.monotonic()
         if is_usual:
-            self.speedometer.observe_step(((chunk.start, chunk.num_tokens) for chunk in chunks), end_s - start_s, end_s)
+            work = [(chunk.start, chunk.num_tokens, True) for chunk in chunks]
+            self.speedometer.observe_step(work, end_s - start_s, end_s)
         return len(self._scheduler) > 0
 
     def _item(self, chunk: Chunk) -> StepItem:

@@ -19,10 +19,13 @@ OLDEST_EVERY = 8
 """Of so many steps the oldest prompt of the best class is first in one, whatever shorter ones are there."""
 BUSY_SHARE = 0.5
 """Prompts may stretch a step in which others decode by this part of what it takes without them."""
-STEP_OVERHEADS = 2.5
+STEP_OVERHEADS = 3.0
 """A step may take at least so many times what an empty one takes: most of the time is never lost to chunking."""
 LONE_STEP_OVERHEADS = 10.0
 """And so many where hardly anybody comes: an empty step of a large model on a small machine takes half a second."""
+LEAST_TOKENS = 8
+"""A step of prompts alone may take at least what so many tokens cost at the beginning of a prompt. A measured speed
+that takes an empty step for free would ask for steps of one token, and only longer ones show that it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +332,8 @@ class ChunkScheduler:
             for service_class, arrivals in self._arrivals.items()
             if service_class <= best
         )
-        return self._targets.part_s(speed.time_s(0), rate)
+        empty_s = speed.time_s(0)
+        return max(self._targets.part_s(empty_s, rate), empty_s + LEAST_TOKENS * _seconds_of(speed, 0, 1))
 
     def _advance(self, key: Hashable, num_tokens: int) -> Chunk:
         start, end = self._span(key)

@@ -4,7 +4,11 @@ Nothing here is configured with a capacity. How fast the queue drains is measure
 wait for room, over the time in which they wait. Until enough have started so, Little's law helps: work under way over
 the time that a request stays is what is served now, and that over the share of pages in use what a full cluster would
 serve. A request waits for the work of its class and of higher ones ahead of it, at the drain rate less what higher
-classes keep bringing: W / (μ − λ). Work is counted in tokens of prompt and answer.
+classes keep bringing: W / (μ − λ). What they bring is known for a short time only, so it counts for as long ahead as it
+was measured over, and no prediction is longer than that time and W / μ. Work is counted in tokens of prompt and answer.
+
+A standstill, in which nothing starts or ends though requests run, says nothing of the time after it: while it lasts the
+predicted wait grows, and when it is over it counts neither as time to drain nor as a wait that was predicted badly.
 
 That is a mean, and half of all would wait longer. So limits are compared with it times a caution, which follows the
 quantile of real over predicted waits (a step up when one waits longer, a small one down when not).
@@ -24,6 +28,12 @@ PRIOR_STARTS = 8
 
 LONG_GAP = 4.0
 """Times the mean between two starts."""
+STANDSTILL_STAYS = 2.0
+"""It is a standstill when nothing started or ended for this many times the usual stay of a request ..."""
+MAX_STANDSTILLS = 3
+"""... but after so many in a row it is the usual pace."""
+TOGETHER_S = 0.005
+"""What starts or ends within this time does so together."""
 LATE_SHARE = 0.02
 """Of those that are let in just below a limit, so many may wait longer than it."""
 CAUTION_STEP = 0.05
@@ -113,8 +123,8 @@ class OverloadSettings:
 class OverloadPolicy:
     """One gateway's judgement. Interactive and critical requests are refused last: they wait for the least work.
 
-    A critical request is refused for its deadline only, as is one of the batch class, which waits for as long as it
-    takes; the bound of the queue holds for all (`when_full`).
+    A critical request is refused for its deadline only. One of the batch class is let in whatever is predicted, and
+    waits until its deadline comes. The bound of the queue holds for all (`when_full`).
     """
 
     def __init__(self, settings: OverloadSettings | None = None) -> None:
@@ -122,6 +132,8 @@ class OverloadPolicy:
         time_constant_s = self._settings.time_constant_s
         self._is_short_of_pages = False
         self._caution = FIRST_CAUTION
+        self._clock = _WorkingClock(time_constant_s)
+        """Its time is that of what follows, but for rates and means, which forget in real time."""
         self._running: dict[Hashable, float] = {}
         """When each request started."""
         self._tokens = _Mean(time_constant_s)
@@ -141,30 +153,28 @@ class OverloadPolicy:
 
         `admitted` is what was said when it came; None for a request that starts again.
         """
-        self._running[entry.key] = now_s
+        self._running[entry.key] = work_s = self._note_life(now_s)
         self._tokens.add(entry.cost_tokens, 1.0, now_s)
         self._started[entry.service_class].add(entry.cost_tokens, now_s)
         self._expected_stay_s.add(entry.service_s, 1.0, now_s)
         if self._backlogged_since_s is not None:
-            self._drained.add_sum(entry.cost_tokens, now_s - self._backlogged_since_s, now_s)
-        self._backlogged_since_s = now_s if is_backlogged else None
+            self._drained.add_sum(entry.cost_tokens, work_s - self._backlogged_since_s, now_s)
+        self._backlogged_since_s = work_s if is_backlogged else None
         if admitted is not None and admitted.is_close:
-            is_longer = now_s - entry.arrived_s > admitted.queue_delay_s * self._caution
-            step = 1 - LATE_SHARE if is_longer else -LATE_SHARE
-            self._caution = min(max(1.0, self._caution * (1 + CAUTION_STEP * step)), MAX_CAUTION)
+            self._note_wait(entry, admitted, now_s)
 
     def note_backlog(self, now_s: float, *, is_backlogged: bool) -> None:
         """Nobody started, but a request began to wait for room, or the last one that did left early."""
         if not is_backlogged:
             self._backlogged_since_s = None
         elif self._backlogged_since_s is None:
-            self._backlogged_since_s = now_s
+            self._backlogged_since_s = self._clock.time_s(now_s)
 
     def note_end(self, key: Hashable, now_s: float) -> None:
         """A request that started is over, however it ended."""
-        started_s = self._running.pop(key, None)
-        if started_s is not None:
-            self._stay_s.add(max(0.0, now_s - started_s), 1.0, now_s)
+        if key in self._running:
+            work_s = self._note_life(now_s)
+            self._stay_s.add(max(0.0, work_s - self._running.pop(key)), 1.0, now_s)
 
     def drain_tokens_per_s(self, now_s: float, used_share: float = 1.0) -> float:
         """Work that starts per second while others wait; infinite while nothing is known.
@@ -173,14 +183,13 @@ class OverloadPolicy:
         """
         tokens, time_s = self._drained.total, self._drained.weight
         if self._backlogged_since_s is not None and time_s > 0:
-            waited_s = now_s - self._backlogged_since_s
+            waited_s = self._clock.time_s(now_s) - self._backlogged_since_s
             # The time since the last start counts only once it is long for one: it may be that nothing moves any more.
             if waited_s > LONG_GAP * time_s / self._drained.num:
                 time_s += waited_s
-        stay_s = self._stay_s.value or self._expected_stay_s.value
-        if self._running and stay_s:
+        if self._running and self._usual_stay_s:
             tokens += PRIOR_STARTS * self._tokens.value
-            time_s += PRIOR_STARTS * stay_s * used_share / len(self._running)
+            time_s += PRIOR_STARTS * self._usual_stay_s * used_share / len(self._running)
         return tokens / time_s if time_s > 0 else math.inf
 
     def queue_delay_s(
@@ -190,14 +199,22 @@ class OverloadPolicy:
         if tokens_ahead <= 0:
             return 0.0
         rate = self.drain_tokens_per_s(now_s, used_share)
-        rate -= sum(self._started[higher].value(now_s) for higher in ServiceClass if higher < service_class)
-        return tokens_ahead / rate if rate > 0 else math.inf
+        if rate <= 0:
+            return math.inf
+        higher = sum(self._started[one].value(now_s) for one in ServiceClass if one < service_class)
+        horizon_s = self._settings.time_constant_s
+        within = max(0.0, rate - higher) * horizon_s if math.isfinite(rate) else math.inf
+        if within >= tokens_ahead:
+            return tokens_ahead / (rate - higher) if math.isfinite(rate) else 0.0
+        return horizon_s + (tokens_ahead - within) / rate
 
     def judge(
         self, entry: QueueEntry, load: ClusterLoad, targets: Targets, now_s: float, *, jitter: float = 0.0
     ) -> Verdict:
         """Whether to let a new request in. `jitter`, from 0 to 1, spreads those who are told to come again."""
         delay_s = self._delay_s(entry, load, now_s)
+        if entry.service_class == ServiceClass.BATCH:
+            return Admit(delay_s)
         is_close = False
         wait_s = delay_s + load.prefill_queue_s
         if now_s + wait_s + max(load.prefill_s, entry.service_s) > entry.deadline_s:
@@ -242,6 +259,25 @@ class OverloadPolicy:
 
     def _delay_s(self, entry: QueueEntry, load: ClusterLoad, now_s: float) -> float:
         return self.queue_delay_s(entry.service_class, load.tokens_ahead, now_s, 1 - load.free_page_share)
+
+    @property
+    def _usual_stay_s(self) -> float:
+        return self._stay_s.value or self._expected_stay_s.value
+
+    def _note_life(self, now_s: float) -> float:
+        """Something starts or ends; the time on the working clock."""
+        is_busy = bool(self._running) or self._backlogged_since_s is not None
+        if self._clock.note_life(now_s, usual_stay_s=self._usual_stay_s if is_busy else math.inf):
+            # A request that waits for room waits from here on, for all that can be learned from it.
+            self._backlogged_since_s = None if self._backlogged_since_s is None else self._clock.time_s(now_s)
+        return self._clock.time_s(now_s)
+
+    def _note_wait(self, entry: QueueEntry, admitted: Admit, now_s: float) -> None:
+        if entry.arrived_s < self._clock.resumed_s:
+            return  # it waited through a standstill, which says nothing of predictions
+        is_longer = now_s - entry.arrived_s > admitted.queue_delay_s * self._caution
+        step = 1 - LATE_SHARE if is_longer else -LATE_SHARE
+        self._caution = min(max(1.0, self._caution * (1 + CAUTION_STEP * step)), MAX_CAUTION)
 
     def _note_pages(self, load: ClusterLoad) -> bool:
         used = 1 - load.free_page_share
@@ -288,6 +324,38 @@ class _Mean:
         self.total = self.total * keep + total
         self.weight = self.weight * keep + weight
         self.num = self.num * keep + 1
+
+
+class _WorkingClock:
+    """Time without standstills."""
+
+    def __init__(self, time_constant_s: float) -> None:
+        self.resumed_s = -math.inf
+        """When the last standstill ended, in real time."""
+        self._stood_still_s = 0.0
+        self._alive_s = math.inf
+        self._gaps = _Mean(time_constant_s)
+        self._num_standstills = 0
+        """In a row until now."""
+
+    def time_s(self, now_s: float) -> float:
+        """What it shows; a standstill that lasts is not known for one, and counts."""
+        return now_s - self._stood_still_s
+
+    def note_life(self, now_s: float, *, usual_stay_s: float) -> bool:
+        """Something starts or ends; whether that ended a standstill. Nothing stands still where nothing runs: `inf`."""
+        gap_s, self._alive_s = now_s - self._alive_s, now_s
+        if gap_s < TOGETHER_S or math.isinf(usual_stay_s):
+            return False
+        usual_s = max(LONG_GAP * self._gaps.value, STANDSTILL_STAYS * usual_stay_s)
+        self._num_standstills = self._num_standstills + 1 if 0 < usual_s < gap_s else 0
+        if 0 < self._num_standstills <= MAX_STANDSTILLS:
+            # Within a usual stay something would have ended at the usual pace.
+            self._stood_still_s += max(0.0, gap_s - usual_stay_s)
+            self.resumed_s = now_s
+            return True
+        self._gaps.add(gap_s, 1.0, now_s)
+        return False
 
 
 @dataclass(slots=True)

@@ -75,8 +75,11 @@ class QueueEntry:
 
     @property
     def latest_start_s(self) -> float:
-        """When its turn must have come, or it ends after its deadline."""
-        return self.deadline_s - self.service_s
+        """When its turn must have come, or it ends after its deadline; batch work may try until the deadline itself.
+
+        How long it will take is a prediction, and batch work is turned away for none.
+        """
+        return self.deadline_s if self.service_class == ServiceClass.BATCH else self.deadline_s - self.service_s
 
 
 @dataclass(slots=True)

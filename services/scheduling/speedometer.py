@@ -22,6 +22,11 @@ MIN_STEPS = 5
 gets no prompts any more, and so never the chance to show that it is not."""
 
 
+StepWork = tuple[int, int, bool]
+"""(tokens computed before, tokens computed in the step, whether these are a prompt's). A prompt's chunk of one token is
+no decoding: a step of it alone costs what an empty step costs, and the speed of prompts has to learn that from it."""
+
+
 class Speedometer:
     """Takes steps, in which chunks of prompts and sequences that decode may be mixed, and transfers."""
 
@@ -44,19 +49,19 @@ class Speedometer:
         """None: nothing was measured yet."""
         return None if self._link.speed is DEFAULT_LINK else self._link.speed
 
-    def observe_step(self, work: Iterable[tuple[int, int]], time_s: float, now_s: float) -> None:
-        """A step took `time_s` seconds and was done at `now_s`; `work` is (computed before, computed in it) tokens.
+    def observe_step(self, work: Iterable[StepWork], time_s: float, now_s: float) -> None:
+        """A step took `time_s` seconds and was done at `now_s`.
 
-        One token is decoding, more are a chunk. Of a mixed step, the chunks took what decoding alone does not take.
+        Of a mixed step, the chunks took what decoding alone does not take.
         """
         num_sequences = context_tokens = num_tokens = num_pairs = 0
-        for start, num in work:
-            if num == 1:
-                num_sequences += 1
-                context_tokens += start
-            else:
+        for start, num, is_prompt in work:
+            if is_prompt:
                 num_tokens += num
                 num_pairs += num * (num + 2 * start)
+            else:
+                num_sequences += num
+                context_tokens += start * num
         if not num_tokens:
             self._decode.observe(num_sequences, context_tokens, time_s, now_s)
             return

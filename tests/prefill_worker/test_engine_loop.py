@@ -107,7 +107,7 @@ def test_steps_are_small_until_their_time_is_known_and_then_50_ms_for_a_lone_pro
     assert [c.num_tokens for c in bench.chunks("a")] == [128, 128], "by the default speed they would have 512"
     speed = PrefillSpeed(0.002, 0.0002)
     for n in range(200):
-        bench.loop.speedometer.observe_step([(0, 50 + n)], speed.time_s(50 + n), float(n))
+        bench.loop.speedometer.observe_step([(0, 50 + n, True)], speed.time_s(50 + n), float(n))
     bench.loop.step()
     assert bench.chunks("a")[2].num_tokens == pytest.approx((0.050 - 0.002) / 0.0002, rel=0.1)
 

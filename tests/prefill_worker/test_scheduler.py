@@ -13,6 +13,7 @@ from prefill_worker.scheduler import PromptQueue, PromptSize
 from services.runtime.errors import Overloaded
 from services.scheduling.chunks import (
     BUSY_SHARE,
+    LEAST_TOKENS,
     LONE_STEP_OVERHEADS,
     OLDEST_EVERY,
     STEP_OVERHEADS,
@@ -468,8 +469,9 @@ def test_a_step_takes_no_longer_than_the_targets_say(
         s.remove(("gone", key))
     for key, (_, num_tokens, service_class) in enumerate(prompts):
         s.add(key, num_tokens=num_tokens, service_class=service_class)
-    whole_s = max(0.008, STEP_OVERHEADS * overhead_s)
-    part_s = max(0.004, STEP_OVERHEADS * overhead_s)
+    least_s = speed.time_s(0) + LEAST_TOKENS * (speed.time_s(1) - speed.time_s(0))
+    whole_s = max(0.008, STEP_OVERHEADS * overhead_s, least_s)
+    part_s = max(0.004, STEP_OVERHEADS * overhead_s, least_s)
     while chunks := s.next_step(speed=speed):
         step_s = overhead_s + sum(speed.time_s(c.num_tokens, c.start) - overhead_s for c in chunks)
         is_single = len(chunks) == 1 and chunks[0].num_tokens == 1
@@ -479,59 +481,59 @@ def test_a_step_takes_no_longer_than_the_targets_say(
 
 
 TARGETS = StepTargets(shared_s=0.004, alone_s=0.020, memory_s=1.0)
-MS_A_TOKEN = PrefillSpeed(0.001, 0.001)
-"""An empty step takes 1 ms, so one of 20 ms has 19 tokens, one of 4 ms 3."""
+TEN_A_MS = PrefillSpeed(0.001, 0.0001)
+"""An empty step takes 1 ms, so one of 20 ms has 190 tokens, one of 4 ms 30."""
 
 
 def test_steps_are_as_long_as_prompts_come_seldom() -> None:
     s = ChunkScheduler(chunk_tokens=512, targets=TARGETS)
     s.add("long", num_tokens=1000, now_s=100.0)
-    assert s.next_step(speed=MS_A_TOKEN, now_s=100.0) == [Chunk("long", 0, 19, False)], "nobody else has ever come"
+    assert s.next_step(speed=TEN_A_MS, now_s=100.0) == [Chunk("long", 0, 190, False)], "nobody else has ever come"
     for n in range(400):
         s.add(n, num_tokens=1, now_s=100 + n / 400)
         s.remove(n)
-    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=101.0)
-    assert chunk.num_tokens == 3, "254 in the last second, as older ones count less"
-    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=103.0)
-    assert chunk.num_tokens == 4, "34: steps of the root of 1 ms / 34, which is 5.4"
-    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=104.0)
-    assert chunk.num_tokens == 7
-    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=110.0)
-    assert chunk.num_tokens == 19
+    (chunk,) = s.next_step(speed=TEN_A_MS, now_s=101.0)
+    assert chunk.num_tokens == 30, "254 in the last second, as older ones count less"
+    (chunk,) = s.next_step(speed=TEN_A_MS, now_s=103.0)
+    assert chunk.num_tokens == pytest.approx(44, abs=1), "34: steps of the root of 1 ms / 34, which is 5.4"
+    (chunk,) = s.next_step(speed=TEN_A_MS, now_s=104.0)
+    assert chunk.num_tokens == pytest.approx(79, abs=2)
+    (chunk,) = s.next_step(speed=TEN_A_MS, now_s=110.0)
+    assert chunk.num_tokens == 190
 
 
 def test_who_is_alone_is_not_its_own_company() -> None:
     s = ChunkScheduler(chunk_tokens=512, targets=StepTargets(shared_s=0.004, alone_s=0.1, memory_s=1.0))
     s.add("long", num_tokens=1000, now_s=100.0)
-    assert s.next_step(speed=MS_A_TOKEN, now_s=100.0) == [Chunk("long", 0, 99, False)]
+    assert s.next_step(speed=TEN_A_MS, now_s=100.0) == [Chunk("long", 0, 512, False)]
     s.add("other", num_tokens=900, now_s=100.0)
-    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=100.0)
-    assert chunk.num_tokens == pytest.approx(1000 * math.sqrt(0.001 / 2) - 1, abs=1), "two have come"
+    (chunk,) = s.next_step(speed=TEN_A_MS, now_s=100.0)
+    assert chunk.num_tokens == pytest.approx(10_000 * math.sqrt(0.001 / 2) - 10, abs=1), "two have come"
     s.remove("other")
-    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=100.0)
-    assert chunk.num_tokens == pytest.approx(1000 * math.sqrt(0.001 / 2) - 1, abs=1), "it is alone now"
+    (chunk,) = s.next_step(speed=TEN_A_MS, now_s=100.0)
+    assert chunk.num_tokens == pytest.approx(10_000 * math.sqrt(0.001 / 2) - 10, abs=1), "it is alone now"
     s.remove("long")
     s.add("newest", num_tokens=900, now_s=100.0)
-    (chunk,) = s.next_step(speed=MS_A_TOKEN, now_s=100.0)
-    assert chunk.num_tokens == pytest.approx(1000 * math.sqrt(0.001 / 2) - 1, abs=1), "the third, after two others"
+    (chunk,) = s.next_step(speed=TEN_A_MS, now_s=100.0)
+    assert chunk.num_tokens == pytest.approx(10_000 * math.sqrt(0.001 / 2) - 10, abs=1), "the third, after two others"
 
 
 def test_those_who_would_wait_anyway_make_no_step_short() -> None:
     s = ChunkScheduler(chunk_tokens=512, targets=TARGETS)
     s.add("batch", num_tokens=1000, service_class=4, now_s=100.0)
-    s.add("urgent", num_tokens=50, service_class=1, now_s=100.0)
+    s.add("urgent", num_tokens=500, service_class=1, now_s=100.0)
     for n in range(100):
-        s.add(n, num_tokens=50, service_class=2, now_s=100.0)
-    assert s.next_step(speed=MS_A_TOKEN, now_s=100.0) == [Chunk("urgent", 0, 19, False)]
+        s.add(n, num_tokens=500, service_class=2, now_s=100.0)
+    assert s.next_step(speed=TEN_A_MS, now_s=100.0) == [Chunk("urgent", 0, 190, False)]
     for n in range(100, 200):
         s.add(n, num_tokens=1, service_class=1, now_s=100.1)
         s.remove(n)
-    assert s.next_step(speed=MS_A_TOKEN, now_s=100.1) == [Chunk("urgent", 19, 3, False)], "some as urgent came"
+    assert s.next_step(speed=TEN_A_MS, now_s=100.1) == [Chunk("urgent", 190, 30, False)], "some as urgent came"
     s.remove("urgent")
     for n in range(100):
         s.remove(n)
-    assert s.next_step(speed=MS_A_TOKEN, now_s=100.1) == [Chunk("batch", 0, 3, False)]
-    assert s.next_step(speed=MS_A_TOKEN, now_s=106.0) == [Chunk("batch", 3, 19, False)]
+    assert s.next_step(speed=TEN_A_MS, now_s=100.1) == [Chunk("batch", 0, 30, False)]
+    assert s.next_step(speed=TEN_A_MS, now_s=106.0) == [Chunk("batch", 30, 190, False)]
 
 
 @given(

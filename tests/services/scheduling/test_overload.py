@@ -50,6 +50,32 @@ def test_what_higher_classes_keep_bringing_is_taken_off():
     assert policy.queue_delay_s(NORMAL, 1000, 60.0) == pytest.approx(4.0, rel=0.15)
 
 
+def test_classes_that_filled_the_cluster_for_a_while_do_not_make_lower_ones_wait_for_ever():
+    """What they bring is a mean over ten seconds: it counts for ten seconds."""
+    policy = OverloadPolicy()
+    for number in range(601):
+        policy.note_start(entry(number, INTERACTIVE), number / 10, is_backlogged=True)
+    assert policy.queue_delay_s(INTERACTIVE, 1000, 60.0) == pytest.approx(1.0, rel=0.1)
+    for service_class in (NORMAL, LOW, BATCH):
+        assert policy.queue_delay_s(service_class, 1000, 60.0) <= 10.0 + 1.1
+    patient = entry(service_class=LOW, arrived_s=60.0, deadline_s=80.0)
+    assert isinstance(policy.judge(patient, ClusterLoad(tokens_ahead=500), NONE, 60.0), Admit)
+
+
+@given(
+    brought=st.lists(st.tuples(st.sampled_from(ServiceClass), st.integers(0, 5000), st.floats(0.001, 2)), min_size=5),
+    ahead=st.integers(1, 10**6),
+)
+def test_no_prediction_is_longer_than_the_horizon_and_the_queue(brought, ahead):
+    policy, now_s = OverloadPolicy(), 0.0
+    for number, (service_class, tokens, passed_s) in enumerate(brought):
+        now_s += passed_s
+        policy.note_start(entry(number, service_class, cost_tokens=1 + tokens), now_s, is_backlogged=True)
+    waits = [policy.queue_delay_s(one, ahead, now_s) for one in ServiceClass]
+    assert waits == sorted(waits), "a lower class never waits less"
+    assert waits[-1] <= 10.0 + ahead / policy.drain_tokens_per_s(now_s) + 1e-6
+
+
 def test_before_there_was_a_backlog_littles_law_says_how_fast_it_would_drain():
     policy = OverloadPolicy()
     for number in range(20):
@@ -135,7 +161,9 @@ def test_refused_at_once_when_the_deadline_cannot_be_met():
 def test_batch_waits_for_as_long_as_it_takes_and_critical_is_let_in():
     crowded = ClusterLoad(num_ahead=10**4, tokens_ahead=10**7, free_page_share=0.0, step_s=9.0, prefill_s=9.0)
     policy = busy_policy()
-    assert isinstance(policy.judge(entry(service_class=BATCH), crowded, NONE, 20.0), Admit)
+    assert isinstance(policy.judge(entry(service_class=BATCH), crowded, TARGETS, 20.0), Admit)
+    soon = entry(service_class=BATCH, deadline_s=21.0, service_s=9.0)
+    assert isinstance(policy.judge(soon, crowded, TARGETS, 20.0), Admit), "a prediction may be wrong"
     assert isinstance(policy.judge(entry(service_class=CRITICAL), crowded, TARGETS, 20.0), Admit)
     assert isinstance(policy.judge(entry(service_class=INTERACTIVE), crowded, TARGETS, 20.0), Refuse)
 

@@ -11,7 +11,7 @@ LINK = LinkSpeed(0.001, 5e8)
 def decode_step(speedometer: Speedometer, number: int) -> None:
     contexts = [50 + 37 * (number + place) % 400 for place in range(1 + number % 7)]
     time_s = DECODE.step_s(len(contexts), sum(contexts))
-    speedometer.observe_step([(context, 1) for context in contexts], time_s, number * 0.01)
+    speedometer.observe_step([(context, 1, False) for context in contexts], time_s, number * 0.01)
 
 
 def test_before_anything_was_measured_nothing_is_said() -> None:
@@ -24,20 +24,20 @@ def test_before_anything_was_measured_nothing_is_said() -> None:
 
 def test_one_slow_prompt_makes_nobody_slow() -> None:
     speedometer = Speedometer()
-    speedometer.observe_step([(0, 60)], 20 * PREFILL.time_s(60), 0.0)
+    speedometer.observe_step([(0, 60, True)], 20 * PREFILL.time_s(60), 0.0)
     for number in range(MIN_STEPS - 1):
         assert speedometer.prefill is None
-        speedometer.observe_step([(0, 60 + number)], PREFILL.time_s(60 + number), 0.01 * (1 + number))
+        speedometer.observe_step([(0, 60 + number, True)], PREFILL.time_s(60 + number), 0.01 * (1 + number))
     assert speedometer.prefill is not None
     assert speedometer.prefill.time_s(60) < 3 * PREFILL.time_s(60)
 
 
 def test_steps_that_say_nothing_of_prompts_are_not_counted() -> None:
     speedometer = Speedometer()
-    speedometer.observe_step([(100, 1)], 1.0, 0.0)
+    speedometer.observe_step([(100, 1, False)], 1.0, 0.0)
     for number in range(2 * MIN_STEPS):
         # Faster than decoding alone was taken to be.
-        speedometer.observe_step([(100, 1), (0, 20)], 0.001, 0.1 * number)
+        speedometer.observe_step([(100, 1, False), (0, 20, True)], 0.001, 0.1 * number)
     assert speedometer.prefill is None
 
 
@@ -45,8 +45,8 @@ def test_each_law_is_found_from_what_obeys_it() -> None:
     speedometer = Speedometer()
     for number in range(200):
         decode_step(speedometer, number)
-        chunks = [(64 * place, 16 + 61 * (number + place) % 500) for place in range(1 + number % 3)]
-        time_s = PREFILL.overhead_s + sum(PREFILL.time_s(num, start) - PREFILL.overhead_s for start, num in chunks)
+        chunks = [(64 * place, 16 + 61 * (number + place) % 500, True) for place in range(1 + number % 3)]
+        time_s = PREFILL.overhead_s + sum(PREFILL.time_s(num, start) - PREFILL.overhead_s for start, num, _ in chunks)
         speedometer.observe_step(chunks, time_s, number * 0.01)
         num_bytes = 1000 * (1 + number % 50) ** 2
         speedometer.observe_transfer(num_bytes, LINK.time_s(num_bytes), number * 0.01)
@@ -67,8 +67,20 @@ def test_of_a_mixed_step_the_chunks_took_what_decoding_alone_does_not() -> None:
     for number in range(100):
         num_tokens = 16 + 61 * number % 500
         time_s = DECODE.step_s(3, 600) + PREFILL.time_s(num_tokens)
-        speedometer.observe_step([(100, 1), (200, 1), (300, 1), (0, num_tokens)], time_s, 1 + number * 0.01)
+        speedometer.observe_step(
+            [(100, 1, False), (200, 1, False), (300, 1, False), (0, num_tokens, True)], time_s, 1 + number * 0.01
+        )
     assert speedometer.prefill is not None
     assert speedometer.decode is not None
     assert speedometer.prefill.time_s(300) == pytest.approx(PREFILL.time_s(300), rel=0.05)
     assert speedometer.decode.step_s(3, 600) == pytest.approx(DECODE.step_s(3, 600), rel=0.02)
+
+
+def test_a_chunk_of_one_token_says_what_an_empty_step_of_prompts_takes() -> None:
+    speedometer = Speedometer()
+    for number in range(200):
+        num_tokens = 1 if number % 2 else 16 + number
+        speedometer.observe_step([(0, num_tokens, True)], PREFILL.time_s(num_tokens), number * 0.01)
+    assert speedometer.decode is None
+    assert speedometer.prefill is not None
+    assert speedometer.prefill.time_s(1) == pytest.approx(PREFILL.time_s(1), rel=0.02)
