@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import InvalidRequest, ModelError
 from services.structured.cost import too_complex
+from services.structured.keywords import first_mistake
 from services.structured.lark import lark_of, marks_of
 
 if TYPE_CHECKING:
@@ -87,9 +88,13 @@ def check_form(form: AnswerForm) -> None:
     functions = () if form.tool_calls is None else form.tool_calls.functions
     schemas = [function.parameters for function in functions] + ([form.json_schema] if form.json_schema else [])
     try:
-        reason = too_complex(map(json.loads, schemas))
+        decoded = [json.loads(schema) for schema in schemas]
     except (ValueError, RecursionError) as error:
         raise UnusableSchema(_NO_OBJECT) from error
+    for schema in decoded:
+        if (mistake := first_mistake(schema)) is not None:
+            raise UnusableSchema(mistake)
+    reason = too_complex(decoded)
     if reason is not None:
         raise TooComplex(reason)
     for part in dict.fromkeys((form, *map(AnswerForm, schemas))):
