@@ -1,4 +1,4 @@
-"""Says what is wrong with the keywords of a JSON schema: values of another type than theirs, and bounds that exclude all.
+"""Says which keyword of a JSON schema is wrong: a value of another type than its own, or bounds that exclude all.
 
 The grammar library skips a keyword that it does not need, whatever its value is, so a mistake there would pass as a
 schema without that keyword. The table follows the vocabularies of draft 2020-12 (https://json-schema.org/specification)

@@ -225,18 +225,11 @@ async def test_what_cannot_be_compiled_is_named_over_http(system, row):
     ],
 )
 async def test_a_mistake_that_the_grammar_library_skips_is_refused_with_its_place(system, schema, words):
-    tool = {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}},
-    }
-    asked = [({"response_format": named(schema)}, "response_format", words)]
-    asked.append(({"tools": [tool], "tool_choice": "required"}, "tools", f"properties.a.{words}"))
-    for body, field, said in asked:
-        response = await system.chat(**body)
-        assert response.status_code == 400, response.text
-        error = response.json()["error"]
-        assert error["param"] == field
-        assert said in error["message"]
+    response = await system.chat(response_format=named(schema))
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == "response_format"
+    assert words in error["message"]
 
 
 async def test_what_costs_too_much_to_compile_has_a_code_of_its_own(system):

@@ -22,8 +22,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "half": ({"maxItems": 2.5}, "maxItems must be an integer of at least 0, not 2.5"),
     "type": ({"type": "strin"}, "type must be the name of a type or a list of different ones, not 'strin'"),
-    "types": ({"type": ["string", "string"]}, "type must be the name of a type or a list of different ones, not a list"),
-    "required": ({"properties": {"a": {"required": True}}}, "properties.a.required must be a list of different names, not true"),
+    "types": ({"type": ["null", "null"]}, "type must be the name of a type or a list of different ones, not a list"),
+    "required": (
+        {"properties": {"a": {"required": True}}},
+        "properties.a.required must be a list of different names, not true",
+    ),
     "property": ({"properties": {"a": 5}}, "properties.a must be an object or a boolean, not 5"),
     "additional": ({"additionalProperties": None}, "additionalProperties must be an object or a boolean, not null"),
     "tuple": ({"items": [{"type": "string"}, 5]}, "items[1] must be an object or a boolean, not 5"),
@@ -32,7 +35,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "not a schema": ([1], "the schema must be an object or a boolean, not a list"),
     "large": ({"minLength": -(10**4000)}, "minLength must be an integer of at least 0, not so large a number"),
     "infinite": ({"maximum": float("inf")}, "maximum must be a number, not inf"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
