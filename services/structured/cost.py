@@ -6,7 +6,8 @@ most, as far as schemas of up to 64 KiB were found. Pure: schemas in, a reason o
 """
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -21,6 +22,14 @@ MAX_PATTERN_PROPERTIES = 32
 MAX_MEMBERS = 2000
 """Each is compared with each: 6000 take 3 s."""
 
+LONG_TEXT_CHARS = 200
+"""From here on texts are not forced. Where only one text is possible the library makes it tokens, all of it, for each
+mask anew: 11 ms a token for 60,000 characters. Unforced, any of the tokens that the text can begin with may come, and
+that takes microseconds."""
+_REPEATED = re.compile(r"\{\s*\d")
+
+_WITHOUT_EFFECT = frozenset({"$comment", "$id", "$schema", "description", "title"})
+
 _TOGETHER = ("allOf", "anyOf", "oneOf", "$ref")
 _WITHOUT_FORCE = frozenset(
     {"type", "title", "description", "default", "examples", "deprecated", "$defs", "definitions", "$schema", "$id"}
@@ -33,6 +42,38 @@ def too_complex(schemas: Iterable[Any]) -> str | None:
     for schema in schemas:
         counts.add(schema)
     return counts.reason()
+
+
+def may_force_long_texts(schemas: Iterable[Any]) -> bool:
+    """Whether there may be a place where one text of `LONG_TEXT_CHARS` or more, or a part of one, is all that can come.
+
+    Such a text is in the schema, or is a number, or comes from a pattern that repeats a part or from a least length.
+    """
+    level = [(schema, False) for schema in schemas]
+    while level:
+        if any(_may_be_long(value) for value, _ in level):
+            return True
+        level = [inner for value, is_data in level for inner in _values_in(value, is_data=is_data)]
+    return False
+
+
+def _may_be_long(value: Any) -> bool:
+    if isinstance(value, dict):
+        least = value.get("minLength")
+        return (isinstance(least, int | float) and least >= LONG_TEXT_CHARS) or any(map(_may_be_long, value))
+    if isinstance(value, str):
+        return len(value) >= LONG_TEXT_CHARS or _REPEATED.search(value) is not None
+    return isinstance(value, int | float) and abs(value) >= 10**LONG_TEXT_CHARS
+
+
+def _values_in(value: Any, *, is_data: bool) -> Iterator[tuple[Any, bool]]:
+    """Values in a schema, or in data of it, but for the texts of a schema that do not matter to what can come."""
+    if isinstance(value, list):
+        yield from ((inner, is_data) for inner in value)
+    elif isinstance(value, dict):
+        for word, inner in value.items():
+            if is_data or word not in _WITHOUT_EFFECT or not isinstance(inner, str):
+                yield inner, is_data or word in ("const", "enum")
 
 
 class _Counts:

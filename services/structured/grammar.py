@@ -24,7 +24,8 @@ from tokenizers import Tokenizer
 
 from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import InvalidRequest, ModelError
-from services.structured.cost import too_complex
+from services.structured.cost import may_force_long_texts, too_complex
+from services.structured.keywords import first_mistake
 from services.structured.lark import lark_of, marks_of
 
 if TYPE_CHECKING:
@@ -84,16 +85,25 @@ def check_form(form: AnswerForm) -> None:
     Raises:
         UnusableSchema: the message names what is wrong or not supported.
     """
-    functions = () if form.tool_calls is None else form.tool_calls.functions
-    schemas = [function.parameters for function in functions] + ([form.json_schema] if form.json_schema else [])
+    schemas = schemas_of(form)
     try:
-        reason = too_complex(map(json.loads, schemas))
+        decoded = [json.loads(schema) for schema in schemas]
     except (ValueError, RecursionError) as error:
         raise UnusableSchema(_NO_OBJECT) from error
+    for schema in decoded:
+        if (mistake := first_mistake(schema)) is not None:
+            raise UnusableSchema(mistake)
+    reason = too_complex(decoded)
     if reason is not None:
         raise TooComplex(reason)
     for part in dict.fromkeys((form, *map(AnswerForm, schemas))):
         _compiled(_byte_tokenizer(), part, {})
+
+
+def schemas_of(form: AnswerForm) -> list[str]:
+    """All schemas of a form, as texts."""
+    functions = () if form.tool_calls is None else form.tool_calls.functions
+    return [function.parameters for function in functions] + ([form.json_schema] if form.json_schema else [])
 
 
 class GrammarState:
@@ -235,10 +245,11 @@ def _compiled(tokenizer: LLTokenizer, form: AnswerForm, mark_token_ids: Mapping[
     from llguidance import LLMatcher
 
     try:
-        if form == AnswerForm(form.json_schema):
+        is_forced = not may_force_long_texts(map(json.loads, schemas_of(form)))
+        if form == AnswerForm(form.json_schema) and is_forced:
             grammar = LLMatcher.grammar_from_json_schema(form.json_schema, overrides=_OPTIONS)
         else:
-            lark = lark_of(form, mark_token_ids=mark_token_ids, options=_OPTIONS)
+            lark = lark_of(form, mark_token_ids=mark_token_ids, options=_OPTIONS, is_forced=is_forced)
             grammar = LLMatcher.grammar_from_lark(lark)
     except (ValueError, RecursionError) as error:
         raise UnusableSchema(_NO_OBJECT) from error

@@ -30,12 +30,17 @@ def marks_of(form: AnswerForm) -> tuple[str, ...]:
     return calls if form.reasoning is Reasoning.NONE else (*calls, _BEGIN_THOUGHTS, _END_THOUGHTS)
 
 
-def lark_of(form: AnswerForm, *, mark_token_ids: Mapping[str, int], options: Mapping[str, Any]) -> str:
+def lark_of(
+    form: AnswerForm, *, mark_token_ids: Mapping[str, int], options: Mapping[str, Any], is_forced: bool = True
+) -> str:
     """The grammar. `mark_token_ids` has those marks that are tokens; `options` are for the compiler of JSON schemas.
+
+    `is_forced`: where only one text is possible, only the tokens that the tokenizer makes of it are allowed.
 
     Raises ValueError for a schema that is no JSON object, and RecursionError.
     """
-    rules = ["%llguidance {}", f"start: {_start(form)}", r"TEXT: /(.|\n)*/"]
+    head = "%llguidance {}" if is_forced else '%llguidance {"no_forcing": true}'
+    rules = [head, f"start: {_start(form)}", r"TEXT: /(.|\n)*/"]
     if form.json_schema:
         rules.append(f"value: {_json(form.json_schema, options)}")
     if form.tool_calls is not None:

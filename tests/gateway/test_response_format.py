@@ -216,6 +216,22 @@ async def test_what_cannot_be_compiled_is_named_over_http(system, row):
     assert not any(worker.attempts for worker in system.workers.values())
 
 
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "integer", "multipleOf": -1}, "multipleOf must be a number greater than 0, not -1"),
+        ({"type": "object", "$defs": 5}, "$defs must be an object, not 5"),
+        ({"anyOf": [{"minItems": 3, "maxItems": 1}, {}]}, "anyOf[0]: minItems (3) is greater than maxItems (1)"),
+    ],
+)
+async def test_a_mistake_that_the_grammar_library_skips_is_refused_with_its_place(system, schema, words):
+    response = await system.chat(response_format=named(schema))
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == "response_format"
+    assert words in error["message"]
+
+
 async def test_what_costs_too_much_to_compile_has_a_code_of_its_own(system):
     for schema in ({"type": "integer", "multipleOf": 107_972_737}, {"type": "string", "pattern": "a?" * 3000}):
         response = await system.chat(response_format=named(schema))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.runtime.answer_form import AnswerForm, CalledFunction, ToolCalls, ToolFormat
-from services.structured.cost import too_complex
+from services.structured.cost import may_force_long_texts, too_complex
 from services.structured.grammar import TooComplex, check_form
 from tests.schemas import SCHEMAS
 from tests.stopwatch import Stopwatch
@@ -95,3 +95,27 @@ def test_schemas_of_one_call_count_together() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0, -5, 10**400, 1e-300, True])
 def test_odd_numbers_are_left_to_the_library(value: Any) -> None:
     too_complex([{"multipleOf": value}])
+
+
+LONG: dict[str, dict[str, Any]] = {
+    "enum": {"enum": ["short", "x" * 60_000]},
+    "const": {"const": {"a": ["y" * 30_000]}},
+    "const that looks like a description": {"const": {"description": "y" * 60_000}},
+    "name": {"type": "object", "properties": {"p" * 30_000: {}}, "required": ["p" * 30_000]},
+    "pattern": {"type": "string", "pattern": "^" + "ab" * 2000 + "$"},
+    "repetition": {"type": "string", "pattern": "^(abcdefgh){2000}$"},
+    "least length": {"type": "string", "pattern": "^x*$", "minLength": 20_000},
+    "number": {"const": 10**400},
+    "deep": {"properties": {"a": {"anyOf": [{"type": "null"}, {"items": {"const": "z" * 20_000}}]}}},
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_texts_that_would_be_dear_to_force_are_found(case: str) -> None:
+    assert may_force_long_texts([{}, LONG[case]])
+
+
+@pytest.mark.parametrize("case", SCHEMAS.keys() - {"chain"})
+def test_usual_schemas_have_none(case: str) -> None:
+    described = {"title": "t" * 500, "properties": {"a": {"description": "d" * 500, **SCHEMAS[case]}}}
+    assert not may_force_long_texts([described])
