@@ -12,19 +12,24 @@ BENCHMARKS ?= system handoff gateway engine speculative end_to_end interference
 # What `make bench` writes, a JSON file for each benchmark; make bench HISTORY=1 also appends the ratios to the history.
 BENCH_DIR ?= build/benchmarks
 HISTORY ?=
+# Where `make sbom` writes to.
+SBOM ?= build/sbom.cdx.json
 # Flags for the command behind run, status, chat, test and bench: make run ARGS="--prefill 2 --decode 2"
 ARGS ?=
 
-.PHONY: help install run status chat test test-all test-faults test-machines attack fuzz test-mutants test-gpu check-model check format format-check lint types imports proto \
-	proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
+.PHONY: help install install-dev run status chat test test-all test-faults test-machines attack fuzz test-mutants test-gpu check-model check \
+	format format-check lint types imports proto lock sbom proto-check proto-release bench bench-history bench-gpu demo-model clean clean-all
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS=\"...\"]"
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: ## make .venv with everything; does nothing the second time
+install: ## make .venv with what serving needs; does nothing the second time
 	@$(if $(filter command%,$(origin PYTHON_IN)),:,tools/install.sh)
+
+install-dev: install ## add what tests and checks need; does nothing the second time
+	@$(if $(filter command%,$(origin PYTHON_IN)),:,tools/install.sh dev)
 
 run: install ## serve the demo model on this machine: gateway, 1 prefill and 1 decode worker (ARGS: flags of tandem up)
 	@exec $(PYTHON_IN) -m services.cli.main up $(ARGS)
@@ -35,77 +40,85 @@ status: install ## show the workers of the running cluster
 chat: install ## talk to the running cluster
 	@$(PYTHON_IN) -m services.cli.main chat $(ARGS)
 
-test: install ## the tests that every change must pass (ARGS: flags of pytest)
+test: install-dev ## the tests that every change must pass (ARGS: flags of pytest)
 	$(NO_GPU) $(PYTEST) -q -n $(TEST_WORKERS) -m "not slow and not gpu" $(ARGS)
 
-test-all: install ## all tests, the slow sweeps and all random examples too
+test-all: install-dev ## all tests, the slow sweeps and all random examples too
 	$(NO_GPU) TANDEM_ALL_EXAMPLES=1 $(PYTEST) -q -n $(TEST_WORKERS) -m "not gpu" $(ARGS)
 
-test-faults: install ## kill, freeze, cut off, corrupt, and compare every answer (ARGS: cases and flags; --help lists them)
+test-faults: install-dev ## kill, freeze, cut off, corrupt, and compare every answer (ARGS: cases and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.faults.run $(ARGS)
 
-test-machines: install ## a cluster on eight machines whose links are far, slow, lossy or cut (ARGS: scenarios and flags; --help lists them)
+test-machines: install-dev ## a cluster on eight machines whose links are far, slow, lossy or cut (ARGS: scenarios and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.machines.run $(ARGS)
 
-attack: install ## attack a cluster in every way that docs/security.md names (ARGS: attacks and flags; --help lists them)
+attack: install-dev ## attack a cluster in every way that docs/security.md names (ARGS: attacks and flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.attack.run $(ARGS)
 
-fuzz: install ## 100,000 requests of nonsense over HTTP and as many over gRPC (ARGS: flags; --help lists them)
+fuzz: install-dev ## 100,000 requests of nonsense over HTTP and as many over gRPC (ARGS: flags; --help lists them)
 	@$(NO_GPU) exec $(PYTHON_IN) -m tests.fuzz.run $(ARGS)
 
-test-mutants: install ## take each check of the handoff's receiver out and see that a test fails (ARGS: names)
+test-mutants: install-dev ## take each check of the handoff's receiver out and see that a test fails (ARGS: names)
 	@$(NO_GPU) exec $(PYTHON_IN) tools/mutate_receiver.py $(ARGS)
 
-check-model: install ## the handoff as a model, with its fences and without each of them; needs spin and gcc
+check-model: install-dev ## the handoff as a model, with its fences and without each of them; needs spin and gcc
 	@exec $(PYTHON_IN) tools/check_model.py $(ARGS)
 
-test-gpu: install ## the tests that need a CUDA device
+test-gpu: install-dev ## the tests that need a CUDA device
 	TRITON_INTERPRET=0 $(PYTEST) -q -n 0 -m gpu $(ARGS)
 
-check: install ## everything that CI checks: format, lint, types, imports, protos, tests
+check: install-dev ## everything that CI checks: format, lint, types, imports, protos, tests
 	@.ci/run
 
-format: install ## rewrite the sources in the project's format
+format: install-dev ## rewrite the sources in the project's format
 	$(PYTHON_IN) -m ruff check --quiet --fix-only --select I .
 	$(PYTHON_IN) -m ruff format .
 
-format-check: install ## whether `make format` would change anything
+format-check: install-dev ## whether `make format` would change anything
 	$(PYTHON_IN) -m ruff format --check .
 
-lint: install ## ruff's rules
+lint: install-dev ## ruff's rules
 	$(PYTHON_IN) -m ruff check .
 
-types: install ## mypy, strict
+types: install-dev ## mypy, strict
 	$(PYTHON_IN) -m mypy
 
-imports: install ## the layers and who may import what (import-linter)
+imports: install-dev ## the layers and who may import what (import-linter)
 	.venv/bin/lint-imports
 
-proto: install ## generate the stubs of protos/*.proto
+proto: install-dev ## generate the stubs of protos/*.proto
 	tools/protos.sh write
 
-proto-check: install ## whether the committed stubs are those of protos/*.proto, and break no program made for the last release
+proto-check: install-dev ## whether the committed stubs are those of protos/*.proto, and break no program made for the last release
 	tools/protos.sh check
 	$(PYTHON_IN) tools/proto_compat.py check
 
-proto-release: install ## part of a release: from now on its public protos are the ones to keep to
+proto-release: install-dev ## part of a release: from now on its public protos are the ones to keep to
 	$(PYTHON_IN) tools/proto_compat.py release
 
-bench: install ## measure, with ratios to what is possible (BENCHMARKS: which, ARGS: their flags, HISTORY=1: keep the ratios)
+lock: install-dev ## write requirements/*.lock anew after a change of pyproject.toml (ARGS: flags of uv, such as --upgrade)
+	@tools/lock.sh $(ARGS)
+
+sbom: install-dev ## the bill of materials of what serving installs, as CycloneDX JSON (SBOM: the file)
+	@mkdir -p $(dir $(SBOM))
+	@cat constraints.txt requirements/serve.lock | grep -v '^\(numpy\|triton\|llguidance\)[=<>]*[0-9.]*$$' | \
+		$(PYTHON_IN) -m cyclonedx_py requirements - --pyproject pyproject.toml --output-reproducible --of JSON -o $(SBOM)
+
+bench: install-dev ## measure, with ratios to what is possible (BENCHMARKS: which, ARGS: their flags, HISTORY=1: keep the ratios)
 	@mkdir -p $(BENCH_DIR); set -e; for name in $(BENCHMARKS); do \
 		echo "== $$name"; \
 		$(NO_GPU) $(PYTHON_IN) -m benchmarks.$$name --json $(BENCH_DIR)/$$name.json $(if $(HISTORY),--history) $(ARGS); \
 	done
 
-bench-history: install ## the last ratios beside earlier ones of the same kind of machine; fails where one became worse
+bench-history: install-dev ## the last ratios beside earlier ones of the same kind of machine; fails where one became worse
 	@exec $(PYTHON_IN) -m benchmarks.history $(ARGS)
 
-bench-gpu: install ## measure the engine on a CUDA device beside what the device and transformers can do (ARGS: flags of both)
+bench-gpu: install-dev ## measure the engine on a CUDA device beside what the device and transformers can do (ARGS: flags of both)
 	@mkdir -p $(BENCH_DIR); set -e; for name in gpu gpu_batching; do \
 		$(PYTHON_IN) -m benchmarks.$$name --json $(BENCH_DIR)/$$name.json $(ARGS); \
 	done
 
-demo-model: install ## train the committed demo model and its draft again; takes an hour and a half
+demo-model: install-dev ## train the committed demo model and its draft again; takes an hour and a half
 	$(PYTHON_IN) demo/train.py $(ARGS)
 
 clean: ## remove caches and build outputs

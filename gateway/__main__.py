@@ -18,6 +18,7 @@ def main() -> None:
     process.die_with_parent()
     settings = config.load(GatewayConfig, sys.argv[1:], prog="python -m gateway")
     logs.setup(settings.log_level, service="gateway")
+    process.be_nice(settings.nice)
     rpc.set_identity(None if settings.tls is None else Identity(settings.tls, roles=("gateway",)))
     telemetry.setup("gateway", settings.otlp, sample=settings.trace_sample)
     try:

@@ -167,6 +167,12 @@ class GatewayConfig:
         "without a key.",
     )
     reflection: bool = option(flag(), default=True, help="Serve gRPC reflection.")
+    nice: int = option(
+        integer(-20, 19),
+        default=0,
+        help="How much this process gives way to others on its machine. Below 0 it goes before them, where it may: as "
+        "root, with CAP_SYS_NICE, or within RLIMIT_NICE.",
+    )
     log_level: str = option(choice(*LEVELS), default="info", help="Least level of log records.")
     slow_request_s: float = option(
         number(0, 86_400),

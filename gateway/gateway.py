@@ -291,7 +291,7 @@ class Gateway:
                     await self._grpc.set_serving(was_ready, INFERENCE_SERVICE)
 
     async def _follow_workers(self) -> None:
-        watch = cast(AsyncGenerator[Membership, None], watch_workers(self._store))
+        watch = cast(AsyncGenerator[Membership, None], watch_workers(self._store, on_renewals=self.topology.take_renewals))
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
                 self._note_redis(is_away=membership.is_stale)

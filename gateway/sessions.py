@@ -31,8 +31,11 @@ from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 
 CONNECT_TIMEOUT_S = 3.0
 SILENCE_LIMIT_S = 2.7
-"""Workers speak at least once a second; one that was silent for this long counts as dead. With the time between two
-looks at it, that is within 3 s of its last word."""
+"""Workers speak at least once a second; one that was silent for this long counts as dead, unless it goes on to renew its
+lease. With the time between two looks at it, that is within 3 s of its last word."""
+SLOW_LIMIT_S = 6.0
+"""The same for one that renews its lease: it lives, and has too little time on a busy machine, or the way to it is
+stuck. The answers that it owes wait as long."""
 MAX_OUTGOING_COMMANDS = 16_384
 MAX_COMMANDS_BYTES = 2**20
 """Commands that wait together go down in one message, until it is this large."""
@@ -257,7 +260,7 @@ class WorkerSession(ABC):
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            error = WorkerUnavailable(f"{self.peer.worker_id} was silent for {SILENCE_LIMIT_S:g} s")
+            error = WorkerUnavailable(f"{self.peer.worker_id} was silent for too long")
         finally:
             self._break(error)
         raise error
@@ -293,11 +296,12 @@ class WorkerSession(ABC):
         """Tells the worker to take nothing new, finish and exit. Raises WorkerUnavailable if the stream is broken."""
         self._send(self._command(drain=worker_pb2.DrainWorker()))
 
-    def check_silence(self, now_s: float) -> None:
+    def check_silence(self, now_s: float, *, is_lease_renewed: bool = False) -> None:
         """Breaks the session if the worker has been silent for too long; `now_s` is the event loop's time."""
-        if self.is_up and now_s - self._heard_at_s > SILENCE_LIMIT_S:
+        limit_s = SLOW_LIMIT_S if is_lease_renewed else SILENCE_LIMIT_S
+        if self.is_up and now_s - self._heard_at_s > limit_s:
             logger.warning("worker is silent", extra={"worker": self.peer.worker_id})
-            self._break(WorkerUnavailable(f"{self.peer.worker_id} was silent for {SILENCE_LIMIT_S:g} s"))
+            self._break(WorkerUnavailable(f"{self.peer.worker_id} was silent for {limit_s:g} s"))
             self._call.cancel()
 
     def forgive_silence(self, slept_s: float) -> None:

@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -39,6 +39,9 @@ USUAL_S = 0.25
 """So long it is not asked anew what is usual."""
 FRESH_S = 3.0
 """A worker that has had nothing to do for longer may have become another one."""
+RENEWED_S = 2.5
+"""A lease that was renewed within this time shows that its worker lives: workers renew every second, and it is looked at
+as often. Less than `sessions.SILENCE_LIMIT_S`: a process that stopped renewed nothing since its last word."""
 OWN_PAUSE_S = 1.0
 """If our own check comes this late, it was us who slept, and nobody is blamed for silence."""
 
@@ -128,6 +131,8 @@ class Topology:
         self._watchers: set[Callable[[], None]] = set()
         self._stale_since_s: float | None = None
         """Since when nobody can say who is registered, on the event loop's clock."""
+        self._renewed_at_s: dict[str, float] = {}
+        """By worker id, when its lease was renewed, as far as that is known, on the event loop's clock."""
         self._note_gpu: Callable[[str, GpuJudgement], None] = lambda worker_id, judgement: None
         self._watching: list[asyncio.Task[None]] = []
         self.pace = Pace()
@@ -166,6 +171,11 @@ class Topology:
                 if not member.is_listed and not member.session.is_up:
                     self._forget(role, worker_id)
         self._changed()
+
+    def take_renewals(self, ages_s: Mapping[str, float]) -> None:
+        """How long ago each worker's lease was renewed, by its id, as of now."""
+        now_s = asyncio.get_running_loop().time()
+        self._renewed_at_s = {worker_id: now_s - age_s for worker_id, age_s in ages_s.items()}
 
     def members(self) -> list[Member]:
         """All known workers in order of role and id."""
@@ -466,7 +476,9 @@ class Topology:
             for member in self.members():
                 if slept_s > OWN_PAUSE_S:
                     member.session.forgive_silence(slept_s)
-                member.session.check_silence(checked_at_s)
+                renewed_at_s = self._renewed_at_s.get(member.record.id, -math.inf)
+                is_renewed = checked_at_s - renewed_at_s < RENEWED_S
+                member.session.check_silence(checked_at_s, is_lease_renewed=is_renewed)
 
     def _rotation(self, role_name: Role, model: str | None) -> "_Rotation":
         """Members in rotation. A worker of another model than the request's must never be among them."""

@@ -1,15 +1,25 @@
 #!/usr/bin/env bash
-# Makes .venv with everything this repository needs. Does nothing when that was already done for the same pyproject.toml
-# and constraints.txt. Needs Python 3.11 or newer and a package index; PYTHON=... chooses the interpreter.
+# `tools/install.sh`: makes .venv with what serving needs. `tools/install.sh dev`: adds what tests and checks need.
+# Every package is of the version and has one of the hashes that requirements/*.lock name. Two things have no hash there:
+# torch, whose build depends on the machine, with the CUDA libraries of that build, has its version in constraints.txt
+# only; and this repository itself. Does nothing when that was already done for the same lock files.
+# Needs Python 3.11 or newer and a package index; PYTHON=... chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source tools/index.sh
 
-STAMP=.venv/.installed
-EXTRAS='.[worker,local]'
+case "${1:-serve}" in
+serve) STAMP=.venv/.installed LOCK=requirements/serve.lock ;;
+dev) STAMP=.venv/.installed-dev LOCK=requirements/dev.lock ;;
+*)
+    echo "usage: tools/install.sh [serve|dev]" >&2
+    exit 2
+    ;;
+esac
 
 wanted_stamp() {
     # The folder is part of it: an editable install points to where it was made.
-    { pwd; cat pyproject.toml constraints.txt tools/install.sh; } | sha256
+    { pwd; cat pyproject.toml constraints.txt "$LOCK" tools/install.sh; } | sha256
 }
 
 sha256() {
@@ -28,11 +38,6 @@ find_python() {
     exit 1
 }
 
-pip_setting() { # from pip's environment variable or its configuration files; uv reads neither
-    local variable="PIP_$(echo "$1" | tr 'a-z-' 'A-Z_')"
-    if [ -n "${!variable:-}" ]; then echo "${!variable}"; else .venv/bin/python -m pip config get "global.$1" 2>/dev/null || true; fi
-}
-
 offers_torch() { # whether one of the folders of wheels has a torch for the interpreter of .venv
     local folder tag
     tag=$(.venv/bin/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
@@ -49,21 +54,22 @@ wants_cpu_index() { # Linux without a GPU: PyPI's torch would bring gigabytes of
 }
 
 install_with_uv() {
-    local links index backend=()
-    links="${UV_FIND_LINKS:-$(pip_setting find-links | tr -s ' \n' ',,')}"
-    index="${UV_DEFAULT_INDEX:-$(pip_setting index-url)}"
-    if [ -n "$links" ]; then export UV_FIND_LINKS="${links%,}"; fi
-    if [ -n "$index" ]; then export UV_DEFAULT_INDEX="$index"; fi
-    export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}" # as pip does: company networks have certificates of their own
+    local uv=(.venv/bin/python -m uv pip install --quiet --python .venv/bin/python) backend=()
+    use_index_settings_of_pip
+    "${uv[@]}" --no-deps --require-hashes -r "$LOCK"
     if wants_cpu_index; then backend=(--torch-backend cpu); fi
-    .venv/bin/python -m uv pip install --quiet --python .venv/bin/python ${backend[@]+"${backend[@]}"} \
-        -c constraints.txt -e "$EXTRAS" --group dev
+    # Its dependencies are there already, but for the libraries of a CUDA build.
+    "${uv[@]}" ${backend[@]+"${backend[@]}"} -c constraints.txt torch
+    "${uv[@]}" --no-deps --no-build-isolation -e .
 }
 
 install_with_pip() {
-    local index=()
-    if wants_cpu_index; then index=(--extra-index-url https://download.pytorch.org/whl/cpu); fi
-    .venv/bin/python -m pip install --quiet ${index[@]+"${index[@]}"} -c constraints.txt -e "$EXTRAS" --group dev
+    local pip=(.venv/bin/python -m pip install --quiet) index=()
+    "${pip[@]}" --no-deps --require-hashes -r "$LOCK"
+    # Not an extra index: of two that have a package, pip takes the newest file, whoever put it there.
+    if wants_cpu_index; then index=(--index-url https://download.pytorch.org/whl/cpu); fi
+    "${pip[@]}" ${index[@]+"${index[@]}"} -c constraints.txt torch
+    "${pip[@]}" --no-deps --no-build-isolation -e .
 }
 
 write_bytecode() { # of what a start imports, our own modules too: torch takes seconds to compile, at each start of each
@@ -85,10 +91,9 @@ if ! .venv/bin/python -c '' 2>/dev/null; then
     echo "making .venv with $("$python" --version)"
     "$python" -m venv --clear .venv
 fi
-echo "installing into .venv; the first time takes a minute or more"
-# pip reads --group from 25.1 on; uv is much faster, but pip does where uv cannot be had or does not reach the index.
-.venv/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-if ! { .venv/bin/python -m pip install --quiet uv && install_with_uv; }; then
+echo "installing $LOCK into .venv; the first time takes a minute or more"
+# uv is much faster, but pip does where uv cannot be had or does not reach the index.
+if ! { .venv/bin/python -m pip install --quiet --require-hashes -r requirements/install.lock && (install_with_uv); }; then
     echo "uv could not install; trying pip"
     install_with_pip
 fi

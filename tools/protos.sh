@@ -4,23 +4,24 @@
 # The generator lives in an environment of its own (.tools/gen), because it needs an older protobuf than the services use.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source tools/index.sh
 
-# The oldest grpcio that is supported: stubs refuse a grpcio older than their generator.
-GENERATOR=(grpcio-tools==1.80.0 mypy-protobuf==5.1.0)
+GENERATOR=requirements/protos.lock
 STAMP=.tools/gen/.installed
 CLIENT=client/tandem_client/protos
 PUBLIC=(inference cluster) # these import no other .proto, so their messages' stubs work in any package
 
 make_generator() {
-    if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "${GENERATOR[*]}" ]; then return; fi
-    echo "making .tools/gen with ${GENERATOR[*]}"
+    if cmp -s "$GENERATOR" "$STAMP"; then return; fi
+    echo "making .tools/gen with $GENERATOR"
     [ -x .tools/gen/bin/python ] || .venv/bin/python -m venv .tools/gen
     if .venv/bin/python -m uv --version >/dev/null 2>&1; then
-        .venv/bin/python -m uv pip install --quiet --python .tools/gen/bin/python "${GENERATOR[@]}"
+        (use_index_settings_of_pip && .venv/bin/python -m uv pip install --quiet --python .tools/gen/bin/python \
+            --require-hashes -r "$GENERATOR")
     else
-        .tools/gen/bin/python -m pip install --quiet "${GENERATOR[@]}"
+        .tools/gen/bin/python -m pip install --quiet --require-hashes -r "$GENERATOR"
     fi
-    echo "${GENERATOR[*]}" >"$STAMP"
+    cp "$GENERATOR" "$STAMP"
 }
 
 generate() { # into folder $1

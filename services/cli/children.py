@@ -19,8 +19,9 @@ from services.runtime.config import ENV_PREFIX
 from services.runtime.process import DIE_WITH_PARENT_ENV
 
 GATEWAY = "gateway"
-WORKER_NICENESS = 15
-"""Workers compute as long as there is anything to do; on the same machine nobody would be answered otherwise."""
+GATEWAY_NICENESS = -10
+"""Workers compute as long as there is anything to do, and the gateway, which needs little, answers late behind them. It
+goes first where it may; workers do not go last, since they would then get nothing beside any other program."""
 REDIS = "redis"
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 MAX_LABEL_CHARS = 40
@@ -128,6 +129,7 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
         ("min-prefill", min(settings.prefill, 1)),
         ("min-decode", 1),
         ("drain-s", settings.stop_grace),
+        ("nice", GATEWAY_NICENESS),
         ("log-level", settings.log_level),
     ]
     return ChildSpec(GATEWAY, _command("gateway", flags), environment)
@@ -175,7 +177,6 @@ def _worker_flags(settings: UpSettings, plan: ModelPlan, addresses: Addresses) -
         ("kv-memory", settings.kv_memory),
         ("host-tier-memory", settings.host_tier_memory),
         ("chunk-tokens", settings.chunk_tokens),
-        ("nice", WORKER_NICENESS),
         ("otlp", settings.otlp),
         ("log-level", settings.log_level),
     ]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from services.cli import restarts
 from services.cli.children import ChildSpec
+from services.cli.log_files import open_private
 from services.cli.restarts import Action, ChildState, Phase, RestartPolicy
 
 KILL_WAIT_S = 5.0
@@ -136,7 +137,7 @@ class Supervisor:
 
     async def _spawn(self, child: Child) -> None:
         try:
-            with child.log.open("ab") as log:
+            with open_private(child.log) as log:
                 child.process = await asyncio.create_subprocess_exec(
                     *child.spec.command,
                     env=dict(child.spec.environment),

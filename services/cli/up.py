@@ -36,6 +36,7 @@ from services.cli.children import (
 )
 from services.cli.cores import this_machine
 from services.cli.gpus import visible_gpus
+from services.cli.log_files import make_private_folder
 from services.cli.progress import Progress
 from services.cli.restarts import EXIT_BAD_INPUT, RestartPolicy
 from services.cli.supervisor import Child, Supervisor
@@ -392,7 +393,7 @@ class _LogFolder:
 def _log_folder(wanted: Path | None) -> Iterator[_LogFolder]:
     """The wanted folder, or a temporary one that is removed unless something went wrong."""
     if wanted is not None:
-        wanted.mkdir(parents=True, exist_ok=True)
+        make_private_folder(wanted)
         yield _LogFolder(wanted)
         return
     logs = _LogFolder(Path(tempfile.mkdtemp(prefix="tandem-logs-")))

@@ -210,10 +210,15 @@ class WorkerLease:
 
 
 async def watch_workers(
-    store: Store, *, poll_s: float = WATCH_POLL_S, clock: Clock = SYSTEM_CLOCK
+    store: Store,
+    *,
+    poll_s: float = WATCH_POLL_S,
+    clock: Clock = SYSTEM_CLOCK,
+    on_renewals: Callable[[Mapping[str, float]], None] = lambda ages_s: None,
 ) -> AsyncIterator[Membership]:
     """Yields the membership now, and again after each change of a record or of `is_stale`.
 
+    `on_renewals` is called after each look at Redis with the seconds since each worker's lease was renewed, by its id.
     While Redis is away the last view stays. After it has lost its memory, workers that were known have LEASE_TTL_S
     to come back before they are taken out. Use it inside `contextlib.aclosing`.
     """
@@ -222,8 +227,9 @@ async def watch_workers(
     async with contextlib.aclosing(_Wakeups(store)) as wakeups:
         while True:
             try:
-                epoch, records = await list_workers(store)
+                epoch, records, ages_s = await list_leases(store)
                 view.observe(epoch, records, now_s=clock.monotonic())
+                on_renewals(ages_s)
             except StoreUnavailable:
                 view.lose_sight()
             if view.membership != last:
@@ -237,18 +243,25 @@ async def list_workers(store: Store) -> tuple[str, dict[str, WorkerRecord]]:
 
     Raises StoreUnavailable.
     """
+    epoch, records, _ = await list_leases(store)
+    return epoch, records
+
+
+async def list_leases(store: Store) -> tuple[str, dict[str, WorkerRecord], dict[str, float]]:
+    """As `list_workers`, and for each record the seconds since its lease was renewed. Raises StoreUnavailable."""
     keys = store.keys
     args = (new_incarnation(), keys.worker_prefix, MAX_WORKERS, MAX_RECORD_BYTES)
     epoch, num_rejected, *found = await store.run(_LIST, (keys.workers, keys.epoch), args)
     store.stats.num_rejected_values += num_rejected
-    records = {}
-    for worker_id, order, raw in zip(found[::3], found[1::3], found[2::3], strict=True):
+    records, ages_s = {}, {}
+    for worker_id, order, raw, left_ms in zip(found[::4], found[1::4], found[2::4], found[3::4], strict=True):
         record = _decode(worker_id, order, raw)
         if record is None:
             store.stats.num_rejected_values += 1
         else:
             records[record.id] = record
-    return epoch.decode(), records
+            ages_s[record.id] = max(0.0, LEASE_TTL_S - left_ms / 1000)
+    return epoch.decode(), records, ages_s
 
 
 class MembershipView:
@@ -422,6 +435,7 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
     table.insert(answer, id)
     table.insert(answer, order)
     table.insert(answer, record)
+    table.insert(answer, redis.call('PTTL', key))
   end
 end
 answer[2] = rejected

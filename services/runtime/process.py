@@ -53,12 +53,19 @@ def run_async(main: Coroutine[Any, Any, Any]) -> None:
 
 
 def be_nice(niceness: int) -> None:
-    """Lets others on this machine go first, more so the higher `niceness` is, from 0 to 19.
+    """Lets others on this machine go first, more so the higher `niceness` is, up to 19.
+
+    Below 0, to -20, this process goes before others, where it may (root, CAP_SYS_NICE, RLIMIT_NICE); elsewhere nothing
+    happens, and a log line says so.
 
     A kernel that shares cores out by session (`sched_autogroup_enabled`) heeds niceness only among processes of one
     session; there the whole session gives way, where this process leads one. See `man 7 sched`, autogroup.
     """
-    os.nice(niceness)
+    try:
+        os.nice(niceness)
+    except PermissionError:
+        logger.info("this process may not go before others of its machine", extra={"niceness": niceness})
+        return
     if niceness and os.getsid(0) == os.getpid():
         # Absent on kernels that know no such groups. A process without privileges may ask only so often.
         with contextlib.suppress(OSError):

@@ -125,7 +125,8 @@ class WorkerConfig:
     nice: int = option(
         integer(0, 19),
         default=0,
-        help="How much this process gives way to others on its machine; a gateway there needs little, but at once.",
+        help="How much this process gives way to others on its machine. From 10 on it gets next to nothing beside a "
+        "program that uses all cores.",
     )
     drain_timeout: float | None = option(
         number(0),

@@ -14,15 +14,18 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import redis.asyncio
 
+from benchmarks.cluster import running_cluster
 from protos import inference_pb2
 from tests.faults import faulty_worker
 from tests.faults.client import (
@@ -36,6 +39,7 @@ from tests.faults.client import (
 )
 from tests.faults.harness import FaultCluster, free_port
 from tests.faults.load import Clients, Load, Reference, Run, Spec, gap_around, make_specs, undisturbed
+from tests.faults.neighbour import FAIR_FACTOR, beside_busy_program
 from tests.faults.proxy import Proxy
 from tests.faults.report import Row, percentile, share
 
@@ -48,6 +52,7 @@ LONGEST_GAP_S = 5.0
 """On top of the detection; a stream that stands still for longer makes the case fail, on a busy machine too."""
 EVERY_PROMPT_IS_HANDED_OVER = "--local-prefill-tokens=0"
 NUM_SPECS = 32
+BUSY_S = 600.0
 SPARE = {"fds": 8, "rings": 1, "tasks": 8, "threads": 16}
 
 
@@ -963,6 +968,33 @@ async def _poisoned(clients: Clients, number: int, *, is_http: bool) -> str:
     return "an answer"
 
 
+async def busy_neighbour(options: Options) -> Row:
+    """`tandem up` beside a program that computes on every core, for ten minutes: nobody is lost, tokens take their share."""
+    options.say(f"busy_neighbour: seed {options.seed}")
+    row = Row("busy_neighbour", trials=1)
+    with tempfile.TemporaryDirectory(prefix="tandem-faults-") as folder, running_cluster(f"--log-dir={folder}") as up:
+        found = await beside_busy_program(
+            up,
+            Path(folder, "gateway.log"),
+            seconds=options.seconds or BUSY_S,
+            chance=random.Random(f"{options.seed} busy_neighbour"),
+        )
+    row.answers, row.lost, row.different = found.num_answers, found.failures.total(), len(found.different)
+    row.problems += [f"lost: {number} x {status}" for status, number in found.failures.items()]
+    row.problems += [f"different: {what}" for what in found.different[:3]]
+    row.problems += [f"worker lost: {what}" for what in found.lost_workers[:3]]
+    row.figures |= {
+        "tpot_alone_ms": round(found.alone_s * 1e3, 2),
+        "tpot_beside_ms": round(found.beside_s * 1e3, 2),
+        "factor": round(found.factor, 1),
+        "worst_ttft_ms": round(found.worst_ttft_s * 1e3),
+        "workers_lost": len(found.lost_workers),
+    }
+    if found.factor > 2 * FAIR_FACTOR:
+        row.problems.append(f"a token took {found.factor:.1f} times as long; a fair share of the cores is {FAIR_FACTOR:g}")
+    return row
+
+
 def _difference(run: Run, reference: Reference) -> str:
     """Where an answer differs from the undisturbed one."""
     expected, got = reference.outcomes[run.spec.number], run.answer.outcome()
@@ -1000,4 +1032,5 @@ CASES: dict[str, Case] = {
     "cancels": cancels,
     "slow_clients": slow_clients,
     "poison": poison,
+    "busy_neighbour": busy_neighbour,
 }

@@ -601,6 +601,7 @@ async def test_reader_that_takes_nothing_is_dropped(make_system, worker_type, an
 
 async def test_silent_worker_is_given_up(make_system, worker_type, pair, answer, monkeypatch):
     monkeypatch.setattr("gateway.sessions.SILENCE_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.sessions.SLOW_LIMIT_S", 1.5)
     system = await make_system()
     frozen = await system.add(worker_type("decode", "decode-0", hold))
     request = asyncio.create_task(system.complete(max_tokens=100, return_token_ids=True))
@@ -1062,6 +1063,7 @@ async def test_the_last_worker_is_never_left_alone(make_system, worker_type, pai
 
 async def test_a_gateway_that_slept_blames_nobody(make_system, worker_type, pair, monkeypatch):
     monkeypatch.setattr("gateway.sessions.SILENCE_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.sessions.SLOW_LIMIT_S", 1.5)
     system = await make_system()
     worker = await system.add(worker_type("decode", "decode-0", pair.decode))
     session = system.gateway.topology.decode_session("decode-0")
@@ -1075,6 +1077,7 @@ async def test_a_gateway_that_slept_blames_nobody(make_system, worker_type, pair
 
 async def test_a_gateway_that_sleeps_now_and_then_still_finds_the_silent(make_system, worker_type, monkeypatch):
     monkeypatch.setattr("gateway.sessions.SILENCE_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.sessions.SLOW_LIMIT_S", 1.5)
     monkeypatch.setattr("gateway.topology.OWN_PAUSE_S", 0.1)
     system = await make_system()
     frozen = await system.add(worker_type("decode", "decode-0", hold))

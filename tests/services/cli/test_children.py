@@ -226,3 +226,10 @@ def test_settings_come_from_flags_and_variables() -> None:
 def test_a_bad_setting_is_named(flags: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load(UpSettings, flags, prog="tandem up", environ={})
+
+
+def test_the_gateway_goes_first_and_workers_give_nobody_way() -> None:
+    settings = UpSettings(prefill=1, decode=1)
+    assert "--nice=-10" in gateway_spec(settings, ADDRESSES, {}).command
+    for spec in worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE):
+        assert not any(flag.startswith("--nice") for flag in spec.command)

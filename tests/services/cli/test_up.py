@@ -288,6 +288,8 @@ def test_logs_are_kept_where_asked_and_shown_when_verbose(start: Callable[..., C
     cluster.process.terminate()
     assert cluster.end() == 0
     assert (tmp_path / "logs" / "decode-0.log").read_text() == "loaded\n"
+    made = [tmp_path / "logs", *(tmp_path / "logs").iterdir()]
+    assert {path.name: path.stat().st_mode & 0o077 for path in made if path.stat().st_mode & 0o077} == {}
 
 
 def test_a_taken_port_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -167,3 +167,13 @@ def test_a_nice_process_lets_its_session_give_way_where_it_leads_one(leads_a_ses
         command = [sys.executable, "-c", f"import subprocess; subprocess.run({command!r}, check=True)"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True, timeout=60)
     assert said.stdout.split() == (["7", "True", "7"] if leads_a_session else ["7", "False", "0"])
+
+
+def test_a_process_that_may_not_go_first_runs_as_it_is(monkeypatch, caplog):
+    def refuse(niceness):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "nice", refuse)
+    with caplog.at_level("INFO"):
+        process.be_nice(-10)
+    assert "may not go before others" in caplog.text

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -236,7 +237,7 @@ async def test_a_caller_that_does_not_read_is_cut_off(servicer: Servicer) -> Non
             yield inference_pb2.GenerateResponse(text="x" * 100_000)
 
     servicer.stream = flood
-    impatient = rpc.Profile(1000, 1500, 500, write_timeout_s=0.3, max_streams_per_connection=10)
+    impatient = rpc.Profile(1000, 1500, 1500, 500, write_timeout_s=0.3, max_streams_per_connection=10)
     async with serving(servicer, impatient) as (_, address), rpc.make_channel(address) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
         async with asyncio.timeout(5):
@@ -328,15 +329,18 @@ async def test_texts_of_grpc_itself_are_not_passed_on() -> None:
     assert "127.0.0.1" not in error.message
 
 
-async def test_a_peer_that_vanishes_is_noticed_within_3_s(
-    server: tuple[rpc.RpcServer, str], servicer: Servicer
-) -> None:
+async def test_a_peer_that_answers_no_ping_is_given_up_at_last(servicer: Servicer) -> None:
     async def quiet(request: Any, context: Any) -> AsyncIterator[Any]:
         yield inference_pb2.GenerateResponse()
         await asyncio.sleep(60)
 
     servicer.stream = quiet
-    async with black_hole(server[1]) as (address, fall_silent), rpc.make_channel(address) as channel:
+    profile = dataclasses.replace(rpc.INTERNAL, ping_timeout_ms=1500)
+    async with (
+        serving(servicer, profile) as (_, behind),
+        black_hole(behind) as (address, fall_silent),
+        rpc.make_channel(address, profile=profile) as channel,
+    ):
         call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
         await call.read()
         fall_silent.set()
@@ -352,9 +356,32 @@ async def test_a_peer_that_vanishes_is_noticed_within_3_s(
     assert server_s < 4.5
 
 
+async def test_a_process_that_gets_no_time_keeps_its_connections(
+    server: tuple[rpc.RpcServer, str], servicer: Servicer
+) -> None:
+    """Its kernel acknowledges what comes; that it answers no ping for seconds says only that it is slow."""
+    may_go_on = asyncio.Event()
+
+    async def slow(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield inference_pb2.GenerateResponse()
+        await may_go_on.wait()
+        yield inference_pb2.GenerateResponse(text="late")
+
+    servicer.stream = slow
+    async with black_hole(server[1]) as (address, stall), rpc.make_channel(address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
+        await call.read()
+        stall.set()
+        await asyncio.sleep(4.0)  # the time for which nothing passes is what is tested
+        stall.clear()
+        may_go_on.set()
+        async with asyncio.timeout(10):
+            assert (await call.read()).text == "late"
+
+
 @contextlib.asynccontextmanager
 async def black_hole(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """A TCP proxy that, once told so, keeps its connections open and passes nothing on: a partition."""
+    """A TCP proxy that, while told so, keeps its connections open and passes nothing on."""
     is_silent = asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
     writers: list[asyncio.StreamWriter] = []
@@ -363,8 +390,8 @@ async def black_hole(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
-                if is_silent.is_set():
-                    await asyncio.sleep(3600)
+                while is_silent.is_set():
+                    await asyncio.sleep(0.05)
                 writer.write(data)
                 await writer.drain()
 
