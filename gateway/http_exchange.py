@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from gateway.bodies import Claim
 from gateway.calls import TenantTicket
-from gateway.http_server import connection_of
+from gateway.connections import connection_of
 from gateway.metrics import Metrics
 from gateway.request_log import RequestLog, code_of
 from gateway.validation import MAX_BODY_BYTES, MAX_BODY_READ_S

@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from gateway.connections import connection_of
 from gateway.dashboard.feed import Feed
 from gateway.history import AnswerStory, AttemptStory, History, Query, Row, bars, parts, reasons
-from gateway.http_server import connection_of
 from gateway.series import SECONDS
 from services.runtime.errors import InvalidRequest, NotFound
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from gateway import http_server, openai_types
+from gateway import http_protocol, openai_types
 from gateway.admission import AdmissionQueue, Lane
 from gateway.catalog import load_catalog
 from gateway.catalog_file import ModelEntry
@@ -551,14 +551,14 @@ async def test_body_that_was_announced_and_never_comes(system, monkeypatch):
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: "])
 async def test_head_that_never_comes(system, monkeypatch, sent):
-    monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gateway.http_protocol.HEAD_TIMEOUT_S", 0.2)
     answer = await raw(system, sent)
     assert answer.startswith(b"HTTP/1.1 408") or (not sent and not answer)
     await check_alive(system)
 
 
 async def test_head_of_a_second_request_that_never_comes(system, monkeypatch):
-    monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gateway.http_protocol.HEAD_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HT")
     async with asyncio.timeout(5):
@@ -569,7 +569,7 @@ async def test_head_of_a_second_request_that_never_comes(system, monkeypatch):
 
 
 async def test_an_answer_is_not_broken_off_for_a_head_that_never_comes(system, monkeypatch):
-    monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("gateway.http_protocol.HEAD_TIMEOUT_S", 0.1)
     decode, may_go_on = system.workers["decode-0"], asyncio.Event()
     say_ok = decode.script
 
@@ -590,20 +590,6 @@ async def test_an_answer_is_not_broken_off_for_a_head_that_never_comes(system, m
     assert answers.startswith(b"HTTP/1.1 200")
     assert answers.count(b"HTTP/1.1 408") == 1
     writer.close()
-
-
-async def test_more_connections_than_may_be_are_refused(system, monkeypatch):
-    await check_alive(system)  # which keeps one open
-    monkeypatch.setattr("gateway.http_server.MAX_CONNECTIONS", 4)
-    idle = [await asyncio.open_connection("127.0.0.1", system.gateway.http_port) for _ in range(3)]
-    refused = await raw(system, b"")
-    assert refused.startswith(b"HTTP/1.1 503")
-    assert b"retry-after: 1" in refused
-    assert b'"overloaded_error"' in refused
-    for _, writer in idle:
-        writer.close()
-        await writer.wait_closed()
-    await check_alive(system)
 
 
 RAW_HTTP = {
@@ -657,7 +643,7 @@ WITH_BODY = {
 @pytest.mark.parametrize("wish", WISHES)
 async def test_a_wish_for_another_protocol_is_passed_over(system, monkeypatch, wish):
     """RFC 9110, 7.8; Java's own client wishes for HTTP/2 with every request."""
-    whole, taken = http_server._BoundedProtocol.data_received, bytearray()
+    whole, taken = http_protocol.HttpProtocol.data_received, bytearray()
 
     def in_pieces_of(num_bytes):
         def data_received(protocol, data):
@@ -668,7 +654,7 @@ async def test_a_wish_for_another_protocol_is_passed_over(system, monkeypatch, w
         return data_received
 
     for num_bytes in (1, 13, 1 << 16):
-        monkeypatch.setattr(http_server._BoundedProtocol, "data_received", in_pieces_of(num_bytes))
+        monkeypatch.setattr(http_protocol.HttpProtocol, "data_received", in_pieces_of(num_bytes))
         for body in WITH_BODY.values():
             request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + WISHES[wish] + body
             await check_wish_is_passed_over(system, request, taken)

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import GatewayConfig
-from gateway.http_server import HttpServer, connection_of
+from gateway.connections import connection_of
+from gateway.http_server import HttpServer
 from protos import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, tls
 from services.runtime.clock import ManualClock
