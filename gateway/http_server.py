@@ -5,6 +5,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
@@ -49,14 +50,24 @@ class HttpServer:
         self._config = config
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
+        self._unix_path: Path | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listens and says on which port; 0 picks a free one. Raises ConfigError where the address cannot be had."""
         listener = _bind(host, port)
+        await self._listen(listener)
+        return int(listener.getsockname()[1])
+
+    async def start_on_socket(self, path: Path) -> None:
+        """Listens on a Unix socket that only processes of this user can open. Raises ConfigError."""
+        listener = _bind_unix(path)
+        self._unix_path = path
+        await self._listen(listener)
+
+    async def _listen(self, listener: socket.socket) -> None:
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http-server")
         async with asyncio.timeout(STARTUP_TIMEOUT_S):
             await self._server.listening.wait()
-        return int(listener.getsockname()[1])
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new connection, waits up to `grace_s` for running requests, then cancels them."""
@@ -65,6 +76,8 @@ class HttpServer:
         self._config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._server.leaving.set()
         await self._task
+        if self._unix_path is not None:
+            self._unix_path.unlink(missing_ok=True)
 
 
 class _Server(uvicorn.Server):
@@ -105,3 +118,28 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen on {join_host_port(host, port)}: {error.strerror}") from error
     return listener
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """Nobody can connect before it listens, and then only this user can. What is left of a process that died goes."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _is_answered(path):
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
+    return listener
+
+
+def _is_answered(path: Path) -> bool:
+    """Whether a process listens on a Unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        try:
+            caller.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True

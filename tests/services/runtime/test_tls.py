@@ -464,7 +464,7 @@ async def exchange(port: int, context: ssl.SSLContext | None) -> bytes:
     async with asyncio.timeout(TIMEOUT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
         try:
-            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             return await reader.read()
         finally:
             writer.close()
@@ -506,7 +506,7 @@ async def test_a_client_that_leaves_is_noticed_through_tls(authority: Authority)
         async with asyncio.timeout(TIMEOUT_S):
             believing = ssl.create_default_context(cafile=authority.path)
             _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=believing)
-            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
             await begun.wait()
             writer.transport.abort()
             await lost.wait()
