@@ -4,17 +4,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.cluster.keys import CLUSTER_NAME_PATTERN
-from services.runtime.config import choice, flag, integer, number, option, path, size_bytes, text, url
+from services.runtime.config import (
+    HOSTS,
+    HOSTS_RULE,
+    ORIGINS,
+    ORIGINS_RULE,
+    choice,
+    flag,
+    integer,
+    number,
+    option,
+    path,
+    size_bytes,
+    text,
+    url,
+)
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
 from services.scheduling.queue import STRATEGIES
 from services.scheduling.routing import POLICY_NAMES
-
-_NAME = r"(?:\*\.)?[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*"
-_HOSTS = rf"\*|{_NAME}(?:,{_NAME})*"
-_ORIGIN = r"[a-z][a-z0-9+.-]*://[^/,\s]+"
-_ORIGINS = rf"\*|{_ORIGIN}(?:,{_ORIGIN})*"
 
 SLOW_REQUEST_S = 10.0
 """Requests that take so long get words about where the time went."""
@@ -195,13 +204,14 @@ class GatewayConfig:
         help="Unix socket with what is at --admin-port, without a key: only processes of this user can open it.",
     )
     allowed_hosts: str | None = option(
-        text(pattern=_HOSTS, rule="names of hosts with commas between them, *.NAME for those below one, or *"),
+        text(pattern=HOSTS, rule=HOSTS_RULE),
         default=None,
         help="Names under which clients reach the HTTP ports, beside addresses, localhost, the name that they are "
-        "bound to, and this machine's where that is 0.0.0.0; requests under others are refused. *: any name.",
+        "bound to, and this machine's where that is 0.0.0.0; requests under others are refused. *: any name, which is "
+        "the default with --tls-cert: no browser takes the certificate for another name's.",
     )
     cors_origins: str | None = option(
-        text(pattern=_ORIGINS, rule="origins such as https://chat.example with commas between them, or *"),
+        text(pattern=ORIGINS, rule=ORIGINS_RULE),
         default=None,
         help="Sites whose web pages may call the HTTP API; not given: none but its own.",
     )

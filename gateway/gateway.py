@@ -209,9 +209,11 @@ class Gateway:
     def _guarded(self, app: App, *, bound_to: str) -> App:
         """The application of a port that web pages can reach."""
         config = self._config
+        # A browser that was led here by another name does not take the certificate for that name's.
+        given = config.allowed_hosts or (None if config.tls is None else "*")
         return BrowserGuard(
             app,
-            Hosts(config.allowed_hosts, bound_to=bound_to),
+            Hosts(given, bound_to=bound_to),
             origins=(config.cors_origins or "").split(","),
             on_refusal=self.metrics.note_refusal,
         )
