@@ -13,15 +13,17 @@ from gateway.admission import AdmissionQueue, Lane
 from gateway.batches import LEAVE_S, Batches
 from gateway.batches_api import BatchesApi
 from gateway.bodies import Bodies
+from gateway.browsers import BrowserGuard, Hosts
 from gateway.cache_hints import CacheHints
 from gateway.candidates import RoomLimits
 from gateway.catalog import load_catalog
 from gateway.catalog_file import ModelEntry, read_models_file
 from gateway.config import GatewayConfig
+from gateway.connections import MAX_CONNECTIONS
 from gateway.dashboard.feed import Feed, GatewayFacts
 from gateway.dashboard.pages import Dashboard
 from gateway.files_api import FilesApi
-from gateway.front_door import FrontDoor, KeyedDoor
+from gateway.front_door import FrontDoor, KeyedDoor, OperatorsDoor
 from gateway.grpc_api import (
     CLUSTER_SERVICE,
     INFERENCE_SERVICE,
@@ -49,7 +51,7 @@ from services.cluster.prefix_index import PrefixIndex
 from services.cluster.quarantine import Quarantine
 from services.cluster.registry import Membership, WorkerRecord, new_incarnation, watch_workers
 from services.cluster.store import Store
-from services.runtime import rpc
+from services.runtime import process, rpc
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import Overloaded
 from services.scheduling.disaggregation import DisaggregationSettings
@@ -63,6 +65,9 @@ LEAVING_RETRY_S = 1.0
 ANSWER_S = 1.0
 """Time to send that."""
 
+MAX_ADMIN_CONNECTIONS = 256
+CONNECTIONS_PART = 2
+"""HTTP may have one in this many of the files that the process may open. The rest is for gRPC, workers and Redis."""
 BATCH_STORE_TIMEOUT_S = 2.0
 """Nobody's request waits for this Redis call, and pieces of files are large."""
 
@@ -149,13 +154,23 @@ class Gateway:
             num_rows=config.batch_rows,
         )
         file_routes = FilesApi(files, max_file_bytes=config.max_file_size).routes()
-        batch_routes = BatchesApi(self.batches.store, files, on_change=self.batches.poke).routes()
-        self._bodies = Bodies(config.body_memory)
+        self._bodies = Bodies(config.body_memory, tenant_bytes=config.tenant_body_memory)
+        batch_routes = BatchesApi(self.batches.store, files, bodies=self._bodies, on_change=self.batches.poke).routes()
         self._dashboard = Dashboard(self._feed, self.requests.log.history)
         self.api = self._http_api(self.door, [*file_routes, *batch_routes])
         identity = rpc.identity()
-        self._http = HttpServer(self.api.app(), identity=identity)
-        self._admin = None if config.admin_port is None else HttpServer(self.api.admin_app(), identity=identity)
+        most = min(config.max_connections or MAX_CONNECTIONS, process.descriptor_limit() // CONNECTIONS_PART)
+        self._http = HttpServer(
+            self._guarded(self.api.app(), bound_to=config.http_host), identity=identity, max_connections=most
+        )
+        self._admin: HttpServer | None = None
+        if config.admin_port is not None:
+            pages = self.api.admin_app(OperatorsDoor(self.door, digest=config.admin_key_digest))
+            guarded = self._guarded(pages, bound_to=config.admin_host)
+            self._admin = HttpServer(guarded, identity=identity, max_connections=MAX_ADMIN_CONNECTIONS)
+        self._socket: HttpServer | None = None
+        if config.admin_socket is not None:
+            self._socket = HttpServer(self.api.admin_app(None), max_connections=MAX_ADMIN_CONNECTIONS)
         self._grpc = rpc.make_server(SERVICE_NAMES, profile=rpc.PUBLIC, with_reflection=config.reflection)
         register(
             self._grpc,
@@ -194,6 +209,18 @@ class Gateway:
             more_routes=more_routes,
         )
 
+    def _guarded(self, app: App, *, bound_to: str) -> App:
+        """The application of a port that web pages can reach."""
+        config = self._config
+        # A browser that was led here by another name does not take the certificate for that name's.
+        given = config.allowed_hosts or (None if config.tls is None else "*")
+        return BrowserGuard(
+            app,
+            Hosts(given, bound_to=bound_to),
+            origins=(config.cors_origins or "").split(","),
+            on_refusal=self.metrics.note_refusal,
+        )
+
     def _app_of(self, key_digest: str) -> App:
         """The HTTP API for rows of batches, which were sent with the key of this digest."""
         return self._http_api(KeyedDoor(self.door, key_digest)).app()
@@ -230,6 +257,8 @@ class Gateway:
         self.http_port = await self._http.start(config.http_host, config.http_port)
         if self._admin is not None and config.admin_port is not None:
             self.admin_port = await self._admin.start(config.admin_host, config.admin_port)
+        if self._socket is not None and config.admin_socket is not None:
+            await self._socket.start_on_socket(config.admin_socket)
         self.door.start()
         self._placements.start()
         self._journals.start()
@@ -266,6 +295,8 @@ class Gateway:
         await asyncio.gather(self._grpc.stop(1.0), self._http.stop(1.0))
         if self._admin is not None:
             await self._admin.stop(1.0)
+        if self._socket is not None:
+            await self._socket.stop(1.0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -27,7 +27,7 @@ from gateway.catalog import ServedModel, header_value
 from gateway.dashboard.pages import Dashboard
 from gateway.fallback import Stream, begun
 from gateway.fan_out import all_of, merged
-from gateway.front_door import FrontDoor
+from gateway.front_door import FrontDoor, OperatorsDoor
 from gateway.http_exchange import App, Endpoint, Exchange, Receive, Scope, Send, error_answer, header_values, note_error
 from gateway.journal import digest_of, event_id
 from gateway.journals import Ask, Journals, Reader, ask_for
@@ -163,12 +163,27 @@ class HttpApi:
 
         return dispatch
 
-    def admin_app(self) -> App:
-        """What operators read, for an address of its own that asks for no key."""
+    def admin_app(self, door: OperatorsDoor | None) -> App:
+        """What operators read, for an address of its own. None: who reaches it was judged by the system."""
         routes = [*self._probes(), *self._admin_pages(has_api=False)]
         pages = Starlette(routes=routes, exception_handlers=self._handlers())
         pages.router.redirect_slashes = False
-        return pages
+
+        async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+            if door is not None and not self._is_open(scope["path"]):
+                try:
+                    door.check(header_values(scope["headers"], b"authorization"))
+                except (Unauthenticated, PermissionDenied) as error:
+                    self._metrics.note_refusal(note_error(error))
+                    await error_answer(error)(scope, receive, send)
+                    return
+            await pages(scope, receive, send)
+
+        return dispatch
+
+    def _is_open(self, path: str) -> bool:
+        """Whether a page says nothing about a cluster, so that nobody needs a key for it."""
+        return path in OPEN_PATHS or self._dashboard.is_open(path)
 
     def _handlers(self) -> dict[Any, Any]:
         """What answers the errors of routes that are Starlette's, which logs those that are faults of ours."""
@@ -202,7 +217,7 @@ class HttpApi:
         does not exist.
         """
         path: str = scope["path"]
-        if path in OPEN_PATHS or self._dashboard.is_open(path):
+        if self._is_open(path):
             return None
         try:
             key = self._door.authenticate(header_values(scope["headers"], b"authorization"))
@@ -228,7 +243,9 @@ class HttpApi:
         """How many tokens the input of a response would have."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
         with own_words():
-            call = await self._bodies.take(exchange.read_body, lambda body: parse(body, ResponsesRequest)[0].call())
+            call = await self._bodies.take(
+                exchange.read_body, lambda body: parse(body, ResponsesRequest)[0].call(), tenant=key.tenant
+            )
             model = await self._let_in_free(exchange, key, call.model)
             messages = call.messages or ()
             token_ids = await encode_conversation(model.tokenizer, messages, call.tools, max_chars=MAX_BODY_BYTES)
@@ -236,14 +253,14 @@ class HttpApi:
         await exchange.answer(200, msgspec.json.encode(document))
 
     async def _refuse_embeddings(self, exchange: Exchange) -> None:
-        self._door.authenticate(exchange.all_headers(b"authorization"))
-        await self._bodies.take(exchange.read_body, len)
+        key = self._door.authenticate(exchange.all_headers(b"authorization"))
+        await self._bodies.take(exchange.read_body, len, tenant=key.tenant)
         raise InvalidRequest("this server generates text only; it has no embeddings", code="unsupported_endpoint")
 
     async def _tokenize(self, exchange: Exchange) -> None:
         """Token ids of a text, or of a conversation as it would be generated from."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
-        request, tools = await self._bodies.take(exchange.read_body, _read_tokenize)
+        request, tools = await self._bodies.take(exchange.read_body, _read_tokenize, tenant=key.tenant)
         model = await self._let_in_free(exchange, key, request.model)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("exactly one of prompt and messages is needed", field="prompt", code="invalid_value")
@@ -272,7 +289,9 @@ class HttpApi:
     async def _detokenize(self, exchange: Exchange) -> None:
         """The text of token ids, special ones shown."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
-        request, _ = await self._bodies.take(exchange.read_body, lambda body: parse_members(body, DetokenizeRequest))
+        request, _ = await self._bodies.take(
+            exchange.read_body, lambda body: parse_members(body, DetokenizeRequest), tenant=key.tenant
+        )
         model = await self._let_in_free(exchange, key, request.model)
         token_ids = request.tokens
         if token_ids is None:
@@ -297,7 +316,9 @@ class HttpApi:
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
         is_named = any(exchange.optional_header(name) is not None for name in _NAMING)
         request, ignored, call, digest = await self._bodies.take(
-            exchange.read_body, lambda body: _read_call(body, body_type, writer_type, is_named=is_named)
+            exchange.read_body,
+            lambda body: _read_call(body, body_type, writer_type, is_named=is_named),
+            tenant=key.tenant,
         )
         call.service_class = _service_class(call, exchange)
         session = exchange.optional_header(b"x-session-id")

@@ -177,3 +177,14 @@ def test_a_process_that_may_not_go_first_runs_as_it_is(monkeypatch, caplog):
     with caplog.at_level("INFO"):
         process.be_nice(-10)
     assert "may not go before others" in caplog.text
+
+
+def test_a_service_may_open_as_many_files_as_the_system_lets_it() -> None:
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 300))\n"
+        "from services.runtime import process\n"
+        "async def look(): print(process.descriptor_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+        "process.run_async(look())"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout == "300 (300, 300)\n"
