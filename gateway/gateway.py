@@ -34,6 +34,7 @@ from gateway.history import History
 from gateway.http_api import HttpApi
 from gateway.http_exchange import App
 from gateway.http_server import HttpServer
+from gateway.journal_memory import MemoryBounds
 from gateway.journals import Journals
 from gateway.lifecycle import Policies, Requests
 from gateway.metrics import Metrics
@@ -43,6 +44,7 @@ from gateway.topology import Topology
 from services.cluster.batches import BatchStore
 from services.cluster.files import FileStore, Room
 from services.cluster.journal import JournalStore
+from services.cluster.journal_room import JournalRoom
 from services.cluster.limits import Limiter
 from services.cluster.placement import PlacementStore, PlacementWriter
 from services.cluster.prefix_index import PrefixIndex
@@ -133,7 +135,13 @@ class Gateway:
             metrics=metrics,
             facts=GatewayFacts(self.incarnation[:8], config.cluster, config.routing, SYSTEM_CLOCK.unix_ns() / 1e9),
         )
-        self._journals = Journals(self.requests, JournalStore(self._store), gateway_incarnation=self.incarnation)
+        self._journals = Journals(
+            self.requests,
+            JournalStore(self._store, room=JournalRoom(config.tenant_journal_storage, config.journal_storage)),
+            gateway_incarnation=self.incarnation,
+            bounds=MemoryBounds(config.tenant_journal_memory, config.journal_memory),
+            on_refusal=metrics.note_tenant_refusal,
+        )
         # Its own too: files are larger still.
         self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=BATCH_STORE_TIMEOUT_S)
         files = FileStore(self._batch_store, room=Room(config.tenant_file_storage, config.file_storage))
