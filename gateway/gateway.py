@@ -40,12 +40,14 @@ from gateway.lifecycle import Policies, Requests
 from gateway.metrics import Metrics
 from gateway.overload import OverloadGuard
 from gateway.prefix_view import PrefixView
+from gateway.storage_watch import StorageWatch
 from gateway.topology import Topology
 from services.cluster.batches import BatchStore
 from services.cluster.files import FileStore, Room
 from services.cluster.journal import JournalStore
 from services.cluster.journal_room import JournalRoom
 from services.cluster.limits import Limiter
+from services.cluster.memory import MemoryUse
 from services.cluster.placement import PlacementStore, PlacementWriter
 from services.cluster.prefix_index import PrefixIndex
 from services.cluster.quarantine import Quarantine
@@ -142,9 +144,13 @@ class Gateway:
             bounds=MemoryBounds(config.tenant_journal_memory, config.journal_memory),
             on_refusal=metrics.note_tenant_refusal,
         )
+        metrics.watch_journals(lambda: self._journals.num_bytes)
         # Its own too: files are larger still.
         self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=BATCH_STORE_TIMEOUT_S)
         files = FileStore(self._batch_store, room=Room(config.tenant_file_storage, config.file_storage))
+        self._storage = StorageWatch(
+            self._batch_store, files, journal_bytes=config.journal_storage, on_use=self._note_storage
+        )
         self.batches = Batches(
             BatchStore(self._batch_store, files),
             files,
@@ -242,6 +248,7 @@ class Gateway:
         self._prefixes.start()
         self.topology.start()
         self.batches.start()
+        self._storage.start()
         self._feed.start()
         self._tasks = [
             asyncio.create_task(self._follow_workers(), name="workers"),
@@ -275,6 +282,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._journals.close()
+        await self._storage.close()
         await self.topology.close()
         await self._placements.close()
         await self._quarantine.close()
@@ -283,6 +291,10 @@ class Gateway:
         await self._page_store.close()
         await self._batch_store.close()
         await self._store.close()
+
+    def _note_storage(self, use: MemoryUse) -> None:
+        limits = {"files": self._config.file_storage, "journals": self._config.journal_storage}
+        self.metrics.note_storage(use, limits)
 
     async def _tell_readiness(self) -> None:
         """Keeps the health of the service that needs workers; the others', and the server's, is that it lives."""

@@ -405,6 +405,11 @@ class Journals:
         self._writer.start()
         self._beat = asyncio.create_task(self._beat_on(), name="journals")
 
+    @property
+    def num_bytes(self) -> int:
+        """What they take in memory, about."""
+        return self._memory.num_bytes
+
     async def close(self) -> None:
         """Ends all generations and writes what waits."""
         if self._beat is not None:
