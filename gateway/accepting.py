@@ -76,7 +76,8 @@ class Acceptance:
         self._draw_seed = _seed_source(seed)
         self._draw_id = _id_source().__next__
         self._num_calls = 0
-        self._active_ids: set[str] = set()
+        self._active_ids: set[tuple[str, str]] = set()
+        """Tenants, and the ids of their requests: an id is taken for its own tenant only."""
         self._closed_by: Overloaded | None = None
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -234,7 +235,7 @@ class Acceptance:
         ticket: TenantTicket | None = None,
     ) -> AcceptedCall:
         """Takes the call's id and starts its span."""
-        request_id = self._take_id(stored.request_id)
+        request_id = self._take_id(stored.request_id, stored.tenant)
         span = self._start_span(stored, arrived_s, arrived_unix_ns)
         generations = self._generations(
             stored.choices,
@@ -258,7 +259,7 @@ class Acceptance:
             model=model.name,
             fallback=stored.fallback,
             span=span,
-            close=lambda: self._give_back_id(request_id),
+            close=lambda: self._give_back_id(request_id, stored.tenant),
             ticket=ticket,
         )
 
@@ -402,16 +403,16 @@ class Acceptance:
         )
         return samplings
 
-    def _take_id(self, asked: str) -> str:
+    def _take_id(self, asked: str, tenant: str) -> str:
         request_id = asked or self._draw_id()
-        if request_id in self._active_ids:
+        if (tenant, request_id) in self._active_ids:
             raise AlreadyExists(f"a request with the id {request_id} is running", field="request_id")
-        self._active_ids.add(request_id)
+        self._active_ids.add((tenant, request_id))
         self._is_idle.clear()
         return request_id
 
-    def _give_back_id(self, request_id: str) -> None:
-        self._active_ids.discard(request_id)
+    def _give_back_id(self, request_id: str, tenant: str) -> None:
+        self._active_ids.discard((tenant, request_id))
         if not self._active_ids:
             self._is_idle.set()
 

@@ -86,6 +86,9 @@ class Checker:
         self._seen: dict[str, int] = {}
         self.errors: list[LineError] = []
         self.num_rows = 0
+        self.longest_custom_id = ""
+        """The one that takes most bytes as JSON."""
+        self._most_bytes = 0
 
     def check(self, number: int, line: bytes) -> None:
         """Notes what is wrong with a line. Raises FileWrong when it is of no use to look further."""
@@ -126,6 +129,9 @@ class Checker:
         if not 1 <= len(custom_id) <= MAX_CUSTOM_ID_CHARS:
             rule = f"custom_id must have 1 to {MAX_CUSTOM_ID_CHARS} characters."
             return LineError("invalid_custom_id", rule, "custom_id", number)
+        num_bytes = len(msgspec.json.encode(custom_id))
+        if num_bytes > self._most_bytes:
+            self._most_bytes, self.longest_custom_id = num_bytes, custom_id
         first = self._seen.setdefault(custom_id, number)
         if first != number:
             rule = f"custom_id must differ from that of every other line; line {first} has it too."

@@ -257,8 +257,10 @@ class BatchRun:
         outcome: str | None = self.batch.outcome
         try:
             if status is Status.VALIDATING:
-                self._total = await self._count_rows()
-                has_begun = await self._advance(Status.IN_PROGRESS, total=self._total)
+                self._total, longest_id = await self._count_rows()
+                has_begun = await self._advance(
+                    Status.IN_PROGRESS, total=self._total, row_bytes=len(self._expired_line(0, longest_id))
+                )
                 status = Status.IN_PROGRESS if has_begun else Status.CANCELLING
             if status is Status.IN_PROGRESS:
                 outcome = await self._answer_rows()
@@ -274,19 +276,21 @@ class BatchRun:
         except FileWrong as wrong:
             await self._advance(Status.FAILED, errors=_json(wrong.errors))
 
-    async def _count_rows(self) -> int:
-        """Checks the whole file; 0 where the batch was cancelled meanwhile. Raises FileWrong."""
+    async def _count_rows(self) -> tuple[int, str]:
+        """Checks the whole file. How many rows it has, 0 where the batch was cancelled meanwhile, and the longest
+        custom_id. Raises FileWrong.
+        """
         digest = self.batch.order.key_digest
         checker = Checker(self.batch.order.endpoint, lambda model: self._batches.check_model(digest, model))
         try:
             async with contextlib.aclosing(self._input()) as chunks, contextlib.aclosing(lines_of(chunks)) as lines:
                 async for line in lines:
                     if self._end is not None:
-                        return 0
+                        return 0, ""
                     checker.check(line.number, line.data)
         except Unauthenticated as error:
             raise FileWrong(LineError("invalid_api_key", error.message)) from error
-        return checker.finish()
+        return checker.finish(), checker.longest_custom_id
 
     async def _answer_rows(self) -> Status | None:
         """Answers what has no result yet. What the batch comes to; None: it was cancelled. Raises FileWrong."""
@@ -372,12 +376,10 @@ class BatchRun:
 
     async def _expire_rows(self) -> None:
         """Rows that have no result get one that says why."""
-        code, message = EXPIRED
         results: list[Result] = []
         async with contextlib.aclosing(self._unanswered(await self._done_rows())) as unanswered:
             async for number, line in unanswered:
-                custom_id = row_of(line.data).custom_id
-                said = unanswered_line(self.batch.id, number, custom_id, code=code, message=message)
+                said = self._expired_line(number, row_of(line.data).custom_id)
                 results.append(Result(number, said, has_failed=True))
                 if len(results) == MAX_UNANSWERED_AT_ONCE:
                     await self._record(results, beyond_room=True)
@@ -385,6 +387,11 @@ class BatchRun:
                     results.clear()
         await self._record(results, beyond_room=True)
         self._batches.on_rows("expired", len(results))
+
+    def _expired_line(self, row: int, custom_id: str) -> bytes:
+        """The result of a row whose time was over, for which there is room from the beginning on."""
+        code, message = EXPIRED
+        return unanswered_line(self.batch.id, row, custom_id, code=code, message=message)
 
     async def _done_rows(self) -> bytes:
         """Which rows have a result now. Raises FileWrong."""
@@ -425,8 +432,10 @@ class BatchRun:
                 raise _Left
 
     async def _advance(self, status: Status, **more: Any) -> bool:
-        """Whether the batch stands there now; if not it was cancelled. Raises _Left."""
+        """Whether the batch stands there now; if not it was cancelled. Raises _Left, or FileWrong without room."""
         reply = await self._surely(lambda: self._store.advance(self.batch, status, **more))
+        if reply is Reply.FULL:
+            raise FileWrong(LineError("storage_full", "There is no room for one line for each row: delete some files."))
         if reply not in (Reply.DONE, Reply.REFUSED):
             raise _Left
         return reply is Reply.DONE

@@ -154,6 +154,25 @@ class GatewayConfig:
     file_storage: int = option(
         size_bytes(1024), default=128 * 2**20, help="What those of all tenants together may take in Redis."
     )
+    tenant_journal_storage: int = option(
+        size_bytes(8 * 2**20),
+        default=64 * 2**20,
+        help="What Redis may keep of one tenant's requests with a name; beyond it, what nobody has used for 60 s makes "
+        "room, and if that is not enough, requests with a name are refused.",
+    )
+    journal_storage: int = option(
+        size_bytes(8 * 2**20), default=128 * 2**20, help="What it may keep of those of all tenants together."
+    )
+    tenant_journal_memory: int = option(
+        size_bytes(8 * 2**20),
+        default=256 * 2**20,
+        help="Memory of this gateway that one tenant's requests with a name may take; more are refused.",
+    )
+    journal_memory: int = option(
+        size_bytes(8 * 2**20),
+        default=512 * 2**20,
+        help="Memory of this gateway that those of all tenants together may take.",
+    )
     drain_s: float = option(
         number(0, 3600), default=30.0, help="Time that running requests have to end after SIGTERM, in seconds."
     )

@@ -36,16 +36,20 @@ from gateway.history import History
 from gateway.http_api import HttpApi
 from gateway.http_exchange import App
 from gateway.http_server import HttpServer
+from gateway.journal_memory import MemoryBounds
 from gateway.journals import Journals
 from gateway.lifecycle import Policies, Requests
 from gateway.metrics import Metrics
 from gateway.overload import OverloadGuard
 from gateway.prefix_view import PrefixView
+from gateway.storage_watch import StorageWatch
 from gateway.topology import Topology
 from services.cluster.batches import BatchStore
 from services.cluster.files import FileStore, Room
 from services.cluster.journal import JournalStore
+from services.cluster.journal_room import JournalRoom
 from services.cluster.limits import Limiter
+from services.cluster.memory import MemoryUse
 from services.cluster.placement import PlacementStore, PlacementWriter
 from services.cluster.prefix_index import PrefixIndex
 from services.cluster.quarantine import Quarantine
@@ -140,10 +144,20 @@ class Gateway:
             metrics=metrics,
             facts=GatewayFacts(self.incarnation[:8], config.cluster, config.routing, SYSTEM_CLOCK.unix_ns() / 1e9),
         )
-        self._journals = Journals(self.requests, JournalStore(self._store), gateway_incarnation=self.incarnation)
+        self._journals = Journals(
+            self.requests,
+            JournalStore(self._store, room=JournalRoom(config.tenant_journal_storage, config.journal_storage)),
+            gateway_incarnation=self.incarnation,
+            bounds=MemoryBounds(config.tenant_journal_memory, config.journal_memory),
+            on_refusal=metrics.note_tenant_refusal,
+        )
+        metrics.watch_journals(lambda: self._journals.num_bytes)
         # Its own too: files are larger still.
         self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=BATCH_STORE_TIMEOUT_S)
         files = FileStore(self._batch_store, room=Room(config.tenant_file_storage, config.file_storage))
+        self._storage = StorageWatch(
+            self._batch_store, files, journal_bytes=config.journal_storage, on_use=self._note_storage
+        )
         self.batches = Batches(
             BatchStore(self._batch_store, files),
             files,
@@ -266,6 +280,7 @@ class Gateway:
         self._prefixes.start()
         self.topology.start()
         self.batches.start()
+        self._storage.start()
         self._feed.start()
         self._tasks = [
             asyncio.create_task(self._follow_workers(), name="workers"),
@@ -301,6 +316,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._journals.close()
+        await self._storage.close()
         await self.topology.close()
         await self._placements.close()
         await self._quarantine.close()
@@ -309,6 +325,10 @@ class Gateway:
         await self._page_store.close()
         await self._batch_store.close()
         await self._store.close()
+
+    def _note_storage(self, use: MemoryUse) -> None:
+        limits = {"files": self._config.file_storage, "journals": self._config.journal_storage}
+        self.metrics.note_storage(use, limits)
 
     async def _tell_readiness(self) -> None:
         """Keeps the health of the service that needs workers; the others', and the server's, is that it lives."""
@@ -322,7 +342,9 @@ class Gateway:
                     await self._grpc.set_serving(was_ready, INFERENCE_SERVICE)
 
     async def _follow_workers(self) -> None:
-        watch = cast(AsyncGenerator[Membership, None], watch_workers(self._store, on_renewals=self.topology.take_renewals))
+        watch = cast(
+            AsyncGenerator[Membership, None], watch_workers(self._store, on_renewals=self.topology.take_renewals)
+        )
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
                 self._note_redis(is_away=membership.is_stale)

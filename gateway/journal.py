@@ -26,7 +26,9 @@ MAX_DELTA_TOKENS = 32
 TOKEN_COST_BYTES = 40
 LOGPROB_COST_BYTES = 160
 """What a token, and each log-probability of it, takes in memory, about."""
-
+SAMPLING_COST_BYTES = 1024
+ANSWER_COST_BYTES = 4096
+"""What a sampling takes beside its texts, and what an answer takes beside its tokens: objects of the interpreter."""
 
 MAX_FALLBACK_CHARS = 1024
 """Of what is said of a fallback: two names of models and a reason are fewer."""
@@ -101,6 +103,7 @@ class Answer:
         self.logprobs: list[TokenLogprobs] | None = None
         self.finish_reason: FinishReason | None = None
         self.usage: Usage | None = None
+        self._num_logprobs = 0
 
     @property
     def is_finished(self) -> bool:
@@ -110,8 +113,8 @@ class Answer:
     @property
     def cost_bytes(self) -> int:
         """What it takes in memory, about."""
-        num_logprobs = sum(1 + len(entry.top) for entry in self.logprobs or ())
-        return len(self.token_ids) * TOKEN_COST_BYTES + num_logprobs * LOGPROB_COST_BYTES
+        num_bytes = len(self.token_ids) * TOKEN_COST_BYTES + self._num_logprobs * LOGPROB_COST_BYTES
+        return num_bytes + ANSWER_COST_BYTES
 
     def add(self, delta: Delta) -> None:
         """Takes the next part; its text is not kept. Raises InternalError where it does not follow."""
@@ -121,6 +124,7 @@ class Answer:
         if delta.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs += delta.logprobs
+            self._num_logprobs += sum(1 + len(entry.top) for entry in delta.logprobs)
         if delta.finish_reason is not None:
             self.finish_reason, self.usage = delta.finish_reason, delta.usage
 
@@ -197,13 +201,19 @@ class AnswerReader:
 
 
 class _ChoiceDocument(msgspec.Struct, frozen=True, array_like=True):
+    """`sampling` is a place in the call's `samplings`, with a seed of its own, or stands here itself.
+
+    It stands here where a call has one answer: gateways that know no `samplings` read such a call too.
+    """
+
     prompt: int
-    sampling: Sampling
+    sampling: Sampling | int
     layout: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
+    seed: int = 0
 
 
 class _CallDocument(msgspec.Struct, frozen=True):
-    """A call as it is kept; a prompt that several answers share is there once."""
+    """A call as it is kept; a prompt or a sampling that several answers share is there once."""
 
     operation: str
     tenant: str
@@ -220,6 +230,8 @@ class _CallDocument(msgspec.Struct, frozen=True):
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
     share_cache: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
     traceparent: Annotated[str, msgspec.Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
+    samplings: list[Sampling] = []
+    """Of several answers, each that differs in more than its seed; their own seeds mean nothing."""
 
 
 class _EndDocument(msgspec.Struct, frozen=True, array_like=True):
@@ -236,13 +248,17 @@ def encode_call(call: StoredCall, *, created_unix_s: int) -> bytes:
     """The call without its tokens, for `services.cluster.journal`."""
     places: dict[int, int] = {}
     prompts: list[list[int]] = []
+    samplings: list[Sampling] = []
     choices = []
     for choice in call.choices:
         prompt = choice.prompt_token_ids
         if id(prompt) not in places:
             places[id(prompt)] = len(prompts)
             prompts.append(list(prompt))
-        choices.append(_ChoiceDocument(places[id(prompt)], choice.sampling, choice.layout))
+        sampling: Sampling | int = choice.sampling
+        if len(call.choices) > 1:
+            sampling = _place_of(choice.sampling, samplings)
+        choices.append(_ChoiceDocument(places[id(prompt)], sampling, choice.layout, choice.sampling.seed))
     document = _CallDocument(
         operation=call.operation,
         tenant=call.tenant,
@@ -258,8 +274,29 @@ def encode_call(call: StoredCall, *, created_unix_s: int) -> bytes:
         cache_salt=call.cache_salt,
         share_cache=call.share_cache,
         traceparent=call.traceparent,
+        samplings=samplings,
     )
     return msgspec.msgpack.encode(document)
+
+
+def _place_of(sampling: Sampling, samplings: list[Sampling]) -> int:
+    """Where this sampling, whatever its seed, is among those; it is added if it is new."""
+    unseeded = msgspec.structs.replace(sampling, seed=0)
+    # Answers of one call have the same sampling, except that prompts leave them room of different sizes.
+    for place in range(len(samplings) - 1, -1, -1):
+        if samplings[place] == unseeded:
+            return place
+    samplings.append(unseeded)
+    return len(samplings) - 1
+
+
+def _sampling_of(choice: _ChoiceDocument, samplings: Sequence[Sampling]) -> Sampling:
+    """The sampling of one answer. Raises IndexError for a place that there is not."""
+    if isinstance(choice.sampling, Sampling):
+        return choice.sampling
+    if choice.sampling < 0:
+        raise IndexError
+    return msgspec.structs.replace(samplings[choice.sampling], seed=choice.seed)
 
 
 def decode_call(packed: bytes, *, request_id: str) -> tuple[StoredCall, int] | None:
@@ -267,7 +304,9 @@ def decode_call(packed: bytes, *, request_id: str) -> tuple[StoredCall, int] | N
     try:
         document = msgspec.msgpack.decode(packed, type=_CallDocument)
         choices = [
-            StoredChoice(document.prompts[choice.prompt], choice.sampling, layout=choice.layout)
+            StoredChoice(
+                document.prompts[choice.prompt], _sampling_of(choice, document.samplings), layout=choice.layout
+            )
             for choice in document.choices
         ]
     except (*_UNREADABLE, IndexError):
@@ -289,6 +328,16 @@ def decode_call(packed: bytes, *, request_id: str) -> tuple[StoredCall, int] | N
         remaining_s=0.0,
     )
     return call, document.created_unix_s
+
+
+def cost_of_call(call: StoredCall) -> int:
+    """What a call's prompts and samplings take in memory, in bytes, about; what answers share counts once."""
+    prompts = {id(choice.prompt_token_ids): len(choice.prompt_token_ids) for choice in call.choices}
+    forms = {id(choice.sampling.form): choice.sampling.form for choice in call.choices}
+    biases = {id(choice.sampling.logit_bias): len(choice.sampling.logit_bias) for choice in call.choices}
+    num_form_bytes = sum(2 * form.num_bytes for form in forms.values() if form is not None)
+    num_tokens = sum(prompts.values()) + 2 * sum(biases.values())
+    return num_tokens * TOKEN_COST_BYTES + num_form_bytes + len(call.choices) * SAMPLING_COST_BYTES
 
 
 def encode_end(answer: Answer) -> bytes:

@@ -9,23 +9,23 @@ import asyncio
 import contextlib
 import functools
 import math
+import re
 import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall, StoredChoice, TenantTicket, Usage
+from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall, TenantTicket, Usage
 from gateway.fallback import begun
 from gateway.fan_out import merged
 from gateway.journal import (
     START,
-    TOKEN_COST_BYTES,
     Answer,
     AnswerReader,
     Position,
     Shown,
+    cost_of_call,
     decode_call,
     digest_of,
     encode_call,
@@ -36,10 +36,21 @@ from gateway.journal import (
     parse_event_id,
     restore,
 )
+from gateway.journal_memory import LIMIT, JournalMemory, MemoryBounds
 from gateway.lifecycle import Requests
 from gateway.tracing import NO_TRACE, RequestSpans, attached
 from gateway.validation import GREEDY_TEMPERATURE, Sampling, check_idempotency_key, check_name
-from services.cluster.journal import Claimed, Held, JournalStore, JournalWriter, Mode, Outcome, Record
+from services.cluster.journal import (
+    MAX_JOURNAL_BYTES,
+    TOKEN_BYTES,
+    Claimed,
+    Held,
+    JournalStore,
+    JournalWriter,
+    Mode,
+    Outcome,
+    Record,
+)
 from services.runtime import telemetry
 from services.runtime.clock import Deadline
 from services.runtime.errors import (
@@ -48,6 +59,7 @@ from services.runtime.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    RateLimited,
     RequestCancelled,
     StoreUnavailable,
     TandemError,
@@ -57,8 +69,10 @@ from services.runtime.telemetry import TraceContext
 
 KEPT_S = 60.0
 """Time that a journal nobody reads stays in memory."""
-MAX_KEPT_BYTES = 64 * 2**20
-"""Of all those journals, about; the oldest give way."""
+COST_BYTES = 4096
+"""Of a journal beside its call and its answers, about."""
+MAX_ROOM_RETRY_S = 60.0
+"""The longest that a client is told to wait for room in Redis."""
 BEAT_INTERVAL_S = 1.0
 """Running journals are written this often also without news, so that a gateway that lost one notices."""
 RETRY_AFTER_S = 1.0
@@ -67,6 +81,7 @@ FIND_S = 5.0
 several times."""
 FIND_RETRY_S = 0.1
 DERIVED_ID_PREFIX = "key-"
+_DERIVED_ID = re.compile(re.escape(DERIVED_ID_PREFIX) + "[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,7 @@ class Ask:
 
     name: str
     request_id: str
+    tenant: str = ""
     call: Call | None = None
     digest: str = ""
     positions: Sequence[Position] | None = None
@@ -146,8 +162,11 @@ def ask_for(call: Call, digest: str, *, last_event_id: str | None = None) -> Ask
         check_idempotency_key(call.idempotency_key)
         derived_id = DERIVED_ID_PREFIX + name_of("key", call.tenant, call.idempotency_key)
         call.request_id = call.request_id or derived_id
+        _check_not_derived(call.request_id, derived_id)
         name = _name(call.tenant, derived_id)
     elif call.request_id is not None:
+        if last_event_id is None:
+            _check_not_derived(call.request_id)
         name = _name(call.tenant, call.request_id)
     elif last_event_id is not None:
         raise event_id_error("the request needs the X-Request-Id or the Idempotency-Key that it had before")
@@ -163,7 +182,17 @@ def ask_for(call: Call, digest: str, *, last_event_id: str | None = None) -> Ask
             raise _another_request()
     digest = digest_of("call", call.tenant, digest)
     trace = telemetry.extract(call.traceparent, call.tracestate)
-    return Ask(name, call.request_id, call, digest, positions, deadline=call.deadline, ticket=call.ticket, trace=trace)
+    return Ask(
+        name,
+        call.request_id,
+        call.tenant,
+        call,
+        digest,
+        positions,
+        deadline=call.deadline,
+        ticket=call.ticket,
+        trace=trace,
+    )
 
 
 def ask_to_resume(
@@ -181,7 +210,17 @@ def ask_to_resume(
         check_name(tenant, field_name="tenant")
     deadline = Deadline.after(remaining_s)
     name = _name(tenant, request_id)
-    return Ask(name, request_id, next_index=next_index, deadline=deadline, ticket=ticket, trace=trace)
+    return Ask(name, request_id, tenant, next_index=next_index, deadline=deadline, ticket=ticket, trace=trace)
+
+
+def _check_not_derived(request_id: str, own: str = "") -> None:
+    """Raises InvalidRequest for an id that only an idempotency key may lead to, unless that is the call's own."""
+    if _DERIVED_ID.fullmatch(request_id) is not None and request_id != own:
+        raise InvalidRequest(
+            f"request_id must not be {DERIVED_ID_PREFIX} and 32 hex digits: such ids are made of idempotency keys",
+            field="request_id",
+            code="invalid_value",
+        )
 
 
 def _name(tenant: str, request_id: str) -> str:
@@ -194,10 +233,12 @@ class Journal:
 
     names: list[str]
     request_id: str
+    tenant: str
     digest: str
     created_unix_s: int = 0
     call: StoredCall | None = None
     """As it was accepted, without tokens; None until then."""
+    call_cost_bytes: int = 0
     generations: list[Generation] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     record: Record | None = None
@@ -230,16 +271,14 @@ class Journal:
     @property
     def cost_bytes(self) -> int:
         """What it takes in memory, about."""
-        prompts = {id(choice.prompt_token_ids): len(choice.prompt_token_ids) for choice in self._choices()}
-        return TOKEN_COST_BYTES * sum(prompts.values()) + sum(answer.cost_bytes for answer in self.answers) + 4096
+        num_record_bytes = 0 if self.record is None else len(self.record.call)
+        num_answer_bytes = sum(answer.cost_bytes for answer in self.answers)
+        return COST_BYTES + self.call_cost_bytes + num_record_bytes + num_answer_bytes
 
     def wake(self) -> None:
         """Lets every reader look again."""
         for event in self.readers:
             event.set()
-
-    def _choices(self) -> Sequence[StoredChoice]:
-        return () if self.call is None else self.call.choices
 
 
 class Part(msgspec.Struct):
@@ -335,7 +374,10 @@ class Reader:
 
 
 class Journals:
-    """All named requests of this gateway; `gateway_incarnation` names it as their owner."""
+    """All named requests of this gateway; `gateway_incarnation` names it as their owner.
+
+    `on_refusal` takes the name of the limit for which a tenant's request was refused.
+    """
 
     def __init__(
         self,
@@ -344,17 +386,17 @@ class Journals:
         *,
         gateway_incarnation: str,
         kept_s: float = KEPT_S,
-        max_kept_bytes: int = MAX_KEPT_BYTES,
+        bounds: MemoryBounds | None = None,
+        on_refusal: Callable[[str], None] = lambda limit: None,
     ) -> None:
         self._requests = requests
         self._store = store
         self._writer = JournalWriter(store, on_taken_over=self._end_taken_over)
         self._gateway_incarnation = gateway_incarnation
         self._kept_s = kept_s
-        self._max_kept_bytes = max_kept_bytes
+        self._on_refusal = on_refusal
         self._journals: dict[str, Journal] = {}
-        self._kept: OrderedDict[Journal, tuple[float, int]] = OrderedDict()
-        self._num_kept_bytes = 0
+        self._memory: JournalMemory[Journal] = JournalMemory(bounds or MemoryBounds(), forget=self._forget)
         self._tasks: dict[asyncio.Task[None], Journal] = {}
         self._beat: asyncio.Task[None] | None = None
 
@@ -362,6 +404,11 @@ class Journals:
         """Begins to write to Redis and to forget, on the running loop."""
         self._writer.start()
         self._beat = asyncio.create_task(self._beat_on(), name="journals")
+
+    @property
+    def num_bytes(self) -> int:
+        """What they take in memory, about."""
+        return self._memory.num_bytes
 
     async def close(self) -> None:
         """Ends all generations and writes what waits."""
@@ -389,7 +436,7 @@ class Journals:
             ask.ticket.hold = ask.name
         journal = self._find(ask)
         journal.num_users += 1
-        self._keep_no_longer(journal)
+        self._memory.use(journal)
         try:
             async with _within(ask.deadline), journal.opening:
                 ask.check(journal)
@@ -413,7 +460,7 @@ class Journals:
                 return journal
             if journal.is_running or journal.opening.locked():
                 raise AlreadyExists(f"a request with the id {ask.request_id} is running", field="request_id")
-        journal = Journal([], ask.request_id, ask.digest)
+        journal = Journal([], ask.request_id, ask.tenant, ask.digest)
         self._give_name(ask.name, journal)
         return journal
 
@@ -470,7 +517,9 @@ class Journals:
         ending = [
             task
             for task, other in self._tasks.items()
-            if other.request_id == journal.request_id and other.is_stopping and not task.done()
+            if (other.tenant, other.request_id) == (journal.tenant, journal.request_id)
+            and other.is_stopping
+            and not task.done()
         ]
         if ending:
             await asyncio.wait(ending)
@@ -506,6 +555,9 @@ class Journals:
         self._open(journal, stored, [Answer() for _ in stored.choices], int(time.time()), name=journal.names[0])
         journal.generations = accepted.generations
         try:
+            assert journal.record is not None
+            _check_size(journal.record, stored)
+            self._take_memory(journal)
             claimed = await self._claim(journal, mode, checks_request=ask.positions is not None)
             if claimed.outcome is Outcome.OTHER:
                 raise _conflict()
@@ -513,14 +565,43 @@ class Journals:
                 raise _another_request()
             if claimed.outcome is Outcome.NONE:
                 raise _not_known()
+            self._check_room(journal, claimed)
         except BaseException:
             journal.call = None
             raise
         return claimed.held
 
+    def _take_memory(self, journal: Journal) -> None:
+        """Raises RateLimited or Overloaded where the gateway has no memory for it."""
+        try:
+            self._memory.take(journal, journal.tenant, journal.cost_bytes)
+        except RateLimited as refusal:
+            self._on_refusal(refusal.limit)
+            raise
+
+    def _check_room(self, journal: Journal, claimed: Claimed) -> None:
+        """Raises RateLimited or Overloaded where Redis has no room for the journal."""
+        retry_after_s = min(max(RETRY_AFTER_S, claimed.retry_after_s), MAX_ROOM_RETRY_S)
+        room = self._store.room
+        if claimed.outcome is Outcome.TENANT_FULL:
+            self._on_refusal(LIMIT)
+            raise RateLimited(
+                f"rate limit reached: what is kept of requests with a name of tenant {journal.tenant} may take at most "
+                f"{room.tenant_bytes} bytes in Redis",
+                retry_after_s=retry_after_s,
+                limit=LIMIT,
+            )
+        if claimed.outcome is Outcome.ALL_FULL:
+            raise Overloaded(
+                f"what is kept of requests with a name takes the {room.all_bytes} bytes that it may take in Redis",
+                retry_after_s=retry_after_s,
+            )
+
     async def _looked_up(self, journal: Journal, ask: Ask) -> AcceptedCall | None:
         """The first time that this gateway meets the name, and there is no body."""
-        finder = Record(journal.names[0], "", ask.request_id, self._gateway_incarnation, b"", [[]], [b""])
+        finder = Record(
+            journal.names[0], "", ask.request_id, self._gateway_incarnation, b"", [[]], [b""], tenant=ask.tenant
+        )
         claimed = await self._find_in_store(finder, checks_digest=False)
         if claimed.outcome is Outcome.MISFIT:
             raise _several_answers()
@@ -534,6 +615,7 @@ class Journals:
     async def _resumed(self, journal: Journal, ask: Ask) -> AcceptedCall | None:
         """Goes on with what this gateway has begun, or another one since."""
         claimed = await self._claim(journal, Mode.JOIN)
+        self._check_room(journal, claimed)
         if claimed.held is not None:
             self._merge(journal, claimed.held)
         return self._adopted(journal, ask)
@@ -585,8 +667,9 @@ class Journals:
         assert journal.record is not None
         _continue_record(journal.record, held)
         try:
+            self._take_memory(journal)
             accepted = self._adopted(journal, ask)
-        except AlreadyExists:
+        except (AlreadyExists, RateLimited, Overloaded):
             journal.call = None
             raise
         except InvalidRequest as error:
@@ -643,6 +726,7 @@ class Journals:
         """Books the call and its answers, and what is written of them. `name` is that of its journal in Redis."""
         name_of_id = _name(stored.tenant, stored.request_id)
         journal.call = msgspec.structs.replace(stored, remaining_s=0.0, traceparent="")
+        journal.call_cost_bytes = cost_of_call(stored)
         journal.traceparent = stored.traceparent
         journal.request_id = stored.request_id
         journal.answers = answers
@@ -662,6 +746,7 @@ class Journals:
             token_ids=token_ids,
             ends=[_end_of(answer, choice.sampling) for answer, choice in zip(answers, stored.choices, strict=True)],
             alias="" if name_of_id == name else name_of_id,
+            tenant=stored.tenant,
         )
 
     def _merge(self, journal: Journal, held: Held) -> None:
@@ -794,19 +879,11 @@ class Journals:
         if journal.call is None or self._journals.get(journal.names[0]) is not journal:
             self._forget(journal)
             return
-        self._keep_no_longer(journal)
-        num_bytes = journal.cost_bytes
-        self._kept[journal] = (time.monotonic(), num_bytes)
-        self._num_kept_bytes += num_bytes
-        while self._num_kept_bytes > self._max_kept_bytes:
-            self._forget(next(iter(self._kept)))
-
-    def _keep_no_longer(self, journal: Journal) -> None:
-        _, num_bytes = self._kept.pop(journal, (0.0, 0))
-        self._num_kept_bytes -= num_bytes
+        self._memory.resize(journal, journal.cost_bytes)
+        self._memory.keep(journal)
 
     def _forget(self, journal: Journal) -> None:
-        self._keep_no_longer(journal)
+        self._memory.drop(journal)
         for name in journal.names:
             if self._journals.get(name) is journal:
                 del self._journals[name]
@@ -814,16 +891,39 @@ class Journals:
     async def _beat_on(self) -> None:
         while True:
             await asyncio.sleep(BEAT_INTERVAL_S)
-            oldest_s = time.monotonic() - self._kept_s
-            while self._kept and next(iter(self._kept.values()))[0] < oldest_s:
-                self._forget(next(iter(self._kept)))
+            self._memory.forget_older(self._kept_s)
             for journal in self._tasks.values():
+                self._memory.resize(journal, journal.cost_bytes)
                 if journal.record is not None:
                     self._writer.post(journal.record)
 
 
 class _UnusableError(Exception):
     """What Redis holds is no journal that can be gone on with."""
+
+
+def _check_size(record: Record, stored: StoredCall) -> None:
+    """Raises InvalidRequest for a call whose journal could become larger than one may be.
+
+    Such a call could be answered, but not gone on with, and its client would only find that out when it comes back.
+    """
+    num_answer_tokens = sum(choice.sampling.max_tokens for choice in stored.choices if choice.sampling.logprobs is None)
+    if record.num_bytes > MAX_JOURNAL_BYTES:
+        raise InvalidRequest(
+            f"a request with a name must take at most {MAX_JOURNAL_BYTES} bytes with its prompts, schemas and answers "
+            f"and this one takes {record.num_bytes}: send it without X-Request-Id and Idempotency-Key",
+            field="prompt",
+            code="named_request_too_large",
+        )
+    if record.num_bytes + TOKEN_BYTES * num_answer_tokens > MAX_JOURNAL_BYTES:
+        raise InvalidRequest(
+            f"a request with a name may have answers of at most "
+            f"{(MAX_JOURNAL_BYTES - record.num_bytes) // TOKEN_BYTES} tokens together beside its prompts, and this one "
+            f"may have {num_answer_tokens}: give a smaller max_tokens or n, or send it without X-Request-Id and "
+            "Idempotency-Key",
+            field="max_tokens",
+            code="named_request_too_large",
+        )
 
 
 def _continue_record(record: Record, held: Held) -> None:

@@ -12,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.pacing import Pace
 from gateway.topology import Member
+from services.cluster.memory import MemoryUse
 from services.cluster.store import Store
 from services.runtime.fast_metrics import Counts, Distributions, FastRegistry
 from services.runtime.span_metrics import SpanCounts
@@ -250,13 +251,36 @@ class Metrics:
         # Without the tenant: whoever writes the file of keys may name thousands.
         self._tenant_refusals = Counter(
             "tandem_tenant_refusals",
-            "Calls refused for their tenant's limit: requests_per_minute, tokens_per_minute, concurrency.",
+            "Calls refused for their tenant's limit: requests_per_minute, tokens_per_minute, concurrency, "
+            "named_requests (the room for its requests with a name).",
             ("limit",),
             registry=registry,
         )
         self._redis_up = Gauge("tandem_redis_up", "Whether Redis answered this gateway last.", registry=registry)
         self._redis_round_trip_s = Gauge(
             "tandem_redis_round_trip_seconds", "Mean time of a call to Redis that was answered.", registry=registry
+        )
+        self._storage = Gauge(
+            "tandem_redis_memory_bytes",
+            "Memory of Redis, by kind: files (with batches) and journals, as they are counted; used: all of it.",
+            ("kind",),
+            registry=registry,
+        )
+        self._storage_limit = Gauge(
+            "tandem_redis_memory_limit_bytes",
+            "What each of these kinds may take; 0: no limit.",
+            ("kind",),
+            registry=registry,
+        )
+        self._evicted_keys = Gauge(
+            "tandem_redis_evicted_keys",
+            "Keys that Redis has thrown away for want of memory since it was started; anything but 0 is wrong.",
+            registry=registry,
+        )
+        self._journal_memory = Gauge(
+            "tandem_named_requests_memory_bytes",
+            "What requests with a name take of this gateway's memory, about, those included that nobody reads.",
+            registry=registry,
         )
         self._busy_share = Gauge(
             "tandem_event_loop_busy_ratio", "Share of the last 0.1 s in which the gateway worked.", registry=registry
@@ -390,6 +414,19 @@ class Metrics:
     def note_unlogged(self, kind: str) -> None:
         """A request got no line of its own: refused, slow."""
         self._unlogged.labels(kind).inc()
+
+    def note_storage(self, use: MemoryUse, limits: Mapping[str, int]) -> None:
+        """What Redis' memory is used for now; `limits` are those of the counted kinds."""
+        taken = {"files": use.file_bytes, "journals": use.journal_bytes, "used": use.used_bytes}
+        for kind, num_bytes in taken.items():
+            self._storage.labels(kind).set(num_bytes)
+        for kind, num_bytes in {**limits, "used": use.max_bytes}.items():
+            self._storage_limit.labels(kind).set(num_bytes)
+        self._evicted_keys.set(use.num_evicted_keys)
+
+    def watch_journals(self, num_bytes: Callable[[], float]) -> None:
+        """Reads it whenever the figures are asked for."""
+        self._journal_memory.set_function(num_bytes)
 
     def watch_requests(self, population: Callable[[], Population]) -> None:
         """Reads these counts whenever the figures are asked for."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from services.cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json, get_status
+from services.cluster.memory import EVICTION_ADVICE, may_evict
 from services.cluster.probe import RedisFacts, probe
 from services.engine.config import load_config
 from services.runtime.config import flag, number, option, path, url
@@ -249,12 +250,14 @@ def judge_redis(facts: RedisFacts) -> Iterator[Finding]:
             f"{_size(facts.used_bytes)} of {_size(facts.max_bytes)} are in use",
             "raise its maxmemory: what does not fit is refused or thrown away",
         )
-    if facts.max_bytes and facts.eviction.startswith("allkeys"):
+    limit = _size(facts.max_bytes) if facts.max_bytes else "no limit"
+    yield Finding(Level.OK, "redis", f"{_size(facts.used_bytes)} in use of {limit}, policy {facts.eviction}")
+    if may_evict(facts.max_bytes, facts.eviction):
         yield Finding(
-            Level.NOTE,
+            Level.BAD if facts.num_evicted_keys else Level.NOTE,
             "redis",
-            f"at its memory limit it throws any key away ({facts.eviction})",
-            "leases and journals would go with the rest: set maxmemory-policy to noeviction",
+            f"at its memory limit it throws keys away ({facts.eviction}), {facts.num_evicted_keys} so far",
+            EVICTION_ADVICE,
         )
 
 

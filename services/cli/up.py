@@ -40,10 +40,11 @@ from services.cli.log_files import make_private_folder
 from services.cli.progress import Progress
 from services.cli.restarts import EXIT_BAD_INPUT, RestartPolicy
 from services.cli.supervisor import Child, Supervisor
-from services.cli.up_settings import UpSettings
+from services.cli.up_settings import StorageSettings, UpSettings
 from services.cluster.embedded import EmbeddedRedis
+from services.cluster.memory import memory_for
 from services.engine.config import load_config
-from services.runtime.config import join_host_port
+from services.runtime.config import join_host_port, load
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
 from services.runtime.tls import Identity, pinned_context
 
@@ -424,7 +425,10 @@ def _redis(settings: UpSettings) -> Iterator[EmbeddedRedis | None]:
     if settings.redis is not None:
         yield None
         return
-    with EmbeddedRedis() as redis:
+    # The gateway has these from the environment too.
+    storage = load(StorageSettings, (), prog="tandem up")
+    max_memory_bytes = memory_for(storage.file_storage, storage.journal_storage)
+    with EmbeddedRedis(max_memory_bytes=max_memory_bytes) as redis:
         yield redis
 
 

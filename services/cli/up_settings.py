@@ -28,6 +28,14 @@ DEMO_DRAFT = DEMO_MODEL.with_name("draft")
 
 
 @dataclass(frozen=True, kw_only=True)
+class StorageSettings:
+    """What the gateway lets clients keep in Redis, which gives the embedded one its size."""
+
+    file_storage: int = option(size_bytes(1024), default=128 * 2**20, help="Of files and batches.")
+    journal_storage: int = option(size_bytes(8 * 2**20), default=128 * 2**20, help="Of requests with a name.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpSettings:
     """Starts Redis, a gateway, prefill workers and decode workers on this machine, and keeps them running."""
 

@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.cluster.files import CHUNK_BYTES, COMMON, FILE_TTL_S, FilesFull, FileStore, fields_of
+from services.cluster.files import (
+    CHUNK_BYTES,
+    COMMON,
+    FILE_TTL_S,
+    OVERHEAD_BYTES,
+    FilesFull,
+    FileStore,
+    fields_of,
+)
 from services.cluster.store import Script, Store
 
 LEASE_S = 6.0
@@ -219,13 +227,16 @@ class BatchStore:
         *,
         outcome: str = "",
         total: int | None = None,
+        row_bytes: int = 0,
         errors: str = "",
     ) -> Reply:
         """The batch stands there now; `total` are its rows once they are known. DONE also where it did already.
 
-        Once it is over its files are there for its tenant.
+        With `total`, room for so many lines of `row_bytes` is kept for it until each row has its result: FULL where
+        there is not so much. Once the batch is over its files are there for its tenant.
         """
-        args = (batch.id, batch.claim, status, outcome, -1 if total is None else total, errors)
+        total_said = -1 if total is None else total
+        args = (batch.id, batch.claim, status, outcome, total_said, errors, row_bytes, *self._files.bounds)
         return Reply((await self._files.run(_ADVANCE, (*args, *_BEFORE[status]))).decode())
 
     async def done_rows(self, batch: Batch) -> bytes:
@@ -234,7 +245,10 @@ class BatchStore:
         return bits
 
     async def record(self, batch: Batch, results: Sequence[Result], *, beyond_room: bool = False) -> Reply:
-        """Keeps the results of rows that have none. `beyond_room`: also where there is no room; for short ones."""
+        """Keeps the results of rows that have none.
+
+        `beyond_room`: without a look for room; for lines of at most the `row_bytes` that are kept for each row.
+        """
         rows: list[str | bytes | int] = []
         for result in results:
             rows += [result.row, "error" if result.has_failed else "output", result.line]
@@ -290,6 +304,12 @@ local function fence(id, claim)
   return epoch .. ':' .. (owner or '') == claim and 'done' or 'fenced'
 end
 
+-- The room that a batch takes itself: its record, and what is kept for its rows.
+local function add_held(id, num_bytes)
+  local tenant, expires = unpack(redis.call('HMGET', batch_prefix .. id, 'tenant', 'expires'))
+  if tenant and expires and num_bytes ~= 0 then count(id, tenant, num_bytes, expires * 1000) end
+end
+
 local function is_one_of(value, first)
   for index = first, #ARGV do
     if ARGV[index] == value then return true end
@@ -312,13 +332,16 @@ for _, other in ipairs(redis.call('ZRANGE', active, 0, -1)) do
   if redis.call('HGET', batch_prefix .. other, 'tenant') == tenant then num_active = num_active + 1 end
 end
 if num_active >= {MAX_ACTIVE} then return {{'active', {{}}}} end
-local lacks = room_lacks(tenant, 0, 2, ARGV[13], ARGV[14], ARGV[15])
+local num_bytes = {OVERHEAD_BYTES}
+for index = 1, 11 do num_bytes = num_bytes + #ARGV[index] end
+local lacks = room_lacks(tenant, num_bytes, 2, ARGV[13], ARGV[14], ARGV[15])
 if lacks then return {{lacks, {{}}}} end
 redis.call('HSET', key, 'tenant', tenant, 'key', ARGV[3], 'endpoint', ARGV[4], 'input', ARGV[5], 'window_s', ARGV[6],
            'window', ARGV[7], 'metadata', ARGV[8], 'output_ttl', ARGV[9], 'output', ARGV[10], 'error', ARGV[11],
            'status', '{Status.VALIDATING}', 'epoch', 0, 'lease', 0, 'at:created', now_s,
-           'at:expires', now_s + ARGV[6])
+           'at:expires', now_s + ARGV[6], 'expires', now_s + ARGV[12])
 redis.call('EXPIRE', key, ARGV[12])
+add_held(id, num_bytes - {OVERHEAD_BYTES})
 redis.call('ZADD', active, now_ms, id)
 redis.call('ZADD', list, 0, id)
 for _, list_key in ipairs({{list, active}}) do redis.call('EXPIRE', list_key, ARGV[12] * 2) end
@@ -327,6 +350,7 @@ for _, old in ipairs(redis.call('ZRANGE', list, 0, {MAX_ACTIVE})) do
   if num_excess > 0 and not redis.call('ZSCORE', active, old) then
     redis.call('DEL', batch_prefix .. old)
     redis.call('ZREM', list, old)
+    forget(old)
     num_excess = num_excess - 1
   end
 end
@@ -388,25 +412,40 @@ return {{reply, status, now_s >= tonumber(expires) and 1 or 0}}
 """
 )
 
-# ARGV: id, claim, status, outcome, total or -1, errors, where it may stand.
+# ARGV: id, claim, status, outcome, total or -1, errors, bytes that are kept for each row, bounds, where it may stand.
 _ADVANCE = Script(
     _COMMON
     + f"""
-local id, claim, status, outcome, total, errors = unpack(ARGV)
+local id, claim, status, outcome, total, errors, row_bytes = unpack(ARGV)
 local key, reply = batch_prefix .. id, fence(id, claim)
 if reply ~= '{Reply.DONE}' then return reply end
 local held = redis.call('HGET', key, 'status')
 if held == status then return '{Reply.DONE}' end
-if not is_one_of(held, 7) then return '{Reply.REFUSED}' end
+if not is_one_of(held, 11) then return '{Reply.REFUSED}' end
+if tonumber(total) >= 0 then
+  local num_bytes = total * row_bytes + math.floor((total + 7) / 8)
+  local tenant = redis.call('HGET', key, 'tenant')
+  if room_lacks(tenant, num_bytes, 0, ARGV[8], ARGV[9], ARGV[10]) then return '{Reply.FULL}' end
+  add_held(id, num_bytes)
+  redis.call('HSET', key, 'row_bytes', row_bytes)
+end
 redis.call('HSET', key, 'status', status, 'at:' .. status, now_s)
 if outcome ~= '' then redis.call('HSET', key, 'outcome', outcome) end
-if errors ~= '' then redis.call('HSET', key, 'errors', errors) end
+if errors ~= '' then
+  redis.call('HSET', key, 'errors', errors)
+  add_held(id, #errors)
+end
 if tonumber(total) >= 0 then
   redis.call('HSET', key, 'total', total)
   redis.call('SETRANGE', done_key(id), math.floor((total + 7) / 8) - 1, '\\0')
   redis.call('PEXPIRE', done_key(id), redis.call('PTTL', key))
 end
 if not ({" or ".join(f"status == '{status}'" for status in sorted(OVER))}) then return '{Reply.DONE}' end
+local rows, completed, failed, each = unpack(redis.call('HMGET', key, 'total', 'completed', 'failed', 'row_bytes'))
+if rows and each then
+  local num_left = rows - (completed or 0) - (failed or 0)
+  add_held(id, -(num_left * each + math.floor((rows + 7) / 8)))
+end
 redis.call('DEL', done_key(id))
 redis.call('ZREM', active, id)
 local tenant, ttl = unpack(redis.call('HMGET', key, 'tenant', 'output_ttl'))
@@ -434,8 +473,13 @@ if status ~= '{Status.IN_PROGRESS}' and status ~= '{Status.FINALIZING}' and stat
   return '{Reply.REFUSED}'
 end
 if not total or redis.call('STRLEN', done_key(id)) ~= math.floor((total + 7) / 8) then return '{Reply.LOST}' end
-local num_bytes = 0
-for index = 8, #ARGV, 3 do num_bytes = num_bytes + #ARGV[index + 2] end
+local row_bytes = tonumber(redis.call('HGET', key, 'row_bytes') or 0)
+local num_bytes, num_rows = 0, 0
+for index = 8, #ARGV, 3 do
+  if redis.call('GETBIT', done_key(id), ARGV[index]) == 0 then
+    num_bytes, num_rows = num_bytes + #ARGV[index + 2] - row_bytes, num_rows + 1
+  end
+end
 if beyond_room == '0' and room_lacks(tenant, num_bytes, 0, ARGV[5], ARGV[6], ARGV[7]) then return '{Reply.FULL}' end
 local life_ms = redis.call('PTTL', key)
 for _, kind in ipairs({{'output', 'error'}}) do
@@ -457,6 +501,8 @@ for index = 8, #ARGV, 3 do
     redis.call('SETBIT', done_key(id), row, 1)
   end
 end
+-- What was kept for these rows is taken by their results now.
+add_held(id, -num_rows * row_bytes)
 return '{Reply.DONE}'
 """
 )

@@ -18,7 +18,7 @@ from services.runtime.errors import ConfigError, StoreUnavailable
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 2.0
-MAX_MEMORY = "256mb"
+MAX_MEMORY_BYTES = 2**30
 
 _POLL_S = 0.01
 _MAX_LOG_CHARACTERS = 300
@@ -38,12 +38,13 @@ os.execv(sys.argv[2], sys.argv[2:])
 class EmbeddedRedis:
     """A server on a Unix socket in a private folder, or on a loopback port; ends with this process at the latest.
 
-    It keeps nothing on disk. Start it from a thread that lives as long as it should (on Linux the server ends with
-    the thread that started it).
+    It keeps nothing on disk, and evicts nothing: what finds no room is refused. `max_memory_bytes` is its limit. Start
+    it from a thread that lives as long as it should (on Linux the server ends with the thread that started it).
     """
 
-    def __init__(self, *, port: int | None = None) -> None:
+    def __init__(self, *, port: int | None = None, max_memory_bytes: int = MAX_MEMORY_BYTES) -> None:
         self._port = port
+        self._max_memory_bytes = max_memory_bytes
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -126,7 +127,8 @@ class EmbeddedRedis:
         self.stop()
 
     def _arguments(self) -> list[str]:
-        common = ["--save", "", "--appendonly", "no", "--maxmemory", MAX_MEMORY, "--maxmemory-policy", "allkeys-lru"]
+        memory = ["--maxmemory", str(self._max_memory_bytes), "--maxmemory-policy", "noeviction"]
+        common = ["--save", "", "--appendonly", "no", *memory]
         if self._port is not None:
             return [*common, "--bind", "127.0.0.1", "--port", str(self._port)]
         return [*common, "--port", "0", "--unixsocket", f"{self._folder}/redis.sock", "--unixsocketperm", "700"]

@@ -123,6 +123,10 @@ class FileStore:
         """What the tenant's files take, or all files."""
         return int(await self.run(_TOTAL, (tenant,)))
 
+    async def swept_bytes(self) -> int:
+        """Gives back what has expired, and says what all files and batches take now."""
+        return int(await self.run(_SWEEP, ()))
+
     @property
     def bounds(self) -> tuple[int, int, int]:
         """What `has_room` of the scripts asks for."""
@@ -222,8 +226,12 @@ local function forget(id)
   add_total('{ALL_TENANTS}', -num_bytes)
 end
 
+local function sweep(most)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', expiry, '-inf', now_ms, 'LIMIT', 0, most)) do forget(id) end
+end
+
 local function room_lacks(tenant, num_bytes, num_files, max_files, max_tenant_bytes, max_all_bytes)
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', expiry, '-inf', now_ms, 'LIMIT', 0, 1000)) do forget(id) end
+  sweep(1000)
   local function lacks(whose, most)
     return tonumber(redis.call('HGET', totals, whose) or 0) + num_bytes + num_files * {OVERHEAD_BYTES} > tonumber(most)
   end
@@ -286,6 +294,7 @@ end
 return table.concat(parts)
 """
 )
+_SWEEP = Script(COMMON + f"sweep(10000) return tonumber(redis.call('HGET', totals, '{ALL_TENANTS}') or 0)")
 _TOTAL = Script(COMMON + "return tonumber(redis.call('HGET', totals, ARGV[1]) or 0)")
 
 # ARGV: id, tenant. Answers 1 if the file was there.

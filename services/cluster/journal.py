@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from services.cluster.journal_room import COMMON, JournalRoom, cost_bytes, room_keys
 from services.cluster.store import Script, Store
 from services.runtime.errors import StoreUnavailable
 
@@ -63,6 +64,10 @@ class Outcome(StrEnum):
     MISFIT = "misfit"
     """A journal is held, and it has another request id or number of answers than asked for. Nothing was changed."""
     NONE = "none"
+    TENANT_FULL = "tenant"
+    """The tenant's journals take their share. Nothing was changed, but what nobody used for a while may be gone."""
+    ALL_FULL = "all"
+    """The same of all tenants' journals."""
 
 
 class Written(IntEnum):
@@ -75,6 +80,8 @@ class Written(IntEnum):
     """Another life has the name, or the name leads to another journal; nothing was written."""
     TAKEN_OVER = 3
     """Another gateway goes on with the request; nothing was written."""
+    NO_ROOM = 4
+    """Redis has forgotten the journal, or never had it, and there is no room to make it; nothing was written."""
 
 
 @dataclass(slots=True)
@@ -93,6 +100,8 @@ class Record:
     ends: list[bytes]
     alias: str = ""
     """Another name under which the journal can be found, or empty."""
+    tenant: str = ""
+    """To whom it is counted."""
     life: str = field(default_factory=lambda: secrets.token_hex(16))
     epoch: int = 1
     is_in_redis: bool = False
@@ -107,9 +116,8 @@ class Record:
 
     @property
     def num_bytes(self) -> int:
-        """Size in Redis when all is written."""
-        num_tokens = sum(map(len, self.token_ids))
-        return len(self.call) + TOKEN_BYTES * num_tokens + sum(map(len, self.ends))
+        """What it counts in Redis when all is written."""
+        return cost_bytes(len(self.call), len(self.ends), sum(map(len, self.token_ids)))
 
     def forget_written(self) -> None:
         """Everything has to be written again."""
@@ -137,17 +145,22 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The answer to a claim; `held` is given exactly with Outcome.HELD."""
+    """The answer to a claim; `held` is given exactly with Outcome.HELD.
+
+    `retry_after_s`: where there is no room, after how long there may be some.
+    """
 
     outcome: Outcome
     held: Held | None = None
+    retry_after_s: float = 0.0
 
 
 class JournalStore:
     """Journals in Redis; every method may wait for one round trip and raises StoreUnavailable."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, room: JournalRoom | None = None) -> None:
         self._store = store
+        self.room = room or JournalRoom()
 
     async def claim(
         self, mode: Mode, record: Record, *, checks_digest: bool = True, checks_request: bool = False
@@ -168,6 +181,8 @@ class JournalStore:
                 return Claimed(Outcome.NONE)
             answer = await self._claim(Mode.REPLACE, record, checks_digest, checks_request)
         outcome = Outcome(answer[0].decode())
+        if outcome in (Outcome.TENANT_FULL, Outcome.ALL_FULL):
+            return Claimed(outcome, retry_after_s=answer[1] / 1000)
         if outcome is Outcome.MADE:
             record.forget_written()
             record.is_in_redis, record.is_over = True, False
@@ -194,9 +209,9 @@ class JournalStore:
             ]
             for *fixed, head, parts in rows
         ]
-        keys = (self._store.keys.journal_prefix,)
-        args: tuple[str | bytes | int, ...] = (_ENCODER.encode(plain), round(TTL_S * 1000), VERSION, *blobs)
-        answer = await self._store.run(_WRITE, keys, args)
+        bounds = self.room.tenant_bytes, self.room.all_bytes
+        args: tuple[str | bytes | int, ...] = (_ENCODER.encode(plain), round(TTL_S * 1000), VERSION, *bounds, *blobs)
+        answer = await self._store.run(_WRITE, room_keys(self._store), args)
         return [Written(status) for status in answer]
 
     async def _claim(self, mode: Mode, record: Record, checks_digest: bool, checks_request: bool) -> list[Any]:
@@ -214,10 +229,13 @@ class JournalStore:
             record.alias,
             round(TTL_S * 1000),
             VERSION,
+            record.tenant,
+            self.room.tenant_bytes,
+            self.room.all_bytes,
         )
         # Who looks for a journal has a part of its answer, and nowhere else to go.
         run = self._store.run_patiently if mode is Mode.FIND else self._store.run
-        answer: list[Any] = await run(_CLAIM, (self._store.keys.journal_prefix,), args)
+        answer: list[Any] = await run(_CLAIM, room_keys(self._store), args)
         return answer
 
 
@@ -244,7 +262,7 @@ class JournalWriter:
         self._writing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self.num_dropped = 0
-        """Posts that found no place."""
+        """Posts that found no place, here or in Redis."""
 
     def start(self) -> None:
         """Begins to write, on the running loop."""
@@ -322,12 +340,16 @@ class JournalWriter:
     def _note(self, record: Record, row: Sequence[Any], status: Written) -> None:
         if status is Written.DONE:
             record.is_in_redis = True
-            for choice, first_index, packed, end in row[5]:
+            for choice, first_index, packed, end in row[6]:
                 record.num_written[choice] = first_index + len(packed) // TOKEN_BYTES
                 record.written_ends[choice] = record.written_ends[choice] or bool(end)
         elif status is Written.LOST:
             record.forget_written()
             self.post(record)
+        elif status is Written.NO_ROOM:
+            # It comes again with the next tokens, or with its owner's next beat.
+            record.forget_written()
+            self.num_dropped += 1
         else:
             record.is_over = True
             if status is Written.TAKEN_OVER:
@@ -349,7 +371,7 @@ def row_of(record: Record) -> tuple[list[Any], int]:
     if not record.is_in_redis:
         head = [record.digest, record.request_id, len(record.ends), record.call, record.alias]
         num_bytes += len(record.call)
-    return [record.name, record.life, record.epoch, record.owner, head, parts], num_bytes
+    return [record.name, record.life, record.epoch, record.owner, record.tenant, head, parts], num_bytes
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
@@ -395,11 +417,9 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 # What both scripts know of a journal. `target_of` gives the name that an alias leads to, and nothing for what is none.
 # `read_head` gives nothing unless the key holds a sound one.
-_COMMON = f"""
-local prefix = KEYS[1]
-
-local function tokens_key(name, life, choice) return prefix .. name .. ':' .. life .. ':' .. choice end
-
+_COMMON = (
+    COMMON
+    + f"""
 local function target_of(name)
   local key = prefix .. name
   if redis.call('TYPE', key).ok ~= 'string' or redis.call('STRLEN', key) ~= 32 then return nil end
@@ -423,14 +443,14 @@ end
 
 local function make(name, version, digest, life, epoch, owner, request, choices, call, alias, ttl)
   local key = prefix .. name
-  redis.call('DEL', key)
+  drop(name)
   redis.call('HSET', key, 'version', version, 'digest', digest, 'life', life, 'epoch', epoch, 'owner', owner,
              'request', request, 'choices', choices, 'call', call, 'alias', alias)
   redis.call('PEXPIRE', key, ttl)
   if alias ~= '' then redis.call('SET', prefix .. alias, name, 'PX', ttl) end
 end
 
-local function renew(name, life, choices, ttl)
+local function renew(name, life, choices, tenant, ttl)
   local key = prefix .. name
   redis.call('PEXPIRE', key, ttl)
   if redis.call('HSTRLEN', key, 'alias') == 32 then
@@ -438,17 +458,19 @@ local function renew(name, life, choices, ttl)
     if target_of(alias) == name then redis.call('PEXPIRE', prefix .. alias, ttl) end
   end
   for choice = 0, choices - 1 do redis.call('PEXPIRE', tokens_key(name, life, choice), ttl) end
+  count(name, tenant, size_of(name, life, choices), ttl)
 end
 """
+)
 
-# KEYS: prefix of journals. ARGV: as in `JournalStore._claim`. Answers the outcome; when a journal is held also its
+# KEYS: `room_keys`. ARGV: as in `JournalStore._claim`. Answers the outcome; when a journal is held also its
 # name, digest, life, new epoch, request id, call, tokens of each answer and ends of each answer. What is looked for is
 # looked for where an alias leads; what is made is made under its own name, in place of an alias.
 _CLAIM = Script(
     _COMMON
     + f"""
-local mode, own_name, digest, checks_digest, checks_request, life, owner, request, call, choices, alias, ttl, version =
-  unpack(ARGV)
+local mode, own_name, digest, checks_digest, checks_request, life, owner, request, call, choices, alias, ttl, version,
+  tenant, max_tenant_bytes, max_all_bytes = unpack(ARGV)
 local name = target_of(own_name) or own_name
 
 local function content(head)
@@ -475,7 +497,11 @@ local head = mode ~= 'replace' and read_head(name, version) or nil
 local held = head and content(head)
 if not held then
   if mode == 'find' then return {{'none'}} end
+  local num_bytes = {cost_bytes(0, 0)} + #call + choices * {cost_bytes(0, 1) - cost_bytes(0, 0)}
+  local whose, wait_ms = room_lacks(own_name, tenant, num_bytes, max_tenant_bytes, max_all_bytes, ttl)
+  if whose then return {{whose, wait_ms}} end
   make(own_name, version, digest, life, 1, owner, request, choices, call, alias, ttl)
+  count(own_name, tenant, num_bytes, ttl)
   return {{'made'}}
 end
 if checks_digest == '1' then
@@ -491,27 +517,30 @@ if not is_over then
   epoch = epoch + 1
   redis.call('HSET', prefix .. name, 'epoch', string.format('%d', epoch), 'owner', owner)
 end
-renew(name, head.life, head.choices, ttl)
+renew(name, head.life, head.choices, tenant, ttl)
 return {{'held', name, head.digest, head.life, epoch, head.request, held[1], held[2], held[3]}}
 """
 )
 
-# KEYS: prefix of journals. ARGV: rows of `row_of` in msgpack, TTL in ms, version, what the rows' numbers mean. Answers
+# KEYS: `room_keys`. ARGV: rows of `row_of` in msgpack, TTL in ms, version, bounds, what the rows' numbers mean. Answers
 # a `Written` for each row. A row with a head makes the journal where Redis has forgotten it, and
 # changes the call of the one that is there. A later epoch of the same
 # owner is a claim whose answer it did not get: nobody else goes on with the request.
 _WRITE = Script(
     _COMMON
     + f"""
-local ttl, version = ARGV[2], ARGV[3]
+local ttl, version, max_tenant_bytes, max_all_bytes = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 
-local function blob(number) return number > 0 and ARGV[3 + number] or '' end
+local function blob(number) return number > 0 and ARGV[5 + number] or '' end
 
-local function write(name, life, epoch, owner, head, parts)
+local function write(name, life, epoch, owner, tenant, head, parts)
   local held = read_head(name, version)
   if not held then
     if target_of(name) then return {Written.SUPERSEDED} end
     if #head == 0 then return {Written.LOST} end
+    local num_bytes = {cost_bytes(0, 0)} + #blob(head[4]) + head[3] * {cost_bytes(0, 1) - cost_bytes(0, 0)}
+    for _, part in ipairs(parts) do num_bytes = num_bytes + #blob(part[3]) end
+    if room_lacks(name, tenant, num_bytes, max_tenant_bytes, max_all_bytes, ttl) then return {Written.NO_ROOM} end
     make(name, version, head[1], life, epoch, owner, head[2], head[3], blob(head[4]), head[5], ttl)
   elseif held.life ~= life then
     return {Written.SUPERSEDED}
@@ -540,13 +569,13 @@ local function write(name, life, epoch, owner, head, parts)
     end
     if part[4] > 0 then redis.call('HSET', prefix .. name, 'end:' .. part[1], blob(part[4])) end
   end
-  renew(name, life, held and held.choices or head[3], ttl)
+  renew(name, life, held and held.choices or head[3], tenant, ttl)
   return {Written.DONE}
 end
 
 local answer = {{}}
 for number, row in ipairs(cmsgpack.unpack(ARGV[1])) do
-  answer[number] = write(row[1], row[2], row[3], row[4], row[5], row[6])
+  answer[number] = write(row[1], row[2], row[3], row[4], row[5], row[6], row[7])
 end
 return answer
 """

@@ -165,6 +165,33 @@ class Keys:
         return self.prefix + "journal:"
 
     @property
+    def journal_expiry(self) -> str:
+        """Sorted set of the names of all journals that are counted; the score is when each expires, in unix ms.
+
+        This one and the other accounts of journals have no TTL, so that they are not evicted; they are empty soon
+        after the last journal has expired.
+        """
+        return self.prefix + "journals.expiry"
+
+    @property
+    def journal_sizes(self) -> str:
+        """Hash: name of a journal that is counted → its size in bytes, a space, its tenant."""
+        return self.prefix + "journals.sizes"
+
+    @property
+    def journal_totals(self) -> str:
+        """Hash: tenant → bytes of its journals; `*` → of all tenants' journals."""
+        return self.prefix + "journals.totals"
+
+    @property
+    def journals_prefix(self) -> str:
+        """Start of the keys of lists of tenants' journals; the tenant's name follows.
+
+        Sorted sets of names; the score is when each was last written or claimed, in unix ms.
+        """
+        return self.prefix + "journals:"
+
+    @property
     def file_prefix(self) -> str:
         """Start of the keys of files that clients have sent, and of those that batches have written.
 

@@ -7,6 +7,8 @@ nothing is always taken. Knows neither how a request is routed nor what its toke
 import asyncio
 import contextlib
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +20,9 @@ from services.runtime.errors import StoreUnavailable
 
 ACTIVE_TTL_S = 3600.0
 TERMINAL_TTL_S = 60.0
+MAX_ENDED = 50_000
+"""Placements of ended requests that one gateway keeps so long, about 13 MB in Redis; further ones are kept for less."""
+SHORT_TTL_S = 1.0
 MAX_TEXT_BYTES = 256
 MAX_ATTEMPT = 10**6
 
@@ -113,8 +118,8 @@ class PlacementStore:
         """Writes one placement. False: a newer attempt or another owner holds the request."""
         return not await self.move_many([placement])
 
-    async def move_many(self, placements: Sequence[Placement]) -> list[int]:
-        """Writes many at once; gives the indices of those that were fenced off."""
+    async def move_many(self, placements: Sequence[Placement], *, ended_ttl_s: float = TERMINAL_TTL_S) -> list[int]:
+        """Writes many at once, those that have ended for `ended_ttl_s`; gives the indices of those fenced off."""
         rows = [
             (
                 placement.request_id,
@@ -128,7 +133,7 @@ class PlacementStore:
             for placement in placements
         ]
         keys = (self._store.keys.request_prefix,)
-        args = (_ENCODER.encode(rows), round(ACTIVE_TTL_S * 1000), round(TERMINAL_TTL_S * 1000))
+        args = (_ENCODER.encode(rows), round(ACTIVE_TTL_S * 1000), round(ended_ttl_s * 1000))
         return [number - 1 for number in await self._store.run(_MOVE, keys, args)]
 
     async def get(self, request_id: str) -> Placement | None:
@@ -157,9 +162,13 @@ class PlacementWriter:
         on_fenced: Callable[[Placement], None] | None = None,
         flush_interval_s: float = FLUSH_INTERVAL_S,
         max_pending: int = MAX_PENDING,
+        max_ended: int = MAX_ENDED,
     ) -> None:
         self._store = store
         self._on_fenced = on_fenced
+        self._max_ended = max_ended
+        self._ended: deque[tuple[float, int]] = deque()
+        self._num_ended = 0
         self._flush_interval_s = flush_interval_s
         self._max_pending = max_pending
         self._pending: dict[str, Placement] = {}
@@ -234,13 +243,25 @@ class PlacementWriter:
     async def _write_batch(self) -> None:
         taken = [self._pending.pop(request_id) for request_id in list(self._pending)[:MAX_BATCH]]
         try:
-            fenced = await self._store.move_many(taken)
+            fenced = await self._store.move_many(taken, ended_ttl_s=self._ended_ttl_s(taken))
         except BaseException:
             self._put_back(taken)
             raise
         self.num_written += len(taken) - len(fenced)
         for index in fenced:
             self._fenced(taken[index])
+
+    def _ended_ttl_s(self, taken: Sequence[Placement]) -> float:
+        """How long those are kept that have ended, by how many there are already."""
+        now_s = time.monotonic()
+        while self._ended and self._ended[0][0] <= now_s - TERMINAL_TTL_S:
+            self._num_ended -= self._ended.popleft()[1]
+        num_ended = sum(placement.state in TERMINAL for placement in taken)
+        if self._num_ended + num_ended > self._max_ended:
+            return SHORT_TTL_S
+        self._ended.append((now_s, num_ended))
+        self._num_ended += num_ended
+        return TERMINAL_TTL_S
 
     def _put_back(self, taken: Sequence[Placement]) -> None:
         """What was not written waits again, unless something later has been posted since."""

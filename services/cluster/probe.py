@@ -14,7 +14,8 @@ NUM_PINGS = 20
 @dataclass(frozen=True, slots=True)
 class RedisFacts:
     """`ping_s`: the middle one of several round trips. `clock_ahead_s`: of its clock before ours, by half a round trip
-    wrong at most. `max_bytes` 0: no limit. `eviction`: what happens at the limit, such as `noeviction`.
+    wrong at most. `max_bytes` 0: no limit. `eviction`: what happens at the limit, such as `noeviction`;
+    `num_evicted_keys`: those that were thrown away since its start.
     """
 
     version: str
@@ -23,6 +24,7 @@ class RedisFacts:
     used_bytes: int
     max_bytes: int
     eviction: str
+    num_evicted_keys: int = 0
 
 
 def probe(url: str) -> RedisFacts:
@@ -41,7 +43,7 @@ def probe(url: str) -> RedisFacts:
             pings.append(time.perf_counter() - started_s)
         seconds, microseconds = client.time()
         ahead_s = seconds + microseconds / 1e6 - time.time()
-        server, memory = client.info("server"), client.info("memory")
+        server, memory, stats = client.info("server"), client.info("memory"), client.info("stats")
     except redis.RedisError as error:
         raise StoreUnavailable(f"Redis does not answer: {error}") from error
     finally:
@@ -53,4 +55,5 @@ def probe(url: str) -> RedisFacts:
         used_bytes=int(memory.get("used_memory", 0)),
         max_bytes=int(memory.get("maxmemory", 0)),
         eviction=str(memory.get("maxmemory_policy", "unknown")),
+        num_evicted_keys=int(stats.get("evicted_keys", 0)),
     )

@@ -15,7 +15,7 @@ from typing import Any, cast
 import redis
 import redis.asyncio
 from redis.asyncio.client import PubSub
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from services.cluster.connections import Connections, RoundTrip, end_task
 from services.cluster.keys import Keys
@@ -147,6 +147,16 @@ class Store:
             return self._outcome(call)
         finally:
             self._leave(call)
+
+    async def info(self, section: str) -> dict[str, Any]:
+        """What Redis says of itself; nothing where it does not say it to us. Raises StoreUnavailable."""
+        try:
+            async with asyncio.timeout(PATIENT_TIMEOUT_S):
+                return dict(await self._patient_client.info(section))
+        except ResponseError:
+            return {}
+        except (TimeoutError, RedisError, OSError) as error:
+            raise StoreUnavailable(f"Redis did not answer: {type(error).__name__}") from error
 
     def subscriber(self) -> PubSub:
         """A subscription on a connection of its own; the caller closes it."""

@@ -645,7 +645,7 @@ async def test_results_without_room_wait_until_there_is_some(make, monkeypatch):
     files = system.gateway.batches.files
     async with client_of(system) as client:
         other = await client.files.create(file=("other.jsonl", b"x" * 50_000), purpose="batch")
-        files.room = Room(tenant_bytes=58_000)
+        files.room = Room(tenant_bytes=62_000)
         batch = await created(client, [row(number) for number in range(20)])
         (run,) = await running(system)
         await system.until(lambda: run._is_full)
@@ -653,6 +653,18 @@ async def test_results_without_room_wait_until_there_is_some(make, monkeypatch):
         assert (now.status, now.request_counts.completed < 20) == ("in_progress", True)
         await client.files.delete(other.id)
         await answered_once(client, batch, 20)
+
+
+async def test_a_batch_without_room_for_a_line_of_each_row_fails_before_it_asks_any(make, script):
+    system = await make()
+    files = system.gateway.batches.files
+    async with client_of(system) as client:
+        await client.files.create(file=("other.jsonl", b"x" * 50_000), purpose="batch")
+        files.room = Room(tenant_bytes=62_000)
+        batch = await created(client, [row(number) for number in range(30)])
+        batch = await until_status(client, batch, *OVER)
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "storage_full")
+        assert not script.asked
 
 
 async def test_a_small_batch_does_not_wait_for_a_large_one(make, script):

@@ -20,6 +20,7 @@ from gateway.journal import (
     AnswerReader,
     Position,
     Shown,
+    cost_of_call,
     decode_call,
     digest_of,
     encode_call,
@@ -28,6 +29,7 @@ from gateway.journal import (
     parse_event_id,
     restore,
 )
+from gateway.journal_memory import MemoryBounds
 from gateway.journals import Journals, ask_for, ask_to_resume
 from gateway.model_files import read_model_files
 from gateway.sessions import TokenLogprobs
@@ -35,7 +37,9 @@ from gateway.tokenization import ModelTokenizer
 from gateway.tracing import NO_TRACE
 from gateway.validation import AskedSampling, Sampling
 from services.cluster.journal import JournalStore
+from services.cluster.journal_room import JournalRoom
 from services.cluster.store import Store
+from services.runtime.answer_form import AnswerForm
 from services.runtime.clock import Deadline
 from services.runtime.errors import (
     AlreadyExists,
@@ -44,6 +48,7 @@ from services.runtime.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    RateLimited,
     RequestCancelled,
     StoreUnavailable,
     WorkerUnavailable,
@@ -251,6 +256,45 @@ def test_a_call_is_kept_with_each_prompt_once():
         assert decode_call(packed[:cut], request_id="abc") is None
 
 
+def test_what_several_answers_share_is_kept_once():
+    form = AnswerForm(json_schema='{"description": "%s"}' % ("d" * 10_000))
+    choices = [StoredChoice([1, 2], sampling(seed=seed, form=form, max_tokens=10 + (seed > 64))) for seed in range(128)]
+    call = StoredCall(request_id="abc", choices=choices, operation="chat", remaining_s=0.0)
+    packed = encode_call(call, created_unix_s=17)
+    assert len(packed) < 2 * 10_000 + 128 * 60 + 2_000
+    decoded, _ = decode_call(packed, request_id="abc")
+    assert decoded == call
+    assert len({id(choice.sampling.form) for choice in decoded.choices}) == 2
+    assert cost_of_call(decoded) < 10 * 10_000 + 128 * 2_000
+
+
+def test_a_call_of_a_gateway_that_kept_each_sampling_with_its_answer_is_read():
+    choices = [StoredChoice([1, 2], sampling(seed=seed, stop=("xy",))) for seed in range(3)]
+    call = StoredCall(request_id="abc", choices=choices, operation="chat", remaining_s=0.0)
+    document = msgspec.msgpack.decode(encode_call(call, created_unix_s=17))
+    shared = document.pop("samplings")
+    assert len(shared) == 1
+    document["choices"] = [
+        [prompt, shared[at] | {"seed": seed}, layout] for prompt, at, layout, seed in document["choices"]
+    ]
+    decoded, _ = decode_call(msgspec.msgpack.encode(document), request_id="abc")
+    assert decoded == call
+
+
+def test_a_call_with_one_answer_is_written_as_gateways_of_before_read_it():
+    document = msgspec.msgpack.decode(encode_call(kept_call(), created_unix_s=17))
+    assert document["choices"][0][1]["stop"] == ["xy"]
+
+
+@pytest.mark.parametrize("place", [1, -1, 2**40])
+def test_a_sampling_that_is_not_there_counts_as_no_journal(place):
+    choices = [StoredChoice([1, 2], sampling(seed=seed)) for seed in range(2)]
+    call = StoredCall(request_id="abc", choices=choices, operation="chat", remaining_s=0.0)
+    document = msgspec.msgpack.decode(encode_call(call, created_unix_s=17))
+    document["choices"][1][1] = place
+    assert decode_call(msgspec.msgpack.encode(document), request_id="abc") is None
+
+
 def test_a_call_of_before_there_were_several_models_and_classes_is_read():
     document = msgspec.msgpack.decode(encode_call(kept_call(), created_unix_s=17))
     for name in ("model", "fallback", "is_settled", "service_class", "affinity_key"):
@@ -376,9 +420,9 @@ class FakeRequests:
         return self._begin(stored.request_id, stored.choices, stored.tenant)
 
     def _begin(self, request_id, choices, tenant):
-        if request_id in self.active:
+        if (tenant, request_id) in self.active:
             raise AlreadyExists("running")
-        self.active.add(request_id)
+        self.active.add((tenant, request_id))
         totals = Totals()
         generations = [
             Generation(
@@ -405,7 +449,7 @@ class FakeRequests:
             operation="text_completion",
             model="tiny",
             span=NO_TRACE,
-            close=lambda: self.active.discard(request_id),
+            close=lambda: self.active.discard((tenant, request_id)),
         )
 
     def new_text(self, generation):
@@ -1044,21 +1088,94 @@ async def test_position_in_another_request_takes_nothing_away(world):
 
 
 async def test_what_nobody_reads_is_kept_within_a_bound(redis_url, model_tokenizer, answer_ids):
-    async with World(redis_url, model_tokenizer, answer_ids, max_kept_bytes=40_000) as world:
+    bounds = MemoryBounds(kept_bytes=80_000)
+    async with World(redis_url, model_tokenizer, answer_ids, bounds=bounds) as world:
         journals = world.journals[0]
         for number in range(20):
             await Client(lambda last, number=number: named(f"r{number}")).read(journals)
-            assert sum(journal.cost_bytes for journal in journals._kept) <= 40_000
+            assert journals._memory.num_kept_bytes <= 80_000
+            assert sum(journal.cost_bytes for journal in journals._journals.values()) <= 80_000
         assert 0 < len(journals._journals) < 20
         assert "r19" in {journal.request_id for journal in journals._journals.values()}
+
+
+async def test_a_call_that_cannot_be_kept_whole_is_refused_by_field_and_rule(world):
+    journals = world.journals[0]
+    for changes, field in (
+        ({"prompts": [[2**20] * 900_000]}, "prompt"),
+        ({"num_choices": 2, "sampling": AskedSampling(max_tokens=600_000)}, "max_tokens"),
+    ):
+        with pytest.raises(InvalidRequest, match="request with a name") as refused:
+            await Client(lambda last, changes=changes: named(**changes)).read(journals)
+        assert (refused.value.field, refused.value.code) == (field, "named_request_too_large")
+        assert not journals._journals
+        assert journals._memory.num_bytes == 0
+        assert not world.requests[0].active
+
+
+async def test_a_tenant_beyond_its_memory_is_refused_and_nobody_else(redis_url, model_tokenizer, answer_ids):
+    async with World(
+        redis_url, model_tokenizer, answer_ids, bounds=MemoryBounds(tenant_bytes=20_000), on_refusal=(told := []).append
+    ) as world:
+        journals, requests = world.journals[0], world.requests[0]
+        requests.held_at = 1
+        running = [asyncio.create_task(Client(lambda last: named("first", tenant="b")).read(journals))]
+        await until(lambda: requests.num_running == 1)
+        with pytest.raises(RateLimited) as refused:
+            await Client(lambda last: named("second", tenant="b", num_choices=2)).read(journals)
+        assert (refused.value.limit, told) == ("named_requests", ["named_requests"])
+        running.append(asyncio.create_task(Client(lambda last: named("second", tenant="a")).read(journals)))
+        await until(lambda: requests.num_running == 2)
+        requests.released.set()
+        await asyncio.gather(*running)
+        await Client(lambda last: named("second", tenant="b")).read(journals)
+
+
+async def test_a_tenant_beyond_its_room_in_redis_is_refused_and_nobody_else(redis_url, model_tokenizer, answer_ids):
+    async with World(redis_url, model_tokenizer, answer_ids) as world:
+        journals, requests = world.journals[0], world.requests[0]
+        for each in world.journals:
+            each._store.room = JournalRoom(tenant_bytes=6_000)
+        for number in range(2):
+            await Client(lambda last, number=number: named(f"r{number}", tenant="b")).read(journals)
+        with pytest.raises(RateLimited) as refused:
+            await Client(lambda last: named("r2", tenant="b")).read(world.journals[1])
+        assert 1.0 <= refused.value.retry_after_s <= 60.0
+        assert not requests.active
+        await Client(lambda last: named("r2", tenant="a")).read(journals)
+
+
+async def test_one_id_of_two_tenants_is_two_requests(world):
+    journals, requests = world.journals[0], world.requests[0]
+    requests.held_at = 1
+    running = [
+        asyncio.create_task(Client(lambda last, tenant=tenant: named("order-1", tenant=tenant)).read(journals))
+        for tenant in ("a", "b")
+    ]
+    await until(lambda: requests.num_running == 2)
+    with pytest.raises(AlreadyExists):
+        await Client(lambda last: named("order-1", tenant="a")).read(journals)
+    requests.released.set()
+    await asyncio.gather(*running)
+
+
+def test_ids_that_are_made_of_keys_are_no_clients_choice():
+    derived = keyed("k", tenant="a").request_id
+    with pytest.raises(InvalidRequest) as refused:
+        named(derived, tenant="b")
+    assert refused.value.field == "request_id"
+    with pytest.raises(InvalidRequest):
+        keyed("other", tenant="a", request_id=derived)
+    assert keyed("k", tenant="a", request_id=derived).request_id == derived
+    assert named(derived, tenant="a", last=f"{derived}/1").request_id == derived
+    assert named("key-7", tenant="b").request_id == "key-7"
 
 
 async def test_what_nobody_reads_is_forgotten(redis_url, model_tokenizer, answer_ids):
     async with World(redis_url, model_tokenizer, answer_ids, kept_s=0.0) as world:
         await Client(lambda last: named()).read(world.journals[0])
         await until(lambda: not world.journals[0]._journals)
-        assert not world.journals[0]._kept
-        assert world.journals[0]._num_kept_bytes == 0
+        assert world.journals[0]._memory.num_bytes == 0
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a\nb", "é", "\x7f"])

@@ -111,7 +111,8 @@ SOUND = RedisFacts("9.1.0", ping_s=0.0002, clock_ahead_s=0.01, used_bytes=10, ma
         ({"clock_ahead_s": -5.0}, Level.NOTE, "5.0 s behind"),
         ({"clock_ahead_s": 5.0}, Level.NOTE, "5.0 s ahead of"),
         ({"used_bytes": 95, "max_bytes": 100}, Level.BAD, "95 B of 100 B"),
-        ({"max_bytes": 100, "eviction": "allkeys-lru"}, Level.NOTE, "throws any key away"),
+        ({"max_bytes": 100, "eviction": "allkeys-lru"}, Level.NOTE, "throws keys away (allkeys-lru), 0 so far"),
+        ({"max_bytes": 100, "eviction": "volatile-ttl", "num_evicted_keys": 7}, Level.BAD, "(volatile-ttl), 7 so far"),
     ],
 )
 def test_what_is_wrong_with_redis(facts: dict[str, Any], level: Level, words: str) -> None:

@@ -58,10 +58,10 @@ async def create(batches, tenant="acme", **changes):
     return await batches.create(new_id("batch_"), asked, output_id=new_id("file-"), error_id=new_id("file-"))
 
 
-async def begun(batches, *, total=10, **changes):
+async def begun(batches, *, total=10, row_bytes=0, **changes):
     await create(batches, **changes)
     batch = await batches.claim("first")
-    assert await batches.advance(batch, Status.IN_PROGRESS, total=total) is Reply.DONE
+    assert await batches.advance(batch, Status.IN_PROGRESS, total=total, row_bytes=row_bytes) is Reply.DONE
     return batch
 
 
@@ -140,6 +140,7 @@ async def test_tenants_that_have_nothing_running_come_first(batches):
 
 async def test_results_are_whole_lines_in_chunks(batches, files):
     batch = await begun(batches, total=9)
+    own_bytes = await files.num_bytes("acme") - 2  # without the bits of its rows
     line = b"x" * (CHUNK_BYTES // 2) + b"\n"
     for row in range(8):
         assert await batches.record(batch, [Result(row, b"%d" % row + line, has_failed=row == 3)]) is Reply.DONE
@@ -152,7 +153,7 @@ async def test_results_are_whole_lines_in_chunks(batches, files):
     )
     assert await content(files, over.error_file_id) == b"3" + line
     assert (await files.find(over.output_file_id)).num_chunks == 4
-    assert await files.num_bytes("acme") == 8 * len(b"0" + line) + 2 + 2 * OVERHEAD_BYTES
+    assert await files.num_bytes("acme") == 8 * len(b"0" + line) + 2 + 2 * OVERHEAD_BYTES + own_bytes
     assert await batches.claim("next") is None
 
 
@@ -185,6 +186,56 @@ async def test_a_full_store_refuses_results_but_not_words_about_rows(patient_sto
     assert await batches.record(batch, [Result(1, b"x" * 1_500, True)], beyond_room=True) is Reply.DONE
     with pytest.raises(FilesFull):
         await create(batches)
+
+
+async def test_a_line_for_each_row_has_its_room_from_the_beginning(patient_store):
+    files = FileStore(patient_store, room=Room(tenant_bytes=20_000))
+    batches = BatchStore(patient_store, files)
+    batch = await begun(batches, total=100, row_bytes=100)
+    held = await files.num_bytes("acme")
+    assert held > 10_000
+    # Nobody takes that room: neither another file, nor another batch, nor long results of this one.
+    with pytest.raises(FilesFull):
+        await files.put_chunk(new_id("file-"), "acme", 0, b"x" * 8_000)
+    await create(batches)
+    other = await batches.claim("second")
+    assert await batches.advance(other, Status.IN_PROGRESS, total=100, row_bytes=100) is Reply.FULL
+    assert await batches.record(batch, [Result(0, b"x" * 9_000, False)]) is Reply.FULL
+    short = [Result(row, b"y" * 100, True) for row in range(100)]
+    assert await batches.record(batch, short, beyond_room=True) is Reply.DONE
+    assert await files.num_bytes("acme") <= 20_000
+    await finish(batches, batch)
+    for over in (batch.id, other.id):
+        assert await batches.find(over) is not None
+    assert await files.num_bytes("acme") < 10_000 + 8 * OVERHEAD_BYTES
+
+
+async def test_what_a_batch_does_not_need_any_more_is_given_back(batches, files, client):
+    batch = await begun(batches, total=100, row_bytes=100)
+    begun_bytes = await files.num_bytes("acme")
+    assert await batches.record(batch, [Result(0, b"y" * 40, False)]) is Reply.DONE
+    assert await files.num_bytes("acme") == begun_bytes - 100 + 40 + OVERHEAD_BYTES
+    assert await batches.record(batch, [Result(0, b"y" * 90, False)]) is Reply.DONE  # it has its result
+    assert await files.num_bytes("acme") == begun_bytes - 100 + 40 + OVERHEAD_BYTES
+    await batches.cancel(batch.id, "acme")
+    assert await batches.advance(batch, Status.CANCELLED) is Reply.DONE
+    assert await files.num_bytes("acme") == begun_bytes - 100 * 100 - 13 + 40 + OVERHEAD_BYTES
+    over = await batches.find(batch.id)
+    await files.delete(over.output_file_id, "acme")
+    own_bytes = await files.num_bytes("acme")
+    assert own_bytes == begun_bytes - 100 * 100 - 13
+    client.zadd(KEYS.file_expiry, {batch.id: 1})
+    assert await files.swept_bytes() == 0
+
+
+async def test_large_words_about_a_batch_are_counted(batches, files):
+    before = await files.num_bytes("acme")
+    await create(batches, metadata="m" * 5_000)
+    assert await files.num_bytes("acme") - before > 5_000 + OVERHEAD_BYTES
+    batch = await batches.claim("first")
+    held = await files.num_bytes("acme")
+    assert await batches.advance(batch, Status.FAILED, errors="e" * 3_000) is Reply.DONE
+    assert await files.num_bytes("acme") == held + 3_000
 
 
 async def test_forgotten_results_are_noticed(batches, client):

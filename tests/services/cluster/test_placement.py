@@ -18,6 +18,7 @@ from services.cluster.placement import (
     FINAL,
     PLACED,
     TERMINAL,
+    TERMINAL_TTL_S,
     Placement,
     PlacementStore,
     PlacementWriter,
@@ -187,10 +188,10 @@ class Unreliable(PlacementStore):
 
     outcome = "yes"
 
-    async def move_many(self, placements: Sequence[Placement]) -> list[int]:
+    async def move_many(self, placements: Sequence[Placement], *, ended_ttl_s: float = TERMINAL_TTL_S) -> list[int]:
         if self.outcome == "store_away":
             raise StoreUnavailable("away")
-        answer = await super().move_many(placements)
+        answer = await super().move_many(placements, ended_ttl_s=ended_ttl_s)
         if self.outcome == "answer_lost":
             raise StoreUnavailable("lost")
         return answer
@@ -213,6 +214,21 @@ async def test_a_life_is_kept_and_expires(placements: PlacementStore, client: "r
     assert 55_000 < client.pttl(key) <= 60_000
     assert abs(int(client.hget(key, "changed")) - time.time() * 1000) < 60_000
     assert await placements.get("other") is None
+
+
+async def test_of_many_that_have_ended_only_so_many_are_kept_for_long(
+    placements: PlacementStore, client: "redis.Redis"
+) -> None:
+    writer = PlacementWriter(placements, max_ended=10)
+    for number in range(10):
+        writer.post(placement(f"r{number}", State.FINISHED))
+    await writer.flush()
+    for name, state in (("late", State.CANCELLED), ("running", State.DECODING)):
+        writer.post(placement(name, state))
+    await writer.flush()
+    assert all(client.pttl(f"tandem:{{test}}:request:r{number}") > 1_000 for number in range(10))
+    assert client.pttl("tandem:{test}:request:late") <= 1_000
+    assert client.pttl("tandem:{test}:request:running") > 3_000_000
 
 
 async def test_older_attempts_and_other_owners_are_fenced_off(placements: PlacementStore) -> None:

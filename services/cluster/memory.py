@@ -1,0 +1,73 @@
+"""What Redis' memory is for: how much each kind of keys may take, what it takes, and whether anything may be evicted.
+
+Files, batches and journals are what clients fill; both are counted, and refused where their room is used up. All other
+kinds are bounded by the number of workers, of tenants and of requests at once. Knows no key's format.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from services.cluster.files import FileStore
+from services.cluster.journal_room import swept_bytes
+from services.cluster.store import Store
+
+REST_BYTES = 512 * 2**20
+"""For all that clients do not fill: leases, published pages, placements, limits, quarantine."""
+APPENDED_FACTOR = 2
+"""Redis gives a text that is appended to up to so many times its size."""
+KEEPING_POLICIES = frozenset({"noeviction"})
+EVICTION_ADVICE = (
+    "leases, files, batches, limits and journals would go with the rest: set maxmemory-policy to noeviction, "
+    "with room for --file-storage and --journal-storage"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What Redis says of its memory, and what the counted kinds take of it, in bytes.
+
+    `max_bytes` 0: no limit. `num_evicted_keys` since it was started.
+    """
+
+    used_bytes: int
+    max_bytes: int
+    policy: str
+    num_evicted_keys: int
+    file_bytes: int
+    journal_bytes: int
+
+
+def memory_for(file_bytes: int, journal_bytes: int) -> int:
+    """The memory that a Redis needs for so many bytes of files and batches, and of journals, and for all the rest."""
+    return APPENDED_FACTOR * (file_bytes + journal_bytes) + REST_BYTES
+
+
+def may_evict(max_bytes: int, policy: str) -> bool:
+    """Whether a Redis throws keys away when its memory is used up."""
+    return max_bytes > 0 and policy not in KEEPING_POLICIES
+
+
+def complaints(use: MemoryUse, *, file_bytes: int, journal_bytes: int) -> Iterator[str]:
+    """What is wrong with a Redis' memory for these bounds, and what to do, in words for an operator."""
+    if may_evict(use.max_bytes, use.policy):
+        yield f"Redis throws keys away at its memory limit (maxmemory-policy {use.policy}): {EVICTION_ADVICE}"
+    wanted_bytes = memory_for(file_bytes, journal_bytes)
+    if use.max_bytes and use.max_bytes < wanted_bytes:
+        yield (
+            f"Redis has a maxmemory of {use.max_bytes} bytes, and files, batches, journals and the rest may need "
+            f"{wanted_bytes}: raise it, or lower --file-storage and --journal-storage"
+        )
+
+
+async def memory_use(store: Store, files: FileStore) -> MemoryUse:
+    """Gives back what has expired, and says what is used. Raises StoreUnavailable."""
+    file_bytes, journal_bytes = await files.swept_bytes(), await swept_bytes(store)
+    memory, stats = await store.info("memory"), await store.info("stats")
+    return MemoryUse(
+        used_bytes=int(memory.get("used_memory", 0)),
+        max_bytes=int(memory.get("maxmemory", 0)),
+        policy=str(memory.get("maxmemory_policy", "unknown")),
+        num_evicted_keys=int(stats.get("evicted_keys", 0)),
+        file_bytes=file_bytes,
+        journal_bytes=journal_bytes,
+    )
