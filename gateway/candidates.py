@@ -106,7 +106,7 @@ class Candidates:
         class, so one that is too busy for the request is so for whoever comes behind it.
         """
         generation = request.generation
-        return self._topology.decode_ids(generation.model, tenant=generation.tenant, layout=request.bound_layout)
+        return self._topology.decode_ids(generation.model, tenant=generation.tenant, bound_to=request.bound_to)
 
     def book(self, request: RunningRequest, route: Route) -> None:
         """Keeps the places of a route, and of no other one. Raises WorkerUnavailable."""
@@ -122,7 +122,7 @@ class Candidates:
     def routes(self, request: RunningRequest, kept: Set[str] = frozenset()) -> Sequence[Route]:
         """Ways to decode workers not `kept` that can hold the whole sequence; those that have failed it come last.
 
-        An answer that has tokens goes on with the weights that they came from.
+        An answer that has tokens goes on where the next ones are the same.
         """
         generation = request.generation
         prompt = (request.queue_entry.service_class, request.num_known_tokens)
@@ -130,7 +130,7 @@ class Candidates:
         decodes = self._usable(self._topology.decode_views(generation.model, prompt=prompt), usual.local, usual.decode)
         if kept:
             decodes = decodes.only(set(decodes.worker_ids) - kept)
-        if request.bound_layout:
+        if request.bound_to:
             decodes = decodes.only(self.allowed(request))
         prefills = self._usable(
             self._topology.prefill_views(generation.model, prompt=prompt), usual.prefill, usual.decode

@@ -37,6 +37,7 @@ from gateway.http_server import HttpServer
 from gateway.journals import Journals
 from gateway.lifecycle import Policies, Requests
 from gateway.metrics import Metrics
+from gateway.model_match import difference
 from gateway.overload import OverloadGuard
 from gateway.prefix_view import PrefixView
 from gateway.topology import Topology
@@ -106,7 +107,15 @@ class Gateway:
             for queue in queues.values():
                 queue.poke()
 
-        self.topology = Topology(gateway_incarnation=self.incarnation, on_change=poke_all)
+        served = {model.name: model.facts for model in catalog}
+        self.topology = Topology(
+            gateway_incarnation=self.incarnation,
+            on_change=poke_all,
+            judge=lambda record: difference(
+                record, served.get(record.model), allows_other_weights=config.allow_other_weights
+            ),
+            allows_inexact=config.allow_inexact,
+        )
         metrics.watch_pace(self.topology.pace)
         for model in catalog:
             queues[model.name] = AdmissionQueue(

@@ -68,8 +68,8 @@ class RunningRequest:
         self.routes: Sequence[Route] = ()
         """Ways to go now, best first, as of the last decision."""
         self.bookings = Bookings()
-        self.layout = generation.layout
-        """Fingerprint of layout and weights of the decode worker that it was placed at, last before its first token."""
+        self.identity = generation.layout
+        """The `identity_key` of the decode worker that it was placed at, last before its first token."""
         self.page_keys: dict[tuple[str, int], Sequence[bytes]] = {}
         """Keys of the prompt's full pages by (layout fingerprint, page size)."""
         self.queue_entry = queue_entry
@@ -104,9 +104,11 @@ class RunningRequest:
         return self.num_failures > 0 or self.log.next_index > 0
 
     @property
-    def bound_layout(self) -> str:
-        """The layout of the workers that may go on with it; empty: any, since it has no token, or none is known."""
-        return self.layout if self.log.next_index else ""
+    def bound_to(self) -> str:
+        """What workers that go on with it must be, as an `identity_key`; empty: anything, since it has no token, or
+        nothing is known.
+        """
+        return self.identity if self.log.next_index else ""
 
     @property
     def cache_salt(self) -> str:
@@ -241,7 +243,7 @@ class RunningRequest:
         if taken.num_tokens:
             self._note_token_time()
         usage = None if reason is None else self._usage(attempt)
-        layout = self.layout if arrived.first_index == 0 and token_ids else ""
+        layout = self.identity if arrived.first_index == 0 and token_ids else ""
         return Delta(arrived.first_index, token_ids, text, logprobs, reason, usage, arrived.prompt_logprobs, layout)
 
     def _note_fault(self, attempt: Attempt, fault: Fault) -> None:

@@ -228,6 +228,7 @@ class WorkerSession(ABC):
         """By handle, tokens that wait for more of the same answer."""
         self._outgoing: deque[Any] = deque()
         self._wake_writer: asyncio.Future[None] | None = None
+        self._is_told_left_out = False
         self._call: Any = None
         self._heard_at_s = 0.0
         self._worked_at_s = 0.0
@@ -299,6 +300,12 @@ class WorkerSession(ABC):
             logger.warning("worker is silent", extra={"worker": self.peer.worker_id})
             self._break(WorkerUnavailable(f"{self.peer.worker_id} was silent for {SILENCE_LIMIT_S:g} s"))
             self._call.cancel()
+
+    def tell_left_out(self, reason: str) -> None:
+        """Has the worker write down, once, why this gateway gives it no work."""
+        if self.is_up and not self._is_told_left_out:
+            self._is_told_left_out = True
+            self._send(self._command(left_out=worker_pb2.LeftOut(reason=reason)), is_bounded=False)
 
     def forgive_silence(self, slept_s: float) -> None:
         """Takes a time off the worker's silence: it was this process that did not listen."""
