@@ -24,7 +24,7 @@ from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, status, telemetry
 from services.runtime.answer_form import write_form
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
-from services.runtime.errors import Overloaded, TandemError, WorkerLost, WorkerUnavailable
+from services.runtime.errors import InvalidRequest, Overloaded, TandemError, WorkerLost, WorkerUnavailable
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.telemetry import TraceContext
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
@@ -195,6 +195,10 @@ class Peer(msgspec.Struct, frozen=True):
     worker_id: str
     incarnation: str
     address: str
+
+
+class Unfit(WorkerUnavailable):
+    """A worker does not take what its model should: its files or its version are others. It is tried elsewhere."""
 
 
 class WorkerSession(ABC):
@@ -570,7 +574,14 @@ def _sampling_params(sampling: Sampling) -> inference_pb2.SamplingParams:
 
 def _read_refused(event: worker_pb2.Refused) -> Refused:
     retry_after_s = event.retry_after_ms / 1000 if event.retry_after_ms else None
-    return Refused(status.from_wire(event.code, event.message, retry_after_s))
+    return Refused(_blamed(status.from_wire(event.code, event.message, retry_after_s)))
+
+
+def _blamed(error: TandemError) -> TandemError:
+    """A request that a worker calls wrong was found right here: it is that worker which does not fit."""
+    if isinstance(error, InvalidRequest):
+        return Unfit(f"a worker refused a request that the gateway had checked: {error.message}")
+    return error
 
 
 def _read_tokens(event: worker_pb2.Tokens) -> Tokens:
@@ -675,6 +686,6 @@ _READERS: dict[str, Callable[[Any], Event]] = {
     "decode_started": lambda event: DecodeStarted(),
     "paused": lambda event: Paused(event.num_tokens),
     "finished": _read_finished,
-    "failed": lambda event: Failed(status.from_wire(event.code, event.message)),
+    "failed": lambda event: Failed(_blamed(status.from_wire(event.code, event.message))),
     "cancelled": lambda event: Cancelled(event.has_begun),
 }
