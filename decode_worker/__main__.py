@@ -22,9 +22,10 @@ from services.engine.engine import EngineParts, load_warm_engine
 from services.runtime import config, process, rpc
 from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
+from services.runtime.model_facts import read_model_facts
 from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_service, serve_until_drained
 from services.runtime.worker_metrics import WorkerMetrics
-from services.structured.grammar import Grammars
+from services.structured.grammar import Grammars, grammar_library
 
 SERVICE_NAME = "tandem.v1.DecodeWorker"
 
@@ -55,9 +56,13 @@ async def _serve(
 ) -> None:
     parts = await load_or_stop(lambda: load_warm_engine(**settings.engine_settings()), lease, stop)
     with contextlib.closing(parts), held(watch_gpu(parts.gpu_uuid)) as gpu:
+        facts = await load_or_stop(lambda: read_model_facts(settings.model), lease, stop)
+        identity = parts.identity(vocabulary=facts.vocabulary, grammars=grammar_library())
         speculator = await load_or_stop(lambda: _speculator(settings, parts), lease, stop)
         metrics = WorkerMetrics(worker_id=settings.id)
-        worker, receiver = _worker(settings, incarnation, parts, metrics, lease, publisher, gpu, speculator)
+        worker, receiver = _worker(
+            settings, incarnation, parts, identity.numerics, metrics, lease, publisher, gpu, speculator
+        )
         metrics.serve(settings, worker.load)
         server = rpc.make_server([SERVICE_NAME, LINK_SERVICE_NAME])
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(Servicer(worker.sessions), server.server)
@@ -67,7 +72,8 @@ async def _serve(
             lease.update(
                 address=address,
                 max_running=settings.max_batch,
-                **parts.record_fields(),
+                facts=facts,
+                **parts.record_fields(identity),
                 **worker.load().record_fields(),
             )
         # What was loaded for good is not looked at again by every full collection, which would hold up a step.
@@ -123,6 +129,7 @@ def _worker(
     settings: DecodeWorkerConfig,
     incarnation: str,
     parts: EngineParts,
+    numerics: str,
     metrics: WorkerMetrics,
     lease: WorkerLease | None,
     publisher: PrefixPublisher | None,
@@ -135,7 +142,7 @@ def _worker(
         incarnation,
         parts.fingerprint,
         parts.model.exact,
-        arithmetic=parts.model.arithmetic,
+        arithmetic=numerics,
         tensor_parallel=parts.parallelism.tensor,
         pipeline_parallel=parts.parallelism.pipeline,
     )

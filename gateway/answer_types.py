@@ -413,10 +413,12 @@ class Worker(_Exact):
     host: str
     address: str
     incarnation: str
-    state: Literal["starting", "ready", "draining", "lost"]
+    state: Literal["starting", "ready", "draining", "lost", "left_out"]
     model: str
     exact: bool
     arithmetic: str
+    identity: dict[str, str]
+    left_out: str
     layout: str
     tensor_parallel: int
     pipeline_parallel: int

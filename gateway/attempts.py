@@ -31,6 +31,7 @@ from gateway.sessions import (
     SequenceOrder,
     TokenLogprobs,
     Tokens,
+    Unfit,
     WorkerSession,
 )
 from gateway.worker_watch import AttemptWatch
@@ -535,6 +536,8 @@ class Attempt:
         if not isinstance(event, Failed):
             return Fault(error, worker=None if isinstance(error, TransferFailed) else session)
         is_fresh = session not in self._token_sources
+        if isinstance(error, Unfit):
+            return Fault(error, session, is_fresh=is_fresh)
         if isinstance(error, WorkerLost):  # our own word
             is_suspect = self._may_compute(session) and not self._is_at_giver
             return Fault(error, session, suspects=(session,) if is_suspect else (), is_fresh=is_fresh)

@@ -132,7 +132,7 @@ class Generation(msgspec.Struct, frozen=True):
     share_cache: str = ""
     emitted_token_ids: Sequence[int] = ()
     layout: str = ""
-    """Fingerprint of layout and weights of the workers that those came from; empty: unknown, or there are none."""
+    """The `identity_key` of the workers that those came from; empty: unknown, or there are none."""
     outlet: Outlet = msgspec.field(default_factory=Outlet)
 
 

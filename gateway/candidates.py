@@ -74,6 +74,8 @@ class Candidates:
         self._limits = limits or RoomLimits()
         self._hints = hints
         self._region = region
+        self.on_trial: set[RunningRequest] = set()
+        """Those that are tried alone after a death (`gateway.recovery`): each goes where no other one is, if it can."""
         self._watch = WorkerWatch(clock, topology.pace)
         topology.watch_gpus(self._watch.note_gpu)
         self._breakers = Breakers()
@@ -106,7 +108,7 @@ class Candidates:
         class, so one that is too busy for the request is so for whoever comes behind it.
         """
         generation = request.generation
-        return self._topology.decode_ids(generation.model, tenant=generation.tenant, layout=request.bound_layout)
+        return self._topology.decode_ids(generation.model, tenant=generation.tenant, bound_to=request.bound_to)
 
     def book(self, request: RunningRequest, route: Route) -> None:
         """Keeps the places of a route, and of no other one. Raises WorkerUnavailable."""
@@ -122,7 +124,7 @@ class Candidates:
     def routes(self, request: RunningRequest, kept: Set[str] = frozenset()) -> Sequence[Route]:
         """Ways to decode workers not `kept` that can hold the whole sequence; those that have failed it come last.
 
-        An answer that has tokens goes on with the weights that they came from.
+        An answer that has tokens goes on where the next ones are the same.
         """
         generation = request.generation
         prompt = (request.queue_entry.service_class, request.num_known_tokens)
@@ -130,7 +132,7 @@ class Candidates:
         decodes = self._usable(self._topology.decode_views(generation.model, prompt=prompt), usual.local, usual.decode)
         if kept:
             decodes = decodes.only(set(decodes.worker_ids) - kept)
-        if request.bound_layout:
+        if request.bound_to:
             decodes = decodes.only(self.allowed(request))
         prefills = self._usable(
             self._topology.prefill_views(generation.model, prompt=prompt), usual.prefill, usual.decode
@@ -149,7 +151,8 @@ class Candidates:
         )
         paired = {decode for _, decode in request.avoided_pairs}
         due = self._watch.due_for_probe(decodes.worker_ids) if self._watch.num_ejected else []
-        if not request.avoided and not paired and not self._breakers.num_open and not due:
+        tried_at = self._tried_at(request)
+        if not request.avoided and not paired and not self._breakers.num_open and not due and not tried_at:
             return routes
         # Who waited for room at a worker that is silent would wait for long, and hold up everybody behind it.
         able = [
@@ -161,6 +164,7 @@ class Candidates:
         return sorted(
             routes,
             key=lambda route: (
+                route.decode.incarnation in tried_at,
                 trials.get(route.decode.worker_id, 1),
                 self._has_no_way_to(generation.model, route.decode),
                 route.decode.incarnation in request.avoided,
@@ -177,6 +181,8 @@ class Candidates:
             due = self._watch.due_for_probe([view.worker_id for view in route.prefills])
             trials = self._trials(request, due, due)
             sessions.sort(key=lambda session: trials.get(session.peer.worker_id, 1))
+        if tried_at := self._tried_at(request):
+            sessions.sort(key=lambda session: session.peer.incarnation in tried_at)
         return sessions
 
     def takers(self, request: RunningRequest, giver: DecodeSession) -> list[WorkerView]:
@@ -274,6 +280,14 @@ class Candidates:
             if can_wait and route.predicted_itl_s > (limits.itl_s or math.inf):
                 return False
         return prefill_queue_s(route.prefills[0] if route.is_remote else decode) <= limits.ahead_s
+
+    def _tried_at(self, request: RunningRequest) -> set[str]:
+        """Processes at which others are tried alone, where this request is to be tried alone too."""
+        if request not in self.on_trial:
+            return set()
+        attempts = [other.attempt for other in self.on_trial if other is not request and other.attempt is not None]
+        workers = [worker for attempt in attempts for worker in (attempt.decode, attempt.prefill) if worker is not None]
+        return {worker.peer.incarnation for worker in workers}
 
     def _cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:
         if request.generation.sampling.prompt_logprobs is not None and not request.log.next_index:

@@ -3,7 +3,6 @@
 Knows no worker and no request. Nothing changes after the start.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
@@ -13,6 +12,7 @@ from gateway.model_files import read_model_files
 from gateway.tokenization import ModelTokenizer
 from gateway.validation import MAX_NAME_CHARS, ModelLimits, check_text
 from services.runtime.errors import InvalidRequest, NotFound
+from services.runtime.model_facts import ModelFacts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +27,8 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: ModelTokenizer
     tokenizer_fingerprint: str = ""
+    facts: ModelFacts | None = None
+    """What its workers must agree with; None: nothing is compared."""
     aliases: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     fallback_after_s: float = DEFAULT_FALLBACK_AFTER_S
@@ -98,10 +100,11 @@ def _load(entry: ModelEntry) -> ServedModel:
     files = read_model_files(entry.path)
     return ServedModel(
         name=entry.name,
-        limits=ModelLimits(files.vocab_size, files.context_length_tokens),
-        eos_token_ids=files.eos_token_ids,
+        limits=ModelLimits(files.facts.vocab_size, files.facts.context_length_tokens),
+        eos_token_ids=files.facts.eos_token_ids,
         tokenizer=ModelTokenizer(files),
-        tokenizer_fingerprint=hashlib.sha256(files.tokenizer_json.encode()).hexdigest(),
+        tokenizer_fingerprint=files.facts.tokenizer,
+        facts=files.facts,
         aliases=entry.aliases,
         fallbacks=entry.fallbacks,
         fallback_after_s=entry.fallback_after_s,

@@ -137,6 +137,19 @@ class GatewayConfig:
     failover_wait_s: float = option(
         number(0, 86_400), default=30.0, help="Longest wait for a worker to go on with an answer, in seconds."
     )
+    allow_other_weights: bool = option(
+        flag(),
+        default=False,
+        help="Use workers whose weights are others than those in the gateway's model folder too, as while they are "
+        "replaced under the model's name. An answer keeps to the weights that began it.",
+    )
+    allow_inexact: bool = option(
+        flag(),
+        default=False,
+        help="Let an answer go on, and be handed over, between workers with the same weights that differ in dtype, "
+        "engine or kernels. Its tokens may be others then, and /cluster says exact false of every worker. All gateways "
+        "of a cluster need the same.",
+    )
     max_request_s: float = option(
         number(0.001, 86_400), default=600.0, help="Deadline of requests that give none or a later one, in seconds."
     )

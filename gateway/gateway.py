@@ -40,6 +40,7 @@ from gateway.journal_memory import MemoryBounds
 from gateway.journals import Journals
 from gateway.lifecycle import Policies, Requests
 from gateway.metrics import Metrics
+from gateway.model_match import difference
 from gateway.overload import OverloadGuard
 from gateway.prefix_view import PrefixView
 from gateway.storage_watch import StorageWatch
@@ -116,7 +117,15 @@ class Gateway:
             for queue in queues.values():
                 queue.poke()
 
-        self.topology = Topology(gateway_incarnation=self.incarnation, on_change=poke_all)
+        served = {model.name: model.facts for model in catalog}
+        self.topology = Topology(
+            gateway_incarnation=self.incarnation,
+            on_change=poke_all,
+            judge=lambda record: difference(
+                record, served.get(record.model), allows_other_weights=config.allow_other_weights
+            ),
+            allows_inexact=config.allow_inexact,
+        )
         metrics.watch_pace(self.topology.pace)
         metrics.watch_store(self._store)
         for model in catalog:

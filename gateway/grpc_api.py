@@ -58,6 +58,7 @@ _STATES = {
     "ready": cluster_pb2.WORKER_STATE_READY,
     "draining": cluster_pb2.WORKER_STATE_DRAINING,
     "lost": cluster_pb2.WORKER_STATE_LOST,
+    "left_out": cluster_pb2.WORKER_STATE_LEFT_OUT,
 }
 _GPU_STATES = {
     GpuState.OK: cluster_pb2.GPU_STATE_OK,
@@ -484,6 +485,8 @@ def _worker(member: Member) -> cluster_pb2.Worker:
         gpu=_gpu(member),
         tensor_parallel=record.tensor_parallel,
         pipeline_parallel=record.pipeline_parallel,
+        left_out=member.left_out,
+        identity=record.identity,
     )
 
 

@@ -76,6 +76,7 @@ from services.runtime.errors import (
     TandemError,
     Unauthenticated,
 )
+from services.runtime.identity import identity_fields
 from services.runtime.version import version
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -692,6 +693,8 @@ def _worker_json(member: Member) -> dict[str, Any]:
         "model": record.model,
         "exact": member.is_exact,
         "arithmetic": member.arithmetic,
+        "identity": identity_fields(record.identity),
+        "left_out": member.left_out,
         "layout": record.layout_fingerprint,
         "tensor_parallel": record.tensor_parallel,
         "pipeline_parallel": record.pipeline_parallel,

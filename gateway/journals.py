@@ -823,7 +823,7 @@ class Journals:
 
     def _stored(self, accepted: AcceptedCall) -> StoredCall:
         """The call as it is kept. Which weights will answer it is nearly always clear; else the first token tells."""
-        stored, layout = accepted.to_stored(), self._requests.only_layout(accepted.model)
+        stored, layout = accepted.to_stored(), self._requests.only_identity(accepted.model)
         choices = [msgspec.structs.replace(choice, layout=choice.layout or layout) for choice in stored.choices]
         return msgspec.structs.replace(stored, choices=choices)
 

@@ -234,10 +234,10 @@ class Requests:
         """Whether a decode worker of this model is ready."""
         return self._topology.num_ready("decode", model) > 0
 
-    def only_layout(self, model: str) -> str:
-        """The layout fingerprint that all workers of a model in rotation have; empty: there are several, or none."""
-        layouts = {layout for layout, _ in self._topology.cache_layouts(model)}
-        return layouts.pop() if len(layouts) == 1 else ""
+    def only_identity(self, model: str) -> str:
+        """The `identity_key` that all workers of a model in rotation have; empty: there are several, or none."""
+        identities = self._topology.identities(model)
+        return identities.pop() if len(identities) == 1 else ""
 
     def note_fallback(self, asked: str, answering: str, reason: str) -> None:
         """A call goes on with another model."""
@@ -356,7 +356,7 @@ class Requests:
                     return attempt
         request.generation.deadline.check()
         if self._is_stranded(request):
-            what = "no worker came in time that has the weights of the answer's beginning"
+            what = "no worker came in time that has the weights and the arithmetic of the answer's beginning"
         elif request.is_resumed:
             what = "no worker came in time to go on with the answer"
         else:
@@ -397,16 +397,16 @@ class Requests:
         return None
 
     def _lane_of(self, request: RunningRequest) -> Lane:
-        """Where it waits. An answer that began with weights that others do not have holds up only its like."""
-        generation, layout = request.generation, request.bound_layout
-        return self._lane(generation.model, generation.tenant, layout) if layout else request.lane
+        """Where it waits. An answer that began with what others do not have holds up only its like."""
+        generation, bound_to = request.generation, request.bound_to
+        return self._lane(generation.model, generation.tenant, bound_to) if bound_to else request.lane
 
     def _is_stranded(self, request: RunningRequest) -> bool:
-        """Whether the answer has tokens, and nobody in rotation has the weights that they came from.
+        """Whether the answer has tokens, and nobody in rotation computes as their worker did, with the same weights.
 
         Such a request does not stand in the queue, where others would wait behind it.
         """
-        return bool(request.bound_layout) and not self._candidates.allowed(request)
+        return bool(request.bound_to) and not self._candidates.allowed(request)
 
     def _take_room(self, request: RunningRequest, route: Route | None) -> bool:
         """Keeps a place for the request where it would go now. False: there is none, or it is kept for others."""
@@ -494,8 +494,8 @@ class Requests:
                 self.log.note_refusal(error)
             raise
 
-    def _lane(self, model: str, tenant: str, layout: str = "") -> Lane:
-        lane = self._queues[model].lane(self._topology.lane_of(model, tenant, layout))
+    def _lane(self, model: str, tenant: str, bound_to: str = "") -> Lane:
+        lane = self._queues[model].lane(self._topology.lane_of(model, tenant, bound_to))
         self._lanes[model].add(lane)
         return lane
 
@@ -584,8 +584,8 @@ class Requests:
         observed, admitted = self._open[request], request.admitted
         request.lane.guard.note_started(request.queue_entry, admitted)
         request.admitted = None
-        if not request.bound_layout:
-            request.layout = self._topology.decode_layout(attempt.decode.peer.worker_id)
+        if not request.bound_to:
+            request.identity = self._topology.decode_identity(attempt.decode.peer.worker_id)
         request.note_placed()
         self._note_taken(request, attempt, observed)
         if observed.spans is not None:

@@ -1,24 +1,25 @@
 """What a failed attempt means for its request: whether it is tried again, when, and when never again.
 
-Three limits, for three dangers. `max_attempts` failures without a new token in between: the cluster cannot do it. The
-retry budget: failures that no death explains are tried again at a bounded rate, so that a fault which fails everything
-does not multiply the load. Two strikes: a request that its workers die of would take down one after the other.
+Three limits, for three dangers. `max_attempts` failures that no death explains, without a new token in between: the
+cluster cannot do it. The retry budget: such failures are tried again at a bounded rate, so that a fault which fails
+everything does not multiply the load. Quarantine: a request that its workers die of would take them all down.
 
-A strike is an attempt during which a worker process died that was computing the request. What makes it a poison
-request is that it happens again without a single new token in between. Any progress clears it, because a long answer
-may well lose two workers, or ten, to causes that are not its own, and then each of them got it a step further; a
-request that kills whoever computes it gets nowhere, since the next worker repeats the same computation up to the same
-point. Losing both workers of one attempt is one strike. A process that turns out to be alive, because only the
-connection broke, takes its strike back. What a process was computing when it died it can tell nobody, so its partner is
-asked (`Attempt.hear_out`), and nobody is judged before all who lost the same one know whether they were computed there.
+A strike is an attempt during which a worker process died that was computing the request. One strike proves nothing:
+the request was beside a death, and nearly every death is nobody's fault. So it is tried alone: no other suspect is sent
+to the same workers, which says of whom they die. Any new token clears it, because a long answer may well lose two
+workers, or ten, to causes that are not its own, while a request that kills whatever computes it never gets one. It is
+guilty when MAX_STRIKES workers have died of it without a new token in between, ALONE_STRIKES of them in trials that it
+shared with nobody; one trial more where workers have died lately that it had nothing to do with, since then its own
+deaths may have been chance too. So two deaths by chance never make a request guilty, and a request that kills takes
+three workers; four where others die meanwhile, or where it cannot be kept apart from another suspect.
 
-A poison request has neighbours, which go with it from the first dead worker to the second one, and may have no token
-from there yet when that one dies. So those that the dead worker had only just begun are tried again one at a time:
-whoever gets a token is cleared, and the one that takes down the second worker was alone. Those that it had been
-computing for a while without harm do not wait, since nearly every death is nobody's fault; should they lose the same
-two workers as one that both had only just begun, that one is to blame, and they are tried again. Several may have lost
-the same two with nothing between them: they met two deaths that were nobody's fault, or nobody knew in time that the
-first was one. Then nobody is to blame yet; they are tried one at a time, and a poison request among them takes a third.
+Those that a dead worker had only just begun wait for their trial, TRIAL_WAIT_S at most. Half of a model's workers may
+have a trial at the same time, so that a hundred suspects do not wait for each other one by one. Those that the worker
+had been computing for a while without harm do not wait: they go on at once, as a trial where there is a place for one.
+
+A process that turns out to be alive, because only the connection broke, takes its strike back. What a process was
+computing when it died it can tell nobody, so its partner is asked (`Attempt.hear_out`), and nobody is judged before all
+that lost the same one know whether they were computed there.
 """
 
 import asyncio
@@ -27,22 +28,29 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Set
+from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakSet
 
 import msgspec
 
 from gateway.attempts import Attempt
+from gateway.calls import Generation
 from gateway.candidates import Candidates
 from gateway.metrics import Metrics
 from gateway.running import RunningRequest, Strike
-from gateway.topology import Topology
+from gateway.topology import ROLES, Topology
 from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import Quarantined, TandemError, WorkerLost
 from services.scheduling.retry_budget import RetryBudget
 
 QUARANTINED = "workers have died of this request; it is not computed for a while"
-MAX_STRIKES = 2
+MAX_STRIKES = 3
+"""Deaths of workers that computed a request, without a new token in between, that make it guilty."""
+ALONE_STRIKES = 2
+"""Of these, while it was tried alone."""
+DEATHS_S = 60.0
+"""Deaths that a request had nothing to do with speak for it for this long."""
 MAX_FAILURES = 16
 """Of one answer, however far it comes between them."""
 LAST_WORDS_S = 0.1
@@ -51,7 +59,7 @@ WORD_WAIT_S = 1.0
 """A worker that lives has told by then what it knows of an attempt, usually within a round trip. One that hangs costs
 this time; its silence would cost more."""
 TRIAL_WAIT_S = 5.0
-"""Longest wait for all that are tried alone before; a trial takes until the first token."""
+"""Longest wait for those that are tried alone before; a trial takes until the first token."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +74,14 @@ class QuarantineList(Protocol):
     def add(self, fingerprint: str) -> None:
         """Refused from now on, for a while."""
         ...
+
+
+@dataclass(slots=True)
+class _Death:
+    """A process may have died at `at_s`, while it tried the requests of these ids."""
+
+    at_s: float
+    tried: set[str] = field(default_factory=set)
 
 
 class Recovery:
@@ -93,8 +109,9 @@ class Recovery:
         self._struck: WeakSet[RunningRequest] = WeakSet()
         self._heard = asyncio.Event()
         """Set when it is known what an attempt has failed of; then there is another one for the next."""
-        self._on_trial: RunningRequest | None = None
         self._awaiting_trial: deque[RunningRequest] = deque()
+        self._deaths: dict[str, _Death] = {}
+        """By process, of those that may have died of a request; not those that a guilty one has killed."""
 
     def note_accepted(self) -> None:
         """A call was accepted: retries of others may be a little more."""
@@ -102,7 +119,7 @@ class Recovery:
 
     def check(self, request: RunningRequest) -> None:
         """Raises Quarantined for a request that must not be computed."""
-        if len(self._quarantine) and self._fingerprint(request) in self._quarantine:
+        if len(self._quarantine) and fingerprint_of(request.generation) in self._quarantine:
             raise Quarantined(QUARANTINED)
 
     async def after(self, request: RunningRequest, attempt: Attempt | None, failure: TandemError) -> None:
@@ -115,7 +132,7 @@ class Recovery:
         logger.warning("attempt failed", extra={"request_id": request.generation.request_id, **reason})
         if attempt is not None and attempt.is_move and not attempt.is_decoding:
             return  # It ran well where it was, so the request has nothing to do with it.
-        request.note_failure(attempt)
+        strike = request.note_failure(attempt, is_alone=request in self._candidates.on_trial)
         if attempt is not None:
             self._candidates.note_failure(attempt)
         try:
@@ -124,35 +141,57 @@ class Recovery:
             # Not before it is known who died: the next one on trial must not be sent there.
             self.end_trial(request)
         if is_poison:
-            self._metrics.quarantined.inc()
-            self._quarantine.add(self._fingerprint(request))
+            self._note_poison(request)
             raise Quarantined(QUARANTINED) from failure
-        if request.num_failures_in_row >= self._max_attempts or request.num_failures >= MAX_FAILURES:
+        if strike is None and isinstance(failure, WorkerLost):
+            request.excuse_failure()
+        num_unexplained = request.num_failures_in_row - sum(map(self._counts, request.strikes))
+        if num_unexplained >= self._max_attempts or request.num_failures >= MAX_FAILURES:
             raise failure
         if not isinstance(failure, WorkerLost):
             await self._wait_for_turn(request)
-        if request.strikes and request.strikes[-1].is_fresh and self._counts(request.strikes[-1]):
-            await self._begin_trial(request)
+        if strike is not None and self._counts(strike):
+            await self._begin_trial(request, max_wait_s=TRIAL_WAIT_S if strike.is_fresh else 0.0)
 
     def end_trial(self, request: RunningRequest) -> None:
         """The request has got a token, has failed again or is over: the next one may be tried."""
-        if self._on_trial is request:
-            self._on_trial = None
-            if self._awaiting_trial:
-                self._awaiting_trial[0].mailbox.nudge()
+        if request in self._candidates.on_trial:
+            self._candidates.on_trial.discard(request)
+            self._nudge_awaiting()
 
-    async def _begin_trial(self, request: RunningRequest) -> None:
-        """Waits until nobody else is on trial, for a bounded time."""
-        waiting = self._awaiting_trial
-        waiting.append(request)
-        try:
-            await request.mailbox.rest(TRIAL_WAIT_S, until=lambda: self._on_trial is None and waiting[0] is request)
-        finally:
-            waiting.remove(request)
-            if self._on_trial is None and waiting:
-                waiting[0].mailbox.nudge()
-        if self._on_trial is None:
-            self._on_trial = request
+    async def _begin_trial(self, request: RunningRequest, *, max_wait_s: float) -> None:
+        """Waits for a place for its trial, for a bounded time. Without one the request goes on untried."""
+        if max_wait_s and not self._may_be_tried(request):
+            self._awaiting_trial.append(request)
+            try:
+                await request.mailbox.rest(max_wait_s, until=lambda: self._may_be_tried(request))
+            finally:
+                self._awaiting_trial.remove(request)
+                self._nudge_awaiting()
+        if self._may_be_tried(request):
+            self._candidates.on_trial.add(request)
+
+    def _may_be_tried(self, request: RunningRequest) -> bool:
+        """Whether a worker is left for its trial, and nobody has waited longer for one."""
+        model = request.generation.model
+        ahead = next((other for other in self._awaiting_trial if other.generation.model == model), request)
+        on_trial = [other for other in self._candidates.on_trial if other.generation.model == model]
+        # Who did not wait for its trial keeps nobody from having one.
+        num_on_trial = sum(other.strikes[-1].is_fresh for other in on_trial if other.strikes)
+        num_workers = [self._topology.num_ready(role, model) for role in ROLES]
+        return ahead is request and num_on_trial < max(1, min(filter(None, num_workers), default=0) // 2)
+
+    def _nudge_awaiting(self) -> None:
+        for request in self._awaiting_trial:
+            request.mailbox.nudge()
+
+    def _note_poison(self, request: RunningRequest) -> None:
+        self._metrics.quarantined.inc()
+        if fingerprint := fingerprint_of(request.generation):
+            self._quarantine.add(fingerprint)
+        for strike in request.strikes:
+            for incarnation in strike.suspects:
+                self._deaths.pop(incarnation, None)
 
     async def _wait_for_turn(self, request: RunningRequest) -> None:
         turn = self._budget.take(self._clock.monotonic(), max_wait_s=self._failover_wait_s)
@@ -176,21 +215,39 @@ class Recovery:
         if not request.strikes:
             return False
         self._struck.add(request)
-        if len(request.strikes) < MAX_STRIKES:
+        self._note_deaths(request)
+        if len(request.strikes) < MAX_STRIKES or sum(strike.is_alone for strike in request.strikes) < ALONE_STRIKES:
             return False
         unclear = [strike.suspects for strike in request.strikes if not self._counts(strike)]
         if unclear:
             await self._learn_who_died(request, frozenset().union(*unclear))
-        if sum(map(self._counts, request.strikes)) < MAX_STRIKES:
+        counted = [strike for strike in request.strikes if self._counts(strike)]
+        if len(counted) < MAX_STRIKES:
             return False
         last = request.strikes[-1]
         lost = {name for name in last.suspects if last.is_certain or not self._topology.is_alive(name)}
         await self._until_heard(request, lost)
-        rivals = self._rivals(request, lost)
-        if not _is_fresh(request) and any(map(_is_fresh, rivals)):
-            request.forget_strike()
-            return False
-        return all(_is_fresh(request) and not _is_fresh(rival) for rival in rivals)
+        num_alone = sum(strike.is_alone and not self._was_shared(strike) for strike in counted)
+        return num_alone >= ALONE_STRIKES + self._has_others_deaths(request)
+
+    def _note_deaths(self, request: RunningRequest) -> None:
+        now_s = self._clock.monotonic()
+        self._deaths = {name: death for name, death in self._deaths.items() if now_s - death.at_s < DEATHS_S}
+        for strike in request.strikes:
+            for name in strike.suspects:
+                death = self._deaths.setdefault(name, _Death(now_s))
+                if strike.is_alone:
+                    death.tried.add(request.generation.request_id)
+
+    def _was_shared(self, strike: Strike) -> bool:
+        """Whether two were tried at the same process: they could only both go where there was one way."""
+        deaths = (self._deaths.get(name) for name in strike.suspects)
+        return any(death is not None and len(death.tried) > 1 for death in deaths)
+
+    def _has_others_deaths(self, request: RunningRequest) -> bool:
+        """Whether workers have died lately that were not computing this request: then chance may be at work."""
+        own: set[str] = set().union(*(strike.suspects for strike in request.strikes))
+        return any(not self._topology.is_alive(name) for name in self._deaths.keys() - own)
 
     async def _until_heard(self, request: RunningRequest, lost: Set[str]) -> None:
         """Waits until all that may have shared its last death know whether they did."""
@@ -199,12 +256,6 @@ class Recovery:
             async with asyncio.timeout(WORD_WAIT_S):
                 while any(other.attempt is not None and other.attempt.may_have_met(lost) for other in others):
                     await self._heard.wait()
-
-    def _rivals(self, request: RunningRequest, lost: Set[str]) -> list[RunningRequest]:
-        """The others that shared its last death, and for which it was not the first one either."""
-        others = (other for other in self._struck if other is not request)
-        shared = (other for other in others if any(not strike.suspects.isdisjoint(lost) for strike in other.strikes))
-        return [other for other in shared if sum(map(self._counts, other.strikes)) >= MAX_STRIKES]
 
     def _counts(self, strike: Strike) -> bool:
         return strike.is_certain or any(not self._topology.is_alive(suspect) for suspect in strike.suspects)
@@ -220,14 +271,18 @@ class Recovery:
                     if not any(self._topology.is_silent_since(suspect, heard_of) for suspect in suspects):
                         return
 
-    def _fingerprint(self, request: RunningRequest) -> str:
-        """The same for the same request, on every gateway; its seed, which is usually drawn, left out."""
-        generation = request.generation
-        sampling = msgspec.structs.replace(generation.sampling, seed=0)
-        named = (generation.model, list(generation.prompt_token_ids), sampling)
-        return hashlib.sha256(msgspec.json.encode(named, order="sorted")).hexdigest()
 
+def fingerprint_of(generation: Generation) -> str:
+    """The same for the same request, on every gateway; its seed, which is usually drawn, left out. 64 hex digits.
 
-def _is_fresh(request: RunningRequest) -> bool:
-    """Whether no worker that died of it, perhaps, had got anywhere with it."""
-    return all(strike.is_fresh for strike in request.strikes)
+    Empty where it cannot be made, with an error in the log: such a request is in no quarantine, rather than lost.
+    """
+    sampling = msgspec.structs.replace(generation.sampling, seed=0)
+    named = (generation.model, list(generation.prompt_token_ids), sampling)
+    try:
+        # Token ids are keys of a bias, and only keys that are text can be put in order.
+        plain = msgspec.to_builtins(named, str_keys=True, order="sorted")
+        return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        logger.error("a request has no fingerprint", exc_info=error, extra={"request_id": generation.request_id})
+        return ""

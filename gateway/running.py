@@ -30,12 +30,13 @@ KEPT_PROMPT_S = 10.0
 class Strike:
     """An attempt that ended so that its workers may have died of the request. Processes by incarnation.
 
-    `is_fresh`: it was new to them, and no token had come from them.
+    `is_fresh`: it was new to them, and no token had come from them. `is_alone`: it was tried alone there.
     """
 
     suspects: frozenset[str]
     is_certain: bool
     is_fresh: bool
+    is_alone: bool = False
 
 
 class RunningRequest:
@@ -68,8 +69,8 @@ class RunningRequest:
         self.routes: Sequence[Route] = ()
         """Ways to go now, best first, as of the last decision."""
         self.bookings = Bookings()
-        self.layout = generation.layout
-        """Fingerprint of layout and weights of the decode worker that it was placed at, last before its first token."""
+        self.identity = generation.layout
+        """The `identity_key` of the decode worker that it was placed at, last before its first token."""
         self.page_keys: dict[tuple[str, int], Sequence[bytes]] = {}
         """Keys of the prompt's full pages by (layout fingerprint, page size)."""
         self.queue_entry = queue_entry
@@ -104,9 +105,11 @@ class RunningRequest:
         return self.num_failures > 0 or self.log.next_index > 0
 
     @property
-    def bound_layout(self) -> str:
-        """The layout of the workers that may go on with it; empty: any, since it has no token, or none is known."""
-        return self.layout if self.log.next_index else ""
+    def bound_to(self) -> str:
+        """What workers that go on with it must be, as an `identity_key`; empty: anything, since it has no token, or
+        nothing is known.
+        """
+        return self.identity if self.log.next_index else ""
 
     @property
     def cache_salt(self) -> str:
@@ -169,8 +172,11 @@ class RunningRequest:
         order, mailbox, log = self.next_order(), self.mailbox, self.log
         return Attempt(order, decode=decode, mailbox=mailbox, log=log, giver=giver, watch=watch)
 
-    def note_failure(self, attempt: Attempt | None) -> None:
-        """Counts a failed attempt, and learns whom to avoid and who still has the prompt's pages."""
+    def note_failure(self, attempt: Attempt | None, *, is_alone: bool = False) -> Strike | None:
+        """Counts a failed attempt, and learns whom to avoid and who still has the prompt's pages.
+
+        `is_alone`: it was tried alone. Returns the strike, where a worker may have died of it.
+        """
         self.num_failures += 1
         if self.log.next_index > self._num_tokens_at_failure:
             self.num_failures_in_row = 0
@@ -178,16 +184,14 @@ class RunningRequest:
         self.num_failures_in_row += 1
         self._num_tokens_at_failure = self.log.next_index
         if attempt is None:
-            return
+            return None
         if attempt.prefill is not None and attempt.prompt_done_at_s is not None:
             self._kept_at = attempt.prefill.peer
             self._kept_until_s = attempt.prompt_done_at_s + KEPT_PROMPT_S
-        if attempt.fault is not None:
-            self._note_fault(attempt, attempt.fault)
+        return None if attempt.fault is None else self._note_fault(attempt, attempt.fault, is_alone=is_alone)
 
-    def forget_strike(self) -> None:
-        """The last failure was another request's fault."""
-        self.strikes.pop()
+    def excuse_failure(self) -> None:
+        """The last failure is explained by a death in which the request had no part."""
         self.num_failures_in_row -= 1
 
     def has_kept_prompt(self, prefill: Peer) -> bool:
@@ -241,20 +245,22 @@ class RunningRequest:
         if taken.num_tokens:
             self._note_token_time()
         usage = None if reason is None else self._usage(attempt)
-        layout = self.layout if arrived.first_index == 0 and token_ids else ""
+        layout = self.identity if arrived.first_index == 0 and token_ids else ""
         return Delta(arrived.first_index, token_ids, text, logprobs, reason, usage, arrived.prompt_logprobs, layout)
 
-    def _note_fault(self, attempt: Attempt, fault: Fault) -> None:
+    def _note_fault(self, attempt: Attempt, fault: Fault, *, is_alone: bool) -> Strike | None:
         if fault.worker is not None:
             self.avoided.add(fault.worker.peer.incarnation)
         elif attempt.prefill is not None:
             self.avoided_pairs.add((attempt.prefill.peer.incarnation, attempt.decode.peer.incarnation))
-        if fault.suspects:
-            suspects = frozenset(worker.peer.incarnation for worker in fault.suspects)
-            # A process that was there this time has not died of it the time before.
-            earlier = [replace(strike, suspects=strike.suspects - suspects) for strike in self.strikes]
-            self.strikes = [strike for strike in earlier if strike.suspects or strike.is_certain]
-            self.strikes.append(Strike(suspects, fault.is_certain, fault.is_fresh))
+        if not fault.suspects:
+            return None
+        suspects = frozenset(worker.peer.incarnation for worker in fault.suspects)
+        # A process that was there this time has not died of it the time before.
+        earlier = [replace(strike, suspects=strike.suspects - suspects) for strike in self.strikes]
+        self.strikes = [strike for strike in earlier if strike.suspects or strike.is_certain]
+        self.strikes.append(Strike(suspects, fault.is_certain, fault.is_fresh, is_alone))
+        return self.strikes[-1]
 
     def _skip(self, token_ids: Sequence[int]) -> None:
         """Takes tokens that the client has; their text, too, was delivered with them."""

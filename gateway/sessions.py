@@ -24,7 +24,7 @@ from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, status, telemetry
 from services.runtime.answer_form import write_form
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
-from services.runtime.errors import Overloaded, TandemError, WorkerLost, WorkerUnavailable
+from services.runtime.errors import InvalidRequest, Overloaded, TandemError, WorkerLost, WorkerUnavailable
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.telemetry import TraceContext
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
@@ -200,6 +200,10 @@ class Peer(msgspec.Struct, frozen=True):
     address: str
 
 
+class Unfit(WorkerUnavailable):
+    """A worker does not take what its model should: its files or its version are others. It is tried elsewhere."""
+
+
 class WorkerSession(ABC):
     """A stream to one worker process; it breaks once and is then thrown away.
 
@@ -231,6 +235,7 @@ class WorkerSession(ABC):
         """By handle, tokens that wait for more of the same answer."""
         self._outgoing: deque[Any] = deque()
         self._wake_writer: asyncio.Future[None] | None = None
+        self._is_told_left_out = False
         self._call: Any = None
         self._heard_at_s = 0.0
         self._worked_at_s = 0.0
@@ -303,6 +308,12 @@ class WorkerSession(ABC):
             logger.warning("worker is silent", extra={"worker": self.peer.worker_id})
             self._break(WorkerUnavailable(f"{self.peer.worker_id} was silent for {limit_s:g} s"))
             self._call.cancel()
+
+    def tell_left_out(self, reason: str) -> None:
+        """Has the worker write down, once, why this gateway gives it no work."""
+        if self.is_up and not self._is_told_left_out:
+            self._is_told_left_out = True
+            self._send(self._command(left_out=worker_pb2.LeftOut(reason=reason)), is_bounded=False)
 
     def forgive_silence(self, slept_s: float) -> None:
         """Takes a time off the worker's silence: it was this process that did not listen."""
@@ -567,7 +578,14 @@ def _sampling_params(sampling: Sampling) -> inference_pb2.SamplingParams:
 
 def _read_refused(event: worker_pb2.Refused) -> Refused:
     retry_after_s = event.retry_after_ms / 1000 if event.retry_after_ms else None
-    return Refused(status.from_wire(event.code, event.message, retry_after_s))
+    return Refused(_blamed(status.from_wire(event.code, event.message, retry_after_s)))
+
+
+def _blamed(error: TandemError) -> TandemError:
+    """A request that a worker calls wrong was found right here: it is that worker which does not fit."""
+    if isinstance(error, InvalidRequest):
+        return Unfit(f"a worker refused a request that the gateway had checked: {error.message}")
+    return error
 
 
 def _read_tokens(event: worker_pb2.Tokens) -> Tokens:
@@ -672,6 +690,6 @@ _READERS: dict[str, Callable[[Any], Event]] = {
     "decode_started": lambda event: DecodeStarted(),
     "paused": lambda event: Paused(event.num_tokens),
     "finished": _read_finished,
-    "failed": lambda event: Failed(status.from_wire(event.code, event.message)),
+    "failed": lambda event: Failed(_blamed(status.from_wire(event.code, event.message))),
     "cancelled": lambda event: Cancelled(event.has_begun),
 }

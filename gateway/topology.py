@@ -19,6 +19,7 @@ from gateway.sessions import DecodeSession, Load, Peer, PrefillSession, WorkerSe
 from services.cluster.registry import LEASE_TTL_S, WorkerRecord
 from services.runtime.errors import NotFound, WorkerUnavailable
 from services.runtime.gpu_health import GpuFacts
+from services.runtime.identity import has_weights_of
 from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
 from services.scheduling.prediction import (
     DEFAULT_DECODE,
@@ -46,7 +47,7 @@ OWN_PAUSE_S = 1.0
 """If our own check comes this late, it was us who slept, and nobody is blamed for silence."""
 
 ROLES: tuple["Role", ...] = ("prefill", "decode")
-State = Literal["starting", "ready", "draining", "lost"]
+State = Literal["starting", "ready", "draining", "lost", "left_out"]
 Role = Literal["prefill", "decode"]
 S = TypeVar("S", PrefillSpeed, DecodeSpeed, LinkSpeed)
 
@@ -58,7 +59,8 @@ class Member:
     """One worker process and the session to it. `is_listed`: the registry has it.
 
     `is_exact`: an answer does not depend on whether this worker computes it, as of the last call of `members`. `gpu` is
-    the judgement of `gpu_facts`, which are None where the process has said nothing of a GPU.
+    the judgement of `gpu_facts`, which are None where the process has said nothing of a GPU. `left_out` is why it gets
+    no work: its model is not the one that this gateway serves under that name. Empty: it may have work.
     """
 
     record: WorkerRecord
@@ -67,6 +69,7 @@ class Member:
     is_listed: bool = True
     is_drain_asked: bool = False
     is_exact: bool = False
+    left_out: str = ""
     gpu: GpuJudgement = GPU_OK
     gpu_facts: GpuFacts | None = None
     changed_at_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
@@ -86,6 +89,8 @@ class Member:
         """What the worker does, by the freshest evidence."""
         if not self.session.is_up:
             return "starting" if self.record.state == "starting" else "lost"
+        if self.left_out:
+            return "left_out"
         is_draining = self.is_drain_asked or self.session.load.is_draining or self.record.state == "draining"
         return "draining" if is_draining else "ready"
 
@@ -117,9 +122,21 @@ class _Role:
 class Topology:
     """Keeps a session to every registered worker; `on_change` is called whenever anything has changed."""
 
-    def __init__(self, *, gateway_incarnation: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        gateway_incarnation: str,
+        on_change: Callable[[], None],
+        judge: Callable[[WorkerRecord], str] = lambda record: "",
+        allows_inexact: bool = False,
+    ) -> None:
+        """`judge` says why a worker must get no work; empty: it may. With `allows_inexact` an answer may go on wherever
+        its weights are, however these are computed with, and no worker counts as exact.
+        """
         self._gateway_incarnation = gateway_incarnation
         self._on_change = on_change
+        self._judge = judge
+        self._allows_inexact = allows_inexact
         self._roles = {"prefill": _Role(PrefillSession), "decode": _Role(DecodeSession)}
         self._mismatched: set[tuple[str, str]] = set()
         self._usual: dict[str, tuple[float, UsualSpeeds]] = {}
@@ -183,9 +200,12 @@ class Topology:
         ways: dict[str, set[str]] = {}
         for member in members:
             if member.state == "ready":
-                ways.setdefault(member.record.model, set()).add(member.record.arithmetic)
+                ways.setdefault(member.record.model, set()).add(member.record.identity_key)
         for member in members:
-            member.is_exact = member.record.exact and len(ways.get(member.record.model, ())) <= 1
+            record = member.record
+            is_known = bool(record.identity) and not self._allows_inexact
+            is_alike = ways.get(record.model, set()) <= {record.identity_key}
+            member.is_exact = record.exact and is_known and is_alike
         return members
 
     def prefill_views(self, model: str, *, prompt: tuple[int, int]) -> Views:
@@ -208,17 +228,28 @@ class Topology:
             return rotation.ids
         return [member.record.id for member in rotation.members if self._fits(member, decode)]
 
-    def decode_ids(self, model: str, *, tenant: str, layout: str = "") -> set[str]:
-        """Decode workers of a model in rotation that work for a tenant; with `layout`, those that have this one."""
+    def decode_ids(self, model: str, *, tenant: str, bound_to: str = "") -> set[str]:
+        """Decode workers of a model in rotation that work for a tenant.
+
+        With `bound_to`, an `identity_key`, only those that an answer may go on at which began with it.
+        """
         records = [member.record for member in self._rotation("decode", model).members]
-        if layout:
-            records = [record for record in records if record.layout_fingerprint == layout]
+        if bound_to:
+            records = [record for record in records if self._may_go_on(bound_to, record.identity_key)]
         return {record.id for record in records if not record.tenants or tenant in record.tenants}
 
-    def decode_layout(self, worker_id: str) -> str:
-        """The layout fingerprint of a decode worker, which is also that of its weights; empty: unknown."""
+    def decode_identity(self, worker_id: str) -> str:
+        """What an answer is bound to that a decode worker begins, as an `identity_key`; empty: unknown."""
         member = self._roles["decode"].members.get(worker_id)
-        return "" if member is None else member.record.layout_fingerprint
+        return "" if member is None else member.record.identity_key
+
+    def identities(self, model: str) -> set[str]:
+        """What answers of a model's workers in rotation are bound to."""
+        return self._rotation("prefill", model).identities | self._rotation("decode", model).identities
+
+    def _may_go_on(self, began: str, here: str) -> bool:
+        """Whether an answer that began with one identity may go on, or be handed over, to another."""
+        return began == here or (self._allows_inexact and has_weights_of(began, here))
 
     def free_share(self, model: str, tenant: str) -> float:
         """Of its pages, the largest share that a decode worker in rotation has free for a tenant; 1 without any."""
@@ -303,18 +334,21 @@ class Topology:
         """The longest sequence that any decode worker of a model in rotation can hold; None while there is none."""
         return self._rotation("decode", model).max_sequence_tokens
 
-    def lane_of(self, model: str, tenant: str, layout: str = "") -> str:
+    def lane_of(self, model: str, tenant: str, bound_to: str = "") -> str:
         """The same name for requests that may use the same workers: empty, or its tenant's if a worker is kept for it.
 
-        With `layout`, the name is another one while some decode worker in rotation has another layout.
+        With `bound_to`, the name is another one while an answer with that identity may not go on at some decode worker
+        in rotation.
         """
         named = self._named_tenants.get(model)
         if named is None:
             members = [member for member in self._all() if member.record.model == model]
             named = self._named_tenants[model] = {tenant for member in members for tenant in member.record.tenants}
         lane = tenant if tenant in named else ""
-        if layout and any(other != layout for other, _ in self._rotation("decode", model).layouts):
-            lane = f"{lane} {layout}"
+        if bound_to and not all(
+            self._may_go_on(bound_to, other) for other in self._rotation("decode", model).identities
+        ):
+            lane = f"{lane} {bound_to}"
         return lane
 
     def kv_bytes_per_token(self, model: str) -> int:
@@ -327,7 +361,7 @@ class Topology:
 
     def is_uniform(self, model: str) -> bool:
         """Whether the pages of every worker of a model in rotation fit every other one."""
-        return len({fingerprint for fingerprint, _ in self.cache_layouts(model)}) <= 1 and not self._mismatched
+        return len(self.identities(model)) <= 1 and not self._mismatched
 
     def decode_room(self, worker_id: str, service_class: int) -> tuple[int, int]:
         """(pages, places) that a decode worker has for a request of a class: what worse classes have gives way.
@@ -384,6 +418,7 @@ class Topology:
         member = role.members.get(worker_id)
         if member is not None and member.record.incarnation == record.incarnation:
             member.record = record
+            self._judge_model(member)
             if member.keeper is None:
                 # While it was starting it had no address.
                 member.changed_at_s = asyncio.get_running_loop().time()
@@ -391,8 +426,16 @@ class Topology:
         else:
             self._forget(role, worker_id)
             member = role.members[worker_id] = Member(record, self._new_session(role, record))
+            self._judge_model(member)
         if member.keeper is None and record.state != "starting":
             member.keeper = asyncio.create_task(self._keep_connected(role, member), name=f"session-{worker_id}")
+
+    def _judge_model(self, member: Member) -> None:
+        """Says once of each worker process that it gets no work, and why: its model never changes in its life."""
+        before, member.left_out = member.left_out, self._judge(member.record)
+        if member.left_out != before:
+            found = {"worker": member.record.id, "model": member.record.model, "reason": member.left_out}
+            logger.warning("a worker is left out: it does not serve this gateway's model of that name", extra=found)
 
     def _new_session(self, role: _Role, record: WorkerRecord) -> WorkerSession:
         peer = Peer(worker_id=record.id, incarnation=record.incarnation, address=record.address)
@@ -407,6 +450,8 @@ class Topology:
         member = role.members.get(session.peer.worker_id)
         if member is not None and member.session is session:
             member.changed_at_s = asyncio.get_running_loop().time()
+            if member.left_out:
+                session.tell_left_out(member.left_out)
             if session.gpu is not None and session.gpu is not member.gpu_facts:
                 self._judge_gpu(member, session.gpu)
             if member.state == member.last_state:  # It has said how busy it is, as it does with every step.
@@ -435,6 +480,8 @@ class Topology:
             member.keeper.cancel()
         if member.gpu != GPU_OK:
             self._note_gpu(worker_id, GPU_OK)
+        if member.left_out:
+            logger.info("a worker that was left out has gone", extra={"worker": worker_id, "reason": member.left_out})
         incarnation = member.record.incarnation
         self._mismatched = {pair for pair in self._mismatched if incarnation not in pair}
 
@@ -506,7 +553,7 @@ class Topology:
 
     def _fits(self, prefill: Member, decode: Peer) -> bool:
         member = self._roles["decode"].members.get(decode.worker_id)
-        if member is None or member.record.layout_fingerprint != prefill.record.layout_fingerprint:
+        if member is None or not self._may_go_on(prefill.record.identity_key, member.record.identity_key):
             return False
         if member.record.model != prefill.record.model:
             return False
@@ -534,6 +581,7 @@ class _Rotation:
         self.max_sequence_tokens = max((record.max_sequence_tokens for record in records), default=None)
         self.kv_bytes_per_token = max((record.kv_bytes_per_token for record in records), default=0)
         self.layouts = {(record.layout_fingerprint, record.page_size) for record in records}
+        self.identities = {record.identity_key for record in records}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,10 @@ from services.cluster.registry import WorkerLease, WorkerRecord, named_channels,
 from services.engine.engine import EngineParts, load_warm_engine
 from services.runtime import config, process, rpc
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
+from services.runtime.model_facts import read_model_facts
 from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_service, serve_until_drained
 from services.runtime.worker_metrics import WorkerMetrics
-from services.structured.grammar import Grammars
+from services.structured.grammar import Grammars, grammar_library
 
 SERVICE_NAME = "tandem.v1.PrefillWorker"
 
@@ -48,14 +49,16 @@ async def _serve(
 ) -> None:
     parts = await load_or_stop(lambda: load_warm_engine(**settings.engine_settings()), lease, stop)
     with contextlib.closing(parts), held(watch_gpu(parts.gpu_uuid)) as gpu:
+        facts = await load_or_stop(lambda: read_model_facts(settings.model), lease, stop)
+        identity = parts.identity(vocabulary=facts.vocabulary, grammars=grammar_library())
         metrics = WorkerMetrics(worker_id=settings.id)
-        worker = _worker(settings, incarnation, parts, metrics, lease, publisher, gpu)
+        worker = _worker(settings, incarnation, parts, identity.numerics, metrics, lease, publisher, gpu)
         metrics.serve(settings, worker.load)
         server = rpc.make_server([SERVICE_NAME])
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(Servicer(worker.sessions), server.server)
         address = settings.address(await server.start(settings.host, settings.port))
         if lease is not None:
-            lease.update(address=address, **parts.record_fields(), **worker.load().record_fields())
+            lease.update(address=address, facts=facts, **parts.record_fields(identity), **worker.load().record_fields())
         # What was loaded for good is not looked at again by every full collection, which would hold up a step.
         gc.collect()
         gc.freeze()
@@ -86,6 +89,7 @@ def _worker(
     settings: PrefillWorkerConfig,
     incarnation: str,
     parts: EngineParts,
+    numerics: str,
     metrics: WorkerMetrics,
     lease: WorkerLease | None,
     publisher: PrefixPublisher | None,
@@ -96,7 +100,7 @@ def _worker(
         incarnation,
         parts.fingerprint,
         parts.model.exact,
-        arithmetic=parts.model.arithmetic,
+        arithmetic=numerics,
         tensor_parallel=parts.parallelism.tensor,
         pipeline_parallel=parts.parallelism.pipeline,
     )

@@ -59,6 +59,8 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     """Finishes what it has and takes nothing new."""
     WORKER_STATE_LOST: _WorkerState.ValueType  # 4
     """Its session is broken or its lease has ended; it may come back."""
+    WORKER_STATE_LEFT_OUT: _WorkerState.ValueType  # 5
+    """It gets no work, because it does not serve what the gateway serves under its model's name; `left_out` says why."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
     """Whether a worker gets work."""
@@ -73,6 +75,8 @@ WORKER_STATE_DRAINING: WorkerState.ValueType  # 3
 """Finishes what it has and takes nothing new."""
 WORKER_STATE_LOST: WorkerState.ValueType  # 4
 """Its session is broken or its lease has ended; it may come back."""
+WORKER_STATE_LEFT_OUT: WorkerState.ValueType  # 5
+"""It gets no work, because it does not serve what the gateway serves under its model's name; `left_out` says why."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 class _GpuState:
@@ -189,6 +193,8 @@ class Worker(_message.Message):
     GPU_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stable name, such as decode-0."""
     role: Global___WorkerRole.ValueType
@@ -206,8 +212,8 @@ class Worker(_message.Message):
     model: _builtins.str
     """Name of the model it serves."""
     exact: _builtins.bool
-    """Its numerics do not depend on the batch and are those of every other ready worker of the model, so a resumed answer is
-    exact.
+    """Its numerics do not depend on the batch, and its `identity` is known and that of every other ready worker of the
+    model, so a resumed answer is exact.
     """
     running: _builtins.int
     """Requests in its batch."""
@@ -219,6 +225,12 @@ class Worker(_message.Message):
     """Processes that share each layer of the model; 0: unknown."""
     pipeline_parallel: _builtins.int
     """Stages that share its layers; 0: unknown."""
+    left_out: _builtins.str
+    """Why it gets no work. Empty: it may have work."""
+    identity: _builtins.str
+    """All that decides its tokens beside the request, as `field=value` separated by spaces. An answer goes on only at
+    workers with an equal one. Empty: unknown, and equal to no other.
+    """
     @_builtins.property
     def pages(self) -> Global___PageCounts:
         """Its KV pages."""
@@ -246,10 +258,12 @@ class Worker(_message.Message):
         gpu: Global___GpuHealth | None = ...,
         tensor_parallel: _builtins.int = ...,
         pipeline_parallel: _builtins.int = ...,
+        left_out: _builtins.str = ...,
+        identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "exact", b"exact", "gpu", b"gpu", "host", b"host", "id", b"id", "incarnation", b"incarnation", "model", b"model", "pages", b"pages", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "role", b"role", "running", b"running", "state", b"state", "tensor_parallel", b"tensor_parallel", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "exact", b"exact", "gpu", b"gpu", "host", b"host", "id", b"id", "identity", b"identity", "incarnation", b"incarnation", "left_out", b"left_out", "model", b"model", "pages", b"pages", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "role", b"role", "running", b"running", "state", b"state", "tensor_parallel", b"tensor_parallel", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

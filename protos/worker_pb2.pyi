@@ -181,6 +181,7 @@ class PrefillCommand(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHello:
         """Opens the session."""
@@ -197,6 +198,10 @@ class PrefillCommand(_message.Message):
     def drain(self) -> Global___DrainWorker:
         """Take nothing new, finish what is there, then exit."""
 
+    @_builtins.property
+    def left_out(self) -> Global___LeftOut:
+        """The gateway gives this worker no work. Sent only to workers whose record has `facts`: others do not know it."""
+
     def __init__(
         self,
         *,
@@ -204,12 +209,13 @@ class PrefillCommand(_message.Message):
         prefill: Global___Prefill | None = ...,
         cancel: Global___Cancel | None = ...,
         drain: Global___DrainWorker | None = ...,
+        left_out: Global___LeftOut | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "drain", b"drain", "hello", b"hello", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "drain", b"drain", "hello", b"hello", "left_out", b"left_out", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "drain", b"drain", "hello", b"hello", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "drain", b"drain", "hello", b"hello", "left_out", b"left_out", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "cancel", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "cancel", "drain", "left_out"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -228,6 +234,7 @@ class DecodeCommand(_message.Message):
     PAUSE_FIELD_NUMBER: _builtins.int
     UNPAUSE_FIELD_NUMBER: _builtins.int
     HAND_OVER_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHello:
         """Opens the session."""
@@ -256,6 +263,10 @@ class DecodeCommand(_message.Message):
     def hand_over(self) -> Global___HandOver:
         """Send the pages of a paused sequence to another decode worker."""
 
+    @_builtins.property
+    def left_out(self) -> Global___LeftOut:
+        """The gateway gives this worker no work. Sent only to workers whose record has `facts`: others do not know it."""
+
     def __init__(
         self,
         *,
@@ -266,16 +277,41 @@ class DecodeCommand(_message.Message):
         pause: Global___Pause | None = ...,
         unpause: Global___Unpause | None = ...,
         hand_over: Global___HandOver | None = ...,
+        left_out: Global___LeftOut | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "command", b"command", "drain", b"drain", "hand_over", b"hand_over", "hello", b"hello", "pause", b"pause", "unpause", b"unpause"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "command", b"command", "drain", b"drain", "hand_over", b"hand_over", "hello", b"hello", "left_out", b"left_out", "pause", b"pause", "unpause", b"unpause"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "command", b"command", "drain", b"drain", "hand_over", b"hand_over", "hello", b"hello", "pause", b"pause", "unpause", b"unpause"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "command", b"command", "drain", b"drain", "hand_over", b"hand_over", "hello", b"hello", "left_out", b"left_out", "pause", b"pause", "unpause", b"unpause"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "admit", "cancel", "drain", "pause", "unpause", "hand_over"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "admit", "cancel", "drain", "pause", "unpause", "hand_over", "left_out"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
+
+@_typing.final
+class LeftOut(_message.Message):
+    """Says that the worker does not serve what the gateway serves under the model's name. It is for the worker's log, and
+    holds until the session ends.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """What differs, in one sentence."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeftOut: _TypeAlias = LeftOut  # noqa: Y015
 
 @_typing.final
 class SequenceSpec(_message.Message):

@@ -190,4 +190,6 @@ def _worker(message: cluster_pb2.Worker) -> Worker:
         else None,
         tensor_parallel=message.tensor_parallel,
         pipeline_parallel=message.pipeline_parallel,
+        left_out=message.left_out,
+        identity=message.identity,
     )

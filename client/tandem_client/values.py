@@ -212,6 +212,10 @@ class Worker:
     """Processes that share each layer of its model; 0: unknown."""
     pipeline_parallel: int = 0
     """Stages that share the layers; 0: unknown."""
+    left_out: str = ""
+    """Why it gets no work; empty: it may have work."""
+    identity: str = ""
+    """All that decides its tokens beside the request; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,7 @@ class Feed:
             "host": record.host,
             "address": record.address,
             "state": member.state,
+            "left_out": member.left_out,
             "circuit": self._metrics.circuit(record.id),
             "pages": {
                 "total": load.pages_total,

@@ -358,18 +358,32 @@ def judge_workers(workers: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
                 f"{model}: workers differ in weights or page layout, such as {' and '.join(sorted(layouts.values()))}",
                 "pages cannot pass between them: give all the same files and the same version",
             )
-        if len({str(member.get("arithmetic")) for member in ready}) > 1:
+        if differing := _differing(ready):
             yield Finding(
                 Level.NOTE,
                 "workers",
-                f"{model}: workers compute with different arithmetic",
-                "an answer that moves between them may go on with other words: use equal devices and versions",
+                f"{model}: workers differ in {', '.join(differing)}",
+                "an answer that loses its worker waits for one of the same kind: keep two of each, or make all equal",
             )
+
+
+def _differing(workers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Fields of what answers are bound to in which some of the workers differ."""
+    found: dict[str, set[str]] = {}
+    for worker in workers:
+        named = dict(worker.get("identity") or {"identity": ""})
+        named.setdefault("arithmetic", str(worker.get("arithmetic")))
+        for field, value in named.items():
+            found.setdefault(field, set()).add(str(value))
+    return sorted(field for field, values in found.items() if len(values) > 1 and field != "weights")
 
 
 def _judge_worker(worker: Mapping[str, Any]) -> Iterator[Finding]:
     name = str(worker.get("id", "-"))
-    if worker.get("state") not in ("ready", "draining"):
+    if worker.get("left_out"):
+        advice = "give gateway and workers the same files, or the worker a --model-name of its own"
+        yield Finding(Level.BAD, "workers", f"{name} gets no work: {worker['left_out']}", advice)
+    elif worker.get("state") not in ("ready", "draining"):
         yield Finding(
             Level.NOTE, "workers", f"{name} is {worker.get('state', '-')}", "see its log; others do its work meanwhile"
         )

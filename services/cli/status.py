@@ -50,6 +50,9 @@ def table(cluster: Mapping[str, Any]) -> str:
     lines = _aligned([HEADINGS, *rows]) if rows else ["no workers"]
     lines.append("")
     lines += [line for line in map(_gpu_line, workers) if line]
+    lines += [
+        f"{worker.get('id', '-')} is left out: {worker['left_out']}" for worker in workers if worker.get("left_out")
+    ]
     models = sorted({str(worker.get("model", "-")) for worker in workers})
     if models:
         lines.append(f"model     {', '.join(models)}")

@@ -25,6 +25,8 @@ from services.cluster.keys import Keys
 from services.cluster.store import Script, Store, run_script, thread_client
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import LeaseLost, StoreUnavailable
+from services.runtime.identity import identity_key
+from services.runtime.model_facts import ModelFacts
 
 LEASE_TTL_S = 3.0
 LEASE_BEAT_S = 1.0
@@ -60,8 +62,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["starting", "ready", "draining"]
     model: ShortText
     exact: bool
+    identity: ShortText = ""
+    """All that decides its tokens, as text of an `AnswerIdentity`; empty: unknown, and equal to nobody's."""
+    facts: ModelFacts | None = None
+    """What it must agree on with its gateway; None: unknown."""
     arithmetic: ShortText = ""
-    """Names what its results depend on beside the inputs; empty: unknown."""
+    """Names how it computes, for people; empty: unknown."""
     page_size: Count
     """Tokens per page."""
     layout_fingerprint: ShortText
@@ -87,6 +93,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     pages_used: Count = 0
     running: Count = 0
     waiting: Count = 0
+
+    @property
+    def identity_key(self) -> str:
+        """What an answer that it began is bound to; empty: it has no model yet."""
+        return identity_key(self.identity, layout=self.layout_fingerprint, incarnation=self.incarnation)
 
     @property
     def order(self) -> str:

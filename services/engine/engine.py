@@ -6,6 +6,8 @@ and what their speed is compared with.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -21,7 +23,7 @@ from services.engine.config import ModelConfig, load_config
 from services.engine.decoder import TorchDecoder
 from services.engine.host_tier import HostTier
 from services.engine.memory import num_pool_pages, num_tier_bytes
-from services.engine.model import Model, load_model
+from services.engine.model import ENGINE, Model, load_model
 from services.engine.pages import PageAllocator, PageLayout, PageLease, PagePool, num_pages_for
 from services.engine.parallel.group import RankGroup
 from services.engine.parallel.shard import SINGLE, Parallelism
@@ -38,6 +40,7 @@ from services.engine.step import (
 )
 from services.engine.swap import SwapSpace
 from services.runtime.errors import ConfigError, InvalidRequest, TandemError
+from services.runtime.identity import AnswerIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -85,16 +88,34 @@ class EngineParts:
         else:
             self.model.close()
 
-    def record_fields(self) -> dict[str, Any]:
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The longest sequence that the model computes and the pool holds."""
+        return min(self.model_config.context_length_tokens, self.pool.num_pages * self.pool.layout.page_size)
+
+    def identity(self, *, vocabulary: str, grammars: str) -> AnswerIdentity:
+        """All that decides the tokens which it gives; the engine itself has seen no tokenizer and no grammar."""
+        return AnswerIdentity(
+            engine=ENGINE,
+            weights=self.fingerprint,
+            config=_config_digest(self.model_config),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            arithmetic=self.model.arithmetic,
+            vocabulary=vocabulary,
+            grammars=grammars,
+        )
+
+    def record_fields(self, identity: AnswerIdentity) -> dict[str, Any]:
         """What others must know of this engine, as fields of a WorkerRecord."""
         layout = self.pool.layout
         return {
             "exact": self.model.exact,
-            "arithmetic": self.model.arithmetic,
+            "identity": identity.text,
+            "arithmetic": identity.numerics,
             "layout_fingerprint": self.fingerprint,
             "tensor_parallel": self.parallelism.tensor,
             "pipeline_parallel": self.parallelism.pipeline,
-            "max_sequence_tokens": min(self.model_config.context_length_tokens, self.pool.num_pages * layout.page_size),
+            "max_sequence_tokens": self.max_sequence_tokens,
             "kv_bytes_per_token": layout.page_bytes // layout.page_size,
         }
 
@@ -160,6 +181,12 @@ def load_engine(
         raise
 
 
+def _config_digest(config: ModelConfig) -> str:
+    """16 hex digits over all that the engine reads of config.json: the same weights may be rotated otherwise."""
+    values = dataclasses.asdict(config) | {"eos_token_ids": sorted(config.eos_token_ids)}
+    return hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()[:16]
+
+
 def _with_pool(
     model: Model,
     ranks: RankGroup | None = None,
@@ -223,7 +250,7 @@ def load_warm_engine(model_dir: str | Path, **settings: Any) -> EngineParts:
         ConfigError: a setting is wrong, or the pool would not fit into memory.
     """
     parts = load_engine(model_dir, **settings)
-    num_tokens = min(WARM_UP_TOKENS, parts.record_fields()["max_sequence_tokens"] - WARM_UP_STEPS)
+    num_tokens = min(WARM_UP_TOKENS, parts.max_sequence_tokens - WARM_UP_STEPS)
     if num_tokens > 0:
         sampling = Sampling(max_tokens=WARM_UP_STEPS)
         try:

@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 # Enters the fingerprint: raise it when the meaning of a page's bytes changes.
 PAGE_FORMAT = 1
 
+ENGINE = "tandem/1"
+"""This engine and the version of its numerics: raise it when a change of the Python code changes any token, as one of
+sampling or of the decoders may. Changes of the CPU kernels and of torch are named by `Model.arithmetic`."""
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -62,7 +66,9 @@ class Model:
         self.fingerprint = fingerprint
         self.kernels = kernels
         self.exact = kernels is not None
-        self.arithmetic = arithmetic_of(kernels)
+        self.arithmetic = arithmetic_of(kernels, placement.device)
+        if placement.device.type == "cuda":
+            self.arithmetic += f"/{type(decoder).__name__}"
         self.dtype = placement.dtype
         self.device = placement.device
         self._rope = RopeTable(config, device=self.device)
@@ -144,7 +150,11 @@ def load_model(
     try:
         if files is not None:
             loaded = load_shared_weights(
-                config, source.checkpoint, source.placement, arithmetic=arithmetic_of(kernels), files=files
+                config,
+                source.checkpoint,
+                source.placement,
+                arithmetic=arithmetic_of(kernels, source.placement.device),
+                files=files,
             )
         else:
             weights = load_weights(config, source.checkpoint, source.placement)
@@ -197,9 +207,13 @@ def open_model(model_dir: str | Path, *, dtype: str, device: str, use_kernels: b
     return ModelSource(config, checkpoint, placement, kernels)
 
 
-def arithmetic_of(kernels: Kernels | None) -> str:
-    """Names what results depend on beside the inputs."""
-    return "torch" if kernels is None else kernels.arithmetic
+def arithmetic_of(kernels: Kernels | None, device: torch.device) -> str:
+    """Names what results depend on beside the inputs: the kernels, the version of torch and the GPU."""
+    parts = [] if kernels is None else [kernels.arithmetic]
+    parts.append(f"torch-{torch.__version__}")
+    if device.type == "cuda":
+        parts.append(torch.cuda.get_device_name(device).replace(" ", "-"))
+    return "/".join(parts)
 
 
 def _make_decoder(config: ModelConfig, weights: ModelWeights, kernels: Kernels | None) -> Decoder:

@@ -106,6 +106,8 @@ class Session:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     told_gpu: worker_pb2.GpuFacts | None = None
     """What the gateway was told of the GPU last."""
+    left_out: str = ""
+    """Why the gateway gives this worker no work; empty: it may."""
 
 
 class Emission(NamedTuple):
@@ -256,6 +258,11 @@ class SessionServer:
 
     async def _handle(self, session: Session, command: Any) -> None:
         name = command.WhichOneof("command")
+        if name == "left_out":
+            session.left_out = command.left_out.reason
+            found = {"gateway": session.gateway_incarnation[:8], "reason": session.left_out}
+            logger.warning("a gateway gives this worker no work: it serves another model under that name", extra=found)
+            return
         handler = self._handlers.get(name or "")
         if handler is None:
             raise InvalidRequest(f"a session does not take the command {name or 'without content'}", field="command")
@@ -323,6 +330,8 @@ class SessionServer:
             return
         session.is_closed = True
         session.error = error
+        if session.left_out:
+            logger.info("the gateway that gave this worker no work has gone", extra={"reason": session.left_out})
         if is_broken:
             session.pending.clear()
             session.num_pending = 0

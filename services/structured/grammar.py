@@ -11,6 +11,7 @@ which meets a `GrammarState` as its `Grammar`, nor requests.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import re
 import secrets
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 ANY_OBJECT = '{"type":"object"}'
 """The schema of JSON mode."""
 
+FORM_VERSION = 1
+"""Raise it when the same form becomes another grammar."""
 MAX_REASON_CHARS = 300
 MAX_CACHED_GRAMMARS = 32
 MAX_CACHED_TOKENIZERS = 2
@@ -73,6 +76,11 @@ class TooComplex(UnusableSchema):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code="grammar_too_complex")
+
+
+def grammar_library() -> str:
+    """What decides which tokens a form allows: the library and its version, and the version of our grammars."""
+    return f"llguidance-{importlib.metadata.version('llguidance')}/{FORM_VERSION}"
 
 
 def check_form(form: AnswerForm) -> None:

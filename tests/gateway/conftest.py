@@ -22,6 +22,7 @@ from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
 from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import StoreUnavailable, WorkerUnavailable
+from services.runtime.model_facts import ModelFacts
 from services.runtime.session import Session, SessionServer, StepTokens, failed, refused
 
 STOP = inference_pb2.FINISH_REASON_STOP
@@ -188,6 +189,9 @@ class ScriptedWorker:
     fingerprint: str = "same"
     model: str = "tiny"
     arithmetic: str = ""
+    identity: str | None = None
+    """None: one that follows from the two above."""
+    facts: ModelFacts | None = None
     tenants: tuple[str, ...] = ()
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -224,6 +228,10 @@ class ScriptedWorker:
             exact=True,
             page_size=16,
             arithmetic=self.arithmetic,
+            identity=f"weights={self.fingerprint} arithmetic={self.arithmetic}"
+            if self.identity is None
+            else self.identity,
+            facts=self.facts,
             tenants=self.tenants,
             layout_fingerprint=self.fingerprint,
             max_sequence_tokens=self.max_sequence_tokens,

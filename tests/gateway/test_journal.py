@@ -413,7 +413,7 @@ class FakeRequests:
         prompt = list(call.prompts[0])
         return self._begin(call.request_id, [StoredChoice(prompt, each) for each in how], call.tenant)
 
-    def only_layout(self, model):
+    def only_identity(self, model):
         return "weights"
 
     def adopt(self, stored, call=None):

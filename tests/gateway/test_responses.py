@@ -892,7 +892,7 @@ async def test_error_in_a_stream_names_the_member_of_this_api(make_system, worke
     system = await make_system()
     broken = InvalidRequest("response_format cannot go on", field="response_format")
     # Workers' own errors come without the member's name.
-    monkeypatch.setattr(status, "from_wire", lambda *_: broken)
+    monkeypatch.setattr("gateway.sessions._blamed", lambda _: broken)
 
     async def decode(attempt):
         attempt.emit(worker_pb2.Admitted())
@@ -951,7 +951,7 @@ async def test_error_before_the_first_event_is_a_status(make_system, worker_type
 
     await system.add(worker_type("decode", "decode-0", decode))
     for stream in (False, True):
-        response = await ask(system, stream=stream, http_status=400)
+        response = await ask(system, stream=stream, http_status=503)
         assert "error" in response.json()
 
 

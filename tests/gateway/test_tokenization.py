@@ -21,7 +21,7 @@ quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthC
 
 
 def from_json(tokenizer_json, chat_template=None):
-    return ModelTokenizer(ModelFiles(None, 1, 1, (), tokenizer_json, chat_template))
+    return ModelTokenizer(ModelFiles(None, None, tokenizer_json, chat_template))
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +293,7 @@ async def test_marks_of_the_guard_cannot_be_forged(model, tokenizer):
 )
 async def test_templates_render_as_in_transformers(model_folder, reference, source):
     files = read_model_files(model_folder)
-    model = ModelTokenizer(ModelFiles(files.folder, 1, 1, (), files.tokenizer_json, source, files.special_tokens))
+    model = ModelTokenizer(ModelFiles(files.folder, files.facts, files.tokenizer_json, source, files.special_tokens))
     chat = [{"role": "user", "content": " ab "}, {"role": "user", "content": "x"}]
     expected = reference.apply_chat_template(chat, chat_template=source, add_generation_prompt=True, return_dict=False)
     assert await model.encode_chat(chat) == expected
@@ -340,7 +340,8 @@ def rewrite(folder, name, change):
 
 def test_model_files(model_folder, tmp_path):
     files = read_model_files(model_folder)
-    assert (files.vocab_size, files.context_length_tokens, files.eos_token_ids) == (401, 512, (1,))
+    facts = files.facts
+    assert (facts.vocab_size, facts.context_length_tokens, facts.eos_token_ids) == (401, 512, (1,))
     assert files.special_tokens == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
 
 
@@ -381,7 +382,7 @@ def test_optional_files(model_folder, tmp_path):
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 4]}')
     (folder / "chat_template.jinja").write_text("from the file")
     files = read_model_files(folder)
-    assert files.eos_token_ids == (1, 4)
+    assert files.facts.eos_token_ids == (1, 4)
     assert files.chat_template == "from the file"
     rewrite(folder, "tokenizer_config.json", {"chat_template": [{"name": "default", "template": "named"}]})
     (folder / "chat_template.jinja").unlink()

@@ -18,13 +18,13 @@ PROMPT = (2, 100)
 def record(worker_id, **facts):
     """Of a worker that has no address yet, so that nobody connects to it."""
     facts = {"kv_bytes_per_token": 100, "page_size": 16, "layout_fingerprint": "same", "tenants": ()} | facts
+    facts = {"identity": f"weights={facts['layout_fingerprint']}", "incarnation": "0" * 32} | facts
     return WorkerRecord(
         id=worker_id,
         role="prefill" if worker_id.startswith("p") else "decode",
         pid=1,
         host="localhost",
         address="",
-        incarnation="0" * 32,
         started_unix_ns=0,
         state="starting",
         model="m",
@@ -38,8 +38,8 @@ def record(worker_id, **facts):
 async def make_topology():
     made = []
 
-    def make(*records):
-        topology = Topology(gateway_incarnation="1" * 32, on_change=lambda: None)
+    def make(*records, **settings):
+        topology = Topology(gateway_incarnation="1" * 32, on_change=lambda: None, **settings)
         made.append(topology)
         topology.take_membership(records)
         for member in topology.members():
@@ -154,8 +154,63 @@ async def test_the_share_that_is_free_is_that_of_the_emptiest_worker_one_may_use
 async def test_weights_that_others_do_not_have_are_a_lane_of_their_own(make_topology):
     topology = make_topology(record("d-0"), record("d-1", tenants=("t",)))
     lane = functools.partial(topology.lane_of, "m")
-    assert (lane("u", "same"), lane("t", "same")) == ("", "t")
-    topology.take_membership([record("d-0"), record("d-1", layout_fingerprint="other")])
+    same, other = record("d-0"), record("d-1", layout_fingerprint="other")
+    assert (lane("u", same.identity_key), lane("t", same.identity_key)) == ("", "t")
+    topology.take_membership([same, other])
     for worker_id in ("d-0", "d-1"):
         come_up(member_of(topology, worker_id), Load())
-    assert len({lane("u"), lane("u", "same"), lane("u", "other")}) == 3
+    assert len({lane("u"), lane("u", same.identity_key), lane("u", other.identity_key)}) == 3
+
+
+DTYPES = ("weights=same dtype=bfloat16", "weights=same dtype=float32")
+
+
+async def test_an_answer_goes_on_only_where_all_that_decides_its_tokens_is_the_same(make_topology):
+    one, two = (record(f"d-{n}", identity=text) for n, text in enumerate(DTYPES))
+    prefill = record("p-0", identity=DTYPES[0])
+    topology = make_topology(one, two, prefill)
+    assert topology.decode_ids("m", tenant="", bound_to=one.identity_key) == {"d-0"}
+    assert topology.decode_ids("m", tenant="") == {"d-0", "d-1"}
+    assert topology.prefill_ids("m", decode=member_of(topology, "d-0").session.peer) == ["p-0"]
+    assert topology.prefill_ids("m", decode=member_of(topology, "d-1").session.peer) == []
+    assert not topology.can_take_over("d-1", member_of(topology, "d-0").session.peer)
+    assert not topology.is_uniform("m")
+    assert [member.is_exact for member in topology.members()] == [False] * 3
+
+
+async def test_who_allows_it_gets_answers_that_go_on_inexactly_and_are_told_so(make_topology):
+    one, two = (record(f"d-{n}", identity=text) for n, text in enumerate(DTYPES))
+    other_weights = record("d-2", identity="weights=other dtype=bfloat16", layout_fingerprint="other")
+    topology = make_topology(one, two, other_weights, allows_inexact=True)
+    assert topology.decode_ids("m", tenant="", bound_to=one.identity_key) == {"d-0", "d-1"}
+    assert topology.can_take_over("d-1", member_of(topology, "d-0").session.peer)
+    topology.take_membership([one])
+    come_up(member_of(topology, "d-0"), Load())
+    assert not member_of(topology, "d-0").is_exact
+
+
+async def test_a_worker_that_does_not_say_what_it_computes_with_is_like_no_other(make_topology):
+    """Two of an older version may differ in what neither says."""
+    older = [record(f"d-{n}", identity="", incarnation=str(n) * 32) for n in range(2)]
+    topology = make_topology(*older)
+    assert topology.decode_ids("m", tenant="", bound_to=older[0].identity_key) == {"d-0"}
+    assert [member.is_exact for member in topology.members()] == [False] * 2
+    topology.take_membership(older[:1])
+    come_up(member_of(topology, "d-0"), Load())
+    assert not topology.members()[0].is_exact
+
+
+async def test_a_worker_that_is_left_out_is_in_no_rotation_and_said_once(make_topology, caplog):
+    caplog.set_level("INFO")
+    topology = make_topology(
+        record("d-0"), record("d-1", max_running=1), judge=lambda one: "it is wrong" * one.max_running
+    )
+    wrong = member_of(topology, "d-1")
+    assert (wrong.state, wrong.left_out) == ("left_out", "it is wrong")
+    assert topology.decode_ids("m", tenant="") == {"d-0"}
+    topology.take_membership([record("d-0"), record("d-1", max_running=1)])
+    wrong.session.is_up = False
+    topology.take_membership([record("d-0")])
+    said = [(line.message, line.worker) for line in caplog.records if "left out" in line.message]
+    assert [worker for _, worker in said] == ["d-1", "d-1"]
+    assert "has gone" in said[1][0]

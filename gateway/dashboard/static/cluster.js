@@ -3,7 +3,7 @@
 import {$, count, make, rate, say, time} from "./dom.js";
 
 const PAGES = [["used", "by requests now"], ["reserved", "for a transfer in flight"], ["cached", "content kept until somebody needs the room"], ["free", "nothing in them"]];
-const STATES = {ready: "●", starting: "◌", draining: "◐", lost: "✕"};
+const STATES = {ready: "●", starting: "◌", draining: "◐", lost: "✕", left_out: "⊘"};
 const CIRCUITS = {open: "left alone: slow, silent or erring", half_open: "being tried with one request"};
 const cards = new Map();
 const columns = {};
@@ -61,7 +61,7 @@ class Card {
 
   update(worker) {
     const {pages} = worker;
-    say(this.state, `${STATES[worker.state] ?? "?"} ${worker.state}`);
+    say(this.state, `${STATES[worker.state] ?? "?"} ${worker.state.replace("_", " ")}`);
     this.state.dataset.state = worker.state;
     PAGES.forEach(([state], index) => {
       this.bar.children[index].style.flexGrow = pages[state];
@@ -92,6 +92,7 @@ function speeds(worker) {
 
 function troubles(worker) {
   const said = [];
+  if (worker.left_out) said.push(`⚠ gets no work: ${worker.left_out}`);
   if (CIRCUITS[worker.circuit]) said.push(`⚠ ${CIRCUITS[worker.circuit]}`);
   if (worker.gpu && worker.gpu.state !== "ok") said.push(`⚠ GPU ${worker.gpu.state}: ${worker.gpu.reasons.join(", ")}`);
   return said;

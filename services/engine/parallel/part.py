@@ -57,7 +57,7 @@ class RankPart:
     def facts(self) -> dict[str, Any]:
         """What rank 0 must know of it."""
         return {
-            "arithmetic": arithmetic_of(self.source.kernels),
+            "arithmetic": arithmetic_of(self.source.kernels, self.source.placement.device),
             "row_sums": {name: f"{value:x}" for name, value in self.row_sums.items()},
         }
 

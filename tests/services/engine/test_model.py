@@ -210,7 +210,7 @@ def test_model_serves_without_kernels_and_says_so(checkpoint, monkeypatch, caplo
     monkeypatch.setattr(model_module, "load_kernels", fail)
     model: Model = load_model(checkpoint("llama-mha"), device="cpu")
     assert not model.exact
-    assert model.arithmetic == "torch"
+    assert model.arithmetic == f"torch-{torch.__version__}"
     assert "there is no C++ compiler" in caplog.text
 
 

@@ -141,7 +141,7 @@ def test_answers_and_pages_are_those_of_one_process_until_a_rank_is_killed(check
     one, two = load(folder), load(folder, tensor_parallel=2)
     assert two.fingerprint == one.fingerprint
     assert two.model.exact
-    assert two.record_fields()["tensor_parallel"] == 2
+    assert two.parallelism.tensor == 2
     outputs = [run_all(parts) for parts in (one, two)]
     assert outputs[0] == outputs[1]
     assert bool((one.pool.bytes == two.pool.bytes).all())
