@@ -59,7 +59,7 @@ async def _serve(
         metrics = WorkerMetrics(worker_id=settings.id)
         worker, receiver = _worker(settings, incarnation, parts, metrics, lease, publisher, gpu, speculator)
         metrics.serve(settings, worker.load)
-        server = rpc.make_server([SERVICE_NAME, LINK_SERVICE_NAME])
+        server = rpc.make_server([SERVICE_NAME, LINK_SERVICE_NAME], with_reflection=False, incarnation=incarnation)
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(Servicer(worker.sessions), server.server)
         link_pb2_grpc.add_LinkServicer_to_server(receiver, server.server)
         address = settings.address(await server.start(settings.host, settings.port))
@@ -105,7 +105,9 @@ def _lease(settings: DecodeWorkerConfig, incarnation: str, stop: asyncio.Event) 
         return None
     leave = on_this_loop(lambda _: stop.set())
     record = WorkerRecord(role="decode", **settings.record_fields(incarnation=incarnation))
-    lease = WorkerLease(settings.redis, cluster=settings.cluster, record=record, on_lost=leave)
+    lease = WorkerLease(
+        settings.redis, cluster=settings.cluster, record=record, on_lost=leave, secrets=settings.secrets
+    )
     lease.start()
     return lease
 

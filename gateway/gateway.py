@@ -51,6 +51,7 @@ from services.cluster.registry import Membership, WorkerRecord, new_incarnation,
 from services.cluster.store import Store
 from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
+from services.runtime.cluster_secret import Secrets
 from services.runtime.errors import Overloaded
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.lanes import LaneOrder
@@ -73,10 +74,11 @@ class Gateway:
     """Everything that one process serves. Raises ModelError if a model folder cannot be used, ConfigError for the
     models file.
 
-    To be made on the event loop that runs it.
+    With `secrets` only workers are used whose records a holder of one has signed. To be made on the event loop that
+    runs it.
     """
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, *, secrets: Secrets | None = None) -> None:
         entries = _entries(config)
         catalog = load_catalog(entries)
         self.incarnation = new_incarnation()
@@ -85,6 +87,7 @@ class Gateway:
         self.admin_port = 0
         self.operator_port = 0
         self._config = config
+        self._secrets = secrets
         self._store = Store(config.redis, cluster=config.cluster)
         self._placements = PlacementWriter(PlacementStore(self._store))
         self._quarantine = Quarantine(self._store)
@@ -288,7 +291,7 @@ class Gateway:
                     await self._grpc.set_serving(was_ready, INFERENCE_SERVICE)
 
     async def _follow_workers(self) -> None:
-        watch = cast(AsyncGenerator[Membership, None], watch_workers(self._store))
+        watch = cast(AsyncGenerator[Membership, None], watch_workers(self._store, secrets=self._secrets))
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
                 self.topology.take_membership(membership.workers, is_stale=membership.is_stale)

@@ -58,10 +58,13 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from services.runtime.rpc import error_from_rpc, make_channel
+from services.runtime.rpc import check_answer, error_from_rpc, make_channel, metadata_of, prove, refusal
 
 OPENING_SHARE = 0.8
 """Of the time for a Link, that for opening one channel: there must be some left for the next one."""
+
+CONNECT, PROBE = "/tandem.v1.Link/Connect", "/tandem.v1.Link/Probe"
+"""Methods as proofs name them."""
 
 _Call = grpc.aio.StreamStreamCall[link_pb2.LinkMessage, link_pb2.LinkMessage]
 _log = logging.getLogger(__name__)
@@ -389,7 +392,14 @@ class SendLinks:
         try:
             stub = link_pb2_grpc.LinkStub(rpc_channel)
             hello = self._hello(peer_incarnation, self._transports)
-            measured = await probing.measure(stub.Probe, hello, self._open_channel)
+
+            async def begin() -> _Call:
+                proof = await prove(rpc_channel, PROBE, incarnation=peer_incarnation)
+                call = stub.Probe(metadata=metadata_of(proof))
+                await check_answer(proof, call)
+                return call
+
+            measured = await probing.measure(begin, hello, self._open_channel)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
@@ -417,7 +427,9 @@ class SendLinks:
         rpc_channel = make_channel(address)
         call: _Call | None = None
         try:
-            call = link_pb2_grpc.LinkStub(rpc_channel).Connect()
+            proof = await prove(rpc_channel, CONNECT, incarnation=peer_incarnation)
+            call = link_pb2_grpc.LinkStub(rpc_channel).Connect(metadata=metadata_of(proof))
+            await check_answer(proof, call)
             ack = await _greet(call, hello)
             self._check(hello, ack)
             channel = await self._open_channel(hello, ack)
@@ -749,6 +761,9 @@ async def _open_channel(transport: Transport, hello: Hello, ack: HelloAck, timeo
 
 def _link_error(error: grpc.aio.AioRpcError) -> TandemError:
     """Return what the end of the stream means: the receiver's own reason, or that it cannot be reached."""
+    refused = refusal(error)
+    if refused is not None:
+        return refused
     meant = error_from_rpc(error)
     is_reason = isinstance(meant, WorkerUnavailable | TransferFailed | LayoutMismatch | Overloaded)
     return meant if is_reason else WorkerUnavailable("the Link to the receiver broke")

@@ -51,7 +51,7 @@ async def _serve(
         metrics = WorkerMetrics(worker_id=settings.id)
         worker = _worker(settings, incarnation, parts, metrics, lease, publisher, gpu)
         metrics.serve(settings, worker.load)
-        server = rpc.make_server([SERVICE_NAME])
+        server = rpc.make_server([SERVICE_NAME], with_reflection=False, incarnation=incarnation)
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(Servicer(worker.sessions), server.server)
         address = settings.address(await server.start(settings.host, settings.port))
         if lease is not None:
@@ -68,7 +68,9 @@ def _lease(settings: PrefillWorkerConfig, incarnation: str, stop: asyncio.Event)
         return None
     leave = on_this_loop(lambda _: stop.set())
     record = WorkerRecord(role="prefill", **settings.record_fields(incarnation=incarnation))
-    lease = WorkerLease(settings.redis, cluster=settings.cluster, record=record, on_lost=leave)
+    lease = WorkerLease(
+        settings.redis, cluster=settings.cluster, record=record, on_lost=leave, secrets=settings.secrets
+    )
     lease.start()
     return lease
 

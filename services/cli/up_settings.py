@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.runtime.config import choice, flag, integer, number, option, path, size_bytes, text, url
+from services.runtime.config import choice, flag, integer, number, option, path, secret, size_bytes, text, url
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
@@ -62,6 +62,15 @@ class UpSettings:
         path(),
         default=None,
         help="PEM file of the CA whose certificates the processes show each other. Not given: TLS is for clients only.",
+    )
+    cluster_secret_file: Path | None = option(
+        path(),
+        default=None,
+        help="File with the secret that the cluster's processes prove to each other: 1 to 4 lines of at least 32 "
+        "characters, read again for each proof. Not given: the one in Redis, or with --tls-ca none.",
+    )
+    cluster_secret: str | None = option(
+        secret(), default=None, help="The secret itself, instead of --cluster-secret-file."
     )
     transport: str = option(
         choice("auto", "shm", "tcp", "nccl", "cuda_ipc"),

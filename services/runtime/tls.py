@@ -46,6 +46,8 @@ OPEN_SERVICES = frozenset(
         "tandem.v1.Inference",
         # The servicer itself asks for an operator's certificate or an admin's key.
         "tandem.v1.Cluster",
+        # Gives nonces to callers that are about to prove themselves.
+        "tandem.v1.Membership",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
         "grpc.reflection.v1.ServerReflection",
