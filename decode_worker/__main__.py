@@ -22,7 +22,7 @@ from services.engine.engine import EngineParts, load_warm_engine
 from services.runtime import config, process, rpc
 from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
-from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_service, serve_until_drained
+from services.runtime.worker_host import channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
 from services.runtime.worker_metrics import WorkerMetrics
 from services.structured.grammar import Grammars
 
@@ -156,6 +156,7 @@ def _worker(
             generations=parts.allocator,
             transports=transports,
             counters=counters,
+            tls=channel_tls(settings),
             on_channels=None if lease is None else lambda channels: lease.update(channels=named_channels(channels)),
         ),
         incarnation=incarnation,
@@ -182,6 +183,7 @@ def _worker(
         host=settings.host,
         advertise_host=settings.advertise_host,
         counters=counters,
+        tls=channel_tls(settings),
     )
     worker.attach(receiver)
     return worker, receiver

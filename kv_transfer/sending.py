@@ -46,6 +46,7 @@ from kv_transfer.protocol.sender import SenderLink
 from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.transports.base import AnySendChannel, ChannelBroken, DeviceSendChannel, RingSpec, Transport
 from kv_transfer.transports.registry import AUTO, Reach, Transports, in_order
+from kv_transfer.transports.tls import ChannelTls
 from protos import link_pb2, link_pb2_grpc
 from services.engine.pages import PagePool
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
@@ -189,7 +190,7 @@ class SendLinks:
     offer, best first. `auto` stands for all that these pages can use. The first Link to a receiver takes the first of
     them that opens, so that no request waits for a measurement; they are measured a little later, and where that finds
     a better one, a Link over it takes the place of the first. `on_channels` is told, on the event loop, the channel to
-    each receiver (by its worker id) whenever that changes.
+    each receiver (by its worker id) whenever that changes. With `tls` pages leave the host encrypted or not at all.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class SendLinks:
         clock: Clock = SYSTEM_CLOCK,
         timeouts: Timeouts | None = None,
         counters: Counters | None = None,
+        tls: ChannelTls | None = None,
         on_channels: Callable[[Mapping[str, str]], None] | None = None,
     ) -> None:
         self.counters = counters or Counters()
@@ -218,7 +220,7 @@ class SendLinks:
         self._generations = generations
         self._pool = pool
         warm_up(pool)
-        self._available = Transports(pool.data.device, pool.layout.page_bytes)
+        self._available = Transports(pool.data.device, pool.layout.page_bytes, tls)
         self._transports = self._available.resolve(transports)
         self._is_auto = AUTO in transports
         self._reach = Reach(identity.host_id).at(pool.data.device)

@@ -17,7 +17,7 @@ from services.cluster.registry import WorkerLease, WorkerRecord, named_channels,
 from services.engine.engine import EngineParts, load_warm_engine
 from services.runtime import config, process, rpc
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
-from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_service, serve_until_drained
+from services.runtime.worker_host import channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
 from services.runtime.worker_metrics import WorkerMetrics
 from services.structured.grammar import Grammars
 
@@ -116,6 +116,7 @@ def _worker(
             generations=parts.allocator,
             transports=(settings.transport,),
             counters=counters,
+            tls=channel_tls(settings),
             on_channels=None if lease is None else lambda channels: lease.update(channels=named_channels(channels)),
         ),
         incarnation=incarnation,

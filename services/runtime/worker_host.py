@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from services.runtime import logs, process, telemetry
+from services.runtime import logs, process, rpc, telemetry
 from services.runtime.attempts import Moved
 from services.runtime.clock import Deadline
 from services.runtime.config import is_loopback
@@ -197,6 +197,12 @@ def worker_identity(settings: WorkerConfig, *, role: str) -> Identity | None:
     if settings.insecure and not is_within_host:
         logger.warning("KV pages on the channel tcp or nccl are not encrypted, as --insecure asks for it")
     return Identity(settings.tls, roles=(role,))
+
+
+def channel_tls(settings: WorkerConfig) -> Identity | None:
+    """What pages are encrypted with on their way to and from other hosts; None: they are not."""
+    identity = rpc.identity()
+    return identity if identity is not None and identity.is_mutual and not settings.insecure else None
 
 
 def _join(settings: WorkerConfig, *, role: str) -> None:
