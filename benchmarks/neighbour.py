@@ -159,7 +159,9 @@ def main() -> None:
 def show(figures: dict[str, Any]) -> None:
     """The report."""
     for name, phase in figures.items():
-        print(f"{name}: {({key: round(value, 2) if isinstance(value, float) else value for key, value in phase.items()})}")
+        print(
+            f"{name}: { ({key: round(value, 2) if isinstance(value, float) else value for key, value in phase.items()}) }"
+        )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from services.runtime import config, process, rpc
 from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
 from services.runtime.model_facts import read_model_facts
-from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_service, serve_until_drained
+from services.runtime.worker_host import channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
 from services.runtime.worker_metrics import WorkerMetrics
 from services.structured.grammar import Grammars, grammar_library
 
@@ -64,7 +64,7 @@ async def _serve(
             settings, incarnation, parts, identity.numerics, metrics, lease, publisher, gpu, speculator
         )
         metrics.serve(settings, worker.load)
-        server = rpc.make_server([SERVICE_NAME, LINK_SERVICE_NAME])
+        server = rpc.make_server([SERVICE_NAME, LINK_SERVICE_NAME], with_reflection=False, incarnation=incarnation)
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(Servicer(worker.sessions), server.server)
         link_pb2_grpc.add_LinkServicer_to_server(receiver, server.server)
         address = settings.address(await server.start(settings.host, settings.port))
@@ -111,7 +111,9 @@ def _lease(settings: DecodeWorkerConfig, incarnation: str, stop: asyncio.Event) 
         return None
     leave = on_this_loop(lambda _: stop.set())
     record = WorkerRecord(role="decode", **settings.record_fields(incarnation=incarnation))
-    lease = WorkerLease(settings.redis, cluster=settings.cluster, record=record, on_lost=leave)
+    lease = WorkerLease(
+        settings.redis, cluster=settings.cluster, record=record, on_lost=leave, secrets=settings.secrets
+    )
     lease.start()
     return lease
 
@@ -161,6 +163,7 @@ def _worker(
             generations=parts.allocator,
             transports=transports,
             counters=counters,
+            tls=channel_tls(settings),
             on_channels=None if lease is None else lambda channels: lease.update(channels=named_channels(channels)),
         ),
         incarnation=incarnation,
@@ -187,6 +190,7 @@ def _worker(
         host=settings.host,
         advertise_host=settings.advertise_host,
         counters=counters,
+        tls=channel_tls(settings),
     )
     worker.attach(receiver)
     return worker, receiver

@@ -6,6 +6,7 @@ import sys
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from services.runtime import config, logs, process, rpc, telemetry
+from services.runtime.membership import Member
 from services.runtime.tls import Identity
 
 COLLECT_AFTER = (5_000, 20, 10)
@@ -20,6 +21,8 @@ def main() -> None:
     logs.setup(settings.log_level, service="gateway")
     process.be_nice(settings.nice)
     rpc.set_identity(None if settings.tls is None else Identity(settings.tls, roles=("gateway",)))
+    if settings.secrets is not None:
+        rpc.set_member(Member(settings.secrets, "gateway"))
     telemetry.setup("gateway", settings.otlp, sample=settings.trace_sample)
     try:
         process.run_async(serve(settings))
@@ -29,7 +32,7 @@ def main() -> None:
 
 async def serve(settings: GatewayConfig) -> None:
     """Serves until a signal comes."""
-    gateway = Gateway(settings)
+    gateway = Gateway(settings, secrets=settings.secrets)
     with process.stop_signals() as stop:
         await gateway.start()
         # What was made for good is not looked at again by every full collection, which would stall all streams.

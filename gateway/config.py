@@ -1,9 +1,11 @@
 """The gateway's settings."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.cluster.keys import CLUSTER_NAME_PATTERN
+from services.runtime.cluster_secret import Secrets
 from services.runtime.config import (
     HOSTS,
     HOSTS_RULE,
@@ -15,6 +17,7 @@ from services.runtime.config import (
     number,
     option,
     path,
+    secret,
     size_bytes,
     text,
     url,
@@ -212,6 +215,15 @@ class GatewayConfig:
         help="PEM file of the CA whose certificates the cluster's processes show each other. Not given: workers are "
         "reached without TLS.",
     )
+    cluster_secret_file: Path | None = option(
+        path(),
+        default=None,
+        help="File with the secret that the cluster's processes prove to each other: 1 to 4 lines of at least 32 "
+        "characters, read again for each proof. Not given: the one in Redis, or with --tls-ca none.",
+    )
+    cluster_secret: str | None = option(
+        secret(), default=None, help="The secret itself, instead of --cluster-secret-file."
+    )
     operator_port: int | None = option(
         integer(0, 65535),
         default=None,
@@ -266,9 +278,16 @@ class GatewayConfig:
             raise ConfigError("--models and --model or --model-name are both given; the models are one of them")
         if self.models is None and self.model is None:
             raise ConfigError("neither --model (TANDEM_MODEL) nor --models (TANDEM_MODELS) is given; one is needed")
-        _ = self.tls
+        _ = self.tls, self.secrets
         if self.operator_port is not None and self.tls_ca is None:
             raise ConfigError("--operator-port is given without --tls-ca, which signs operators' certificates")
+
+    @functools.cached_property
+    def secrets(self) -> Secrets | None:
+        """What it proves to workers; None: nothing, as TLS does it. Raises ConfigError."""
+        if self.cluster_secret_file is None and self.cluster_secret is None:
+            return None if self.tls_ca is not None else Secrets()
+        return Secrets(file=self.cluster_secret_file, value=self.cluster_secret)
 
     @property
     def tls(self) -> TlsFiles | None:

@@ -58,6 +58,7 @@ from services.cluster.registry import Membership, WorkerRecord, new_incarnation,
 from services.cluster.store import Store
 from services.runtime import process, rpc
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
+from services.runtime.cluster_secret import Secrets
 from services.runtime.errors import Overloaded
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.lanes import LaneOrder
@@ -83,10 +84,11 @@ class Gateway:
     """Everything that one process serves. Raises ModelError if a model folder cannot be used, ConfigError for the
     models file.
 
-    To be made on the event loop that runs it.
+    With `secrets` only workers are used whose records a holder of one has signed. To be made on the event loop that
+    runs it.
     """
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, *, secrets: Secrets | None = None) -> None:
         entries = _entries(config)
         catalog = load_catalog(entries)
         self.incarnation = new_incarnation()
@@ -95,6 +97,7 @@ class Gateway:
         self.admin_port = 0
         self.operator_port = 0
         self._config = config
+        self._secrets = secrets
         self._store = Store(config.redis, cluster=config.cluster)
         self._redis_away_since_s: float | None = None
         self._placements = PlacementWriter(PlacementStore(self._store))
@@ -352,7 +355,8 @@ class Gateway:
 
     async def _follow_workers(self) -> None:
         watch = cast(
-            AsyncGenerator[Membership, None], watch_workers(self._store, on_renewals=self.topology.take_renewals)
+            AsyncGenerator[Membership, None],
+            watch_workers(self._store, secrets=self._secrets, on_renewals=self.topology.take_renewals),
         )
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:

@@ -26,6 +26,7 @@ from services.runtime.answer_form import write_form
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import InvalidRequest, Overloaded, TandemError, WorkerLost, WorkerUnavailable
 from services.runtime.gpu_health import GpuFacts
+from services.runtime.membership import Proof
 from services.runtime.telemetry import TraceContext
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 
@@ -255,7 +256,8 @@ class WorkerSession(ABC):
             async with rpc.make_channel(self.peer.address) as channel:
                 await self._serve(channel)
         except grpc.aio.AioRpcError as rpc_error:
-            error = WorkerUnavailable(f"{self.peer.worker_id} cannot be reached ({rpc_error.code().name})")
+            cannot = WorkerUnavailable(f"{self.peer.worker_id} cannot be reached ({rpc_error.code().name})")
+            error = rpc.refusal(rpc_error) or cannot
         except TimeoutError:
             error = WorkerUnavailable(f"{self.peer.worker_id} did not answer within {CONNECT_TIMEOUT_S:g} s")
         except WorkerUnavailable as own_error:
@@ -327,8 +329,11 @@ class WorkerSession(ABC):
         """Whether a message came after this time of the event loop."""
         return self._heard_at_s > time_s
 
+    _method: str
+    """Full name of the stream's method."""
+
     @abstractmethod
-    def _open_stream(self, channel: grpc.aio.Channel) -> Any: ...
+    def _open_stream(self, channel: grpc.aio.Channel, proof: Proof | None) -> Any: ...
 
     @abstractmethod
     def _command(self, **command: Any) -> Any: ...
@@ -337,10 +342,13 @@ class WorkerSession(ABC):
     def _commands(self, commands: list[Any]) -> Any: ...
 
     async def _serve(self, channel: grpc.aio.Channel) -> None:
-        self._call = call = self._open_stream(channel)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            proof = await rpc.prove(channel, self._method, incarnation=self.peer.incarnation)
+        self._call = call = self._open_stream(channel, proof)
         writer: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await rpc.check_answer(proof, call)
                 await call.write(self._commands([self._command(hello=self._hello)]))
                 first = await call.read()
             self._take(first)
@@ -474,6 +482,8 @@ class WorkerSession(ABC):
 class DecodeSession(WorkerSession):
     """The stream to a decode worker."""
 
+    _method = "/tandem.v1.DecodeWorker/Session"
+
     def admit(self, order: SequenceOrder, *, is_local_prefill: bool, is_from_decode: bool = False) -> None:
         """Asks for capacity; Admitted or Refused follows. `is_from_decode`: another decode worker has the pages.
 
@@ -504,8 +514,8 @@ class DecodeSession(WorkerSession):
         )
         self._send(worker_pb2.DecodeCommand(hand_over=hand_over))
 
-    def _open_stream(self, channel: grpc.aio.Channel) -> Any:
-        return cast(Any, worker_pb2_grpc.DecodeWorkerStub(channel)).Session()
+    def _open_stream(self, channel: grpc.aio.Channel, proof: Proof | None) -> Any:
+        return cast(Any, worker_pb2_grpc.DecodeWorkerStub(channel)).Session(metadata=rpc.metadata_of(proof))
 
     def _command(self, **command: Any) -> worker_pb2.DecodeCommand:
         return worker_pb2.DecodeCommand(**command)
@@ -517,6 +527,8 @@ class DecodeSession(WorkerSession):
 class PrefillSession(WorkerSession):
     """The stream to a prefill worker."""
 
+    _method = "/tandem.v1.PrefillWorker/Session"
+
     def prefill(self, order: SequenceOrder, *, decode: Peer) -> None:
         """Has the prompt computed and its pages sent to `decode`, which has admitted the attempt."""
         prefill = worker_pb2.Prefill(
@@ -524,8 +536,8 @@ class PrefillSession(WorkerSession):
         )
         self._send(worker_pb2.PrefillCommand(prefill=prefill))
 
-    def _open_stream(self, channel: grpc.aio.Channel) -> Any:
-        return cast(Any, worker_pb2_grpc.PrefillWorkerStub(channel)).Session()
+    def _open_stream(self, channel: grpc.aio.Channel, proof: Proof | None) -> Any:
+        return cast(Any, worker_pb2_grpc.PrefillWorkerStub(channel)).Session(metadata=rpc.metadata_of(proof))
 
     def _command(self, **command: Any) -> worker_pb2.PrefillCommand:
         return worker_pb2.PrefillCommand(**command)

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from gateway.pacing import Pace
 from gateway.sessions import DecodeSession, Load, Peer, PrefillSession, WorkerSession
 from services.cluster.registry import LEASE_TTL_S, WorkerRecord
-from services.runtime.errors import NotFound, WorkerUnavailable
+from services.runtime.errors import NotFound, NotProven, WorkerUnavailable
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.identity import has_weights_of
 from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
@@ -487,13 +487,18 @@ class Topology:
 
     async def _keep_connected(self, role: _Role, member: Member) -> None:
         """Makes a new session each time one breaks, until the worker is no longer listed."""
-        delay_s = FIRST_RECONNECT_S
+        delay_s, last_refusal = FIRST_RECONNECT_S, ""
         while True:
             started_at_s = asyncio.get_running_loop().time()
             try:
                 await member.session.run()
             except WorkerUnavailable as error:
-                logger.info("session ended", extra={"worker": member.record.id, "reason": error.message})
+                facts = {"worker": member.record.id, "reason": error.message}
+                if not isinstance(error, NotProven):
+                    logger.info("session ended", extra=facts)
+                elif last_refusal != error.message:  # once, as it is the same with each try until somebody helps
+                    logger.warning("a worker is not used: it and this gateway are not of one cluster", extra=facts)
+                    last_refusal = error.message
             if not member.is_listed:
                 self._forget_self(role, member)
                 return

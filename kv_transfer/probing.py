@@ -64,7 +64,9 @@ class Measured:
 
 
 async def measure(
-    begin: Callable[[], _Call], hello: Hello, open_channel: Callable[[Hello, HelloAck], Awaitable[AnySendChannel]]
+    begin: Callable[[], Awaitable[_Call]],
+    hello: Hello,
+    open_channel: Callable[[Hello, HelloAck], Awaitable[AnySendChannel]],
 ) -> Measured:
     """Measure the channels that the hello offers, over calls of `Probe` that `begin` makes.
 
@@ -75,7 +77,7 @@ async def measure(
     try:
         async with asyncio.timeout(LIMIT_S + max((OPENING_S.get(name, 0.0) for name in hello.transports), default=0.0)):
             while probe.left:
-                call = begin()
+                call = await begin()
                 try:
                     await probe.run(call)
                 finally:

@@ -60,6 +60,7 @@ from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.transports.base import AnyReceiveChannel, DeviceReceiveChannel, Listener, RingSpec
 from kv_transfer.transports.handshake import CHANNEL_ID_BYTES
 from kv_transfer.transports.registry import DEVICE_NAMES, Reach, Transports, choose
+from kv_transfer.transports.tls import ChannelTls
 from protos import link_pb2, link_pb2_grpc
 from services.engine.pages import PagePool
 from services.runtime.clock import SYSTEM_CLOCK, Clock
@@ -138,7 +139,8 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
     """Serves `tandem.v1.Link`; add it to the worker's gRPC server.
 
     `generations` is asked whether pages are still in the use they were set aside for. Channels that need an address
-    are opened on `host` and `port` (0 picks one); `advertise_host` is what senders are told where that differs.
+    are opened on `host` and `port` (0 picks one); `advertise_host` is what senders are told where that differs. With
+    `tls` pages come from other hosts encrypted or not at all.
     `abort` and `close` belong to the event loop's thread.
     """
 
@@ -157,6 +159,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         clock: Clock = SYSTEM_CLOCK,
         timeouts: Timeouts | None = None,
         counters: Counters | None = None,
+        tls: ChannelTls | None = None,
     ) -> None:
         self.counters = counters or Counters()
         self._identity = identity
@@ -164,7 +167,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         self._generations = generations
         self._target = target
         warm_up(pool)
-        self._available = Transports(pool.data.device, pool.layout.page_bytes)
+        self._available = Transports(pool.data.device, pool.layout.page_bytes, tls)
         self._transports = self._available.resolve(transports)
         self._reach = Reach(identity.host_id).at(pool.data.device)
         self._host, self._port, self._advertise_host = host, port, advertise_host

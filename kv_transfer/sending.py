@@ -46,6 +46,7 @@ from kv_transfer.protocol.sender import SenderLink
 from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.transports.base import AnySendChannel, ChannelBroken, DeviceSendChannel, RingSpec, Transport
 from kv_transfer.transports.registry import AUTO, Reach, Transports, in_order
+from kv_transfer.transports.tls import ChannelTls
 from protos import link_pb2, link_pb2_grpc
 from services.engine.pages import PagePool
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
@@ -58,10 +59,13 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from services.runtime.rpc import error_from_rpc, make_channel
+from services.runtime.rpc import check_answer, error_from_rpc, make_channel, metadata_of, prove, refusal
 
 OPENING_SHARE = 0.8
 """Of the time for a Link, that for opening one channel: there must be some left for the next one."""
+
+CONNECT, PROBE = "/tandem.v1.Link/Connect", "/tandem.v1.Link/Probe"
+"""Methods as proofs name them."""
 
 _Call = grpc.aio.StreamStreamCall[link_pb2.LinkMessage, link_pb2.LinkMessage]
 _log = logging.getLogger(__name__)
@@ -186,7 +190,7 @@ class SendLinks:
     offer, best first. `auto` stands for all that these pages can use. The first Link to a receiver takes the first of
     them that opens, so that no request waits for a measurement; they are measured a little later, and where that finds
     a better one, a Link over it takes the place of the first. `on_channels` is told, on the event loop, the channel to
-    each receiver (by its worker id) whenever that changes.
+    each receiver (by its worker id) whenever that changes. With `tls` pages leave the host encrypted or not at all.
     """
 
     def __init__(
@@ -199,6 +203,7 @@ class SendLinks:
         clock: Clock = SYSTEM_CLOCK,
         timeouts: Timeouts | None = None,
         counters: Counters | None = None,
+        tls: ChannelTls | None = None,
         on_channels: Callable[[Mapping[str, str]], None] | None = None,
     ) -> None:
         self.counters = counters or Counters()
@@ -215,7 +220,7 @@ class SendLinks:
         self._generations = generations
         self._pool = pool
         warm_up(pool)
-        self._available = Transports(pool.data.device, pool.layout.page_bytes)
+        self._available = Transports(pool.data.device, pool.layout.page_bytes, tls)
         self._transports = self._available.resolve(transports)
         self._is_auto = AUTO in transports
         self._reach = Reach(identity.host_id).at(pool.data.device)
@@ -389,7 +394,14 @@ class SendLinks:
         try:
             stub = link_pb2_grpc.LinkStub(rpc_channel)
             hello = self._hello(peer_incarnation, self._transports)
-            measured = await probing.measure(stub.Probe, hello, self._open_channel)
+
+            async def begin() -> _Call:
+                proof = await prove(rpc_channel, PROBE, incarnation=peer_incarnation)
+                call = stub.Probe(metadata=metadata_of(proof))
+                await check_answer(proof, call)
+                return call
+
+            measured = await probing.measure(begin, hello, self._open_channel)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
@@ -417,7 +429,9 @@ class SendLinks:
         rpc_channel = make_channel(address)
         call: _Call | None = None
         try:
-            call = link_pb2_grpc.LinkStub(rpc_channel).Connect()
+            proof = await prove(rpc_channel, CONNECT, incarnation=peer_incarnation)
+            call = link_pb2_grpc.LinkStub(rpc_channel).Connect(metadata=metadata_of(proof))
+            await check_answer(proof, call)
             ack = await _greet(call, hello)
             self._check(hello, ack)
             channel = await self._open_channel(hello, ack)
@@ -749,6 +763,9 @@ async def _open_channel(transport: Transport, hello: Hello, ack: HelloAck, timeo
 
 def _link_error(error: grpc.aio.AioRpcError) -> TandemError:
     """Return what the end of the stream means: the receiver's own reason, or that it cannot be reached."""
+    refused = refusal(error)
+    if refused is not None:
+        return refused
     meant = error_from_rpc(error)
     is_reason = isinstance(meant, WorkerUnavailable | TransferFailed | LayoutMismatch | Overloaded)
     return meant if is_reason else WorkerUnavailable("the Link to the receiver broke")

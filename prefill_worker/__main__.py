@@ -18,7 +18,7 @@ from services.engine.engine import EngineParts, load_warm_engine
 from services.runtime import config, process, rpc
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
 from services.runtime.model_facts import read_model_facts
-from services.runtime.worker_host import held, load_or_stop, on_this_loop, run_service, serve_until_drained
+from services.runtime.worker_host import channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
 from services.runtime.worker_metrics import WorkerMetrics
 from services.structured.grammar import Grammars, grammar_library
 
@@ -54,7 +54,7 @@ async def _serve(
         metrics = WorkerMetrics(worker_id=settings.id)
         worker = _worker(settings, incarnation, parts, identity.numerics, metrics, lease, publisher, gpu)
         metrics.serve(settings, worker.load)
-        server = rpc.make_server([SERVICE_NAME])
+        server = rpc.make_server([SERVICE_NAME], with_reflection=False, incarnation=incarnation)
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(Servicer(worker.sessions), server.server)
         address = settings.address(await server.start(settings.host, settings.port))
         if lease is not None:
@@ -71,7 +71,9 @@ def _lease(settings: PrefillWorkerConfig, incarnation: str, stop: asyncio.Event)
         return None
     leave = on_this_loop(lambda _: stop.set())
     record = WorkerRecord(role="prefill", **settings.record_fields(incarnation=incarnation))
-    lease = WorkerLease(settings.redis, cluster=settings.cluster, record=record, on_lost=leave)
+    lease = WorkerLease(
+        settings.redis, cluster=settings.cluster, record=record, on_lost=leave, secrets=settings.secrets
+    )
     lease.start()
     return lease
 
@@ -118,6 +120,7 @@ def _worker(
             generations=parts.allocator,
             transports=(settings.transport,),
             counters=counters,
+            tls=channel_tls(settings),
             on_channels=None if lease is None else lambda channels: lease.update(channels=named_channels(channels)),
         ),
         incarnation=incarnation,

@@ -23,7 +23,7 @@ from services.cli.replay import ReplaySettings  # noqa: E402
 from services.cli.status import StatusSettings  # noqa: E402
 from services.cli.top import TopSettings  # noqa: E402
 from services.cli.up_settings import UpSettings  # noqa: E402
-from services.runtime.config import settings_of  # noqa: E402
+from services.runtime.config import Setting, settings_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 PROGRAMS: dict[str, type[Any]] = {
@@ -59,13 +59,17 @@ def page() -> str:
 
 def _section(name: str, config_class: type[Any]) -> str:
     rows = [
-        f"| `{setting.flag}`<br>`{setting.variable}` | {_default(setting.default, is_required=setting.is_required)} | "
+        f"| {_names(setting)} | {_default(setting.default, is_required=setting.is_required)} | "
         f"{_cell(setting.help)} | {_cell(setting.rule)} |"
         for setting in settings_of(config_class)
     ]
     head = ["| setting | default | what it does | rule |", "| --- | --- | --- | --- |"]
     words = " ".join((config_class.__doc__ or "").split())
     return "\n".join([f"## {name}", "", words, "", *head, *rows, ""])
+
+
+def _names(setting: Setting) -> str:
+    return "<br>".join(f"`{name}`" for name in (setting.flag, setting.variable) if name)
 
 
 def _default(value: Any, *, is_required: bool) -> str:

@@ -165,7 +165,7 @@ class _CudaIpcListener(Listener):
     def close(self) -> None:
         self._acceptor.close()
 
-    def _offer_ring(self, sock: socket.socket, ring: RingSpec) -> AnyReceiveChannel:
+    def _offer_ring(self, sock: socket.socket, ring: RingSpec, _: ChannelKey) -> AnyReceiveChannel:
         memory, fd = self._memory.make(ring.num_slots * ring.slot_bytes)
         try:
             socket.send_fds(sock, [READY], [fd])

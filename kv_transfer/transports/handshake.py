@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from kv_transfer.transports.base import (
     AnyReceiveChannel,
@@ -40,6 +41,7 @@ HANDSHAKE_TIMEOUT_S = 2.0
 MAX_STRANGERS = 128
 
 _HELLO_BYTES = len(MAGIC) + CHANNEL_ID_BYTES + NONCE_BYTES
+Finish: TypeAlias = Callable[[socket.socket, RingSpec, ChannelKey], AnyReceiveChannel]
 _log = logging.getLogger(__name__)
 
 
@@ -87,12 +89,16 @@ class _Stranger:
 class Acceptor:
     """Accepts on a listening socket and hands a proven connection to `finish`, which makes a channel of it.
 
-    `finish(sock, ring)` also sends READY; it may raise OSError, ChannelBroken or, as torch does, RuntimeError. It owns
-    the socket from then on.
+    `finish(sock, ring, key)` also sends READY; it may raise OSError, ChannelBroken or, as torch does, RuntimeError. It
+    owns the socket from then on.
     """
 
     def __init__(
-        self, listener: socket.socket, finish: Callable[[socket.socket, RingSpec], AnyReceiveChannel], *, name: str
+        self,
+        listener: socket.socket,
+        finish: Finish,
+        *,
+        name: str,
     ) -> None:
         self._listener = listener
         self._finish = finish
@@ -209,7 +215,7 @@ class Acceptor:
             return
         self._release_stranger(stranger)
         try:
-            channel = self._finish(stranger.sock, expected.ring)
+            channel = self._finish(stranger.sock, expected.ring, expected.key)
         except (OSError, ChannelBroken, RuntimeError) as error:  # the last are torch's, of a GPU
             stranger.sock.close()
             _fail(expected.channel, ChannelBroken(f"the channel could not be set up: {error}"))

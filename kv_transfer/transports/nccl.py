@@ -39,7 +39,7 @@ from kv_transfer.transports.base import (
     RingSpec,
     Transport,
 )
-from kv_transfer.transports.handshake import READY, Acceptor, prove_to_receiver, receive_exactly
+from kv_transfer.transports.handshake import READY, Acceptor, Finish, prove_to_receiver, receive_exactly
 from kv_transfer.transports.nccl_library import UNIQUE_ID_BYTES
 from kv_transfer.transports.nccl_pair import Limits, Nccl, NcclPair, Operation, Stream
 from kv_transfer.transports.slots import Posted, ReceiverSlots, SenderSlots
@@ -110,7 +110,7 @@ class NcclTransport(Transport):
             _give_up(sock, pair)
             raise
 
-    def _make_receive_channel(self, sock: socket.socket, ring: RingSpec) -> AnyReceiveChannel:
+    def _make_receive_channel(self, sock: socket.socket, ring: RingSpec, _: ChannelKey) -> AnyReceiveChannel:
         pair = NcclPair(self._nccl, self._device.stream(), self._limits)
         return NcclReceiveChannel(sock, pair, self._device, ring)
 
@@ -271,7 +271,7 @@ class NcclReceiveChannel(DeviceReceiveChannel):
 
 
 class _NcclListener(Listener):
-    def __init__(self, host: str, port: int, finish: Callable[[socket.socket, RingSpec], AnyReceiveChannel]) -> None:
+    def __init__(self, host: str, port: int, finish: Finish) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._address: tuple[str, int] = sock.getsockname()[:2]

@@ -21,13 +21,16 @@ from kv_transfer.transports.nccl_cuda import CudaDevice
 from kv_transfer.transports.nccl_library import library_version, load_library
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
+from kv_transfer.transports.tls import ChannelTls, TlsTransport
 from services.engine.gpu.mapped import CudaMemory
 from services.runtime import cuda_memory
 from services.runtime.errors import ConfigError
 
 AUTO = "auto"
-NAMES = ("cuda_ipc", "nccl", "shm", "tcp")
+NAMES = ("cuda_ipc", "nccl", "shm", "tcp", "tls")
 """What `auto` stands for, best first as far as that can be known without a measurement."""
+UNENCRYPTED = ("nccl", "tcp")
+"""What leaves the host as it is; with TLS `tls` takes the place of both."""
 CLEARLY_FASTER = 1.25
 """So much faster something must have been measured to be taken before what stands before it: machines are noisy."""
 WORD_BYTES = 8
@@ -57,15 +60,20 @@ class Reach:
 
 
 class Transports:
-    """The transports of one pool, by name."""
+    """The transports of one pool, by name. With `tls` nothing leaves the host unencrypted."""
 
-    def __init__(self, device: torch.device, page_bytes: int) -> None:
+    def __init__(self, device: torch.device, page_bytes: int, tls: ChannelTls | None = None) -> None:
         self._by_name = dict(_host_transports())
+        self._is_encrypted = tls is not None
         if not ShmTransport.is_supported():
             del self._by_name["shm"]
         # Kernels move words: a page that is no whole number of them takes the way over host memory.
         if page_bytes % WORD_BYTES == 0:
             self._by_name.update(device_transports(device))
+        if tls is not None:
+            self._by_name["tls"] = TlsTransport(tls)
+            for name in UNENCRYPTED:
+                self._by_name.pop(name, None)
 
     def __getitem__(self, name: str) -> Transport:
         return self._by_name[name]
@@ -79,10 +87,14 @@ class Transports:
         for name in names:
             if name not in (AUTO, "loopback", *NAMES):
                 raise ConfigError(f"transport: {name!r} is not one of {', '.join((AUTO, 'loopback', *NAMES))}")
-            if name == AUTO:
+            if name == "tcp" and self._is_encrypted:
+                resolved.append("tls")
+            elif name == AUTO:
                 resolved += [each for each in NAMES if each in self._by_name]
             elif name not in self._by_name:
-                raise ConfigError(f"transport: {name} cannot be used here: {_what_it_needs(name)}")
+                raise ConfigError(
+                    f"transport: {name} cannot be used here: {_what_it_needs(name, is_encrypted=self._is_encrypted)}"
+                )
             else:
                 resolved.append(name)
         return tuple(dict.fromkeys(resolved))
@@ -174,10 +186,13 @@ def _host_transports() -> dict[str, Transport]:
     return {each.name: each for each in (LoopbackTransport(), ShmTransport(), TcpTransport())}
 
 
-def _what_it_needs(name: str) -> str:
+def _what_it_needs(name: str, *, is_encrypted: bool) -> str:
+    if is_encrypted and name in UNENCRYPTED:
+        return "it does not encrypt pages, as everything is with --tls-ca; --insecure lets them pass as they are"
     needs = {
         "cuda_ipc": "it needs pages on a GPU whose driver shares memory by file descriptors",
         "nccl": "it needs pages on a GPU, and NCCL",
         "shm": "it needs Linux",
+        "tls": "it needs --tls-ca",
     }
     return needs[name]

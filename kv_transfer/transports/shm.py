@@ -222,7 +222,7 @@ def _connect(sock: socket.socket, address: str, timeout_s: float) -> None:
     sock.connect(b"\0" + address.encode())
 
 
-def _offer_ring(sock: socket.socket, ring: RingSpec) -> ReceiveChannel:
+def _offer_ring(sock: socket.socket, ring: RingSpec, _: ChannelKey) -> ReceiveChannel:
     fd = os.memfd_create("tandem-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, ring.num_slots * ring.slot_bytes)

@@ -30,14 +30,14 @@ from kv_transfer.transports.base import (
     SendChannel,
     Transport,
 )
-from kv_transfer.transports.handshake import READY, Acceptor, prove_to_receiver, receive_exactly
+from kv_transfer.transports.handshake import READY, Acceptor, Finish, prove_to_receiver, receive_exactly
 
 _HEADER = struct.Struct("<QQ16s")  # seq, bytes, digest
 _MAX_BUFFERS = 512  # of one sendmsg; the system's limit is 1024
 _BACKLOG = 64
 # Once the receiver has begun to take a frame in, a sender that stops in the middle is given this long.
 _STALL_S = 5.0
-_POLL_S = 0.25
+POLL_S = 0.25
 _Address: TypeAlias = tuple[str, int]
 
 
@@ -48,17 +48,13 @@ class TcpTransport(Transport):
 
     def listen(self, host: str, port: int) -> Listener:
         """Listen on exactly this address. Port 0 takes a free one."""
-        return _TcpListener(host, port)
+        return TcpListener(host, port, _make_ready)
 
     def open(self, address: str, key: ChannelKey, ring: RingSpec, *, timeout_s: float) -> SendChannel:
         """Open a channel to `host:port`."""
         countdown = Countdown(timeout_s)
+        sock = connect(address, countdown)
         try:
-            sock = socket.create_connection(split_address(address), timeout=countdown.remaining_s())
-        except OSError as error:
-            raise ChannelBroken(f"no connection to {address}: {error}") from error
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             prove_to_receiver(sock, key, countdown)
             if receive_exactly(sock, len(READY), countdown) != READY:
                 raise ChannelBroken("the receiver did not get ready")
@@ -77,7 +73,7 @@ class TcpSendChannel(SendChannel):
     def __init__(self, sock: socket.socket, ring: RingSpec) -> None:
         self._socket = sock
         self._ring = ring
-        _set_timeout(sock, socket.SO_SNDTIMEO, _POLL_S)
+        self._set_timeout(socket.SO_SNDTIMEO)
 
     def post(self, seq: int, digest: bytes, buffers: Sequence[Bytes], *, timeout_s: float) -> None:
         """See SendChannel."""
@@ -87,7 +83,7 @@ class TcpSendChannel(SendChannel):
         pieces = [memoryview(_HEADER.pack(seq, num_bytes, digest)), *(buffer.data for buffer in buffers)]
         last_progress = time.monotonic()
         while pieces:
-            num_sent = self._send(pieces[:_MAX_BUFFERS])
+            num_sent = self._send(pieces)
             now = time.monotonic()
             if num_sent:
                 last_progress = now
@@ -103,9 +99,13 @@ class TcpSendChannel(SendChannel):
         """See SendChannel."""
         self._socket.close()
 
+    def _set_timeout(self, option: int) -> None:
+        _set_timeout(self._socket, option, POLL_S)
+
     def _send(self, pieces: list[memoryview]) -> int:
+        """Returns how many bytes of the pieces, from the first on, the connection took; 0: none for a while."""
         try:
-            return self._socket.sendmsg(pieces, [], socket.MSG_NOSIGNAL)
+            return self._socket.sendmsg(pieces[:_MAX_BUFFERS], [], socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -123,7 +123,7 @@ class TcpReceiveChannel(ReceiveChannel):
         self._free = list(range(ring.num_slots))
         self._is_shut = False
         self._header = memoryview(bytearray(_HEADER.size))
-        _set_timeout(sock, socket.SO_RCVTIMEO, _POLL_S)
+        self._set_timeout(socket.SO_RCVTIMEO)
 
     def poll(self, *, timeout_s: float) -> Frame | None:
         """See ReceiveChannel."""
@@ -163,6 +163,9 @@ class TcpReceiveChannel(ReceiveChannel):
         """See ReceiveChannel."""
         self._slots = None
         self._socket.close()
+
+    def _set_timeout(self, option: int) -> None:
+        _set_timeout(self._socket, option, POLL_S)
 
     def _take_slot(self, timeout_s: float) -> int | None:
         with self._has_free:
@@ -207,23 +210,38 @@ class TcpReceiveChannel(ReceiveChannel):
         return num_received
 
 
-class _TcpListener(Listener):
-    def __init__(self, host: str, port: int) -> None:
+class TcpListener(Listener):
+    """Listens on exactly one address. `finish` makes a channel of a proven connection; see `Acceptor`."""
+
+    def __init__(self, host: str, port: int, finish: Finish) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._address: _Address = sock.getsockname()[:2]
-        self._acceptor = Acceptor(sock, _make_ready, name=f"tcp-{self._address[1]}")
+        self._acceptor = Acceptor(sock, finish, name=f"tcp-{self._address[1]}")
 
     @property
     def address(self) -> str:
+        """See Listener."""
         host, port = self._address
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def expect(self, key: ChannelKey, ring: RingSpec) -> Future[AnyReceiveChannel]:
+        """See Listener."""
         return self._acceptor.expect(key, ring)
 
     def close(self) -> None:
+        """See Listener."""
         self._acceptor.close()
+
+
+def connect(address: str, countdown: Countdown) -> socket.socket:
+    """Connect to `host:port`. Raises ChannelBroken."""
+    try:
+        sock = socket.create_connection(split_address(address), timeout=countdown.remaining_s())
+    except OSError as error:
+        raise ChannelBroken(f"no connection to {address}: {error}") from error
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
 
 
 def split_address(address: str) -> _Address:
@@ -234,7 +252,7 @@ def split_address(address: str) -> _Address:
     return host.strip("[]"), int(port)
 
 
-def _make_ready(sock: socket.socket, ring: RingSpec) -> ReceiveChannel:
+def _make_ready(sock: socket.socket, ring: RingSpec, _: ChannelKey) -> ReceiveChannel:
     sock.setblocking(True)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     channel = TcpReceiveChannel(sock, ring)

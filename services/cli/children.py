@@ -100,8 +100,10 @@ def worker_specs(
                 name = "-".join(filter(None, (role, plan.label, str(number))))
                 cores = _core_flags(settings, next(shares))
                 gpu = next(gpu_shares)
-                flags = [("id", name), *_worker_flags(settings, plan, addresses), *cores, *_gpu_flags(gpu), *extra]
-                own_environment = environment if gpu is None else {**environment, VISIBLE_ENV: gpu.visible}
+                flags = [("id", name), *_worker_flags(settings, plan), *cores, *_gpu_flags(gpu), *extra]
+                own_environment = {**environment, **_private(settings, addresses)}
+                if gpu is not None:
+                    own_environment[VISIBLE_ENV] = gpu.visible
                 specs.append(ChildSpec(name, _command(f"{role}_worker", flags), own_environment))
     return specs
 
@@ -117,8 +119,8 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
         ("http-port", addresses.http_port),
         ("grpc-host", settings.host),
         ("grpc-port", addresses.grpc_port),
-        ("redis", addresses.redis_url),
         ("cluster", settings.cluster),
+        ("cluster-secret-file", settings.cluster_secret_file),
         ("api-keys", settings.api_keys),
         ("starter-key-digest", addresses.starter_key_digest),
         ("admin-port", settings.admin_port),
@@ -127,7 +129,6 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
         ("allowed-hosts", settings.allowed_hosts),
         ("cors-origins", settings.cors_origins),
         *_tls_flags(settings),
-        ("otlp", settings.otlp),
         ("trace-sample", settings.trace_sample),
         ("seed", settings.seed),
         ("min-prefill", min(settings.prefill, 1)),
@@ -136,7 +137,7 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
         ("nice", GATEWAY_NICENESS),
         ("log-level", settings.log_level),
     ]
-    return ChildSpec(GATEWAY, _command("gateway", flags), environment)
+    return ChildSpec(GATEWAY, _command("gateway", flags), {**environment, **_private(settings, addresses)})
 
 
 def child_environment(environ: Mapping[str, str], *, parent_pid: int) -> dict[str, str]:
@@ -154,6 +155,12 @@ def child_environment(environ: Mapping[str, str], *, parent_pid: int) -> dict[st
     return environment
 
 
+def _private(settings: UpSettings, addresses: Addresses) -> dict[str, str]:
+    """Variables of a child instead of flags: command lines are readable for every user of the machine."""
+    given = {"REDIS": addresses.redis_url, "OTLP": settings.otlp, "CLUSTER_SECRET": settings.cluster_secret}
+    return {ENV_PREFIX + name: value for name, value in given.items() if value is not None}
+
+
 def _label(entry: ModelEntry, taken: set[str]) -> str:
     """The model's name as worker ids can have it, unlike those that are taken."""
     plain = re.sub("[^a-z0-9]+", "-", entry.name.lower()).strip("-")[:MAX_LABEL_CHARS].strip("-")
@@ -163,12 +170,12 @@ def _label(entry: ModelEntry, taken: set[str]) -> str:
     return label
 
 
-def _worker_flags(settings: UpSettings, plan: ModelPlan, addresses: Addresses) -> list[tuple[str, object]]:
+def _worker_flags(settings: UpSettings, plan: ModelPlan) -> list[tuple[str, object]]:
     return [
         ("model", plan.path),
         ("model-name", plan.name),
-        ("redis", addresses.redis_url),
         ("cluster", settings.cluster),
+        ("cluster-secret-file", settings.cluster_secret_file),
         ("host", WORKER_HOST),
         ("port", 0),
         *(_tls_flags(settings) if settings.tls_ca is not None else ()),
@@ -181,7 +188,6 @@ def _worker_flags(settings: UpSettings, plan: ModelPlan, addresses: Addresses) -
         ("kv-memory", settings.kv_memory),
         ("host-tier-memory", settings.host_tier_memory),
         ("chunk-tokens", settings.chunk_tokens),
-        ("otlp", settings.otlp),
         ("log-level", settings.log_level),
     ]
 

@@ -44,6 +44,7 @@ from services.cli.up_settings import StorageSettings, UpSettings
 from services.cluster.embedded import EmbeddedRedis
 from services.cluster.memory import memory_for
 from services.engine.config import load_config
+from services.runtime.cluster_secret import Secrets
 from services.runtime.config import join_host_port, load
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
 from services.runtime.tls import Identity, pinned_context
@@ -87,6 +88,7 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
     if settings.api_keys is not None:
         read_keys(settings.api_keys)
     check_certificate(settings, plans)
+    Secrets(file=settings.cluster_secret_file, value=settings.cluster_secret)  # as every child would refuse it
     http_port = claim_port(settings.host, settings.http_port, flag="--http-port")
     grpc_port = claim_port(settings.host, settings.grpc_port, flag="--grpc-port", taken=http_port)
     with _log_folder(settings.log_dir) as logs, _pid_file(settings.pid_file), _redis(settings) as redis:

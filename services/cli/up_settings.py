@@ -15,6 +15,7 @@ from services.runtime.config import (
     number,
     option,
     path,
+    secret,
     size_bytes,
     text,
     url,
@@ -105,6 +106,15 @@ class UpSettings:
         default=None,
         help="PEM file of the CA whose certificates the processes show each other. Not given: TLS is for clients only.",
     )
+    cluster_secret_file: Path | None = option(
+        path(),
+        default=None,
+        help="File with the secret that the cluster's processes prove to each other: 1 to 4 lines of at least 32 "
+        "characters, read again for each proof. Not given: the one in Redis, or with --tls-ca none.",
+    )
+    cluster_secret: str | None = option(
+        secret(), default=None, help="The secret itself, instead of --cluster-secret-file."
+    )
     transport: str = option(
         choice("auto", "shm", "tcp", "nccl", "cuda_ipc"),
         default="auto",
@@ -183,8 +193,10 @@ class UpSettings:
     )
     pid_file: Path | None = option(path(), default=None, help="File that holds the process id while it runs.")
     log_dir: Path | None = option(
-        path(), default=None, help="Folder of the log files, readable by its owner only; a temporary one, removed at a clean end, if not "
-        "given."
+        path(),
+        default=None,
+        help="Folder of the log files, readable by its owner only; a temporary one, removed at a clean end, if not "
+        "given.",
     )
     log_level: str = option(choice(*LEVELS), default="info", help="Least level that is logged.")
     start_timeout: float = option(

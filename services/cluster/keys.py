@@ -53,8 +53,14 @@ class Keys:
         order   20 digits of its start (unix ns), ':', its incarnation; the greater one is the newer life
         state   starting, ready or draining
         record  WorkerRecord as JSON, at most 16 KiB
+        proof   HMAC-SHA256 of the record with each secret of its worker, in hexadecimal
         """
         return self.worker_prefix + worker_id
+
+    @property
+    def secret(self) -> str:
+        """String, 64 hex digits: what processes without a configured secret prove to each other. Without TTL."""
+        return self.prefix + "secret"
 
     @property
     def quarantine(self) -> str:

@@ -22,10 +22,13 @@ from redis.exceptions import RedisError
 
 from services.cluster.connections import end_task
 from services.cluster.keys import Keys
+from services.cluster.secret import share, share_through
 from services.cluster.store import Script, Store, run_script, thread_client
 from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.cluster_secret import Secrets
 from services.runtime.errors import LeaseLost, StoreUnavailable
 from services.runtime.identity import identity_key
+from services.runtime.membership import is_signed, sign_record
 from services.runtime.model_facts import ModelFacts
 
 LEASE_TTL_S = 3.0
@@ -33,6 +36,9 @@ LEASE_BEAT_S = 1.0
 WATCH_POLL_S = 1.0
 MIN_POLL_INTERVAL_S = 0.02
 MAX_RECORD_BYTES = 16 * 1024
+MAX_PROOF_BYTES = 1024
+MAX_NOTED = 256
+"""Records that are not believed are named in the log, each life of a worker once, but no more than this."""
 MAX_CHANNELS = 64
 MAX_WORKERS = 4096
 
@@ -128,7 +134,8 @@ class WorkerLease:
     """Keeps a worker's record in Redis from a thread of its own, which neither engine nor event loop can delay.
 
     Redis may be away, frozen, flushed or restarted: the record is back within a beat of its return. If a newer
-    process has taken the id, `on_lost` is called from the lease's thread and nothing is written any more.
+    process has taken the id, `on_lost` is called from the lease's thread and nothing is written any more. With
+    `secrets` the record is signed, and the secret itself is shared through Redis where it is not configured.
     """
 
     def __init__(
@@ -138,6 +145,7 @@ class WorkerLease:
         cluster: str,
         record: WorkerRecord,
         on_lost: Callable[[LeaseLost], None] | None = None,
+        secrets: Secrets | None = None,
         ttl_s: float = LEASE_TTL_S,
         beat_s: float = LEASE_BEAT_S,
     ) -> None:
@@ -145,6 +153,7 @@ class WorkerLease:
         self._client = thread_client(url)
         self._record = record
         self._on_lost = on_lost
+        self._secrets = secrets
         self._ttl_ms = round(ttl_s * 1000)
         self._ttl_s = ttl_s
         self._beat_s = beat_s
@@ -204,8 +213,12 @@ class WorkerLease:
             logger.debug("the lease could not be renewed", extra={"error": type(error).__name__})
 
     def _renew(self) -> None:
-        record = self._record
-        args = (record.order, msgspec.json.encode(record), self._ttl_ms, record.id, record.state)
+        record, proof = self._record, b""
+        raw = msgspec.json.encode(record)
+        if self._secrets is not None:
+            share(self._client, self._keys, self._secrets)
+            proof = sign_record(self._secrets(), self._keys.cluster, raw)
+        args = (record.order, raw, self._ttl_ms, record.id, record.state, proof)
         keys = (self._keys.worker(record.id), self._keys.workers, self._keys.workers_changed)
         if run_script(self._client, _RENEW, keys, args) == 1:
             self._renewed_at_s = time.monotonic()
@@ -223,6 +236,7 @@ class WorkerLease:
 async def watch_workers(
     store: Store,
     *,
+    secrets: Secrets | None = None,
     poll_s: float = WATCH_POLL_S,
     clock: Clock = SYSTEM_CLOCK,
     on_renewals: Callable[[Mapping[str, float]], None] = lambda ages_s: None,
@@ -231,14 +245,16 @@ async def watch_workers(
 
     `on_renewals` is called after each look at Redis with the seconds since each worker's lease was renewed, by its id.
     While Redis is away the last view stays. After it has lost its memory, workers that were known have LEASE_TTL_S
-    to come back before they are taken out. Use it inside `contextlib.aclosing`.
+    to come back before they are taken out. With `secrets` only signed records are believed. Use it inside
+    `contextlib.aclosing`.
     """
     view = MembershipView()
+    doubts = _Doubts()
     last: Membership | None = None
     async with contextlib.aclosing(_Wakeups(store)) as wakeups:
         while True:
             try:
-                epoch, records, ages_s = await list_leases(store)
+                epoch, records, ages_s = await list_leases(store, secrets, on_unsigned=doubts.note)
                 view.observe(epoch, records, now_s=clock.monotonic())
                 on_renewals(ages_s)
             except StoreUnavailable:
@@ -249,30 +265,60 @@ async def watch_workers(
             await wakeups.wait(poll_s, is_store_available=store.is_available)
 
 
-async def list_workers(store: Store) -> tuple[str, dict[str, WorkerRecord]]:
+async def list_workers(
+    store: Store, secrets: Secrets | None = None, *, on_unsigned: Callable[[WorkerRecord], None] = lambda _: None
+) -> tuple[str, dict[str, WorkerRecord]]:
     """The epoch of Redis' memory and the records in it. What is not a record is left out and counted.
+
+    With `secrets`, so is a record that no holder of one of them has signed; `on_unsigned` is told of it.
 
     Raises StoreUnavailable.
     """
-    epoch, records, _ = await list_leases(store)
+    epoch, records, _ = await list_leases(store, secrets, on_unsigned=on_unsigned)
     return epoch, records
 
 
-async def list_leases(store: Store) -> tuple[str, dict[str, WorkerRecord], dict[str, float]]:
+async def list_leases(
+    store: Store, secrets: Secrets | None = None, *, on_unsigned: Callable[[WorkerRecord], None] = lambda _: None
+) -> tuple[str, dict[str, WorkerRecord], dict[str, float]]:
     """As `list_workers`, and for each record the seconds since its lease was renewed. Raises StoreUnavailable."""
     keys = store.keys
-    args = (new_incarnation(), keys.worker_prefix, MAX_WORKERS, MAX_RECORD_BYTES)
+    if secrets is not None:
+        await share_through(store, secrets)
+    held = () if secrets is None else secrets()
+    args = (new_incarnation(), keys.worker_prefix, MAX_WORKERS, MAX_RECORD_BYTES, MAX_PROOF_BYTES)
     epoch, num_rejected, *found = await store.run(_LIST, (keys.workers, keys.epoch), args)
     store.stats.num_rejected_values += num_rejected
     records, ages_s = {}, {}
-    for worker_id, order, raw, left_ms in zip(found[::4], found[1::4], found[2::4], found[3::4], strict=True):
+    for worker_id, order, raw, left_ms, proof in zip(*(found[n::5] for n in range(5)), strict=True):
         record = _decode(worker_id, order, raw)
         if record is None:
             store.stats.num_rejected_values += 1
+        elif secrets is not None and not is_signed(held, keys.cluster, raw, proof):
+            store.stats.num_rejected_values += 1
+            on_unsigned(record)
         else:
             records[record.id] = record
             ages_s[record.id] = max(0.0, LEASE_TTL_S - left_ms / 1000)
     return epoch.decode(), records, ages_s
+
+
+class _Doubts:
+    """Says once of each record that it is not believed."""
+
+    def __init__(self) -> None:
+        self._noted: set[str] = set()
+
+    def note(self, record: WorkerRecord) -> None:
+        """Takes a record that nobody of the cluster has signed."""
+        if record.incarnation in self._noted or len(self._noted) >= MAX_NOTED:
+            return
+        self._noted.add(record.incarnation)
+        logger.warning(
+            "a worker's record in Redis is not used: no holder of this cluster's secret has signed it; it is of an "
+            "earlier version, or its --cluster-secret-file (or --redis) is another one",
+            extra={"worker": record.id, "address": record.address},
+        )
 
 
 class MembershipView:
@@ -383,7 +429,7 @@ def _decode(worker_id: bytes, order: bytes, raw: bytes) -> WorkerRecord | None:
 
 _DECODER = msgspec.json.Decoder(WorkerRecord)
 
-# KEYS: the worker's record, the set of ids, the channel. ARGV: order, record, TTL in ms, id, state.
+# KEYS: the worker's record, the set of ids, the channel. ARGV: order, record, TTL in ms, id, state, proof.
 # Answers 1, or 0 if a newer incarnation holds the record. A record that is not ours to read (wrong type, no order,
 # an endless TTL) protects nothing and is replaced.
 _RENEW = Script("""
@@ -397,7 +443,7 @@ if kind == 'hash' then
 elseif kind ~= 'none' then
   redis.call('DEL', KEYS[1])
 end
-redis.call('HSET', KEYS[1], 'order', ARGV[1], 'record', ARGV[2], 'state', ARGV[5])
+redis.call('HSET', KEYS[1], 'order', ARGV[1], 'record', ARGV[2], 'state', ARGV[5], 'proof', ARGV[6])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 local set_kind = redis.call('TYPE', KEYS[2]).ok
 if set_kind ~= 'set' and set_kind ~= 'none' then redis.call('DEL', KEYS[2]) end
@@ -416,9 +462,10 @@ redis.call('PUBLISH', KEYS[3], ARGV[2])
 return 1
 """)
 
-# KEYS: the set of ids, the epoch. ARGV: an epoch to set if there is none, prefix of records, most ids, most bytes.
-# Answers the epoch, how many values were not what they should be, and per worker: id, order, record. A set that is
-# none or too large is thrown away under a new epoch, so that the leases fill it again before anybody is missed.
+# KEYS: the set of ids, the epoch. ARGV: an epoch to set if there is none, prefix of records, most ids, most bytes of
+# a record and of a proof. Answers the epoch, how many values were not what they should be, and per worker: id, order,
+# record, proof. A set that is none or too large is thrown away under a new epoch, so that the leases fill it again
+# before anybody is missed.
 _LIST = Script("""
 local epoch = redis.call('TYPE', KEYS[2]).ok == 'string' and redis.call('GETRANGE', KEYS[2], 0, 64)
 if not epoch or #epoch ~= 32 or string.find(epoch, '%X') then
@@ -447,6 +494,8 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
     table.insert(answer, order)
     table.insert(answer, record)
     table.insert(answer, redis.call('PTTL', key))
+    local is_short = redis.call('HSTRLEN', key, 'proof') <= tonumber(ARGV[5])
+    table.insert(answer, is_short and redis.call('HGET', key, 'proof') or '')
   end
 end
 answer[2] = rejected

@@ -20,6 +20,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from services.cluster.connections import Connections, RoundTrip, end_task
 from services.cluster.keys import Keys
 from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.config import shown
 from services.runtime.errors import ConfigError, StoreUnavailable
 
 TIMEOUT_S = 0.1
@@ -225,8 +226,10 @@ def check_url(url: str) -> str:
     """The URL itself, if Redis can be reached by such a one. Raises ConfigError."""
     try:
         redis.asyncio.ConnectionPool.from_url(url)
-    except ValueError as error:
-        raise ConfigError(f"the Redis URL must begin with redis://, rediss:// or unix://: {error}") from error
+    except ValueError:  # its text, which may quote a part of the password, is left out
+        raise ConfigError(
+            f"the Redis URL is {shown(url)} but must begin with redis://, rediss:// or unix:// and be well formed"
+        ) from None
     return url
 
 

@@ -9,6 +9,8 @@ A class of settings looks like this, and nothing but `load` reads the environmen
 
 import argparse
 import dataclasses
+import ipaddress
+import logging
 import math
 import os
 import re
@@ -31,6 +33,8 @@ HOSTS_RULE = "names of hosts with commas between them, *.NAME for all below a na
 ORIGINS = rf"\*|{_ORIGIN}(?:,{_ORIGIN})*"
 ORIGINS_RULE = "origins such as https://chat.example with commas between them, or *"
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 C = TypeVar("C")
 
@@ -47,6 +51,10 @@ class Kind(Generic[T]):
     rule: str
     is_flag: bool = False
     """The flag takes no value: `--name` and `--no-name`."""
+    may_hold_secret: bool = False
+    """It is left out of the `repr` of its settings, as part of it may be a password."""
+    is_secret: bool = False
+    """All of it is: there is no flag, as everybody on the machine can read command lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +78,40 @@ def option(kind: Kind[T], *, help: str, default: None) -> T | None: ...
 def option(kind: Kind[Any], *, help: str, default: Any = dataclasses.MISSING) -> Any:
     """A field of a settings class. Without `default` it must be given. None as default means "not given"."""
     metadata = {_METADATA_KEY: (kind, help)}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, repr=not (kind.may_hold_secret or kind.is_secret))
 
 
 def load(config_class: type[C], argv: Sequence[str], *, prog: str, environ: Mapping[str, str] | None = None) -> C:
     """Builds the settings from flags, then TANDEM_* variables, then defaults.
 
-    Raises ConfigError naming key, value and rule. `--help` prints all settings and ends the process with 0.
+    Raises ConfigError naming key, value and rule. `--help` prints all settings and ends the process with 0. What is
+    secret is taken out of the process's environment, so that no child and no crash dump has it; a password on the
+    command line, where it cannot be hidden any more, is warned about.
     """
-    environ = os.environ if environ is None else environ
+    own_environ, environ = environ is None, os.environ if environ is None else environ
     given = vars(_parser(config_class, prog).parse_args(list(argv)))
+    for field in _fields(config_class):
+        value = given.get(field.name) or ""
+        if _kind(field).may_hold_secret and redacted(value) != value:
+            logger.warning(
+                "%s has a password on the command line, which every user of this machine can read: give it as %s",
+                _flag_name(field),
+                _env_name(field),
+            )
     values = {field.name: _value(field, given.get(field.name), environ) for field in _fields(config_class)}
+    if own_environ:
+        for field in _fields(config_class):
+            if _kind(field).is_secret:
+                os.environ.pop(_env_name(field), None)
     return config_class(**values)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as people are told of it. `default`: None where there is none; `is_required` tells which kind."""
+    """One setting as people are told of it. `default`: None where there is none; `is_required` tells which kind.
+
+    `flag` is empty for a secret, which only its variable may hold.
+    """
 
     flag: str
     variable: str
@@ -100,7 +125,7 @@ def settings_of(config_class: type[Any]) -> list[Setting]:
     """All settings of a class, in its order."""
     return [
         Setting(
-            flag=_flag_name(field),
+            flag="" if _kind(field).is_secret else _flag_name(field),
             variable=_env_name(field),
             rule=_kind(field).rule,
             help=field.metadata[_METADATA_KEY][1],
@@ -234,7 +259,14 @@ def url(*schemes: str) -> Kind[str]:
         _ = parts.port
         return value
 
-    return Kind(parse, "a URL beginning with " + " or ".join(f"{scheme}://" for scheme in schemes))
+    return Kind(
+        parse, "a URL beginning with " + " or ".join(f"{scheme}://" for scheme in schemes), may_hold_secret=True
+    )
+
+
+def secret() -> Kind[str]:
+    """A text that only a variable may hold, and that nobody is shown."""
+    return Kind(text().parse, "a text that is not empty", is_secret=True)
 
 
 def comma_separated(kind: Kind[T]) -> Kind[tuple[T, ...]]:
@@ -261,9 +293,27 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. A name other than localhost counts as reached by others."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def redacted(value: str) -> str:
+    """A URL without its user, its password, and those in its query, as redis-py takes them too.
+
+    Everything before the last @ counts as user and password: who forgets to encode a / in one has no URL, but wants
+    it as little in a log.
+    """
+    hidden = re.sub(r"://\S*@", "://***@", value)
+    return re.sub(r"(?i)([?&](?:password|username)=)[^&\s]*", r"\1***", hidden)
+
+
 def shown(value: str) -> str:
     """A value as it may be printed: without the password of a URL, and not endless."""
-    hidden = re.sub(r"://[^@/\s]*@", "://***@", value)
+    hidden = redacted(value)
     return repr(hidden if len(hidden) <= MAX_SHOWN_CHARACTERS else hidden[:MAX_SHOWN_CHARACTERS] + "…")
 
 
@@ -277,6 +327,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser(config_class: type[Any], prog: str) -> argparse.ArgumentParser:
     parser = _Parser(prog=prog, description=(config_class.__doc__ or "").strip(), allow_abbrev=False)
     for field in _fields(config_class):
+        if _kind(field).is_secret:
+            continue
         kind, help_text = _kind(field), field.metadata[_METADATA_KEY][1]
         explained = f"{help_text} Rule: {kind.rule}. {_default_words(field)} [{_env_name(field)}]".replace("%", "%%")
         if kind.is_flag:
@@ -313,7 +365,7 @@ def _default_words(field: "dataclasses.Field[Any]") -> str:
 
 def _value(field: "dataclasses.Field[Any]", flag_value: str | None, environ: Mapping[str, str]) -> Any:
     """The field's value from the first place that gives one; an empty variable counts as not given."""
-    key, raw = _flag_name(field), flag_value
+    key, raw = _env_name(field) if _kind(field).is_secret else _flag_name(field), flag_value
     if raw is None:
         key, raw = _env_name(field), environ.get(_env_name(field)) or None
     if raw is None:
@@ -323,7 +375,8 @@ def _value(field: "dataclasses.Field[Any]", flag_value: str | None, environ: Map
     try:
         return _kind(field).parse(raw)
     except ValueError:
-        raise ConfigError(f"{key} is {shown(raw)} but must be {_kind(field).rule}") from None
+        value = "***" if _kind(field).is_secret else shown(raw)
+        raise ConfigError(f"{key} is {value} but must be {_kind(field).rule}") from None
 
 
 def _require(holds: bool) -> None:

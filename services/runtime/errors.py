@@ -96,6 +96,10 @@ class StaleIncarnation(WorkerUnavailable):
     """A message is meant for another life of this process; the sender's view is out of date."""
 
 
+class NotProven(WorkerUnavailable):
+    """A worker and this process could not prove to each other that they belong to one cluster."""
+
+
 class StoreUnavailable(TandemError):
     """Redis cannot be asked now. Its content is a hint, so whoever meets this goes on from its own view."""
 

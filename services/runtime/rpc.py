@@ -5,7 +5,9 @@ becomes INTERNAL with a generic text, bytes that are no message become INVALID_A
 read is cut off. Streaming handlers read by iterating over their requests and answer by yielding.
 
 The process's identity (`services.runtime.tls`) is set once and holds for every server and channel made after that, so
-that no port and no connection can be forgotten.
+that no port and no connection can be forgotten. The same holds for the process's membership of its cluster
+(`services.runtime.membership`): servers made for one incarnation of a worker ask their callers for a proof, and
+`prove` gives it.
 """
 
 import asyncio
@@ -21,13 +23,17 @@ from google.rpc import status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from protos import membership_pb2, membership_pb2_grpc
 from services.runtime import status
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.config import join_host_port
-from services.runtime.errors import ConfigError, InvalidRequest, Overloaded, RateLimited, TandemError
+from services.runtime.errors import ConfigError, InvalidRequest, NotProven, Overloaded, RateLimited, TandemError
+from services.runtime.membership import Guard, Member, Proof
 from services.runtime.tls import Identity, Pem, check_caller, roles_of
 
 MAX_MESSAGE_BYTES = 16 * 2**20
+REASON_TIMEOUT_S = 0.5
+"""For the status of a call whose answer began without a proof."""
 HANDSHAKE_TIMEOUT_MS = 10_000
 """Who has connected and does not shake hands is cut off; gRPC's own limit is two minutes."""
 DETAILS_METADATA_KEY = "grpc-status-details-bin"
@@ -95,6 +101,77 @@ def identity() -> Identity | None:
     return _identity
 
 
+_member: Member | None = None
+
+
+def set_member(member: Member | None) -> None:
+    """What servers and calls from now on prove, and ask their callers for; None: they do without."""
+    global _member
+    _member = member
+
+
+async def prove(channel: grpc.aio.Channel, method: str, *, incarnation: str) -> Proof | None:
+    """A proof for the next call of this method (/service/name) of a worker; None where this process has no secret.
+
+    The call carries its `metadata`; before anything that the worker says is believed, and anything secret is said,
+    `check_answer` looks at what it answers. Raises NotProven, and what gRPC raises where it cannot be reached.
+    """
+    if _member is None:
+        return None
+    try:
+        reply = await membership_pb2_grpc.MembershipStub(channel).Challenge(membership_pb2.ChallengeRequest())
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+            raise
+        raise NotProven(
+            "the worker knows nothing of the cluster's secret: it is of an earlier version, or was started with "
+            "neither --redis nor --cluster-secret-file"
+        ) from error
+    return _member.proof_for(method, incarnation, reply.nonce)
+
+
+async def check_answer(proof: Proof | None, call: Any) -> None:
+    """Waits for the beginning of the worker's answer, a stream, and checks its proof.
+
+    Raises NotProven, and what gRPC raises: a worker that refuses the call gives no proof but a reason.
+    """
+    if proof is None:
+        return
+    try:
+        proof.check(await call.initial_metadata())
+    except NotProven:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REASON_TIMEOUT_S):
+                await call.read()
+        raise
+
+
+def metadata_of(proof: Proof | None) -> tuple[tuple[str, str | bytes], ...] | None:
+    """What a call carries with this proof, as the stubs take it."""
+    return None if proof is None else proof.metadata
+
+
+def refusal(error: grpc.aio.AioRpcError) -> NotProven | None:
+    """The worker's own words where it does not take this process for one of its cluster; None: it was something else.
+
+    For callers without a secret too, so that both logs say the same.
+    """
+    if error.code() not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return None
+    return NotProven(f"the worker refuses this process: {error_from_rpc(error).message}")
+
+
+class _Challenges(membership_pb2_grpc.MembershipServicer):
+    """Serves `tandem.v1.Membership`."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    async def Challenge(self, request: membership_pb2.ChallengeRequest, context: Any) -> membership_pb2.ChallengeReply:
+        """A nonce for a caller that is about to prove itself."""
+        return membership_pb2.ChallengeReply(nonce=self._guard.challenge())
+
+
 class RpcServer:
     """A gRPC server with health per service; register servicers on `server` before `start`."""
 
@@ -156,17 +233,26 @@ def make_server(
     profile: Profile = INTERNAL,
     with_reflection: bool = True,
     max_concurrent_rpcs: int | None = None,
+    incarnation: str = "",
 ) -> RpcServer:
-    """A server for these services (full names such as tandem.v1.Link); called on the event loop that runs it."""
+    """A server for these services (full names such as tandem.v1.Link); called on the event loop that runs it.
+
+    With `incarnation` it is a worker's, and asks its callers for the cluster's secret where this process has one.
+    """
+    guard = Guard(_member.secrets, incarnation=incarnation) if _member is not None and incarnation else None
     server = grpc.aio.server(
         interceptors=[
             StatusInterceptor(
-                write_timeout_s=profile.write_timeout_s, checks_callers=_identity is not None and _identity.is_mutual
+                write_timeout_s=profile.write_timeout_s,
+                checks_callers=_identity is not None and _identity.is_mutual,
+                guard=guard,
             )
         ],
         options=_server_options(profile),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
+    if guard is not None:
+        membership_pb2_grpc.add_MembershipServicer_to_server(_Challenges(guard), server)
     if with_reflection:
         names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
@@ -236,9 +322,10 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Gives every handler of a server the same way to fail, to read and to write."""
 
-    def __init__(self, *, write_timeout_s: float, checks_callers: bool = False) -> None:
+    def __init__(self, *, write_timeout_s: float, checks_callers: bool = False, guard: Guard | None = None) -> None:
         self._write_timeout_s = write_timeout_s
         self._checks_callers = checks_callers
+        self._guard = guard
 
     async def intercept_service(
         self,
@@ -254,21 +341,26 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def answer_unary(request_or_iterator: Any, context: Any) -> Any:
             async with _statuses(context, method):
-                self._check_caller(context, method)
+                await self._check_caller(context, method)
                 return await behaviour(_readable(request_or_iterator), context)
 
         async def answer_stream(request_or_iterator: Any, context: Any) -> None:
             async with _statuses(context, method):
-                self._check_caller(context, method)
+                await self._check_caller(context, method)
                 await self._write_all(behaviour(_readable(request_or_iterator), context), context)
 
         wrap = getattr(grpc, f"{_arity_name(handler)}_rpc_method_handler")
         answer = answer_stream if handler.response_streaming else answer_unary
         return wrap(answer, _tolerant(handler.request_deserializer), handler.response_serializer)
 
-    def _check_caller(self, context: Any, method: str) -> None:
+    async def _check_caller(self, context: Any, method: str) -> None:
+        """Before anything is read from a stream: whether the caller may, and to it, that it has reached a member."""
         if self._checks_callers:
             check_caller(method.strip("/").partition("/")[0], caller_roles(context))
+        if self._guard is not None:
+            answer = self._guard.check(method, dict(context.invocation_metadata() or ()))
+            if answer:
+                await context.send_initial_metadata(answer)
 
     async def _write_all(self, responses: Any, context: Any) -> None:
         """Writes what the handler yields. The handler's cleanup has run when this returns or raises."""

@@ -46,6 +46,8 @@ OPEN_SERVICES = frozenset(
         "tandem.v1.Inference",
         # The servicer itself asks for an operator's certificate or an admin's key.
         "tandem.v1.Cluster",
+        # Gives nonces to callers that are about to prove themselves.
+        "tandem.v1.Membership",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
         "grpc.reflection.v1.ServerReflection",
@@ -140,6 +142,22 @@ class Identity:
 
         entry.sni_callback = choose  # called without a name too
         return entry
+
+    def channel_context(self, *, is_server: bool) -> ssl.SSLContext:
+        """For one payload channel between workers, with the files as they are now: TLS 1.3, both sides show theirs.
+
+        Which worker the other one is, is proven inside (`kv_transfer.transports.tls`): any certificate of the CA will
+        do. Raises ConfigError while the files are being replaced.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.num_tickets = 0
+        assert self._files.ca is not None, "channels are encrypted where there is a CA"
+        _believe(context, self._files.ca, "--tls-ca")
+        _load_chain(context, self._files)
+        return context
 
     def end_unix_s(self) -> float:
         """When the certificate expires, in seconds since 1970."""

@@ -1,5 +1,6 @@
 """The settings that both workers have, and what follows from them before a model is loaded."""
 
+import functools
 import os
 import socket
 from dataclasses import dataclass
@@ -7,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.cluster_secret import Secrets
 from services.runtime.config import (
     choice,
     flag,
     integer,
+    is_loopback,
     join_host_port,
     number,
     number_set,
     option,
     path,
+    secret,
     size_bytes,
     text,
     url,
@@ -71,6 +75,21 @@ class WorkerConfig:
         path(),
         default=None,
         help="PEM file of the CA whose certificates the cluster's processes show each other; TLS of a worker needs it.",
+    )
+    cluster_secret_file: Path | None = option(
+        path(),
+        default=None,
+        help="File with the secret that the cluster's processes prove to each other: 1 to 4 lines of at least 32 "
+        "characters, read again for each proof. Not given: the one in Redis, or with --tls-ca none.",
+    )
+    cluster_secret: str | None = option(
+        secret(), default=None, help="The secret itself, instead of --cluster-secret-file."
+    )
+    insecure: bool = option(
+        flag(),
+        default=False,
+        help="Let others in the network read what is said to this worker: listen beyond this machine without TLS, and "
+        "with TLS, leave the pages on the channels tcp and nccl unencrypted.",
     )
     metrics_port: int | None = option(
         integer(0, 65535), default=None, help="Port of /metrics on --host; 0 picks a free one. Not given: none."
@@ -145,7 +164,13 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("--kv-pages and --kv-memory are both given; the size of the KV pool is one of them")
-        _ = self.tls
+        if self.tls is None and not is_loopback(self.host) and not self.insecure:
+            raise ConfigError(
+                f"--host is {self.host}, where others in the network reach this worker, but without TLS they could "
+                "read prompts and pages on their way: give --tls-cert, --tls-key and --tls-ca, or --insecure on a "
+                "network of your own (then with --cluster-secret-file, so that only members are served)"
+            )
+        _ = self.secrets
 
     def record_fields(self, *, incarnation: str) -> dict[str, Any]:
         """What is known of the worker before its model is loaded, as fields of a WorkerRecord."""
@@ -171,6 +196,16 @@ class WorkerConfig:
     def tls(self) -> TlsFiles | None:
         """Certificate, key and CA; None: no TLS."""
         return tls_files(self.tls_cert, self.tls_key, self.tls_ca, needs_ca=True)
+
+    @functools.cached_property
+    def secrets(self) -> Secrets | None:
+        """What it proves to gateways and other workers; None: nothing, as TLS does it or nothing is configured.
+
+        Raises ConfigError.
+        """
+        if self.cluster_secret_file is None and self.cluster_secret is None:
+            return None if self.redis is None or self.tls is not None else Secrets()
+        return Secrets(file=self.cluster_secret_file, value=self.cluster_secret)
 
     def engine_settings(self) -> dict[str, Any]:
         """Arguments of `services.engine.engine.load_engine`."""

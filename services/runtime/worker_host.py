@@ -5,18 +5,19 @@ Knows no engine, no model, no Redis and no role: a worker package passes its par
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from services.runtime import logs, process, telemetry
+from services.runtime import logs, process, rpc, telemetry
 from services.runtime.attempts import Moved
 from services.runtime.clock import Deadline
+from services.runtime.config import is_loopback
 from services.runtime.errors import DeadlineExceeded, InvariantViolated, RequestCancelled
-from services.runtime.rpc import RpcServer, set_identity
+from services.runtime.membership import Member
+from services.runtime.rpc import RpcServer, set_identity, set_member
 from services.runtime.telemetry import TraceContext, Value
 from services.runtime.tls import Identity
 from services.runtime.worker_config import WorkerConfig
@@ -163,14 +164,19 @@ class Lease(Protocol):
 
 
 def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """A worker process from its settings to its end: logs, traces, parent, signals, event loop. Raises what ends it."""
+    """A worker process from its settings to its end: logs, membership, traces, parent, signals, event loop.
+
+    Raises what ends it.
+    """
     logs.setup(settings.log_level, service=service, worker_id=settings.id)
     process.be_nice(settings.nice)
     if settings.cores is not None:
         process.keep_to_cores(settings.cores)
     process.die_with_parent()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    set_identity(worker_identity(settings, role=service.removesuffix("-worker")))
+    role = service.removesuffix("-worker")
+    set_identity(worker_identity(settings, role=role))
+    _join(settings, role=role)
     telemetry.setup(service, settings.otlp, instance_id=settings.id)
 
     async def run() -> None:
@@ -187,17 +193,29 @@ def worker_identity(settings: WorkerConfig, *, role: str) -> Identity | None:
     """The certificate of a worker, which must name its role; None: no TLS. Raises ConfigError."""
     if settings.tls is None:
         return None
-    is_within_host = settings.transport in ("shm", "cuda_ipc") or _is_loopback(settings.advertise_host or settings.host)
-    if not is_within_host:
-        logger.warning("KV pages on the channel tcp or nccl are not encrypted: TLS covers what is said about them only")
+    is_within_host = settings.transport in ("shm", "cuda_ipc") or is_loopback(settings.advertise_host or settings.host)
+    if settings.insecure and not is_within_host:
+        logger.warning("KV pages on the channel tcp or nccl are not encrypted, as --insecure asks for it")
     return Identity(settings.tls, roles=(role,))
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def channel_tls(settings: WorkerConfig) -> Identity | None:
+    """What pages are encrypted with on their way to and from other hosts; None: they are not."""
+    identity = rpc.identity()
+    return identity if identity is not None and identity.is_mutual and not settings.insecure else None
+
+
+def _join(settings: WorkerConfig, *, role: str) -> None:
+    """Makes this process prove that it is of its cluster, and ask its callers for the same."""
+    if settings.secrets is not None:
+        set_member(Member(settings.secrets, role))
+    elif settings.tls is None:
+        logger.warning(
+            "this worker serves whoever reaches its port: it has neither --cluster-secret-file nor --redis, from "
+            "which it would have its cluster's secret"
+        )
+    if settings.tls is None and not is_loopback(settings.host):
+        logger.warning("prompts, answers and pages pass unencrypted through the network, as --insecure asks for it")
 
 
 @contextlib.contextmanager

@@ -993,7 +993,9 @@ async def busy_neighbour(options: Options) -> Row:
         "workers_lost": len(found.lost_workers),
     }
     if found.factor > 2 * FAIR_FACTOR:
-        row.problems.append(f"a token took {found.factor:.1f} times as long; a fair share of the cores is {FAIR_FACTOR:g}")
+        row.problems.append(
+            f"a token took {found.factor:.1f} times as long; a fair share of the cores is {FAIR_FACTOR:g}"
+        )
     return row
 
 
