@@ -234,7 +234,7 @@ class Exchange:
                 raise RequestCancelled("the client left")
             part: bytes = message.get("body", b"")
             self._check_size(len(body) + len(part))
-            claim(len(part))
+            claim.add(len(part))
             if not message.get("more_body"):
                 return bytes(body + part) if body else part
             body += part

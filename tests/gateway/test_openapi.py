@@ -15,6 +15,7 @@ import pytest
 from gateway import validation
 from gateway.answer_types import Error
 from gateway.api_keys import digest_of_key, new_key
+from gateway.bodies import Bodies
 from gateway.openapi import EVENTS, OPERATIONS, document
 from gateway.request_fields import FIELDS, field_of
 
@@ -351,7 +352,7 @@ async def test_files_and_batches_keep_to_the_document(system):
 
 
 async def test_a_body_may_find_no_room(system, monkeypatch):
-    monkeypatch.setattr(system.gateway.api._bodies, "_max_bytes", 0)
+    monkeypatch.setattr(system.gateway.api, "_bodies", Bodies(0))
     paths = [operation.path for operation in OPERATIONS if operation.method == "post" and "{" not in operation.path]
     for path in sorted({*paths} - {"/v1/files", "/v1/batches"}):
         response = await system.http.post(path, json={})
