@@ -120,6 +120,7 @@ async def encode_conversation(
     tools: Sequence[Mapping[str, Any]] | None,
     *,
     max_chars: int,
+    tenant: str = "",
 ) -> list[int]:
     """Token ids of a conversation that is checked first. Raises InvalidRequest, also for a model that has no tools."""
     checked = check_conversation(messages, tools, max_chars=max_chars)
@@ -130,7 +131,7 @@ async def encode_conversation(
             field="tools" if tools else "messages",
             code="unsupported_parameter",
         )
-    return await tokenizer.encode_chat(checked, tools)
+    return await tokenizer.encode_chat(checked, tools, tenant=tenant)
 
 
 def _checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
