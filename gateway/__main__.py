@@ -5,7 +5,7 @@ import sys
 
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
-from services.runtime import config, logs, process, rpc, telemetry
+from services.runtime import config, heap, logs, process, rpc, telemetry
 from services.runtime.tls import Identity
 
 COLLECT_AFTER = (5_000, 20, 10)
@@ -18,6 +18,7 @@ def main() -> None:
     process.die_with_parent()
     settings = config.load(GatewayConfig, sys.argv[1:], prog="python -m gateway")
     logs.setup(settings.log_level, service="gateway")
+    heap.give_back_free_memory()
     rpc.set_identity(None if settings.tls is None else Identity(settings.tls, roles=("gateway",)))
     telemetry.setup("gateway", settings.otlp, sample=settings.trace_sample)
     try:

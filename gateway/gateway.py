@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import functools
 import logging
+import resource
+import sys
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import cast
 
@@ -28,6 +30,7 @@ from gateway.grpc_api import (
     SERVICE_NAMES,
     ClusterService,
     InferenceService,
+    account_of,
     register,
 )
 from gateway.history import History
@@ -40,6 +43,7 @@ from gateway.metrics import Metrics
 from gateway.overload import OverloadGuard
 from gateway.prefix_view import PrefixView
 from gateway.topology import Topology
+from gateway.validation import MAX_BODY_BYTES
 from services.cluster.batches import BatchStore
 from services.cluster.files import FileStore, Room
 from services.cluster.journal import JournalStore
@@ -52,6 +56,7 @@ from services.cluster.store import Store
 from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import Overloaded
+from services.runtime.places import Places
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.lanes import LaneOrder
 from services.scheduling.overload import OverloadPolicy, Targets
@@ -63,6 +68,9 @@ LEAVING_RETRY_S = 1.0
 ANSWER_S = 1.0
 """Time to send that."""
 
+MAX_GRPC_CONNECTIONS = 4096
+GRPC_PART = 4
+"""gRPC may have one in this many of the files that the process may open."""
 BATCH_STORE_TIMEOUT_S = 2.0
 """Nobody's request waits for this Redis call, and pieces of files are large."""
 
@@ -78,7 +86,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         entries = _entries(config)
-        catalog = load_catalog(entries)
+        catalog = load_catalog(entries, max_tokenize_chars=config.max_tokenize_chars)
         self.incarnation = new_incarnation()
         self.http_port = 0
         self.grpc_port = 0
@@ -154,10 +162,19 @@ class Gateway:
         identity = rpc.identity()
         self._http = HttpServer(self.api.app(), identity=identity)
         self._admin = None if config.admin_port is None else HttpServer(self.api.admin_app(), identity=identity)
-        self._grpc = rpc.make_server(SERVICE_NAMES, profile=rpc.PUBLIC, with_reflection=config.reflection)
+        self.places = Places(config.message_memory // MAX_BODY_BYTES)
+        self._grpc = rpc.make_server(
+            SERVICE_NAMES,
+            profile=rpc.PUBLIC,
+            with_reflection=config.reflection,
+            intake=rpc.Intake(
+                self.places, account_of(self.requests, self.door), max_message_bytes=MAX_BODY_BYTES
+            ),
+            max_connections=min(config.max_grpc_connections or MAX_GRPC_CONNECTIONS, _num_files() // GRPC_PART),
+        )
         register(
             self._grpc,
-            InferenceService(self.requests, self._journals, door=self.door),
+            InferenceService(self.requests, self._journals, door=self.door, bodies=self._bodies),
             ClusterService(self.requests, self.topology, door=self.door),
         )
         self._min_prefill = {
@@ -309,6 +326,12 @@ def _entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:
         return read_models_file(config.models)
     assert config.model is not None
     return (ModelEntry(config.model_name or config.model.resolve().name, config.model),)
+
+
+def _num_files() -> int:
+    """The files that the process may open, connections among them."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if most == resource.RLIM_INFINITY else most
 
 
 def _targets(config: GatewayConfig) -> Targets:

@@ -94,5 +94,5 @@ class _Job:
 
 
 def _one_step(work: Callable[[], T]) -> Steps[T]:
+    yield from ()
     return work()
-    yield

@@ -12,6 +12,8 @@ from services.runtime.errors import InvalidRequest, Overloaded, RateLimited
 
 STRANGERS = "\0strangers"
 """The account of callers that nobody was asked to identify, such as probes."""
+OPERATORS = "\0operators"
+"""The account of callers with an operator's certificate."""
 ACCOUNT_PART = 4
 """An account may have one part in this many of all places; the empty account, everybody without keys, all of them."""
 MAX_WAITING = 256
@@ -46,13 +48,14 @@ class Places:
         free, InvalidRequest where the message takes too long.
         """
         place = self._take(account) if self._has_room(account) else await self._wait_for(account)
+        limit = place.limit = asyncio.timeout(_timeout_s(account))
         try:
-            async with asyncio.timeout(_timeout_s(account)) as place.limit:
+            async with limit:
                 if place.is_cut_off:
-                    place.limit.reschedule(0)
+                    limit.reschedule(0)
                 yield
         except TimeoutError:
-            if not place.limit.expired():
+            if not limit.expired():
                 raise
             raise self._late(place) from None
         finally:
