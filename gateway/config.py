@@ -111,8 +111,8 @@ class GatewayConfig:
     message_memory: int = option(
         size_bytes(8 * 2**20),
         default=128 * 2**20,
-        help="What gRPC messages that are on their way may take together. Each counts as 8 MiB until it is there; calls "
-        "beyond wait for their turn. A tenant has at most a quarter, where API keys tell tenants apart.",
+        help="What gRPC messages that are on their way may take together. Each counts as 8 MiB until it is there; "
+        "calls beyond that wait for their turn. A tenant has at most a quarter, where API keys tell tenants apart.",
     )
     max_grpc_connections: int | None = option(
         integer(1),

@@ -167,9 +167,7 @@ class Gateway:
             SERVICE_NAMES,
             profile=rpc.PUBLIC,
             with_reflection=config.reflection,
-            intake=rpc.Intake(
-                self.places, account_of(self.requests, self.door), max_message_bytes=MAX_BODY_BYTES
-            ),
+            intake=rpc.Intake(self.places, account_of(self.requests, self.door), max_message_bytes=MAX_BODY_BYTES),
             max_connections=min(config.max_grpc_connections or MAX_GRPC_CONNECTIONS, _num_files() // GRPC_PART),
         )
         register(

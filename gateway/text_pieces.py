@@ -16,9 +16,9 @@ _LOOK_CHARS = 32 * 1024
 _WORD = "[0-9A-Za-zÀ-ÖØ-öø-ÿА-яёЁ\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]"
 _AFTER = r'[ \t\r\n.,;:!?()\[\]{}"“”、。，；：！？（）]'
 _CUT = re.compile(f"(?<={_WORD})(?={_AFTER})")
-"""Behind a letter or digit and before a blank or a mark that is no apostrophe: every pattern below ends a word there, and
-none looks back. What begins there is divided as if it stood alone. Only characters are named whose kind no version of
-Unicode has changed."""
+"""Behind a letter or digit and before a blank or a mark that is no apostrophe: every pattern below ends a word there,
+and none looks back. What begins there is divided as if it stood alone. Only characters are named whose kind no version
+of Unicode has changed."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

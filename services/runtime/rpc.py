@@ -299,9 +299,7 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Gives every handler of a server the same way to fail, to read and to write."""
 
-    def __init__(
-        self, *, write_timeout_s: float, checks_callers: bool = False, intake: Intake | None = None
-    ) -> None:
+    def __init__(self, *, write_timeout_s: float, checks_callers: bool = False, intake: Intake | None = None) -> None:
         self._write_timeout_s = write_timeout_s
         self._checks_callers = checks_callers
         self._intake = intake

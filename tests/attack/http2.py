@@ -1,4 +1,4 @@
-"""A bare HTTP/2 client for attacks and tests: frames as they are written, with windows honoured. Knows no gRPC library."""
+"""A bare HTTP/2 client for attacks and tests: frames as they are written, windows honoured. Knows no gRPC library."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Connection:
         return 0
 
     def send(self, data: bytes, *, timeout_s: float = 5.0) -> None:
-        """Sends bytes as they are. What the server has said meanwhile is read; `is_open` is false where it has closed."""
+        """Sends bytes as they are, and reads meanwhile. `is_open` is false where the server has closed."""
         left = memoryview(data)
         deadline_s = time.monotonic() + timeout_s
         while left and self.is_open and time.monotonic() < deadline_s:

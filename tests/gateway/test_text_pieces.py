@@ -16,7 +16,9 @@ quick = settings(max_examples=200, deadline=None)
 PATTERNS = sorted(text_pieces._KNOWN_PATTERNS - {text_pieces._GPT2})
 CHARACTERS = "abzÉя日本カ한0129²٣ \t\r\n.,;:!?()'\"“”、。_-|<>é\u0301\u200d\u00a0😀ⅧǅʰD"
 TEXTS = st.lists(
-    st.sampled_from([*CHARACTERS, "'s", "'LL", "  ", "\r\n", "\n\n", "<|end|>", "hello", "12,345", "don't", ". ", "()"]),
+    st.sampled_from(
+        [*CHARACTERS, "'s", "'LL", "  ", "\r\n", "\n\n", "<|end|>", "hello", "12,345", "don't", ". ", "()"]
+    ),
     min_size=1,
     max_size=60,
 ).map("".join)

@@ -19,14 +19,18 @@ def steps(name, order, num_steps, *, may_begin=None):
     return name
 
 
+async def until(holds):
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():  # noqa: ASYNC110 - the condition is other tasks' state
+            await asyncio.sleep(0.001)
+
+
 async def test_tenants_take_turns_whatever_they_have_waiting():
     turns, order, may_begin = Turns(1), [], threading.Event()
     many = [asyncio.create_task(turns.run(steps("a", order, 20, may_begin=may_begin), tenant="a")) for _ in range(8)]
-    while turns.num_waiting < 7:
-        await asyncio.sleep(0.001)
+    await until(lambda: turns.num_waiting == 7)
     one = asyncio.create_task(turns.run(steps("b", order, 3), tenant="b"))
-    while turns.num_waiting < 8:
-        await asyncio.sleep(0.001)
+    await until(lambda: turns.num_waiting == 8)
     may_begin.set()
     assert await asyncio.wait_for(one, LIMIT_S) == "b"
     assert order.index("b") <= 2
@@ -37,8 +41,7 @@ async def test_tenants_take_turns_whatever_they_have_waiting():
 async def test_a_tenants_own_short_work_does_not_wait_for_its_long_one():
     turns, order = Turns(1), []
     long = asyncio.create_task(turns.run(steps("long", order, 10_000)))
-    while not order:
-        await asyncio.sleep(0.001)
+    await until(lambda: bool(order))
     assert await asyncio.wait_for(turns.call(lambda: "short"), LIMIT_S) == "short"
     assert not long.done()
     long.cancel()
