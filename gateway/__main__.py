@@ -5,7 +5,7 @@ import sys
 
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
-from services.runtime import config, logs, process, rpc, telemetry
+from services.runtime import config, heap, logs, process, rpc, telemetry
 from services.runtime.membership import Member
 from services.runtime.tls import Identity
 
@@ -20,6 +20,7 @@ def main() -> None:
     settings = config.load(GatewayConfig, sys.argv[1:], prog="python -m gateway")
     logs.setup(settings.log_level, service="gateway")
     process.be_nice(settings.nice)
+    heap.give_back_free_memory()
     rpc.set_identity(None if settings.tls is None else Identity(settings.tls, roles=("gateway",)))
     if settings.secrets is not None:
         rpc.set_member(Member(settings.secrets, "gateway"))

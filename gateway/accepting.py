@@ -354,10 +354,12 @@ class Acceptance:
         max_chars = limits.context_length_tokens * model.tokenizer.longest_token_chars
         if call.messages is not None:
             prompts: list[Sequence[int]] = [
-                await encode_conversation(model.tokenizer, call.messages, call.tools, max_chars=max_chars)
+                await encode_conversation(
+                    model.tokenizer, call.messages, call.tools, max_chars=max_chars, tenant=call.tenant
+                )
             ]
         else:
-            prompts = [await _encode(prompt, model, max_chars, call.prompt_field) for prompt in call.prompts]
+            prompts = [await _encode(prompt, model, max_chars, call) for prompt in call.prompts]
         for token_ids in prompts:
             check_prompt_token_ids(token_ids, limits, field_name=call.prompt_field)
         return prompts
@@ -424,11 +426,11 @@ class Acceptance:
         return span
 
 
-async def _encode(prompt: str | Sequence[int], model: ServedModel, max_chars: int, field_name: str) -> Sequence[int]:
+async def _encode(prompt: str | Sequence[int], model: ServedModel, max_chars: int, call: Call) -> Sequence[int]:
     if not isinstance(prompt, str):
         return prompt
-    check_text(prompt, field_name=field_name, max_chars=max_chars)
-    return await model.tokenizer.encode(prompt)
+    check_text(prompt, field_name=call.prompt_field, max_chars=max_chars)
+    return await model.tokenizer.encode(prompt, tenant=call.tenant)
 
 
 def _has_token_ids(call: Call) -> bool:

@@ -12,6 +12,7 @@ import re
 import secrets
 import tomllib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -225,6 +226,8 @@ class KeyFile:
         """What is wrong with the file as it is now."""
         self.num_checks = 0
         self._task: asyncio.Task[None] | None = None
+        # Not one of asyncio's: while they are all busy, a key that was taken out would stay good.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="api-keys")
 
     def start(self) -> None:
         """Begins to look, on the running loop."""
@@ -235,15 +238,17 @@ class KeyFile:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def check(self) -> None:
-        """Reads the file again if it has changed. Disks can be slow, so it is done on another thread."""
-        stamp = await asyncio.to_thread(self._stat)
+        """Reads the file again if it has changed. Disks can be slow, so it is done on a thread of its own."""
+        loop = asyncio.get_running_loop()
+        stamp = await loop.run_in_executor(self._thread, self._stat)
         if stamp != self._stamp or self._is_young(stamp):
             is_new = stamp != self._stamp
             self._stamp = stamp
             try:
-                keys = await asyncio.to_thread(read_keys, self._path)
+                keys = await loop.run_in_executor(self._thread, read_keys, self._path)
             except ConfigError as error:
                 if is_new or self.error is None or error.message != self.error.message:
                     logger.error("the API keys stay as they were", extra={"error": error.message})

@@ -10,9 +10,12 @@ from urllib.parse import quote
 from gateway.catalog_file import DEFAULT_FALLBACK_AFTER_S, ModelEntry
 from gateway.model_files import read_model_files
 from gateway.tokenization import ModelTokenizer
+from gateway.turns import Turns
 from gateway.validation import MAX_NAME_CHARS, ModelLimits, check_text
 from services.runtime.errors import InvalidRequest, NotFound
 from services.runtime.model_facts import ModelFacts
+
+MAX_TOKENIZE_CHARS = 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +40,10 @@ class ServedModel:
 class ModelCatalog:
     """All models, by name and alias; at least one. Names must be unique, as `gateway.catalog_file` checks."""
 
-    def __init__(self, models: Sequence[ServedModel]) -> None:
+    def __init__(self, models: Sequence[ServedModel], *, max_tokenize_chars: int = MAX_TOKENIZE_CHARS) -> None:
         assert models
+        self.max_tokenize_chars = max_tokenize_chars
+        """Of a text that becomes tokens for their own sake."""
         self._models = {model.name: model for model in models}
         self._by_any_name = {name: model for model in models for name in (model.name, *model.aliases)}
         self._only = models[0] if len(models) == 1 else None
@@ -83,9 +88,10 @@ class ModelCatalog:
         return model
 
 
-def load_catalog(entries: Sequence[ModelEntry]) -> ModelCatalog:
+def load_catalog(entries: Sequence[ModelEntry], *, max_tokenize_chars: int = MAX_TOKENIZE_CHARS) -> ModelCatalog:
     """Reads every model's folder. Raises ModelError with one sentence that says what to do."""
-    return ModelCatalog([_load(entry) for entry in entries])
+    turns = Turns()
+    return ModelCatalog([_load(entry, turns) for entry in entries], max_tokenize_chars=max_tokenize_chars)
 
 
 def header_value(text: str) -> str:
@@ -96,13 +102,13 @@ def header_value(text: str) -> str:
 _SAFE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
 
-def _load(entry: ModelEntry) -> ServedModel:
+def _load(entry: ModelEntry, turns: Turns) -> ServedModel:
     files = read_model_files(entry.path)
     return ServedModel(
         name=entry.name,
         limits=ModelLimits(files.facts.vocab_size, files.facts.context_length_tokens),
         eos_token_ids=files.facts.eos_token_ids,
-        tokenizer=ModelTokenizer(files),
+        tokenizer=ModelTokenizer(files, turns=turns),
         tokenizer_fingerprint=files.facts.tokenizer,
         facts=files.facts,
         aliases=entry.aliases,

@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.catalog import MAX_TOKENIZE_CHARS
 from services.cluster.keys import CLUSTER_NAME_PATTERN
 from services.runtime.cluster_secret import Secrets
 from services.runtime.config import (
@@ -135,6 +136,24 @@ class GatewayConfig:
         default=None,
         help="HTTP connections at once; beyond them the oldest idle one is closed for each new one. Not given: 10,000, "
         "and never more than half of the files that the process may open.",
+    )
+    message_memory: int = option(
+        size_bytes(8 * 2**20),
+        default=128 * 2**20,
+        help="What gRPC messages that are on their way may take together. Each counts as 8 MiB until it is there; "
+        "calls beyond that wait for their turn. A tenant has at most a quarter, where API keys tell tenants apart.",
+    )
+    max_grpc_connections: int | None = option(
+        integer(1),
+        default=None,
+        help="gRPC connections at once; more are closed. Not given: 4,096, and never more than a quarter of the files "
+        "that the process may open.",
+    )
+    max_tokenize_chars: int = option(
+        integer(1),
+        default=MAX_TOKENIZE_CHARS,
+        help="Characters of a text that becomes tokens for their own sake: /tokenize, /v1/responses/input_tokens, "
+        "Tokenize. Prompts are bounded by the model's context.",
     )
     max_attempts: int = option(integer(1, 100), default=3, help="Attempts without a new token before a request fails.")
     failover_wait_s: float = option(

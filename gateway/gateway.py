@@ -30,6 +30,7 @@ from gateway.grpc_api import (
     SERVICE_NAMES,
     ClusterService,
     InferenceService,
+    account_of,
     register,
 )
 from gateway.history import History
@@ -45,6 +46,7 @@ from gateway.overload import OverloadGuard
 from gateway.prefix_view import PrefixView
 from gateway.storage_watch import StorageWatch
 from gateway.topology import Topology
+from gateway.validation import MAX_BODY_BYTES
 from services.cluster.batches import BatchStore
 from services.cluster.files import FileStore, Room
 from services.cluster.journal import JournalStore
@@ -60,6 +62,7 @@ from services.runtime import process, rpc
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.cluster_secret import Secrets
 from services.runtime.errors import Overloaded
+from services.runtime.places import Places
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.lanes import LaneOrder
 from services.scheduling.overload import OverloadPolicy, Targets
@@ -72,8 +75,10 @@ ANSWER_S = 1.0
 """Time to send that."""
 
 MAX_ADMIN_CONNECTIONS = 256
-CONNECTIONS_PART = 2
-"""HTTP may have one in this many of the files that the process may open. The rest is for gRPC, workers and Redis."""
+MAX_GRPC_CONNECTIONS = 4096
+HTTP_PART, GRPC_PART = 2, 4
+"""HTTP may have one in two of the files that the process may open, gRPC one in four. The rest is for workers and Redis.
+"""
 BATCH_STORE_TIMEOUT_S = 2.0
 """Nobody's request waits for this Redis call, and pieces of files are large."""
 
@@ -90,7 +95,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig, *, secrets: Secrets | None = None) -> None:
         entries = _entries(config)
-        catalog = load_catalog(entries)
+        catalog = load_catalog(entries, max_tokenize_chars=config.max_tokenize_chars)
         self.incarnation = new_incarnation()
         self.http_port = 0
         self.grpc_port = 0
@@ -185,7 +190,8 @@ class Gateway:
         self._dashboard = Dashboard(self._feed, self.requests.log.history)
         self.api = self._http_api(self.door, [*file_routes, *batch_routes])
         identity = rpc.identity()
-        most = min(config.max_connections or MAX_CONNECTIONS, process.descriptor_limit() // CONNECTIONS_PART)
+        num_files = process.descriptor_limit()
+        most = min(config.max_connections or MAX_CONNECTIONS, num_files // HTTP_PART)
         self._http = HttpServer(
             self._guarded(self.api.app(), bound_to=config.http_host), identity=identity, max_connections=most
         )
@@ -197,10 +203,17 @@ class Gateway:
         self._socket: HttpServer | None = None
         if config.admin_socket is not None:
             self._socket = HttpServer(self.api.admin_app(None), max_connections=MAX_ADMIN_CONNECTIONS)
-        self._grpc = rpc.make_server(SERVICE_NAMES, profile=rpc.PUBLIC, with_reflection=config.reflection)
+        self.places = Places(config.message_memory // MAX_BODY_BYTES)
+        self._grpc = rpc.make_server(
+            SERVICE_NAMES,
+            profile=rpc.PUBLIC,
+            with_reflection=config.reflection,
+            intake=rpc.Intake(self.places, account_of(self.requests, self.door), max_message_bytes=MAX_BODY_BYTES),
+            max_connections=min(config.max_grpc_connections or MAX_GRPC_CONNECTIONS, num_files // GRPC_PART),
+        )
         register(
             self._grpc,
-            InferenceService(self.requests, self._journals, door=self.door),
+            InferenceService(self.requests, self._journals, door=self.door, bodies=self._bodies),
             ClusterService(self.requests, self.topology, door=self.door),
         )
         self._min_prefill = {

@@ -6,13 +6,15 @@ An edge: turns protobuf into a `Call` and `Delta`s into protobuf. Errors become 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health
 
 from gateway.api_keys import ApiKey
+from gateway.bodies import Bodies, Claim
 from gateway.calls import Call, Delta, TenantTicket, Usage
 from gateway.catalog import header_value
 from gateway.fallback import begun
@@ -22,21 +24,20 @@ from gateway.journals import Ask, Journals, ask_for, ask_to_resume
 from gateway.lifecycle import Requests
 from gateway.response_format import json_schema_in
 from gateway.sessions import TokenLogprobs
-from gateway.tokenization import LONG_TEXT_CHARS
 from gateway.topology import Member, Topology
 from gateway.validation import (
     GRPC_PREFIX,
-    MAX_BODY_BYTES,
     AskedSampling,
     check_affinity_key,
     check_idempotency_key,
     check_permission,
-    check_text,
+    check_text_to_count,
     check_token_ids,
 )
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.runtime import rpc, telemetry
 from services.runtime.errors import InvalidRequest, PermissionDenied, Unauthenticated
+from services.runtime.places import OPERATORS, STRANGERS
 from services.runtime.tls import OPERATOR
 from services.scheduling.health import GpuState
 from services.structured.grammar import ANY_OBJECT
@@ -71,8 +72,9 @@ _REASONS = {"stop": inference_pb2.FINISH_REASON_STOP, "length": inference_pb2.FI
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Text generation and tokenization."""
 
-    def __init__(self, requests: Requests, journals: Journals, *, door: FrontDoor) -> None:
+    def __init__(self, requests: Requests, journals: Journals, *, door: FrontDoor, bodies: Bodies) -> None:
         self._door = door
+        self._bodies = bodies
         self._requests = requests
         self._journals = journals
         self._created_unix_s = int(time.time())
@@ -122,22 +124,26 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """The parts of the answer of a new request, or of a named one that there is already."""
         key = _authenticate(self._door, context)
-        call = _call(request, context)
-        self._door.let_in(call, key, model=self._requests.catalog.name_of(call.model))
-        ask = _ask(call, request, context)
-        if ask is not None:
-            async with contextlib.aclosing(self._named(ask, key, context, model)) as responses:
-                async for response in responses:
-                    yield response
-            return
-        with await self._requests.accept(call) as accepted:
-            _add_limits(context, call.ticket)
-            async with begun(self._requests, accepted, accepted.generations) as (stream,):
-                model.name, model.fallback = accepted.model, accepted.fallback
-                model.traceparent = accepted.span.told_traceparent
-                async with contextlib.aclosing(stream) as deltas:
-                    async for delta in deltas:
-                        yield _response(accepted.request_id, delta)
+        # Held until the prompt has become tokens.
+        with self._bodies.claim(key.tenant, num_bytes=request.ByteSize()) as claim:
+            call = _call(request, context)
+            self._door.let_in(call, key, model=self._requests.catalog.name_of(call.model))
+            ask = _ask(call, request, context)
+            request.Clear()
+            if ask is not None:
+                async with contextlib.aclosing(self._named(ask, key, context, model, claim)) as responses:
+                    async for response in responses:
+                        yield response
+                return
+            with await self._requests.accept(call) as accepted:
+                claim.release()
+                _add_limits(context, call.ticket)
+                async with begun(self._requests, accepted, accepted.generations) as (stream,):
+                    model.name, model.fallback = accepted.model, accepted.fallback
+                    model.traceparent = accepted.span.told_traceparent
+                    async with contextlib.aclosing(stream) as deltas:
+                        async for delta in deltas:
+                            yield _response(accepted.request_id, delta)
 
     async def _rest(
         self, request: inference_pb2.ResumeRequest, context: Context, model: "_AnsweringModel"
@@ -158,10 +164,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 yield response
 
     async def _named(
-        self, ask: Ask, key: ApiKey, context: Context, model: "_AnsweringModel"
+        self,
+        ask: Ask,
+        key: ApiKey,
+        context: Context,
+        model: "_AnsweringModel",
+        claim: Claim | None = None,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """What the client does not have of a named answer. What ends it comes in one message: all of it or nothing."""
         async with self._journals.attach(ask) as reader, contextlib.aclosing(reader.parts()) as parts:
+            if claim is not None:
+                claim.release()
             # Another key of the tenant may have begun it, and may be allowed more.
             self._door.check_model(key, reader.model)
             model.name, model.fallback = reader.model, reader.fallback
@@ -202,10 +215,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a text."""
         with self._requests.refusals_noted():
-            await self._let_in(request.model, context)
-            tokenizer = self._requests.catalog.resolve(request.model).tokenizer
-            check_text(request.text, field_name="text", max_chars=MAX_BODY_BYTES)
-            token_ids = await tokenizer.encode(request.text, add_special_tokens=not request.without_special_tokens)
+            tenant = await self._let_in(request.model, context)
+            catalog = self._requests.catalog
+            check_text_to_count(request.text, field_name="text", max_chars=catalog.max_tokenize_chars)
+            with self._bodies.claim(tenant, num_bytes=request.ByteSize()):
+                token_ids = await catalog.resolve(request.model).tokenizer.encode(
+                    request.text, add_special_tokens=not request.without_special_tokens, tenant=tenant
+                )
             return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
@@ -213,25 +229,25 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         """Text of token ids."""
         with self._requests.refusals_noted():
-            await self._let_in(request.model, context)
+            tenant = await self._let_in(request.model, context)
             model = self._requests.catalog.resolve(request.model)
-            token_ids = list(request.token_ids)
-            check_token_ids(token_ids, model.limits, field_name="token_ids")
-            skips_special = not request.with_special_tokens
-            if len(token_ids) <= LONG_TEXT_CHARS:
-                text = model.tokenizer.decode(token_ids, skip_special_tokens=skips_special)
-            else:
-                text = await asyncio.to_thread(model.tokenizer.decode, token_ids, skip_special_tokens=skips_special)
+            with self._bodies.claim(tenant, num_bytes=request.ByteSize()):
+                token_ids = list(request.token_ids)
+                check_token_ids(token_ids, model.limits, field_name="token_ids")
+                text = await model.tokenizer.decode_long(
+                    token_ids, skip_special_tokens=not request.with_special_tokens, tenant=tenant
+                )
             return inference_pb2.DetokenizeResponse(text=text)
 
-    async def _let_in(self, model: str, context: Context) -> None:
-        """A call that generates nothing counts as a request too."""
+    async def _let_in(self, model: str, context: Context) -> str:
+        """The tenant of a call that generates nothing, which counts as a request too."""
         key = _authenticate(self._door, context)
         self._door.check_model(key, self._requests.catalog.name_of(model), asked=model)
         ticket = self._door.ticket(key.tenant)
         if ticket is not None:
             await ticket.charge_request()
             _add_limits(context, ticket)
+        return key.tenant
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
@@ -284,6 +300,25 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     def _snapshot(self) -> cluster_pb2.Topology:
         counts = cluster_pb2.RequestCounts(queued=self._requests.num_queued, running=self._requests.num_running)
         return cluster_pb2.Topology(workers=map(_worker, self._topology.members()), requests=counts)
+
+
+def account_of(requests: Requests, door: FrontDoor) -> Callable[[str, Context], str]:
+    """For `rpc.Intake`: the tenant whose key the caller shows. Raises Unauthenticated.
+
+    Probes need no key, and an operator's certificate stands for one. All else does, reflection too: it names services
+    that are not for everybody.
+    """
+
+    def account(method: str, context: Context) -> str:
+        service = method.strip("/").partition("/")[0]
+        if service == health.SERVICE_NAME:
+            return STRANGERS
+        if service != INFERENCE_SERVICE and OPERATOR in (rpc.caller_roles(context) or ()):
+            return OPERATORS
+        with requests.refusals_noted():
+            return _authenticate(door, context).tenant
+
+    return account
 
 
 def register(server: rpc.RpcServer, inference: InferenceService, cluster: ClusterService) -> None:

@@ -4,9 +4,7 @@ An edge: turns HTTP into a `Call`, `Delta`s into HTTP, and every error into Open
 is `gateway.lifecycle`'s business.
 """
 
-import asyncio
 import contextlib
-import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from http import HTTPStatus
@@ -21,7 +19,7 @@ from starlette.routing import BaseRoute, Route
 
 from gateway.answer_text import AnswerText
 from gateway.api_keys import ApiKey
-from gateway.bodies import Bodies
+from gateway.bodies import Bodies, Claim
 from gateway.calls import AcceptedCall, Call, Delta, Generation, Usage
 from gateway.catalog import ServedModel, header_value
 from gateway.dashboard.pages import Dashboard
@@ -54,16 +52,14 @@ from gateway.request_log import code_of
 from gateway.responses_types import ResponsesRequest, own_words
 from gateway.responses_writer import ResponsesWriter
 from gateway.sessions import TokenLogprobs
-from gateway.tokenization import LONG_TEXT_CHARS
 from gateway.tool_requests import encode_conversation, offered_tools
 from gateway.topology import Member, Topology
 from gateway.validation import (
-    MAX_BODY_BYTES,
     MAX_NAME_CHARS,
     check_affinity_key,
     check_idempotency_key,
     check_permission,
-    check_text,
+    check_text_to_count,
     check_token_ids,
 )
 from services.cluster.store import Store
@@ -243,13 +239,12 @@ class HttpApi:
     async def _count_input(self, exchange: Exchange) -> None:
         """How many tokens the input of a response would have."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
-        with own_words():
-            call = await self._bodies.take(
-                exchange.read_body, lambda body: parse(body, ResponsesRequest)[0].call(), tenant=key.tenant
+        with own_words(), self._bodies.claim(key.tenant) as claim:
+            call = await self._bodies.read(
+                claim, exchange.read_body, lambda body: parse(body, ResponsesRequest)[0].call()
             )
             model = await self._let_in_free(exchange, key, call.model)
-            messages = call.messages or ()
-            token_ids = await encode_conversation(model.tokenizer, messages, call.tools, max_chars=MAX_BODY_BYTES)
+            token_ids = await self._encode_to_count(model, call.messages or (), call.tools, key.tenant)
         document = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
         await exchange.answer(200, msgspec.json.encode(document))
 
@@ -261,8 +256,17 @@ class HttpApi:
     async def _tokenize(self, exchange: Exchange) -> None:
         """Token ids of a text, or of a conversation as it would be generated from."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
-        request, tools = await self._bodies.take(exchange.read_body, _read_tokenize, tenant=key.tenant)
-        model = await self._let_in_free(exchange, key, request.model)
+        with self._bodies.claim(key.tenant) as claim:
+            request, tools = await self._bodies.read(claim, exchange.read_body, _read_tokenize)
+            model = await self._let_in_free(exchange, key, request.model)
+            token_ids = await self._tokens_of(request, tools, model, key.tenant)
+        max_tokens = self._requests.limits(model).context_length_tokens
+        document = {"count": len(token_ids), "max_model_len": max_tokens, "tokens": token_ids}
+        await exchange.answer(200, msgspec.json.encode(document))
+
+    async def _tokens_of(
+        self, request: TokenizeRequest, tools: list[dict[str, Any]] | None, model: ServedModel, tenant: str
+    ) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("exactly one of prompt and messages is needed", field="prompt", code="invalid_value")
         if request.messages is not None:
@@ -273,33 +277,43 @@ class HttpApi:
                     field="add_special_tokens",
                     code="unsupported_parameter",
                 )
-            token_ids = await encode_conversation(model.tokenizer, request.messages, tools, max_chars=MAX_BODY_BYTES)
-        else:
-            assert request.prompt is not None
-            if request.tools:
-                raise InvalidRequest(
-                    "tools goes with messages, not with prompt", field="tools", code="unsupported_parameter"
-                )
-            check_text(request.prompt, field_name="prompt")
-            adds_special = request.add_special_tokens is not False
-            token_ids = await model.tokenizer.encode(request.prompt, add_special_tokens=adds_special)
-        max_tokens = self._requests.limits(model).context_length_tokens
-        document = {"count": len(token_ids), "max_model_len": max_tokens, "tokens": token_ids}
-        await exchange.answer(200, msgspec.json.encode(document))
+            return await self._encode_to_count(model, request.messages, tools, tenant)
+        assert request.prompt is not None
+        if request.tools:
+            raise InvalidRequest(
+                "tools goes with messages, not with prompt", field="tools", code="unsupported_parameter"
+            )
+        check_text_to_count(request.prompt, field_name="prompt", max_chars=self._requests.catalog.max_tokenize_chars)
+        adds_special = request.add_special_tokens is not False
+        return await model.tokenizer.encode(request.prompt, add_special_tokens=adds_special, tenant=tenant)
+
+    async def _encode_to_count(
+        self, model: ServedModel, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, tenant: str
+    ) -> list[int]:
+        """Token ids of a conversation that nothing is generated from, so that no model's context bounds it."""
+        most = self._requests.catalog.max_tokenize_chars
+        try:
+            return await encode_conversation(model.tokenizer, messages, tools, max_chars=most, tenant=tenant)
+        except InvalidRequest as error:
+            if error.code != "context_length_exceeded":
+                raise
+            raise InvalidRequest(
+                f"{error.field} must have at most {most} characters", field=error.field, code="string_above_max_length"
+            ) from error
 
     async def _detokenize(self, exchange: Exchange) -> None:
         """The text of token ids, special ones shown."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
-        request, _ = await self._bodies.take(
-            exchange.read_body, lambda body: parse_members(body, DetokenizeRequest), tenant=key.tenant
-        )
-        model = await self._let_in_free(exchange, key, request.model)
-        token_ids = request.tokens
-        if token_ids is None:
-            raise InvalidRequest("tokens is missing", field="tokens", code="missing_required_parameter")
-        check_token_ids(token_ids, model.limits, field_name="tokens")
-        decode = functools.partial(model.tokenizer.decode, token_ids, skip_special_tokens=False)
-        text = decode() if len(token_ids) <= LONG_TEXT_CHARS else await asyncio.to_thread(decode)
+        with self._bodies.claim(key.tenant) as claim:
+            request, _ = await self._bodies.read(
+                claim, exchange.read_body, lambda body: parse_members(body, DetokenizeRequest)
+            )
+            model = await self._let_in_free(exchange, key, request.model)
+            token_ids = request.tokens
+            if token_ids is None:
+                raise InvalidRequest("tokens is missing", field="tokens", code="missing_required_parameter")
+            check_token_ids(token_ids, model.limits, field_name="tokens")
+            text = await model.tokenizer.decode_long(token_ids, skip_special_tokens=False, tenant=key.tenant)
         await exchange.answer(200, msgspec.json.encode({"prompt": text}))
 
     async def _let_in_free(self, exchange: Exchange, key: ApiKey, name: str | None) -> ServedModel:
@@ -315,11 +329,16 @@ class HttpApi:
     async def _generate(self, exchange: Exchange, body_type: type[Body], writer_type: type[Writer]) -> None:
         """From the body of a request to the end of its answer."""
         key = self._door.authenticate(exchange.all_headers(b"authorization"))
+        with self._bodies.claim(key.tenant) as claim:
+            await self._generate_holding(claim, exchange, key, body_type, writer_type)
+
+    async def _generate_holding(
+        self, claim: Claim, exchange: Exchange, key: ApiKey, body_type: type[Body], writer_type: type[Writer]
+    ) -> None:
+        """The same with the body's memory, which is held until its texts are tokens."""
         is_named = any(exchange.optional_header(name) is not None for name in _NAMING)
-        request, ignored, call, digest = await self._bodies.take(
-            exchange.read_body,
-            lambda body: _read_call(body, body_type, writer_type, is_named=is_named),
-            tenant=key.tenant,
+        request, ignored, call, digest = await self._bodies.read(
+            claim, exchange.read_body, lambda body: _read_call(body, body_type, writer_type, is_named=is_named)
         )
         call.service_class = _service_class(call, exchange)
         session = exchange.optional_header(b"x-session-id")
@@ -336,9 +355,18 @@ class HttpApi:
             exchange.add_header(b"x-tandem-ignored", ",".join(ignored))
         if ask is not None:
             with exchange.cancelled_on_disconnect():
-                await self._generate_named(exchange, key, ask, request, writer_type)
+                async with self._journals.attach(ask) as reader:
+                    claim.release()
+                    exchange.add_header(b"x-request-id", reader.request_id)
+                    exchange.add_trace(reader.traceparent)
+                    # Another key of the tenant may have begun it, and may be allowed more.
+                    self._door.check_model(key, reader.model)
+                    if ask.call is not None:
+                        exchange.add_limits(ask.call.ticket)
+                    await self._answer_named(exchange, reader, request, writer_type)
             return
         with await self._requests.accept(call) as accepted:
+            claim.release()
             exchange.add_header(b"x-request-id", accepted.request_id)
             exchange.add_trace(accepted.span.told_traceparent)
             exchange.add_limits(call.ticket)
@@ -353,28 +381,19 @@ class HttpApi:
                     else:
                         pairs = zip(accepted.generations, streams, strict=True)
                         answers = await all_of([self._whole(generation, stream) for generation, stream in pairs])
-                        await exchange.answer(200, await _body(writer, answers))
+                        await exchange.answer(200, await self._body(writer, answers, accepted.generations))
 
-    async def _generate_named(
-        self, exchange: Exchange, key: ApiKey, ask: Ask, request: Body, writer_type: type[Writer]
-    ) -> None:
-        """The same for a request with a name, whose answer others may read too."""
-        async with self._journals.attach(ask) as reader:
-            exchange.add_header(b"x-request-id", reader.request_id)
-            exchange.add_trace(reader.traceparent)
-            # Another key of the tenant may have begun it, and may be allowed more.
-            self._door.check_model(key, reader.model)
-            _add_model_headers(exchange, reader.model, reader.fallback)
-            if ask.call is not None:
-                exchange.add_limits(ask.call.ticket)
-            writer = self._writer(writer_type, request, reader.request_id, reader.created_unix_s, reader.generations)
-            if request.stream:
-                last_event_id = exchange.optional_header(b"last-event-id")
-                if last_event_id is not None:
-                    writer.go_on_after(last_event_id)
-                await self._stream(exchange, _named_events(reader, writer, self._requests.new_text), writer)
-            else:
-                await exchange.answer(200, await _body(writer, await _wholes(reader)))
+    async def _answer_named(self, exchange: Exchange, reader: Reader, request: Body, writer_type: type[Writer]) -> None:
+        """The answer of a request with a name, which others may read too."""
+        _add_model_headers(exchange, reader.model, reader.fallback)
+        writer = self._writer(writer_type, request, reader.request_id, reader.created_unix_s, reader.generations)
+        if request.stream:
+            last_event_id = exchange.optional_header(b"last-event-id")
+            if last_event_id is not None:
+                writer.go_on_after(last_event_id)
+            await self._stream(exchange, _named_events(reader, writer, self._requests.new_text), writer)
+        else:
+            await exchange.answer(200, await self._body(writer, await _wholes(reader), reader.generations))
 
     def _writer(
         self,
@@ -391,6 +410,15 @@ class HttpApi:
         head = Head(request_id, created_unix_s, model.name, fingerprint)
         prompts = [generation.prompt_token_ids for generation in generations]
         return writer_type(model.tokenizer, request, head=head, prompts=prompts)
+
+    async def _body(self, writer: Writer, answers: Sequence[Whole], generations: Sequence[Generation]) -> bytes:
+        """The body of an answer that is not streamed."""
+        num_entries = sum(len(answer.logprobs or ()) + len(answer.prompt_logprobs or ()) for answer in answers)
+        if num_entries < MANY_LOGPROBS:
+            return writer.whole(answers)
+        # Seconds at the bounds, in which nobody else's tokens would go out.
+        turns = self._requests.catalog[generations[0].model].tokenizer.turns
+        return await turns.call(lambda: writer.whole(answers), tenant=generations[0].tenant)
 
     async def _whole(self, generation: Generation, stream: Stream) -> Whole:
         """One answer, complete."""
@@ -571,15 +599,6 @@ def _ask(exchange: Exchange, call: Call, digest: str, request: Body, writer_type
         raise InvalidRequest("Last-Event-ID needs stream to be true", field="Last-Event-ID", code="invalid_event_id")
     position = None if last_event_id is None else writer_type.journal_event_id(last_event_id)
     return ask_for(call, digest, last_event_id=position)
-
-
-async def _body(writer: Writer, answers: Sequence[Whole]) -> bytes:
-    """The body of an answer that is not streamed."""
-    num_entries = sum(len(answer.logprobs or ()) + len(answer.prompt_logprobs or ()) for answer in answers)
-    if num_entries < MANY_LOGPROBS:
-        return writer.whole(answers)
-    # Seconds at the bounds, in which nobody else's tokens would go out.
-    return await asyncio.to_thread(writer.whole, answers)
 
 
 async def _named_events(

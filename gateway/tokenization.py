@@ -3,13 +3,13 @@
 Knows nothing of requests or workers; gets the model's files as text and gives back ids and strings.
 """
 
-import asyncio
 import codecs
 import contextlib
 import functools
 import json
 import re
 import secrets
+import threading
 from collections.abc import Collection, Mapping, Sequence, Set
 from datetime import datetime
 from typing import Any, Protocol, cast
@@ -21,13 +21,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from gateway.model_files import ModelFiles
+from gateway.text_pieces import PIECE_CHARS, can_be_cut, pieces
 from gateway.tool_calls import MARKERS, has_reasoning, tool_format_of
+from gateway.turns import Steps, Turns
 from services.runtime.answer_form import ToolFormat
 from services.runtime.errors import InvalidRequest, ModelError
 from services.structured.lark import CALL_MARKS
 
 LONG_TEXT_CHARS = 4096
-"""Longer texts are encoded on a thread, so that other requests' tokens go on meanwhile."""
+"""Longer texts are encoded in turns beside the event loop, so that other requests' tokens go on meanwhile."""
+MANY_MESSAGES = 64
+"""More are a long text, whatever is in them."""
+HUGE_PIECE_CHARS = 2**20
+"""What is longer in one piece is encoded when nothing else of that kind is: it takes 133 bytes for each byte."""
+HUGE_PIECE_WAIT_S = 0.005
 
 ChatMessage = Mapping[str, Any]
 """One message with its content as one string; an assistant's may have `tool_calls`, with arguments as objects."""
@@ -52,9 +59,13 @@ class Detokenizer(Protocol):
 
 
 class ModelTokenizer:
-    """The tokenizer and chat template of one model. Raises ModelError where they cannot be used."""
+    """The tokenizer and chat template of one model. Raises ModelError where they cannot be used.
 
-    def __init__(self, files: ModelFiles) -> None:
+    Long texts are encoded by `turns`, which several models may share.
+    """
+
+    def __init__(self, files: ModelFiles, *, turns: Turns | None = None) -> None:
+        self.turns = turns or Turns()
         self._files = files
         self._tokenizer = _load(files.tokenizer_json)
         self._decoder_kind = _decoder_kind(files.tokenizer_json)
@@ -74,6 +85,10 @@ class ModelTokenizer:
         self.whole_texts: dict[int, str] = {}
         """Texts of tokens that are whole characters, as far as they were asked for: the same wherever they follow whole
         characters."""
+        self._affixes = _affixes(self._tokenizer) if can_be_cut(files.tokenizer_json) else None
+        """Token ids that go before and behind a prompt; None: its pieces would not have the tokens of the whole."""
+        self._plain_ids: dict[str, list[int]] = {}
+        """Special texts as ordinary ones, as far as they were asked for."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.longest_token_chars = max(map(len, vocabulary), default=1)
 
@@ -87,14 +102,18 @@ class ModelTokenizer:
         """Whether `encode_chat` can be used."""
         return self._template is not None
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         """Token ids of a prompt. Special tokens written in the text count as such: it is the model's own input."""
         if len(text) <= LONG_TEXT_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return await asyncio.to_thread(_encode_long, self._tokenizer, text, add_special_tokens)
+        return await self.turns.run(self._encode_steps(text, add_special_tokens), tenant=tenant)
 
     async def encode_chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        tenant: str = "",
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's next message; `tools` are those it may call.
 
@@ -106,10 +125,17 @@ class ModelTokenizer:
             messages = [
                 {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
             ]
-        if self._holds_special_text(messages) or self._holds_special_text(tools):
-            return await asyncio.to_thread(self._encode_guarded_chat, messages, tools)
+        if _is_long(messages) or self._holds_special_text(messages) or self._holds_special_text(tools):
+            return await self.turns.run(self._encode_chat_steps(messages, tools), tenant=tenant)
         text = self._render(messages, tools)
-        return await self.encode(text, add_special_tokens=False)
+        return await self.encode(text, add_special_tokens=False, tenant=tenant)
+
+    async def decode_long(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, tenant: str = "") -> str:
+        """As `decode`, beside the event loop where they are many."""
+        decode = functools.partial(self.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) <= LONG_TEXT_CHARS:
+            return decode()
+        return await self.turns.call(decode, tenant=tenant)
 
     def opens_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
         """Whether this prompt ends where the model's reasoning begins, as some templates let it."""
@@ -160,9 +186,28 @@ class ModelTokenizer:
             return any(map(self._holds_special_text, value)) or any(map(self._holds_special_text, value.values()))
         return isinstance(value, Sequence) and any(map(self._holds_special_text, value))
 
+    def _encode_steps(self, text: str, add_special_tokens: bool) -> Steps[list[int]]:
+        if self._affixes is None or len(text) <= PIECE_CHARS:
+            return (yield from _encode_alone_if_huge(self._tokenizer, text, add_special_tokens))
+        before, behind = self._affixes if add_special_tokens else ([], [])
+        token_ids = list(before)
+        for piece in pieces(text):
+            token_ids += yield from _encode_alone_if_huge(self._tokenizer, piece, False)
+            yield
+        return token_ids + behind
+
+    def _encode_chat_steps(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None
+    ) -> Steps[list[int]]:
+        if self._holds_special_text(messages) or self._holds_special_text(tools):
+            return (yield from self._encode_guarded_chat(messages, tools))
+        text = self._render(messages, tools)
+        yield
+        return (yield from self._encode_steps(text, False))
+
     def _encode_guarded_chat(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None
-    ) -> list[int]:
+    ) -> Steps[list[int]]:
         """Renders with marks in place of special texts, then encodes each stretch by its own rule."""
         nonce = secrets.token_hex(8)
         special_texts: list[str] = []
@@ -179,14 +224,27 @@ class ModelTokenizer:
             return [guarded(inner) for inner in value] if isinstance(value, Sequence) else value
 
         text = self._render(guarded(messages), guarded(tools))
+        yield
         stretches = re.split(f"\ue000{nonce}:([0-9]+)\ue001", text)
         token_ids: list[int] = []
+        num_chars = 0
         for position, stretch in enumerate(stretches):
-            is_mark = position % 2 == 1
-            tokenizer = self._plain_tokenizer if is_mark else self._tokenizer
-            text = special_texts[int(stretch)] if is_mark else stretch
-            token_ids += _encode_long(tokenizer, text, False)
+            if position % 2 == 1:
+                token_ids += self._plain_ids_of(special_texts[int(stretch)])
+            elif stretch:
+                token_ids += yield from self._encode_steps(stretch, False)
+            num_chars += len(stretch)
+            if num_chars > PIECE_CHARS:
+                num_chars = 0
+                yield
         return token_ids
+
+    def _plain_ids_of(self, special_text: str) -> list[int]:
+        """A special text as ordinary text; there are no more of them than special tokens."""
+        known = self._plain_ids.get(special_text)
+        if known is None:
+            known = self._plain_ids[special_text] = _encode_long(self._plain_tokenizer, special_text, False)
+        return known
 
     @functools.cached_property
     def _plain_tokenizer(self) -> Tokenizer:
@@ -304,6 +362,36 @@ def _load(tokenizer_json: str) -> Tokenizer:
 def _encode_long(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """Uses the batch call because that one lets go of the interpreter lock, always, and is faster."""
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+_huge_texts = threading.Lock()
+
+
+def _encode_alone_if_huge(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Steps[list[int]]:
+    if len(text) <= HUGE_PIECE_CHARS:
+        return _encode_long(tokenizer, text, add_special_tokens)
+    while not _huge_texts.acquire(timeout=HUGE_PIECE_WAIT_S):
+        yield  # Others have their turns meanwhile.
+    try:
+        return _encode_long(tokenizer, text, add_special_tokens)
+    finally:
+        _huge_texts.release()
+
+
+def _is_long(messages: Sequence[ChatMessage]) -> bool:
+    """Whether a conversation is better looked at beside the event loop."""
+    return len(messages) > MANY_MESSAGES or sum(len(each["content"]) for each in messages) > LONG_TEXT_CHARS
+
+
+def _affixes(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
+    """What a prompt has before and behind its own tokens; None: that cannot be told."""
+    probe = "a b"
+    own = tokenizer.encode(probe, add_special_tokens=False).ids
+    whole = tokenizer.encode(probe, add_special_tokens=True).ids
+    for start in range(len(whole) - len(own) + 1):
+        if whole[start : start + len(own)] == own:
+            return whole[:start], whole[start + len(own) :]
+    return None
 
 
 def _decoder_kind(tokenizer_json: str) -> str:

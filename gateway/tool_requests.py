@@ -124,6 +124,7 @@ async def encode_conversation(
     tools: Sequence[Mapping[str, Any]] | None,
     *,
     max_chars: int,
+    tenant: str = "",
 ) -> list[int]:
     """Token ids of a conversation that is checked first. Raises InvalidRequest, also for a model that has no tools."""
     checked = check_conversation(messages, tools, max_chars=max_chars)
@@ -134,7 +135,7 @@ async def encode_conversation(
             field="tools" if tools else "messages",
             code="unsupported_parameter",
         )
-    return await tokenizer.encode_chat(checked, tools)
+    return await tokenizer.encode_chat(checked, tools, tenant=tenant)
 
 
 def _checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:

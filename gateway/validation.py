@@ -302,6 +302,17 @@ def check_text(text: str, *, field_name: str, max_chars: int | None = None) -> N
         ) from error
 
 
+def check_text_to_count(text: str, *, field_name: str, max_chars: int) -> None:
+    """A text that becomes tokens for their own sake, which no model's context bounds."""
+    if len(text) > max_chars:
+        raise InvalidRequest(
+            f"{field_name} has {len(text)} characters but must have at most {max_chars}",
+            field=field_name,
+            code="string_above_max_length",
+        )
+    check_text(text, field_name=field_name)
+
+
 def check_messages(messages: Sequence[Mapping[str, Any]], *, max_chars: int) -> list[dict[str, Any]]:
     """Checked chat messages, each content as one string; parts of a list are joined by line breaks."""
     if not messages:

@@ -4,6 +4,9 @@ Every handler runs inside `StatusInterceptor`: an error of the tree becomes its 
 becomes INTERNAL with a generic text, bytes that are no message become INVALID_ARGUMENT, and a caller that does not
 read is cut off. Streaming handlers read by iterating over their requests and answer by yielding.
 
+A server for clients that we do not know has an `Intake` too: it asks who calls before it asks for a message, so that a
+stranger can make it hold no more than a stream's first window, and takes exactly one message where a method has one.
+
 The process's identity (`services.runtime.tls`) is set once and holds for every server and channel made after that, so
 that no port and no connection can be forgotten. The same holds for the process's membership of its cluster
 (`services.runtime.membership`): servers made for one incarnation of a worker ask their callers for a proof, and
@@ -29,11 +32,20 @@ from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.config import join_host_port
 from services.runtime.errors import ConfigError, InvalidRequest, NotProven, Overloaded, RateLimited, TandemError
 from services.runtime.membership import Guard, Member, Proof
+from services.runtime.places import Places
 from services.runtime.tls import Identity, Pem, check_caller, roles_of
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 REASON_TIMEOUT_S = 0.5
 """For the status of a call whose answer began without a proof."""
+WINDOW_BYTES = 16 * 1024
+"""What a public server takes of a message before it is asked for; less would be a round trip more for usual ones."""
+MAX_METADATA_BYTES = 16 * 1024
+"""Of one call to a public server, as of a head over HTTP."""
+READ_BYTES = 64 * 1024
+"""The most that a public server reads from a connection before it looks at it."""
+_IDENTITY_ONLY = 1
+"""The set of compressions that has none: a compressed message may be a thousand times what came over the wire."""
 HANDSHAKE_TIMEOUT_MS = 10_000
 """Who has connected and does not shake hands is cut off; gRPC's own limit is two minutes."""
 DETAILS_METADATA_KEY = "grpc-status-details-bin"
@@ -61,6 +73,12 @@ class Profile:
     max_streams_per_connection: int
     asks_for_certificate: bool = True
     """Whether whoever connects must show a certificate, where this process believes a CA."""
+    is_public: bool = False
+    """Whether the server's windows, metadata and reads are kept small, and compressed messages refused."""
+    max_connection_idle_ms: int | None = None
+    """Time without a call after which a connection ends; None: it does not."""
+    max_connection_age_ms: int | None = None
+    """Age at which a connection takes no new calls; those that run go on."""
 
 
 INTERNAL = Profile(
@@ -83,6 +101,9 @@ PUBLIC = Profile(
     write_timeout_s=30.0,
     max_streams_per_connection=128,
     asks_for_certificate=False,
+    is_public=True,
+    max_connection_idle_ms=30_000,
+    max_connection_age_ms=3_600_000,
 )
 """Towards clients that we do not know."""
 
@@ -172,6 +193,45 @@ class _Challenges(membership_pb2_grpc.MembershipServicer):
         return membership_pb2.ChallengeReply(nonce=self._guard.challenge())
 
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Intake:
+    """How a public server receives messages of at most `max_message_bytes`.
+
+    `account_of` says on whose account a call is, from its method (such as /tandem.v1.Inference/Generate) and context,
+    and raises Unauthenticated; no message has been asked for then. Only so many calls have a message on its way at once
+    as there are `places`.
+    """
+
+    def __init__(self, places: Places, account_of: Callable[[str, Context], str], *, max_message_bytes: int) -> None:
+        self.max_message_bytes = max_message_bytes
+        self._places = places
+        self._account_of = account_of
+
+    async def one(self, context: Context, method: str) -> Any:
+        """The one message of a call. Raises InvalidRequest where there is none or another one."""
+        async with self._places.place(self._account_of(method, context)):
+            message = await context.read()
+            if message is grpc.aio.EOF:
+                raise InvalidRequest("the call has ended without a message; this method takes exactly one")
+            if await context.read() is not grpc.aio.EOF:
+                raise InvalidRequest("the call has several messages; this method takes exactly one")
+        return message
+
+    def each(self, context: Context, method: str) -> AsyncIterator[Any]:
+        """The messages of a call that may have several, each of which must come in time."""
+        return self._each(context, self._account_of(method, context))
+
+    async def _each(self, context: Context, account: str) -> AsyncIterator[Any]:
+        while True:
+            async with self._places.place(account):
+                message = await context.read()
+            if message is grpc.aio.EOF:
+                return
+            yield message
+
+
 class RpcServer:
     """A gRPC server with health per service; register servicers on `server` before `start`."""
 
@@ -234,21 +294,29 @@ def make_server(
     with_reflection: bool = True,
     max_concurrent_rpcs: int | None = None,
     incarnation: str = "",
+    intake: Intake | None = None,
+    max_connections: int | None = None,
 ) -> RpcServer:
     """A server for these services (full names such as tandem.v1.Link); called on the event loop that runs it.
 
     With `incarnation` it is a worker's, and asks its callers for the cluster's secret where this process has one.
     """
     guard = Guard(_member.secrets, incarnation=incarnation) if _member is not None and incarnation else None
+    options = dict(_server_options(profile))
+    if intake is not None:
+        options["grpc.max_receive_message_length"] = intake.max_message_bytes
+    if max_connections is not None:
+        options["grpc.max_allowed_incoming_connections"] = max_connections
     server = grpc.aio.server(
         interceptors=[
             StatusInterceptor(
                 write_timeout_s=profile.write_timeout_s,
                 checks_callers=_identity is not None and _identity.is_mutual,
                 guard=guard,
+                intake=intake,
             )
         ],
-        options=_server_options(profile),
+        options=list(options.items()),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
     if guard is not None:
@@ -322,10 +390,18 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Gives every handler of a server the same way to fail, to read and to write."""
 
-    def __init__(self, *, write_timeout_s: float, checks_callers: bool = False, guard: Guard | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        write_timeout_s: float,
+        checks_callers: bool = False,
+        guard: Guard | None = None,
+        intake: Intake | None = None,
+    ) -> None:
         self._write_timeout_s = write_timeout_s
         self._checks_callers = checks_callers
         self._guard = guard
+        self._intake = intake
 
     async def intercept_service(
         self,
@@ -339,19 +415,32 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         behaviour = _inner_behaviour(handler)
         method = str(handler_call_details.method)
 
+        has_one = not handler.request_streaming
+
         async def answer_unary(request_or_iterator: Any, context: Any) -> Any:
             async with _statuses(context, method):
                 await self._check_caller(context, method)
-                return await behaviour(_readable(request_or_iterator), context)
+                request = await self._received(request_or_iterator, context, method, has_one=has_one)
+                return await behaviour(_readable(request), context)
 
         async def answer_stream(request_or_iterator: Any, context: Any) -> None:
             async with _statuses(context, method):
                 await self._check_caller(context, method)
-                await self._write_all(behaviour(_readable(request_or_iterator), context), context)
+                request = await self._received(request_or_iterator, context, method, has_one=has_one)
+                await self._write_all(behaviour(_readable(request), context), context)
 
-        wrap = getattr(grpc, f"{_arity_name(handler)}_rpc_method_handler")
+        # gRPC reads the message of a call that has one before it calls anybody; those of a stream are left to us.
+        arity = _arity_name(handler)
+        if self._intake is not None:
+            arity = arity.replace("unary_", "stream_", 1) if has_one else arity
+        wrap = getattr(grpc, f"{arity}_rpc_method_handler")
         answer = answer_stream if handler.response_streaming else answer_unary
         return wrap(answer, _tolerant(handler.request_deserializer), handler.response_serializer)
+
+    async def _received(self, request_or_iterator: Any, context: Any, method: str, *, has_one: bool) -> Any:
+        if self._intake is None:
+            return request_or_iterator
+        return await self._intake.one(context, method) if has_one else self._intake.each(context, method)
 
     async def _check_caller(self, context: Any, method: str) -> None:
         """Before anything is read from a stream: whether the caller may, and to it, that it has reached a member."""
@@ -512,7 +601,32 @@ def _server_options(profile: Profile) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         # Two processes that share a port would each get half of the calls, and nobody would notice.
         ("grpc.so_reuseport", 0),
+        *(_public_options() if profile.is_public else ()),
+        *_age_options(profile),
     ]
+
+
+def _public_options() -> list[tuple[str, int]]:
+    """What keeps small what somebody can make us hold whom we do not know yet."""
+    return [
+        # Otherwise the windows grow to many MiB a stream with the speed at which somebody sends.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+        ("grpc.experimental.tcp_max_read_chunk_size", READ_BYTES),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
+    ]
+
+
+def _age_options(profile: Profile) -> list[tuple[str, int]]:
+    options = []
+    if profile.max_connection_idle_ms is not None:
+        options.append(("grpc.max_connection_idle_ms", profile.max_connection_idle_ms))
+    if profile.max_connection_age_ms is not None:
+        # The grace that follows has no end unless one is set, so no stream is cut.
+        options.append(("grpc.max_connection_age_ms", profile.max_connection_age_ms))
+    return options
 
 
 def _channel_options(profile: Profile) -> list[tuple[str, int]]:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import os
+import threading
 
 import pytest
 from hypothesis import given
@@ -236,6 +237,23 @@ async def test_a_change_within_one_tick_of_the_clock_is_seen(key_file):
     os.utime(key_file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     await followed.check()
     assert followed.keys.keys[DIGEST].tenant == "u"
+
+
+async def test_a_key_is_taken_out_while_all_of_asyncios_threads_are_busy(key_file):
+    followed = KeyFile(key_file)
+    followed.start()
+    may_end = threading.Event()
+    busy = [asyncio.create_task(asyncio.to_thread(may_end.wait, 30)) for _ in range(100)]
+    await asyncio.sleep(0)
+    key_file.write_text("")
+    try:
+        async with asyncio.timeout(2.0 + 8.0):  # two seconds, and what a busy machine takes
+            while followed.keys.keys:  # noqa: ASYNC110 - the condition is another task's state
+                await asyncio.sleep(0.01)
+    finally:
+        may_end.set()
+        await asyncio.gather(*busy)
+        await followed.close()
 
 
 async def test_a_replaced_file_is_seen_within_two_seconds(key_file, tmp_path):

@@ -785,7 +785,7 @@ GRPC = {
     "priority": ({"text": "a", "priority": 101}, "priority"),
     "service-class": ({"text": "a", "service_class": "urgent"}, "service_class"),
     "cache-salt": ({"text": "a", "cache_salt": "s" * 65}, "cache_salt"),
-    "text-10mb": ({"text": "a" * 10_000_000}, "text"),
+    "text-8mb": ({"text": "a" * 8_000_000}, "text"),
     "schema-no-json": ({"text": "a", "response_format": {"json_schema": "{"}}, "response_format"),
     "schema-regex": ({"text": "a", "response_format": {"json_schema": '{"pattern": "(?=a)b"}'}}, "response_format"),
     "context": ({"token_ids": {"ids": [5] * 512}}, "token_ids"),

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import threading
 
 import pytest
 
