@@ -9,6 +9,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 from gateway.pacing import Pace
 from gateway.topology import Member
@@ -394,6 +395,10 @@ class Metrics:
         """Reads this count, and the state of each worker's circuit, whenever the figures are asked for."""
         self._open_breakers.set_function(num_open)
         self._circuit = circuit
+
+    def watch_http(self, use: Collector) -> None:
+        """Shows what clients hold over HTTP."""
+        self._registry.register(use)
 
     def watch_pace(self, pace: Pace) -> None:
         """Reads it whenever the figures are asked for."""
