@@ -374,8 +374,8 @@ async def _first_tokens_s(port: int) -> list[float]:
 
 
 def _request(body: bytes) -> bytes:
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    return head.encode() + b"\r\n\r\n" + body
+    lines = ("POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json")
+    return "\r\n".join((*lines, f"content-length: {len(body)}", "", "")).encode() + body
 
 
 def _post(port: int, body: dict[str, Any]) -> bytes:

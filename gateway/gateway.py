@@ -36,6 +36,7 @@ from gateway.grpc_api import (
 from gateway.history import History
 from gateway.http_api import HttpApi
 from gateway.http_exchange import App
+from gateway.http_metrics import HttpUse
 from gateway.http_server import HttpServer
 from gateway.journal_memory import MemoryBounds
 from gateway.journals import Journals
@@ -195,6 +196,7 @@ class Gateway:
         self._http = HttpServer(
             self._guarded(self.api.app(), bound_to=config.http_host), identity=identity, max_connections=most
         )
+        metrics.watch_http(HttpUse(self._http.connections, self._bodies))
         self._admin: HttpServer | None = None
         if config.admin_port is not None:
             pages = self.api.admin_app(OperatorsDoor(self.door, digest=config.admin_key_digest))

@@ -9,6 +9,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 from gateway.pacing import Pace
 from gateway.topology import Member
@@ -441,6 +442,10 @@ class Metrics:
         """Reads it whenever the figures are asked for."""
         self._redis_up.set_function(lambda: float(store.is_available))
         self._redis_round_trip_s.set_function(lambda: store.round_trip.mean_s)
+
+    def watch_http(self, use: Collector) -> None:
+        """Shows what clients hold over HTTP."""
+        self._registry.register(use)
 
     def watch_pace(self, pace: Pace) -> None:
         """Reads it whenever the figures are asked for."""

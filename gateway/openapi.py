@@ -29,13 +29,13 @@ from services.runtime.version import version
 JSON = "application/json"
 EVENTS = "text/event-stream"
 
-EVERYWHERE = (400, 401, 431, 500)
-"""Any request may be no valid HTTP, or meet a fault of ours."""
-WITH_BODY = (*EVERYWHERE, 408, 413, 414, 415, 503)
-WITH_MODEL = (*WITH_BODY, 403, 404, 429)
+EVERYWHERE = (400, 401, 403, 431, 500, 503)
+"""Any request may be no valid HTTP or not be meant for us, find too many others, or meet a fault of ours."""
+WITH_BODY = (*EVERYWHERE, 408, 413, 414, 415, 429)
+WITH_MODEL = (*WITH_BODY, 404)
 GENERATING = (*WITH_MODEL, 409, 504)
 
-STORED = (*EVERYWHERE, 404, 503)
+STORED = (*EVERYWHERE, 404)
 """What Redis holds, and can be asked for only while it is there."""
 STORED_WITH_BODY = (*STORED, 408, 413)
 
@@ -43,13 +43,13 @@ STATUSES: Mapping[int, str] = {
     200: "It worked.",
     400: "The request is wrong; `param` names the field, the message the rule.",
     401: "No API key, or one that is not known or has expired.",
-    403: "The API key does not allow this.",
+    403: "The API key does not allow this, or the server is not known under this Host or does not let this Origin in.",
     404: "No such model, or nothing is known of the stream that is to go on.",
     408: f"The head or the body did not arrive within {MAX_BODY_READ_S:g} s, a file within {MAX_UPLOAD_S:g} s.",
     409: "Another request has this id, or had this key; or the batch is over, or nearly.",
     413: f"The body has more than {MAX_BODY_BYTES} bytes.",
     414: "The URL is too long.",
-    415: "The body is not plain JSON.",
+    415: "The body is not said to be JSON (`Content-Type: application/json`), or is compressed.",
     429: "A limit of the tenant is reached.",
     431: "Too many or too long headers.",
     500: "A fault of the server.",
@@ -320,7 +320,7 @@ OPERATIONS: tuple[Operation, ...] = (
         name="showModel",
         summary="One model.",
         answer=answers.Model,
-        errors=(*EVERYWHERE, 403, 404),
+        errors=(*EVERYWHERE, 404),
         path_fields=(("name", "A name or alias; may contain slashes."),),
     ),
     Operation(
@@ -368,7 +368,7 @@ OPERATIONS: tuple[Operation, ...] = (
         name="showMetrics",
         summary="Prometheus' text format.",
         answer=CONTENT_TYPE,
-        errors=(*EVERYWHERE, 403),
+        errors=EVERYWHERE,
         needs_admin=True,
     ),
     Operation(
@@ -377,7 +377,7 @@ OPERATIONS: tuple[Operation, ...] = (
         name="showCluster",
         summary="Workers and requests now.",
         answer=answers.ClusterState,
-        errors=(*EVERYWHERE, 403),
+        errors=EVERYWHERE,
         needs_admin=True,
     ),
     Operation(
@@ -395,7 +395,7 @@ OPERATIONS: tuple[Operation, ...] = (
             name=name,
             summary=summary,
             answer=answer,
-            errors=(*EVERYWHERE, 403, *more),
+            errors=(*EVERYWHERE, *more),
             path_fields=path_fields,
             needs_admin=True,
         )

@@ -100,7 +100,10 @@ _MESSAGE: Schema = {
         },
         "name": {"type": ["string", "null"], "maxLength": MAX_NAME_CHARS},
         "tool_calls": {"type": ["array", "null"], "items": _EARLIER_CALL, "maxItems": MAX_CALLS},
-        "tool_call_id": {"type": ["string", "null"]},
+        "tool_call_id": {
+            "type": ["string", "null"],
+            "description": "Of a tool, where it is needed: the id of a call of an assistant's message before it.",
+        },
         "reasoning_content": {"description": "Of an assistant: a text."},
     },
     "required": ["role"],

@@ -54,7 +54,7 @@ HEADER_VALUES = (
 )  # fmt: skip
 HOSTS = (
     "localhost", "127.0.0.1:8000", "[::1]", "", " ", ":", ":8000", "evil.example", "evil.example:8000", "localhost.",
-    "localhost.evil.example", "[evil", "[::1", "]", "a@localhost", "*", "x" * 300, "\xe9", "127.0.0.1.nip.io", "0x7f.1",
+    "localhost.evil.example", "[evil", "[::1", "]", "a@localhost", "*", "x" * 300, "\xe9", "127.0.0.1.nip.io", "0177.1",
 )  # fmt: skip
 ORIGINS = (
     "http://localhost", "https://evil.example", "null", "", "://", "http://", "localhost", "http://localhost:99999",

@@ -11,6 +11,9 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import generate_latest
 
+from gateway.bodies import Bodies
+from gateway.connections import Connections
+from gateway.http_metrics import HttpUse
 from gateway.metrics import Metrics
 from gateway.sessions import Load
 from gateway.validation import SERVICE_CLASSES
@@ -352,6 +355,7 @@ def all_moved():
     metrics.moves.labels("begun").inc()
     metrics.fallbacks.labels("large", "small", "overloaded").inc()
     metrics.batch_rows.labels("completed").inc()
+    metrics.watch_http(HttpUse(Connections(), Bodies(0)))
     metrics.watch_requests(lambda: {("tiny", "normal", "queued"): 1})
     facts = GpuFacts(temperature_c=60.0, free_bytes=4, total_bytes=5, num_uncorrected=0)
     return metrics.render([member("decode", "d-0", facts)]).decode()
