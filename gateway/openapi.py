@@ -59,7 +59,7 @@ STATUSES: Mapping[int, str] = {
 
 REQUEST_HEADERS: Mapping[str, tuple[str, Schema]] = {
     "X-Request-Id": (
-        "Names the request, which can then be resumed; unique among running ones.",
+        "Names the request, which can then be resumed; unique among the running ones of its tenant.",
         {"type": "string", "pattern": NAME_PATTERN},
     ),
     "Idempotency-Key": (

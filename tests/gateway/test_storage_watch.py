@@ -1,0 +1,49 @@
+"""What a gateway says of Redis' memory: figures for each kind, and each thing that is wrong once."""
+
+import logging
+
+import pytest
+import redis
+
+from gateway.metrics import Metrics
+from gateway.storage_watch import StorageWatch
+from services.cluster.embedded import EmbeddedRedis
+from services.cluster.files import FileStore, Room, new_id
+from services.cluster.store import Store
+
+
+@pytest.fixture
+def server():
+    with EmbeddedRedis() as started:
+        yield started
+
+
+async def test_figures_and_warnings(server, caplog):
+    metrics, store = Metrics(), Store(server.url, cluster="test", timeout_s=2.0)
+    try:
+        files = FileStore(store, room=Room())
+        limits = {"files": 1, "journals": 2}
+        watch = StorageWatch(store, files, journal_bytes=2**20, on_use=lambda use: metrics.note_storage(use, limits))
+        await files.put_chunk(new_id("file-"), "acme", 0, b"x" * 1000)
+        with caplog.at_level(logging.WARNING, logger="gateway.storage_watch"):
+            await watch.look()
+            assert not caplog.records
+            with redis.Redis.from_url(server.url) as client:
+                client.config_set("maxmemory-policy", "allkeys-lru")
+                client.config_set("maxmemory", 2**40)
+            for _ in range(2):
+                await watch.look()
+            assert len(caplog.records) == 1
+            assert "set maxmemory-policy to noeviction" in caplog.text
+            with redis.Redis.from_url(server.url) as client:
+                client.set("hint", b"x" * 2**20)
+                client.config_set("maxmemory", client.info("memory")["used_memory"] - 2**18)
+                client.set("another", b"x" * 2**18)
+            await watch.look()
+        assert "Redis has evicted keys" in caplog.text
+        shown = metrics.render(()).decode()
+        assert 'tandem_redis_memory_bytes{kind="files"}' in shown
+        assert 'tandem_redis_memory_limit_bytes{kind="journals"} 2.0' in shown
+        assert "tandem_redis_evicted_keys 0.0" not in shown
+    finally:
+        await store.close()
