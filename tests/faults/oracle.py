@@ -28,9 +28,10 @@ from services.cluster.keys import Keys
 from tests.faults.client import Broken, Refused, connected, http_json, http_request, read_head, read_pieces
 from tests.faults.harness import CLUSTER, REPOSITORY, FaultCluster
 
-ANSWER_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 600.0
 SHOWN_PROBLEMS = 5
-GATEWAY_FLAGS = ["--max-queue-wait-s=600", "--max-queued-requests=100000", f"--max-request-s={ANSWER_TIMEOUT_S:.0f}"]
+GATEWAY_FLAGS = ["--max-queue-wait-s=3600", "--max-queued-requests=100000", "--max-request-s=3600"]
+"""Nothing is refused because the machine is slow."""
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]},
     {"type": "array", "items": {"type": "boolean"}, "maxItems": 4},
@@ -213,7 +214,7 @@ class Oracle:
         tally.seconds = round(time.monotonic() - started_s, 1)
 
     async def kill_workers(self, tally: Tally, *, pause_s: float) -> None:
-        """Kills workers at random, one at a time, until it is cancelled; `pause_s` at most after all are ready again."""
+        """Kills workers at random, each at most `pause_s` after all are ready again, until it is cancelled."""
         while True:
             await asyncio.sleep(self._chance.uniform(pause_s / 4, pause_s))
             await self._cluster.replace(self._chance.choice(self._cluster.workers))
