@@ -4,7 +4,14 @@ import dataclasses
 
 import pytest
 
-from services.runtime.identity import MAX_IDENTITY_CHARS, AnswerIdentity, has_weights_of, identity_fields, identity_key
+from services.runtime.identity import (
+    MAX_IDENTITY_CHARS,
+    MAX_KEY_CHARS,
+    AnswerIdentity,
+    has_weights_of,
+    identity_fields,
+    identity_key,
+)
 
 ONE = AnswerIdentity(
     engine="tandem/1",
@@ -44,6 +51,11 @@ def test_a_worker_that_says_nothing_is_equal_only_to_itself():
     assert key("", layout="") == ""
     assert has_weights_of(key(""), key(ONE.text))
     assert not has_weights_of(key(ONE.text), key(ONE.text, layout="other"))
+
+
+@pytest.mark.parametrize("text", ["", ONE.text])
+def test_a_key_has_its_length(text):
+    assert len(key(text, layout="f" * 32)) <= MAX_KEY_CHARS
 
 
 def test_values_keep_to_their_fields_and_the_text_to_its_length():
