@@ -645,9 +645,11 @@ async def test_suspects_are_tried_on_several_workers_at_the_same_time(make_syste
     await system.until(lambda: sum(map(len, tried.values())) == 2)
     await asyncio.sleep(0.2)  # long enough for a third one
     assert sorted(map(len, tried.values())) == [1, 1]
+    assert [len(request.strikes) for request in system.gateway.requests._candidates.on_trial] == [1, 1]
     may_answer.set()
     for response in await asyncio.gather(*asked):
         assert response.status_code == 200
+    assert not system.gateway.requests._candidates.on_trial
 
 
 FIELDS = {
