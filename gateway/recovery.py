@@ -161,20 +161,20 @@ class Recovery:
 
     async def _begin_trial(self, request: RunningRequest, *, max_wait_s: float) -> None:
         """Waits for a place for its trial, for a bounded time. Without one the request goes on untried."""
-        if max_wait_s and not self._may_be_tried(request):
-            self._awaiting_trial.append(request)
-            try:
+        self._awaiting_trial.append(request)
+        try:
+            if max_wait_s:
                 await request.mailbox.rest(max_wait_s, until=lambda: self._may_be_tried(request))
-            finally:
-                self._awaiting_trial.remove(request)
-                self._nudge_awaiting()
-        if self._may_be_tried(request):
-            self._candidates.on_trial.add(request)
+            if self._may_be_tried(request):
+                self._candidates.on_trial.add(request)
+        finally:
+            self._awaiting_trial.remove(request)
+            self._nudge_awaiting()
 
     def _may_be_tried(self, request: RunningRequest) -> bool:
         """Whether a worker is left for its trial, and nobody has waited longer for one."""
         model = request.generation.model
-        ahead = next((other for other in self._awaiting_trial if other.generation.model == model), request)
+        ahead = next(other for other in self._awaiting_trial if other.generation.model == model)
         on_trial = [other for other in self._candidates.on_trial if other.generation.model == model]
         # Who did not wait for its trial keeps nobody from having one.
         num_on_trial = sum(other.strikes[-1].is_fresh for other in on_trial if other.strikes)

@@ -311,7 +311,7 @@ class Topology:
         return any(
             member.state == "lost" and member.is_listed and not member.is_drain_asked and member.record.model == model
             for member in self._roles[role_name].members.values()
-            if member.record.state == "ready" and member.changed_at_s >= since_s
+            if member.record.state == "ready" and member.changed_at_s >= since_s and not member.left_out
         )
 
     def is_alive(self, incarnation: str) -> bool:

@@ -147,6 +147,7 @@ _STATES = {
     cluster_pb2.WORKER_STATE_READY: "ready",
     cluster_pb2.WORKER_STATE_DRAINING: "draining",
     cluster_pb2.WORKER_STATE_LOST: "lost",
+    cluster_pb2.WORKER_STATE_LEFT_OUT: "left_out",
 }
 _GPU_STATES = {
     cluster_pb2.GPU_STATE_OK: "ok",

@@ -12,6 +12,9 @@ import hashlib
 from dataclasses import dataclass
 
 MAX_IDENTITY_CHARS = 512
+MAX_KEY_CHARS = 64
+"""Of an `identity_key`: journals of all versions take as many."""
+_DIGEST_CHARS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +55,17 @@ def identity_fields(text: str) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1024)
 def identity_key(text: str, *, layout: str, incarnation: str) -> str:
-    """A short name for an identity, equal only for equal texts: that of the weights, a dot, and a digest of the text.
+    """A name for an identity, equal only for equal texts: that of the weights, a dot, and a digest of the text.
 
-    `layout` is the fingerprint of the worker's weights and pages. A worker without a text, because its version says
-    none, is like nobody but itself: its `incarnation` is in the name. Without either, nothing is known: empty.
+    It has at most MAX_KEY_CHARS characters. `layout` is the fingerprint of the worker's weights and pages. A worker
+    without a text, because its version says none, is like nobody but itself: its `incarnation` is in the name. Without
+    either, nothing is known: empty.
     """
     if not layout:
         return ""
     if not text:
-        return f"{layout}.unknown-{incarnation}"
-    return f"{layout}.{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+        return f"{layout}.unknown-{incarnation}"[:MAX_KEY_CHARS]
+    return f"{layout}.{hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS]}"
 
 
 def has_weights_of(key: str, other: str) -> bool:

@@ -53,6 +53,7 @@ from services.runtime.errors import (
     StoreUnavailable,
     WorkerUnavailable,
 )
+from services.runtime.identity import identity_key
 from tests.examples import examples
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end 🙃 of it, hello there"
@@ -307,7 +308,8 @@ def test_a_call_of_before_there_were_several_models_and_classes_is_read():
 
 
 def test_the_weights_of_each_answer_are_kept_and_no_text_that_is_none():
-    for layout, is_read in (("f" * 32, True), ("f" * 64, True), ("f" * 65, False)):
+    keys = [identity_key(text, layout="f" * 32, incarnation="1" * 32) for text in ("", "weights=f dtype=bfloat16")]
+    for layout, is_read in (*((key, True) for key in keys), ("f" * 32, True), ("f" * 64, True), ("f" * 65, False)):
         choices = [msgspec.structs.replace(kept_call().choices[0], layout=layout)]
         packed = encode_call(msgspec.structs.replace(kept_call(), choices=choices), created_unix_s=17)
         decoded = decode_call(packed, request_id="abc")

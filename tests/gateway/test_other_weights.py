@@ -137,3 +137,34 @@ async def test_an_answer_whose_weights_are_gone_is_an_error(make_system, worker_
     assert (response.status_code, response.json()["error"]["code"]) == (503, "server_overloaded")
     assert "weights" in response.json()["error"]["message"]
     assert not other.attempts
+
+
+@pytest.mark.parametrize("field", ["engine", "dtype", "arithmetic", "vocabulary", "grammars"])
+@pytest.mark.parametrize("allow_inexact", [False, True])
+async def test_an_answer_goes_on_only_with_the_same_identity(
+    make_system, worker_type, pair, answer, field, allow_inexact
+):
+    """Equal weights are not enough: with another dtype the next tokens are others."""
+    texts = [f"weights=same {field}={value}" for value in ("a", "b")]
+    system, may_die = await make_system(failover_wait_s=0.5, allow_inexact=allow_inexact), asyncio.Event()
+    await system.add(worker_type("decode", "decode-0", dies_after(pair, 3, may_die), identity=texts[0]))
+    waiting = asyncio.create_task(ask(system))
+    await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == 3)
+    other = await system.add(worker_type("decode", "decode-1", pair.decode, identity=texts[1]))
+    may_die.set()
+    response = await waiting
+    assert (response.status_code, bool(other.attempts)) == ((200, True) if allow_inexact else (503, False))
+    if not allow_inexact:
+        assert "arithmetic" in response.json()["error"]["message"]
+    await system.until(lambda: system.gateway.topology.num_ready("decode") == 1)
+    assert [worker["exact"] for worker in (await system.http.get("/cluster")).json()["workers"]][-1] != allow_inexact
+
+
+async def test_a_prompt_is_handed_over_only_with_the_same_identity(make_system, worker_type, pair, answer):
+    system = await make_system()
+    same = await system.add(worker_type("prefill", "prefill-0", pair.prefill, identity="weights=same dtype=bfloat16"))
+    other = await system.add(worker_type("prefill", "prefill-1", pair.prefill, identity="weights=same dtype=float32"))
+    await system.add(worker_type("decode", "decode-0", pair.decode, identity="weights=same dtype=bfloat16"))
+    for number in range(6):
+        assert (await ask(system, [5, 6, number])).json()["choices"][0]["token_ids"] == answer
+    assert (len(same.attempts), len(other.attempts)) == (6, 0)

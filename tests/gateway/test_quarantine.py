@@ -623,7 +623,7 @@ async def test_where_others_die_too_it_takes_one_death_more(make_system, worker_
 async def test_suspects_are_tried_on_several_workers_at_the_same_time(make_system, worker_type, pair, monkeypatch):
     """Half of the workers have a trial each; no worker has two."""
     monkeypatch.setattr("gateway.recovery.TRIAL_WAIT_S", 3600.0)
-    system, tried, may_answer = await make_system(), {}, asyncio.Event()
+    system, tried, may_answer = await make_system(), {}, asyncio.Semaphore(0)
 
     async def never_done(attempt):
         attempt.emit(worker_pb2.Admitted())
@@ -632,7 +632,7 @@ async def test_suspects_are_tried_on_several_workers_at_the_same_time(make_syste
     async def answers_late(attempt):
         tried.setdefault(attempt.worker.worker_id, []).append(attempt)
         attempt.emit(worker_pb2.Admitted())
-        await may_answer.wait()
+        await may_answer.acquire()
         attempt.emit(worker_pb2.DecodeStarted())
         await pair.generate(attempt, 0)
 
@@ -645,9 +645,42 @@ async def test_suspects_are_tried_on_several_workers_at_the_same_time(make_syste
     await system.until(lambda: sum(map(len, tried.values())) == 2)
     await asyncio.sleep(0.2)  # long enough for a third one
     assert sorted(map(len, tried.values())) == [1, 1]
-    may_answer.set()
+    may_answer.release()
+    await system.until(lambda: sum(map(len, tried.values())) == 3)
+    assert [len(request.strikes) for request in system.gateway.requests._candidates.on_trial] == [1, 1]
+    for _ in asked:
+        may_answer.release()
     for response in await asyncio.gather(*asked):
         assert response.status_code == 200
+    assert not system.gateway.requests._candidates.on_trial
+
+
+async def test_a_death_in_a_trial_that_two_shared_is_no_proof(make_system, worker_type, pair, answer):
+    """One had tokens from the first worker and did not wait; for the other there was no other way than to the same."""
+    system, seen = await make_system(), {0: [], 1: [], 2: [], 3: []}
+    may_die = [asyncio.Event() for _ in range(3)]
+
+    async def decode(attempt):
+        number = int(attempt.worker.worker_id[-1])
+        seen[number].append(attempt)
+        if number == 3:
+            return await pair.decode(attempt)
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        if number == 0 and list(attempt.spec.prompt_token_ids) == [1]:
+            await pair.generate(attempt, 0, 3)
+        await may_die[number].wait()
+        await attempt.worker.die()
+
+    await system.add(worker_type("decode", "decode-0", decode))
+    asked = [asyncio.create_task(ask(system, prompt)) for prompt in ([1], [2])]
+    for number, num_seen in ((0, 2), (1, 2), (2, 1)):
+        await system.until(lambda number=number, wanted=num_seen: len(seen[number]) == wanted)
+        await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value == 3)
+        await system.add(worker_type("decode", f"decode-{number + 1}", decode))
+        may_die[number].set()
+    for response in await asyncio.gather(*asked):
+        assert response.json()["choices"][0]["token_ids"] == answer
 
 
 FIELDS = {

@@ -47,6 +47,14 @@ def test_a_gpu_in_trouble_is_named_with_what_was_found(api: Any, capsys: pytest.
     assert [line for line in lines if "GPU" in line] == ["GPU of decode-2: out, too_hot, xid_79"]
 
 
+def test_a_worker_that_is_left_out_is_named_with_the_reason(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    workers = [WORKER | {"left_out": ""}, WORKER | {"id": "decode-1", "state": "left_out", "left_out": "other weights"}]
+    api.routes["GET /cluster"] = (200, CLUSTER | {"workers": workers})
+    assert main(["status", "--url", api.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "left out" in line] == ["decode-1 is left out: other weights"]
+
+
 def test_json_is_the_answer_itself(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
     api.routes["GET /cluster"] = (200, CLUSTER)
     assert main(["status", "--url", api.url, "--json"]) == 0

@@ -1,6 +1,8 @@
 import errno
 import itertools
+import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from services.engine.runner import ModelRunner
 from services.engine.sequence import Sampling, Sequence
 from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
 from services.runtime.errors import ConfigError, InvalidRequest, ModelError
+from services.runtime.identity import AnswerIdentity
 
 Load = Callable[..., EngineParts]
 
@@ -411,6 +414,25 @@ class TestLoadEngine:
         assert layout.dtype == parts.model.dtype == torch.float32
         assert parts.allocator.num_pages == parts.pool.num_pages == 128
         assert re.fullmatch("[0-9a-f]{32}", parts.fingerprint)
+
+    def test_whatever_changes_a_token_is_in_its_identity(self, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+        folder = checkpoint("llama-mha")
+        rotated = tmp_path / "rotated"
+        shutil.copytree(folder, rotated)
+        config = json.loads((rotated / "config.json").read_text())
+        (rotated / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+
+        def identity(folder: Path, **settings: Any) -> AnswerIdentity:
+            parts = load_engine(folder, device="cpu", num_pages=4, **settings)
+            return parts.identity(vocabulary="v", grammars="g")
+
+        one = identity(folder)
+        assert one == identity(folder, page_size=32), "what changes no token is not in it"
+        assert identity(folder, dtype="bfloat16") == replace(one, dtype="bfloat16")
+        other = identity(rotated)
+        assert other.config != one.config
+        assert other == replace(one, config=other.config)
+        assert torch.__version__ in one.arithmetic
 
     def test_kv_memory_sets_the_number_of_pages(self, checkpoint: Callable[..., Path]) -> None:
         folder = checkpoint("llama-mha")
