@@ -32,8 +32,8 @@ from kv_transfer.transports.handshake import (
 from kv_transfer.transports.tcp import POLL_S, TcpListener, TcpReceiveChannel, TcpSendChannel, connect
 from services.runtime.errors import ConfigError
 
-JOINED_BYTES = 1 << 18
-"""Pieces smaller than this are sent together: each call would make records of its own, and of 16 KiB at most."""
+JOINED_BYTES = 1 << 14
+"""Of a TLS record at most, and each call makes one: smaller pieces are sent together."""
 
 
 class ChannelTls(Protocol):
