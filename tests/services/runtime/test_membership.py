@@ -97,6 +97,14 @@ def test_a_proof_serves_for_no_other_method_role_worker_or_second_time() -> None
         guard.check(SESSION, shown)
 
 
+def test_a_proof_meant_for_a_worker_that_died_opens_no_other_one() -> None:
+    """Somebody at its address passes on the nonce of a worker that lives, and then the proof."""
+    alive = guard_of()
+    relayed = Member(held(OURS), "gateway").proof_for(SESSION, ANOTHER, alive.challenge())
+    with pytest.raises(Unauthenticated, match="is not one of this"):
+        alive.check(SESSION, dict(relayed.metadata))
+
+
 def test_a_worker_that_comes_back_knows_no_nonce_of_its_earlier_life() -> None:
     shown = dict(proof_for(guard_of()).metadata)
     with pytest.raises(Unauthenticated, match="nonce"):
