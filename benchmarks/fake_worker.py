@@ -20,6 +20,8 @@ from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
 from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.cluster_secret import Secrets
+from services.runtime.membership import Member
 from services.runtime.session import Emission, Session, SessionServer, StepTokens
 
 NUM_PAGES = 1_000_000
@@ -190,16 +192,19 @@ async def serve(redis_url: str, cluster: str, *, step_s: float, tokens_per_step:
         load=workers.load,
         on_session_closed=workers.close,
     )
-    prefill_server = rpc.make_server(("tandem.v1.PrefillWorker",))
-    decode_server = rpc.make_server(("tandem.v1.DecodeWorker",))
+    secrets = Secrets()
+    rpc.set_member(Member(secrets, "decode"))
+    prefill_server = rpc.make_server(("tandem.v1.PrefillWorker",), incarnation=prefill_incarnation)
+    decode_server = rpc.make_server(("tandem.v1.DecodeWorker",), incarnation=decode_incarnation)
     worker_pb2_grpc.add_PrefillWorkerServicer_to_server(_Prefill(workers.prefill), prefill_server.server)
     worker_pb2_grpc.add_DecodeWorkerServicer_to_server(_Decode(workers.decode), decode_server.server)
     prefill_port = await prefill_server.start("127.0.0.1", 0)
     decode_port = await decode_server.start("127.0.0.1", 0)
-    leases = [
-        WorkerLease(redis_url, cluster=cluster, record=_record("prefill", prefill_port, prefill_incarnation)),
-        WorkerLease(redis_url, cluster=cluster, record=_record("decode", decode_port, decode_incarnation)),
+    records = [
+        _record("prefill", prefill_port, prefill_incarnation),
+        _record("decode", decode_port, decode_incarnation),
     ]
+    leases = [WorkerLease(redis_url, cluster=cluster, record=record, secrets=secrets) for record in records]
     for lease in leases:
         lease.start()
     steps = asyncio.create_task(workers.step_forever())

@@ -30,9 +30,10 @@ from kv_transfer.transports.handshake import (
     receive_exactly,
 )
 from kv_transfer.transports.tcp import POLL_S, TcpListener, TcpReceiveChannel, TcpSendChannel, connect
+from services.runtime.errors import ConfigError
 
-JOINED_BYTES = 1 << 18
-"""Pieces smaller than this are sent together: each call would make records of its own, and of 16 KiB at most."""
+JOINED_BYTES = 1 << 14
+"""Of a TLS record at most, and each call makes one: smaller pieces are sent together."""
 
 
 class ChannelTls(Protocol):
@@ -92,8 +93,11 @@ class TlsTransport(Transport):
         return channel
 
     def _wrap(self, sock: socket.socket, *, is_server: bool) -> ssl.SSLSocket:
-        """Shakes hands within the socket's time limit. Raises OSError, ChannelBroken; the socket is closed then."""
-        context = self._tls.channel_context(is_server=is_server)
+        """Shakes hands within the socket's time limit. Raises OSError, ChannelBroken."""
+        try:
+            context = self._tls.channel_context(is_server=is_server)
+        except ConfigError as error:
+            raise ChannelBroken(error.message) from error
         return context.wrap_socket(sock, server_side=is_server)
 
 

@@ -321,7 +321,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse that raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> Never:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+        raise ConfigError(f"{redacted(message)} (see {self.prog} --help)")
 
 
 def _parser(config_class: type[Any], prog: str) -> argparse.ArgumentParser:

@@ -153,7 +153,8 @@ class Identity:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
-        context.num_tickets = 0
+        if is_server:
+            context.num_tickets = 0  # no channel is opened twice
         assert self._files.ca is not None, "channels are encrypted where there is a CA"
         _believe(context, self._files.ca, "--tls-ca")
         _load_chain(context, self._files)

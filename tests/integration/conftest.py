@@ -16,12 +16,15 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from protos import inference_pb2, membership_pb2, membership_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.cluster.embedded import EmbeddedRedis
 from services.cluster.registry import WorkerRecord, list_workers
 from services.cluster.store import Store
+from services.runtime.membership import Member, Proof
 from services.runtime.rpc import PUBLIC, make_channel
 
+SECRET = "0123456789abcdef" * 4
+"""Of the workers of these tests."""
 VOCAB_SIZE = 331
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 60.0
@@ -160,7 +163,7 @@ def start_worker(
         flags = {"model": tiny_model, "redis": redis_url, "cluster": cluster, "threads": 1, "kv_pages": 256} | flags
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
         log = tmp_path_factory.mktemp(worker_id) / "log"
-        environment = dict(os.environ, TANDEM_DIE_WITH_PARENT=str(os.getpid()))
+        environment = dict(os.environ, TANDEM_DIE_WITH_PARENT=str(os.getpid()), TANDEM_CLUSTER_SECRET=SECRET)
         program = ["-m", f"{role}_worker"]
         if before is not None:
             program = ["-c", f"{before}\nfrom {role}_worker.__main__ import main, process\nprocess.run(main)"]
@@ -262,15 +265,14 @@ class Answer:
 class WorkerSession:
     """One open session of the scripted gateway."""
 
-    def __init__(self, gateway: "ScriptedGateway", role: str, address: str) -> None:
+    def __init__(self, gateway: "ScriptedGateway", role: str, channel: grpc.aio.Channel, proof: Proof) -> None:
         self.role = role
         self._gateway = gateway
-        # Patient: no test of these is about how soon a gateway gives a silent connection up.
-        self._channel = make_channel(address, profile=PUBLIC)
+        self._channel = channel
         stub: Any = getattr(worker_pb2_grpc, f"{role.capitalize()}WorkerStub")(self._channel)
         self._command_class: Any = getattr(worker_pb2, f"{role.capitalize()}Command")
         self._commands_class: Any = getattr(worker_pb2, f"{role.capitalize()}Commands")
-        self._call = stub.Session()
+        self._call = stub.Session(metadata=proof.metadata)
         self.load: worker_pb2.WorkerLoad | None = None
         self.gpus: list[worker_pb2.GpuFacts] = []
         """What was said of the worker's GPU."""
@@ -279,6 +281,16 @@ class WorkerSession:
         self.error: grpc.aio.AioRpcError | None = None
         self._writing = asyncio.Lock()
         self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def open(cls, gateway: "ScriptedGateway", role: str, address: str, incarnation: str) -> "WorkerSession":
+        """As a gateway that holds SECRET."""
+        # Patient: no test of these is about how soon a gateway gives a silent connection up.
+        channel = make_channel(address, profile=PUBLIC)
+        reply = await membership_pb2_grpc.MembershipStub(channel).Challenge(membership_pb2.ChallengeRequest())
+        member = Member(lambda: (SECRET.encode(),), "gateway")
+        proof = member.proof_for(f"/tandem.v1.{role.capitalize()}Worker/Session", incarnation, reply.nonce)
+        return cls(gateway, role, channel, proof)
 
     async def send(self, **command: Any) -> None:
         # gRPC takes one write of a stream at a time.
@@ -323,7 +335,7 @@ class ScriptedGateway:
         """Opens sessions; each peer is (address, incarnation). More decode workers come with more calls."""
         for role, peer in (("prefill", prefill), ("decode", decode)):
             if peer is not None:
-                session = WorkerSession(self, role, peer[0])
+                session = await WorkerSession.open(self, role, *peer)
                 hello = worker_pb2.SessionHello(gateway_incarnation=self.incarnation, worker_incarnation=peer[1])
                 await session.send(hello=hello)
                 if role == "prefill":

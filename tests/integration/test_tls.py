@@ -269,7 +269,7 @@ async def test_each_process_gets_along_with_its_own_role(
     answer = await gateway.begin("long", list(range(2, 60)), max_tokens=1000)
     await answer.until("handed_off")
     assert answer.handed_off is not None
-    assert answer.handed_off.transport == "tcp"
+    assert answer.handed_off.transport == "tls"
     await answer.until("tokens")
     await gateway.pause(answer)
     moved = await gateway.admit_from_decode(answer, answer.token_ids, decode=1)

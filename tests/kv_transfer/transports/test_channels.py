@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +38,10 @@ from kv_transfer.transports.base import (
 from kv_transfer.transports.registry import Transports, local_host_id, transport_named
 from kv_transfer.transports.shm import ShmSendChannel
 from kv_transfer.transports.tcp import TcpSendChannel, split_address
+from kv_transfer.transports.tls import TlsTransport
 from services.runtime import cuda_memory
+from services.runtime.tls import Identity
+from tests.certificates import Authority
 from tests.kv_transfer.transports.models import MemfdMemory, cuda_ipc_model, nccl_model
 
 SLOT = 1000
@@ -47,12 +53,13 @@ NAMES = (
     "loopback",
     "shm",
     "tcp",
+    "tls",
     "cuda_ipc",
     "nccl",
     *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU_NAMES),
 )
-SOCKET_NAMES = ("shm", "tcp", "cuda_ipc", "nccl")
-TCP_NAMES = ("tcp", "nccl")
+SOCKET_NAMES = ("shm", "tcp", "tls", "cuda_ipc", "nccl")
+TCP_NAMES = ("tcp", "tls", "nccl")
 
 
 @dataclass
@@ -90,6 +97,13 @@ class Ends:
         return frame
 
 
+@functools.cache
+def identities() -> tuple[Identity, Identity]:
+    """Of two workers: their files are read again for each channel."""
+    authority = Authority(Path(tempfile.mkdtemp()))
+    return tuple(Identity(authority.issue(name, roles=["decode"])) for name in ("one", "two"))  # type: ignore[return-value]
+
+
 def made(name: str) -> Transport:
     """The transport of this name; device channels with a model of the device, unless they are meant on a GPU."""
     match name:
@@ -97,6 +111,8 @@ def made(name: str) -> Transport:
             return cuda_ipc_model()
         case "nccl":
             return nccl_model()
+        case "tls":
+            return TlsTransport(identities()[0])
         case "cuda_ipc on a GPU":
             if not cuda_memory.is_supported(0):
                 pytest.skip("this driver shares no memory by file descriptors")
@@ -632,4 +648,104 @@ def test_a_receiver_whose_gpu_fails_refuses_and_takes_the_next(monkeypatch: pyte
     for end in (both.sender, both.receiver):
         end.shutdown()
         end.close()
+    listener.close()
+
+
+# --- what somebody on the way sees and can do ---
+
+
+class Between:
+    """Stands between a sender and a receiver and passes on what it gets; `seen` is what the sender sent."""
+
+    def __init__(self, address: str) -> None:
+        self.seen = bytearray()
+        self._to = split_address(address)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "127.0.0.1:%d" % self._listener.getsockname()[1]  # noqa: UP031
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        up, _ = self._listener.accept()
+        down = socket.create_connection(self._to)
+        with contextlib.suppress(OSError):
+            up, down = self._meddle(up, down)
+            back = threading.Thread(target=self._pass, args=(down, up, bytearray()), daemon=True)
+            back.start()
+            self._pass(up, down, self.seen)
+            back.join()
+        up.close()
+        down.close()
+
+    def _meddle(self, up: socket.socket, down: socket.socket) -> tuple[socket.socket, socket.socket]:
+        return up, down
+
+    def _pass(self, source: socket.socket, target: socket.socket, seen: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                seen += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._thread.join(TIMEOUT_S)
+        self._listener.close()
+
+
+class Impostor(Between):
+    """Has a certificate of the CA too, and so a TLS connection with each side."""
+
+    def _meddle(self, up: socket.socket, down: socket.socket) -> tuple[socket.socket, socket.socket]:
+        for source, target, size in ((up, down, 56), (down, up, 64), (up, down, 32)):  # the proofs, passed on
+            data = b""
+            while len(data) < size:
+                data += source.recv(size - len(data))
+            target.sendall(data)
+        own = identities()[1]
+        return (
+            own.channel_context(is_server=True).wrap_socket(up, server_side=True),
+            own.channel_context(is_server=False).wrap_socket(down),
+        )
+
+
+@pytest.mark.parametrize(("name", "is_seen"), [("tcp", True), ("tls", False)])
+def test_what_passes_over_tls_cannot_be_read_on_the_way(name: str, is_seen: bool) -> None:
+    transport = made(name)
+    listener = transport.listen("127.0.0.1", 0)
+    between = Between(listener.address)
+    key = make_key()
+    opening = listener.expect(key, RING)
+    sender = transport.open(between.address, key, RING, timeout_s=TIMEOUT_S)
+    both = Ends(transport, listener, sender, opening.result(TIMEOUT_S))  # type: ignore[arg-type]
+    content = both.post(0, SLOT)
+    assert bytes(both.poll().data) == content
+    assert (content in between.seen) == is_seen
+    both.sender.shutdown()
+    for end in (both.sender, both.receiver, listener, between):
+        end.close()
+
+
+def test_an_impostor_with_a_certificate_of_the_ca_is_found_out() -> None:
+    transport = made("tls")
+    listener = transport.listen("127.0.0.1", 0)
+    impostor = Impostor(listener.address)
+    key = make_key()
+    opening = listener.expect(key, RING)
+    with pytest.raises(ChannelBroken):
+        transport.open(impostor.address, key, RING, timeout_s=TIMEOUT_S)
+    with pytest.raises(ChannelBroken, match="the encrypted connection ends at it"):
+        opening.result(TIMEOUT_S)
+    impostor.close()
+    listener.close()
+
+
+def test_a_sender_without_a_certificate_of_the_ca_is_refused(tmp_path: Path) -> None:
+    listener = made("tls").listen("127.0.0.1", 0)
+    stranger = TlsTransport(Identity(Authority(tmp_path).issue("stranger", roles=["decode"])))
+    key = make_key()
+    opening = listener.expect(key, RING)
+    with pytest.raises(ChannelBroken):
+        stranger.open(listener.address, key, RING, timeout_s=TIMEOUT_S)
+    with pytest.raises(ChannelBroken, match="could not be set up"):
+        opening.result(TIMEOUT_S)
     listener.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +22,14 @@ from kv_transfer.transports.registry import (
 )
 from services.runtime.errors import ConfigError
 from tests.kv_transfer.transports.models import cuda_ipc_model, nccl_model
+
+
+class NoFiles:
+    """TLS whose files nobody opens, as no channel is opened either."""
+
+    def channel_context(self, *, is_server: bool) -> ssl.SSLContext:
+        raise NotImplementedError
+
 
 CPU = torch.device("cpu")
 HERE = Reach("a")
@@ -46,6 +56,13 @@ def test_pages_on_a_gpu_go_by_its_own_ways_first(monkeypatch: pytest.MonkeyPatch
     found = {"cuda_ipc": cuda_ipc_model(), "nccl": nccl_model()}
     monkeypatch.setattr(registry, "device_transports", lambda device: found)
     assert Transports(CPU, 64).resolve(["auto"]) == ("cuda_ipc", "nccl", "shm", "tcp")
+    encrypted = Transports(CPU, 64, NoFiles())
+    assert encrypted.resolve(["auto"]) == ("cuda_ipc", "shm", "tls"), "nothing leaves the host as it is"
+    assert encrypted.resolve(["tcp"]) == ("tls",)
+    with pytest.raises(ConfigError, match="--insecure"):
+        encrypted.resolve(["nccl"])
+    with pytest.raises(ConfigError, match="--tls-ca"):
+        Transports(CPU, 64).resolve(["tls"])
     assert Transports(CPU, 66).resolve(["auto"]) == ("shm", "tcp"), "kernels move whole words"
 
 

@@ -25,10 +25,10 @@ def test_every_worker_has_a_name_and_the_cluster_s_settings() -> None:
     assert specs[0].command[:4] == (sys.executable, "-P", "-m", "prefill_worker")
     assert specs[2].command[:4] == (sys.executable, "-P", "-m", "decode_worker")
     for spec in specs:
-        assert {"--model=/m", "--redis=unix:///tmp/r.sock", "--kv-memory=1048576"} <= set(spec.command)
+        assert {"--model=/m", "--kv-memory=1048576"} <= set(spec.command)
         assert {"--transport=tcp", "--threads=3", "--host=127.0.0.1", "--port=0"} <= set(spec.command)
         assert not any(flag.startswith("--kv-pages") for flag in spec.command)
-        assert spec.environment == {"A": "b"}
+        assert spec.environment == {"A": "b", "TANDEM_REDIS": "unix:///tmp/r.sock"}
     assert {"--max-batch=64", "--admission=expected"} <= set(specs[2].command)
     assert not any(flag.startswith("--swap-memory") for flag in specs[2].command)
     assert not any(flag.startswith(("--max-batch", "--admission")) for flag in specs[0].command)
@@ -113,6 +113,27 @@ def test_all_processes_show_one_certificate_where_there_is_a_ca() -> None:
         for spec in worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE):
             found = {flag for flag in spec.command if flag.startswith("--tls")}
             assert found == (set() if ca is None else flags)
+
+
+def test_what_is_secret_is_on_no_command_line(tmp_path: Path) -> None:
+    redis, otlp, secret = "redis://:s3cretPW@10.0.0.1", "https://me:t0ken@10.0.0.2", "c" * 64
+    settings = UpSettings(redis=redis, otlp=otlp, cluster_secret=secret)
+    addresses = dataclasses.replace(ADDRESSES, redis_url=redis)
+    specs = [
+        gateway_spec(settings, addresses, {}),
+        *worker_specs(settings, model_plans(settings), addresses, {}, MACHINE),
+    ]
+    for spec in specs:
+        assert not any(part in " ".join(spec.command) for part in ("s3cretPW", "t0ken", secret))
+        given = {"TANDEM_REDIS": redis, "TANDEM_OTLP": otlp, "TANDEM_CLUSTER_SECRET": secret}
+        assert spec.environment == given
+    file = tmp_path / "secret"
+    file.write_text(secret)
+    settings = UpSettings(cluster_secret_file=file)
+    for spec in worker_specs(settings, model_plans(settings), ADDRESSES, {}, MACHINE):
+        assert f"--cluster-secret-file={file}" in spec.command
+    given = {"TANDEM_CLUSTER_SECRET": secret, "TANDEM_REDIS": redis, "TANDEM_CLUSTER_SECRET_FILE": str(file)}
+    assert child_environment(given, parent_pid=1).keys() & given.keys() == set()
 
 
 def test_tls_settings_of_the_environment_are_not_inherited() -> None:

@@ -25,10 +25,11 @@ from services.runtime import rpc, tls
 from services.runtime.clock import ManualClock
 from services.runtime.config import load
 from services.runtime.errors import ConfigError, PermissionDenied, TandemError, Unauthenticated
+from services.runtime.rpc import set_identity
 from services.runtime.tls import Identity, TlsFiles, check_caller, client_context, pinned_context, roles_of, tls_files
 from services.runtime.tls_metrics import CertificateEnd
 from services.runtime.worker_config import WorkerConfig
-from services.runtime.worker_host import worker_identity
+from services.runtime.worker_host import channel_tls, worker_identity
 from tests.certificates import Authority, serial_of
 
 TIMEOUT_S = 10.0
@@ -73,7 +74,7 @@ def test_a_worker_needs_a_ca_for_tls() -> None:
     assert settings.tls == TlsFiles(Path("c"), Path("k"), Path("a"))
 
 
-def test_a_worker_says_that_pages_on_tcp_are_not_encrypted(
+def test_a_worker_says_that_pages_are_not_encrypted_where_it_is_told_so(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = authority.issue("worker", roles=["decode"])
@@ -81,13 +82,17 @@ def test_a_worker_says_that_pages_on_tcp_are_not_encrypted(
 
     def warnings(*more: str) -> list[str]:
         caplog.clear()
-        worker_identity(load(WorkerConfig, [*flags, *more], prog="worker", environ={}), role="decode")
+        settings = load(WorkerConfig, [*flags, *more], prog="worker", environ={})
+        set_identity(worker_identity(settings, role="decode"))
+        assert (channel_tls(settings) is None) == settings.insecure
+        set_identity(None)
         return [record.message for record in caplog.records if record.name.startswith("services.")]
 
-    assert warnings() == warnings("--host=0.0.0.0", "--transport=shm") == []
+    assert warnings("--insecure") == warnings("--host=0.0.0.0", "--transport=shm", "--insecure") == []
     for far in (["--host=0.0.0.0"], ["--host=10.0.0.1", "--transport=tcp"], ["--advertise-host=worker.example"]):
-        assert warnings(*far) == [
-            "KV pages on the channel tcp or nccl are not encrypted: TLS covers what is said about them only"
+        assert warnings(*far) == []
+        assert warnings(*far, "--insecure") == [
+            "KV pages on the channel tcp or nccl are not encrypted, as --insecure asks for it"
         ]
     with pytest.raises(ConfigError, match="spiffe://tandem/prefill"):
         worker_identity(load(WorkerConfig, flags, prog="worker", environ={}), role="prefill")
