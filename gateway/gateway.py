@@ -288,7 +288,8 @@ class Gateway:
                     await self._grpc.set_serving(was_ready, INFERENCE_SERVICE)
 
     async def _follow_workers(self) -> None:
-        watch = cast(AsyncGenerator[Membership, None], watch_workers(self._store, on_renewals=self.topology.take_renewals))
+        watching = watch_workers(self._store, on_renewals=self.topology.take_renewals)
+        watch = cast(AsyncGenerator[Membership, None], watching)
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
                 self.topology.take_membership(membership.workers, is_stale=membership.is_stale)

@@ -141,8 +141,10 @@ class UpSettings:
     )
     pid_file: Path | None = option(path(), default=None, help="File that holds the process id while it runs.")
     log_dir: Path | None = option(
-        path(), default=None, help="Folder of the log files, readable by its owner only; a temporary one, removed at a clean end, if not "
-        "given."
+        path(),
+        default=None,
+        help="Folder of the log files, readable by its owner only; a temporary one, removed at a clean end, if not "
+        "given.",
     )
     log_level: str = option(choice(*LEVELS), default="info", help="Least level that is logged.")
     start_timeout: float = option(

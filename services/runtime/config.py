@@ -39,6 +39,8 @@ class Kind(Generic[T]):
     rule: str
     is_flag: bool = False
     """The flag takes no value: `--name` and `--no-name`."""
+    may_be_secret: bool = False
+    """A value may hold a password."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ def option(kind: Kind[T], *, help: str, default: None) -> T | None: ...
 def option(kind: Kind[Any], *, help: str, default: Any = dataclasses.MISSING) -> Any:
     """A field of a settings class. Without `default` it must be given. None as default means "not given"."""
     metadata = {_METADATA_KEY: (kind, help)}
-    return dataclasses.field(default=default, metadata=metadata)
+    # Settings may be printed by whatever fails with them.
+    return dataclasses.field(default=default, metadata=metadata, repr=not kind.may_be_secret)
 
 
 def load(config_class: type[C], argv: Sequence[str], *, prog: str, environ: Mapping[str, str] | None = None) -> C:
@@ -226,7 +229,8 @@ def url(*schemes: str) -> Kind[str]:
         _ = parts.port
         return value
 
-    return Kind(parse, "a URL beginning with " + " or ".join(f"{scheme}://" for scheme in schemes))
+    rule = "a URL beginning with " + " or ".join(f"{scheme}://" for scheme in schemes)
+    return Kind(parse, rule, may_be_secret=True)
 
 
 def comma_separated(kind: Kind[T]) -> Kind[tuple[T, ...]]:
