@@ -1,4 +1,4 @@
-"""requirements/*.lock are what pyproject.toml asks for, with hashes; needs no package index. `make lock` writes them."""
+"""The files requirements/*.lock are what pyproject.toml asks for, with hashes. `make lock` writes them."""
 
 import json
 import re
