@@ -101,8 +101,8 @@ lock: install-dev ## write requirements/*.lock anew after a change of pyproject.
 
 sbom: install-dev ## the bill of materials of what serving installs, as CycloneDX JSON (SBOM: the file)
 	@mkdir -p $(dir $(SBOM))
-	@cat constraints.txt requirements/serve.lock | grep -v '^\(numpy\|triton\|llguidance\)[=<>]*[0-9.]*$$' | \
-		$(PYTHON_IN) -m cyclonedx_py requirements - --pyproject pyproject.toml --output-reproducible --of JSON -o $(SBOM)
+	@{ grep '^torch==' constraints.txt; cat requirements/serve.lock; } | \
+		$(PYTHON_IN) -W ignore::UserWarning -m cyclonedx_py requirements - --pyproject pyproject.toml --output-reproducible --of JSON -o $(SBOM)
 
 bench: install-dev ## measure, with ratios to what is possible (BENCHMARKS: which, ARGS: their flags, HISTORY=1: keep the ratios)
 	@mkdir -p $(BENCH_DIR); set -e; for name in $(BENCHMARKS); do \

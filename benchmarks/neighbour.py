@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import httpx
 import uvloop
 
@@ -67,8 +68,8 @@ async def answers(cluster: Cluster, *, seconds: float, num_tokens: int, num_clie
             try:
                 async with cluster.inference() as stub:
                     answer = await collect(stub, message, timeout_s=60)
-            except Exception as error:
-                failures.append(getattr(error, "code", lambda: type(error))().name)
+            except grpc.aio.AioRpcError as error:
+                failures.append(error.code().name)
                 continue
             ttfts_s.append(answer.ttft_s)
             tpots_s.append((answer.arrivals_s[-1][0] - answer.ttft_s) / (num_tokens - 1))
@@ -159,9 +160,8 @@ def main() -> None:
 def show(figures: dict[str, Any]) -> None:
     """The report."""
     for name, phase in figures.items():
-        print(
-            f"{name}: { ({key: round(value, 2) if isinstance(value, float) else value for key, value in phase.items()}) }"
-        )
+        rounded = {key: round(value, 2) if isinstance(value, float) else value for key, value in phase.items()}
+        print(f"{name}: {rounded}")
 
 
 if __name__ == "__main__":

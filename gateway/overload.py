@@ -34,7 +34,7 @@ class OverloadGuard:
         self._targets = targets
         self._free_share = free_share
         self._clock = clock
-        self._random = random.Random()
+        self._random = random.Random()  # noqa: S311 - which requests are refused
 
     def check(self, entry: QueueEntry, route: Route | None = None) -> Admit:
         """Lets a new request in. Raises Overloaded with the reason.

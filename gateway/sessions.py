@@ -32,7 +32,7 @@ from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 
 CONNECT_TIMEOUT_S = 3.0
 SILENCE_LIMIT_S = 2.7
-"""Workers speak at least once a second; one that was silent for this long counts as dead, unless it goes on to renew its
+"""Workers speak at least once a second; one that was silent for this long counts as dead, unless it still renews its
 lease. With the time between two looks at it, that is within 3 s of its last word."""
 SLOW_LIMIT_S = 6.0
 """The same for one that renews its lease: it lives, and has too little time on a busy machine, or the way to it is

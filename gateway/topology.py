@@ -41,8 +41,8 @@ USUAL_S = 0.25
 FRESH_S = 3.0
 """A worker that has had nothing to do for longer may have become another one."""
 RENEWED_S = 2.5
-"""A lease that was renewed within this time shows that its worker lives: workers renew every second, and it is looked at
-as often. Less than `sessions.SILENCE_LIMIT_S`: a process that stopped renewed nothing since its last word."""
+"""A lease that was renewed within this time shows that its worker lives: workers renew every second, and the gateway
+looks as often. Less than `sessions.SILENCE_LIMIT_S`: a process that stopped renewed nothing since its last word."""
 OWN_PAUSE_S = 1.0
 """If our own check comes this late, it was us who slept, and nobody is blamed for silence."""
 
@@ -504,7 +504,7 @@ class Topology:
                 return
             if asyncio.get_running_loop().time() - started_at_s > MAX_RECONNECT_S:
                 delay_s = FIRST_RECONNECT_S
-            await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))
+            await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
             delay_s = min(delay_s * 2, MAX_RECONNECT_S)
             member.session = self._new_session(role, member.record)
 

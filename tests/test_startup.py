@@ -61,5 +61,6 @@ def test_installing_leaves_nothing_to_compile(program):
 def wanted_stamp() -> str:
     """What tools/install.sh writes when it has finished."""
     parts = [f"{ROOT}\n".encode()]
-    parts += [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt", "tools/install.sh")]
+    inputs = ("pyproject.toml", "constraints.txt", "requirements/serve.lock", "tools/install.sh")
+    parts += [(ROOT / name).read_bytes() for name in inputs]
     return hashlib.sha256(b"".join(parts)).hexdigest()

@@ -273,7 +273,7 @@ class _Exchange:
         if self._why is not None:
             raise self._why
         left_s = self._deadline_s - time.monotonic()
-        return course.failed(failure, draw=random.random(), remaining_s=left_s)
+        return course.failed(failure, draw=random.random(), remaining_s=left_s)  # noqa: S311 - jitter
 
     def pause(self, delay_s: float) -> None:
         """Waits. Raises why it was cancelled meanwhile."""

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.catalog_file import ModelEntry, read_models_file
@@ -36,14 +36,14 @@ class ChildSpec:
 
     name: str
     command: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
     """Where the parts of a cluster meet. Ports are real ones, never 0."""
 
-    redis_url: str
+    redis_url: str = field(repr=False)
     http_port: int
     grpc_port: int
     starter_key_digest: str | None = None

@@ -380,7 +380,7 @@ def _sentence(child: Child) -> str:
 
 def _connectable(host: str) -> str:
     """An address at which a server on `host` answers from this machine."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104 - what a name means, not a bind
 
 
 @dataclass

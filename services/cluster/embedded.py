@@ -76,7 +76,7 @@ class EmbeddedRedis:
             self._folder = Path(tempfile.mkdtemp(prefix="tandem-redis-"))
         launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), binary]
         with open(self._folder / "log", "wb") as log:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603 - our own program and flags
                 [*launcher, *self._arguments()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

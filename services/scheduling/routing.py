@@ -275,7 +275,7 @@ class Router:
             raise ValueError(f"no routing policy {policy!r}: one of {', '.join(POLICY_NAMES)}")
         self.policy = policy
         self._settings = settings or RoutingSettings()
-        self._random = random.Random(seed)
+        self._random = random.Random(seed)  # noqa: S311 - ties
         self._turn = self._random.randrange(1 << 16) if policy == "hybrid" else -1
         self._hits = _Hits(self._settings.hot_window_s)
         self._hashes: dict[str, int] = {}

@@ -971,7 +971,7 @@ async def _poisoned(clients: Clients, number: int, *, is_http: bool) -> str:
 
 
 async def busy_neighbour(options: Options) -> Row:
-    """`tandem up` beside a program that computes on every core, for ten minutes: nobody is lost, tokens take their share."""
+    """`tandem up` beside a program that computes on every core: nothing is lost, tokens get their share of the time."""
     options.say(f"busy_neighbour: seed {options.seed}")
     row = Row("busy_neighbour", trials=1)
     with tempfile.TemporaryDirectory(prefix="tandem-faults-") as folder, running_cluster(f"--log-dir={folder}") as up:

@@ -68,7 +68,7 @@ async def beside_busy_program(
         await collect(stub, specs[0], timeout_s=ANSWER_TIMEOUT_S)  # the first of a cluster compiles and connects
         alone = [await collect(stub, spec, timeout_s=ANSWER_TIMEOUT_S) for spec in specs]
         found.alone_s = statistics.median(map(tpot_s, alone))
-        begun_bytes = gateway_log.stat().st_size
+        begun_bytes = len(await asyncio.to_thread(gateway_log.read_bytes))
         before = _ready(cluster)
         tpots_s: list[float] = []
         with busy_program(threads_per_core * len(os.sched_getaffinity(0))):
@@ -78,7 +78,8 @@ async def beside_busy_program(
                     *(_client(stub, n, specs, alone, end_s, found, tpots_s) for n in range(NUM_CLIENTS))
                 )
     found.beside_s = statistics.median(tpots_s) if tpots_s else float("inf")
-    lines = gateway_log.read_bytes()[begun_bytes:].decode(errors="replace").splitlines()
+    said = await asyncio.to_thread(gateway_log.read_bytes)
+    lines = said[begun_bytes:].decode(errors="replace").splitlines()
     found.lost_workers += [line for line in lines if any(loss in line for loss in LOSSES)]
     return found
 

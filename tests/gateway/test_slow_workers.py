@@ -73,7 +73,7 @@ async def silent_for(session, seconds):
     """Until the session has had no word from the worker for so long, or is broken."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(20):
-        while session.is_up and session.has_spoken_since(loop.time() - seconds):
+        while session.is_up and session.has_spoken_since(loop.time() - seconds):  # noqa: ASYNC110 - nothing tells of silence
             await asyncio.sleep(0.02)
 
 

@@ -130,7 +130,7 @@ class RankProcesses:
             arguments = [str(rank), str(os.getpid()), *map(str, fds)]
             command = [sys.executable, "-P", "-m", "services.engine.parallel.rank", *arguments]
             with their_commands, their_life:
-                process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
+                process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - our own program
             self._ranks.append(_RankProcess(rank, process, commands, life))
 
     def _watch(self) -> None:

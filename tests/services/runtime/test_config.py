@@ -163,3 +163,16 @@ def test_sizes(size: str, expected: int) -> None:
 def test_bad_addresses(value: str) -> None:
     with pytest.raises(ValueError, match="rule"):
         split_host_port(value)
+
+
+def test_what_prints_settings_shows_no_password() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Settings:
+        redis: str = option(url("redis"), help="Where.")
+        collector: str | None = option(url("https"), default=None, help="Where.")
+        name: str = option(text(), default="n", help="Who.")
+
+    read = load(Settings, ["--redis=redis://:s3cret@host", "--collector=https://u:t0ken@host"], prog="p")
+    assert "s3cret" not in repr(read)
+    assert "t0ken" not in repr(read)
+    assert "name='n'" in repr(read)

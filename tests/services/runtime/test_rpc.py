@@ -338,12 +338,12 @@ async def test_a_peer_that_answers_no_ping_is_given_up_at_last(servicer: Service
     profile = dataclasses.replace(rpc.INTERNAL, ping_timeout_ms=1500)
     async with (
         serving(servicer, profile) as (_, behind),
-        black_hole(behind) as (address, fall_silent),
+        black_hole(behind) as (address, passes),
         rpc.make_channel(address, profile=profile) as channel,
     ):
         call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
         await call.read()
-        fall_silent.set()
+        passes.clear()
         began_s = time.monotonic()
         failure = await failure_of(call.read())
         client_s = time.monotonic() - began_s
@@ -368,12 +368,12 @@ async def test_a_process_that_gets_no_time_keeps_its_connections(
         yield inference_pb2.GenerateResponse(text="late")
 
     servicer.stream = slow
-    async with black_hole(server[1]) as (address, stall), rpc.make_channel(address) as channel:
+    async with black_hole(server[1]) as (address, passes), rpc.make_channel(address) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
         await call.read()
-        stall.set()
+        passes.clear()
         await asyncio.sleep(4.0)  # the time for which nothing passes is what is tested
-        stall.clear()
+        passes.set()
         may_go_on.set()
         async with asyncio.timeout(10):
             assert (await call.read()).text == "late"
@@ -381,8 +381,9 @@ async def test_a_process_that_gets_no_time_keeps_its_connections(
 
 @contextlib.asynccontextmanager
 async def black_hole(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """A TCP proxy that, while told so, keeps its connections open and passes nothing on."""
-    is_silent = asyncio.Event()
+    """A TCP proxy that, while its event is cleared, keeps its connections open and passes nothing on."""
+    passes = asyncio.Event()
+    passes.set()
     tasks: set[asyncio.Task[None]] = set()
     writers: list[asyncio.StreamWriter] = []
     host, port = address.split(":")
@@ -390,8 +391,7 @@ async def black_hole(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
-                while is_silent.is_set():
-                    await asyncio.sleep(0.05)
+                await passes.wait()
                 writer.write(data)
                 await writer.drain()
 
@@ -404,7 +404,7 @@ async def black_hole(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
 
     proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
     try:
-        yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}", is_silent
+        yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}", passes
     finally:
         proxy.close()
         for task in tasks:
