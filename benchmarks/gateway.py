@@ -374,9 +374,7 @@ async def _first_tokens_s(port: int) -> list[float]:
 
 
 def _request(body: bytes) -> bytes:
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    )
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     return head.encode() + b"\r\n\r\n" + body
 
 

@@ -151,7 +151,7 @@ class _Stream(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         body = {"prompt": token_ids, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
         payload = json.dumps(body | {"stream": True, "return_token_ids": True}).encode()
-        head = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+        head = ("POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json")
         lines = "\r\n".join((*head, f"Content-Length: {len(payload)}", "", ""))
         self._request = lines.encode() + payload
         self._unread = b""

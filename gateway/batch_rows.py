@@ -150,6 +150,8 @@ class Checker:
             return LineError("body_too_large", f"body must have at most {MAX_BODY_BYTES} bytes.", "body", number)
         if read.stream not in (None, False):
             return LineError("invalid_value", "stream must be absent or false.", "body.stream", number)
+        if read.model == "":
+            return LineError("invalid_value", "model must not be empty.", "body.model", number)
         try:
             self._check_model(read.model)
         except InvalidRequest as error:

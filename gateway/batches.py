@@ -28,9 +28,9 @@ from gateway.batch_rows import (
     row_of,
     unanswered_line,
 )
+from gateway.connections import in_process_scope
 from gateway.fan_out import all_of
 from gateway.http_exchange import App
-from gateway.http_server import in_process_scope
 from services.cluster.batches import Batch, BatchStore, Reply, Result, Status, has_result
 from services.cluster.files import FileStore
 from services.runtime.errors import StoreUnavailable, Unauthenticated

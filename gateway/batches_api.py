@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from gateway.api_keys import ApiKey
 from gateway.batch_rows import ENDPOINTS, has_repeats
+from gateway.bodies import Bodies, Claim
 from gateway.files_api import (
     PURPOSE,
     checked_after,
@@ -30,7 +31,7 @@ from gateway.files_api import (
     route,
     too_slow,
 )
-from gateway.http_exchange import HttpRefusal
+from gateway.http_exchange import HttpRefusal, check_json_type
 from gateway.validation import MAX_BODY_READ_S
 from services.cluster.batches import MAX_ACTIVE, Batch, BatchRefused, BatchStore, Order, Reply, Status
 from services.cluster.files import FILE_TTL_S, FilesFull, FileStore, new_id
@@ -67,7 +68,10 @@ class CreateBatch(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class BatchesApi:
     """The routes of batches. `on_change` is told the id of each that was made or is to be ended."""
 
-    def __init__(self, batches: BatchStore, files: FileStore, *, on_change: Callable[[str], None]) -> None:
+    def __init__(
+        self, batches: BatchStore, files: FileStore, *, bodies: Bodies, on_change: Callable[[str], None]
+    ) -> None:
+        self._bodies = bodies
         self._batches = batches
         self._files = files
         self._on_change = on_change
@@ -82,7 +86,8 @@ class BatchesApi:
 
     async def _create(self, request: Request) -> Response:
         key: ApiKey = request.state.key
-        asked = _parse(await _body(request))
+        check_json_type(request.headers.get("content-type", ""))
+        asked = await self._bodies.take(functools.partial(_body, request), _parse, tenant=key.tenant)
         if asked.endpoint not in ENDPOINTS:
             raise _invalid("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
         if asked.completion_window not in WINDOWS_S:
@@ -131,7 +136,8 @@ class BatchesApi:
         return json_response(batch_object(await self._find(request)))
 
     async def _cancel(self, request: Request) -> Response:
-        await _body(request)
+        with self._bodies.claim(request.state.key.tenant) as claim:
+            await _body(request, claim)
         batch = await self._find(request)
         reply = await self._batches.cancel(batch.id, batch.order.tenant)
         batch = await self._find(request)
@@ -196,15 +202,16 @@ def _invalid(field: str, rule: str) -> InvalidRequest:
     return InvalidRequest(f"{field} {rule}", field=field, code="invalid_value")
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, claim: Claim) -> bytes:
     """The whole body. Raises HttpRefusal for one that is too large or does not come."""
     body = b""
     _check_size(int(request.headers.get("content-length", 0)))
     try:
         async with asyncio.timeout(MAX_BODY_READ_S):
             async for piece in request.stream():
+                _check_size(len(body) + len(piece))
+                claim.add(len(piece))
                 body += piece
-                _check_size(len(body))
     except TimeoutError:
         raise too_slow(MAX_BODY_READ_S) from None
     except ClientDisconnect:

@@ -5,7 +5,21 @@ from pathlib import Path
 
 from gateway.catalog import MAX_TOKENIZE_CHARS
 from services.cluster.keys import CLUSTER_NAME_PATTERN
-from services.runtime.config import choice, flag, integer, number, option, path, size_bytes, text, url
+from services.runtime.config import (
+    HOSTS,
+    HOSTS_RULE,
+    ORIGINS,
+    ORIGINS_RULE,
+    choice,
+    flag,
+    integer,
+    number,
+    option,
+    path,
+    size_bytes,
+    text,
+    url,
+)
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
@@ -106,7 +120,19 @@ class GatewayConfig:
     body_memory: int = option(
         size_bytes(8 * 2**20),
         default=256 * 2**20,
-        help="What the bodies of HTTP requests that are being sent and read may take together; more are refused.",
+        help="What the bodies of HTTP requests that are being sent and read may take together; more are refused. An "
+        "eighth of it is kept for bodies of at most 64 KiB.",
+    )
+    tenant_body_memory: int | None = option(
+        size_bytes(8 * 2**20),
+        default=None,
+        help="What those of one tenant may take, where API keys tell tenants apart; not given: a quarter.",
+    )
+    max_connections: int | None = option(
+        integer(1),
+        default=None,
+        help="HTTP connections at once; beyond them the oldest idle one is closed for each new one. Not given: 10,000, "
+        "and never more than half of the files that the process may open.",
     )
     message_memory: int = option(
         size_bytes(8 * 2**20),
@@ -182,8 +208,31 @@ class GatewayConfig:
     admin_port: int | None = option(
         integer(0, 65535),
         default=None,
-        help="One more HTTP port, with /dashboard, /metrics, /cluster and the probes for whoever reaches it, "
-        "without a key.",
+        help="One more HTTP port, with /dashboard, /metrics, /cluster and the probes. It asks for an admin's key where "
+        "--api-keys is given, and for that of --admin-key-digest.",
+    )
+    admin_key_digest: str | None = option(
+        text(pattern="[0-9a-f]{64}", rule="64 hex digits in lower case"),
+        default=None,
+        help="SHA-256 of a key that is good at --admin-port and nowhere else, for Prometheus. With it that port asks "
+        "for a key also where --api-keys is not given.",
+    )
+    admin_socket: Path | None = option(
+        path(),
+        default=None,
+        help="Unix socket with what is at --admin-port, without a key: only processes of this user can open it.",
+    )
+    allowed_hosts: str | None = option(
+        text(pattern=HOSTS, rule=HOSTS_RULE),
+        default=None,
+        help="Names under which clients reach the HTTP ports, beside addresses, localhost, the name that they are "
+        "bound to, and this machine's where that is 0.0.0.0; requests under others are refused. *: any name, which is "
+        "the default with --tls-cert: no browser takes the certificate for another name's.",
+    )
+    cors_origins: str | None = option(
+        text(pattern=ORIGINS, rule=ORIGINS_RULE),
+        default=None,
+        help="Sites whose web pages may call the HTTP API; not given: none but its own.",
     )
     reflection: bool = option(flag(), default=True, help="Serve gRPC reflection.")
     log_level: str = option(choice(*LEVELS), default="info", help="Least level of log records.")

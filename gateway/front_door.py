@@ -89,12 +89,7 @@ class FrontDoor:
         """The key that a caller has shown, from all values of its `authorization` header. Raises Unauthenticated."""
         if self._file is None:
             return _OPEN_KEY
-        if not authorization:
-            raise Unauthenticated("an API key is needed: send the header Authorization: Bearer KEY")
-        match = _BEARER.fullmatch(authorization[0])
-        if match is None or len(authorization) > 1:
-            raise Unauthenticated("the header Authorization must be there once and be: Bearer KEY")
-        return self.key_with(digest_of_key(match[1]))
+        return self.key_with(_digest_shown(authorization))
 
     def key_with(self, digest: str) -> ApiKey:
         """The key with this digest, which somebody has shown. Raises Unauthenticated where it is not good any more."""
@@ -202,6 +197,28 @@ class KeyedDoor(FrontDoor):
         return self.key_with(self._digest)
 
 
+class OperatorsDoor:
+    """Who may read operators' pages at an address of their own: an admin, or the holder of the key with this digest.
+
+    The digest opens no other door. Without it, and where no keys are asked for, everybody may.
+    """
+
+    def __init__(self, door: FrontDoor, *, digest: str | None = None) -> None:
+        self._door = door
+        self._digest = digest
+
+    def check(self, authorization: Sequence[str]) -> None:
+        """Raises Unauthenticated or PermissionDenied for a caller who may not."""
+        if self._digest is None and self._door.is_open:
+            return
+        shown = _digest_shown(authorization)
+        if self._digest is not None and secrets.compare_digest(self._digest, shown):
+            return
+        if self._door.is_open:
+            raise Unauthenticated("this API key is not known")
+        self._door.check_admin(self._door.key_with(shown))
+
+
 class Ticket(TenantTicket):
     """What one call has taken of its tenant's limits. May be used again after `leave`."""
 
@@ -292,6 +309,16 @@ class Ticket(TenantTicket):
             what = f"{most} requests per minute"
         message = f"rate limit reached: {limit} of tenant {self._tenant} is {what}"
         raise RateLimited(message, retry_after_s=verdict.retry_after_s, limit=limit, headers=self.headers)
+
+
+def _digest_shown(authorization: Sequence[str]) -> str:
+    """The digest of the key in all values of an `authorization` header. Raises Unauthenticated."""
+    if not authorization:
+        raise Unauthenticated("an API key is needed: send the header Authorization: Bearer KEY")
+    match = _BEARER.fullmatch(authorization[0])
+    if match is None or len(authorization) > 1:
+        raise Unauthenticated("the header Authorization must be there once and be: Bearer KEY")
+    return digest_of_key(match[1])
 
 
 def shown_duration(seconds: float) -> str:

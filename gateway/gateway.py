@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import resource
-import sys
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import cast
 
@@ -15,15 +13,17 @@ from gateway.admission import AdmissionQueue, Lane
 from gateway.batches import LEAVE_S, Batches
 from gateway.batches_api import BatchesApi
 from gateway.bodies import Bodies
+from gateway.browsers import BrowserGuard, Hosts
 from gateway.cache_hints import CacheHints
 from gateway.candidates import RoomLimits
 from gateway.catalog import load_catalog
 from gateway.catalog_file import ModelEntry, read_models_file
 from gateway.config import GatewayConfig
+from gateway.connections import MAX_CONNECTIONS
 from gateway.dashboard.feed import Feed, GatewayFacts
 from gateway.dashboard.pages import Dashboard
 from gateway.files_api import FilesApi
-from gateway.front_door import FrontDoor, KeyedDoor
+from gateway.front_door import FrontDoor, KeyedDoor, OperatorsDoor
 from gateway.grpc_api import (
     CLUSTER_SERVICE,
     INFERENCE_SERVICE,
@@ -53,7 +53,7 @@ from services.cluster.prefix_index import PrefixIndex
 from services.cluster.quarantine import Quarantine
 from services.cluster.registry import Membership, WorkerRecord, new_incarnation, watch_workers
 from services.cluster.store import Store
-from services.runtime import rpc
+from services.runtime import process, rpc
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import Overloaded
 from services.runtime.places import Places
@@ -68,6 +68,9 @@ LEAVING_RETRY_S = 1.0
 ANSWER_S = 1.0
 """Time to send that."""
 
+MAX_ADMIN_CONNECTIONS = 256
+CONNECTIONS_PART = 2
+"""HTTP may have one in this many of the files that the process may open. The rest is for gRPC, workers and Redis."""
 MAX_GRPC_CONNECTIONS = 4096
 GRPC_PART = 4
 """gRPC may have one in this many of the files that the process may open."""
@@ -155,20 +158,33 @@ class Gateway:
             num_rows=config.batch_rows,
         )
         file_routes = FilesApi(files, max_file_bytes=config.max_file_size).routes()
-        batch_routes = BatchesApi(self.batches.store, files, on_change=self.batches.poke).routes()
-        self._bodies = Bodies(config.body_memory)
+        self._bodies = Bodies(config.body_memory, tenant_bytes=config.tenant_body_memory)
+        batch_routes = BatchesApi(self.batches.store, files, bodies=self._bodies, on_change=self.batches.poke).routes()
         self._dashboard = Dashboard(self._feed, self.requests.log.history)
         self.api = self._http_api(self.door, [*file_routes, *batch_routes])
         identity = rpc.identity()
-        self._http = HttpServer(self.api.app(), identity=identity)
-        self._admin = None if config.admin_port is None else HttpServer(self.api.admin_app(), identity=identity)
+        most = min(config.max_connections or MAX_CONNECTIONS, process.descriptor_limit() // CONNECTIONS_PART)
+        self._http = HttpServer(
+            self._guarded(self.api.app(), bound_to=config.http_host), identity=identity, max_connections=most
+        )
+        self._admin: HttpServer | None = None
+        if config.admin_port is not None:
+            pages = self.api.admin_app(OperatorsDoor(self.door, digest=config.admin_key_digest))
+            guarded = self._guarded(pages, bound_to=config.admin_host)
+            self._admin = HttpServer(guarded, identity=identity, max_connections=MAX_ADMIN_CONNECTIONS)
+        self._socket: HttpServer | None = None
+        if config.admin_socket is not None:
+            self._socket = HttpServer(self.api.admin_app(None), max_connections=MAX_ADMIN_CONNECTIONS)
         self.places = Places(config.message_memory // MAX_BODY_BYTES)
+        most = min(config.max_grpc_connections or MAX_GRPC_CONNECTIONS, process.descriptor_limit() // GRPC_PART)
         self._grpc = rpc.make_server(
             SERVICE_NAMES,
             profile=rpc.PUBLIC,
             with_reflection=config.reflection,
             intake=rpc.Intake(self.places, account_of(self.requests, self.door), max_message_bytes=MAX_BODY_BYTES),
-            max_connections=min(config.max_grpc_connections or MAX_GRPC_CONNECTIONS, _num_files() // GRPC_PART),
+            max_connections=min(
+                config.max_grpc_connections or MAX_GRPC_CONNECTIONS, process.descriptor_limit() // GRPC_PART
+            ),
         )
         register(
             self._grpc,
@@ -204,6 +220,18 @@ class Gateway:
             port=lambda: self.http_port,
             bodies=self._bodies,
             more_routes=more_routes,
+        )
+
+    def _guarded(self, app: App, *, bound_to: str) -> App:
+        """The application of a port that web pages can reach."""
+        config = self._config
+        # A browser that was led here by another name does not take the certificate for that name's.
+        given = config.allowed_hosts or (None if config.tls is None else "*")
+        return BrowserGuard(
+            app,
+            Hosts(given, bound_to=bound_to),
+            origins=(config.cors_origins or "").split(","),
+            on_refusal=self.metrics.note_refusal,
         )
 
     def _app_of(self, key_digest: str) -> App:
@@ -242,6 +270,8 @@ class Gateway:
         self.http_port = await self._http.start(config.http_host, config.http_port)
         if self._admin is not None and config.admin_port is not None:
             self.admin_port = await self._admin.start(config.admin_host, config.admin_port)
+        if self._socket is not None and config.admin_socket is not None:
+            await self._socket.start_on_socket(config.admin_socket)
         self.door.start()
         self._placements.start()
         self._journals.start()
@@ -278,6 +308,8 @@ class Gateway:
         await asyncio.gather(self._grpc.stop(1.0), self._http.stop(1.0))
         if self._admin is not None:
             await self._admin.stop(1.0)
+        if self._socket is not None:
+            await self._socket.stop(1.0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -324,12 +356,6 @@ def _entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:
         return read_models_file(config.models)
     assert config.model is not None
     return (ModelEntry(config.model_name or config.model.resolve().name, config.model),)
-
-
-def _num_files() -> int:
-    """The files that the process may open, connections among them."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if most == resource.RLIM_INFINITY else most
 
 
 def _targets(config: GatewayConfig) -> Targets:

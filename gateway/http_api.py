@@ -25,7 +25,7 @@ from gateway.catalog import ServedModel, header_value
 from gateway.dashboard.pages import Dashboard
 from gateway.fallback import Stream, begun
 from gateway.fan_out import all_of, merged
-from gateway.front_door import FrontDoor
+from gateway.front_door import FrontDoor, OperatorsDoor
 from gateway.http_exchange import App, Endpoint, Exchange, Receive, Scope, Send, error_answer, header_values, note_error
 from gateway.journal import digest_of, event_id
 from gateway.journals import Ask, Journals, Reader, ask_for
@@ -156,12 +156,27 @@ class HttpApi:
 
         return dispatch
 
-    def admin_app(self) -> App:
-        """What operators read, for an address of its own that asks for no key."""
+    def admin_app(self, door: OperatorsDoor | None) -> App:
+        """What operators read, for an address of its own. None: who reaches it was judged by the system."""
         routes = [*self._probes(), *self._admin_pages(has_api=False)]
         pages = Starlette(routes=routes, exception_handlers=self._handlers())
         pages.router.redirect_slashes = False
-        return pages
+
+        async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+            if door is not None and not self._is_open(scope["path"]):
+                try:
+                    door.check(header_values(scope["headers"], b"authorization"))
+                except (Unauthenticated, PermissionDenied) as error:
+                    self._metrics.note_refusal(note_error(error))
+                    await error_answer(error)(scope, receive, send)
+                    return
+            await pages(scope, receive, send)
+
+        return dispatch
+
+    def _is_open(self, path: str) -> bool:
+        """Whether a page says nothing about a cluster, so that nobody needs a key for it."""
+        return path in OPEN_PATHS or self._dashboard.is_open(path)
 
     def _handlers(self) -> dict[Any, Any]:
         """What answers the errors of routes that are Starlette's, which logs those that are faults of ours."""
@@ -195,7 +210,7 @@ class HttpApi:
         does not exist.
         """
         path: str = scope["path"]
-        if path in OPEN_PATHS or self._dashboard.is_open(path):
+        if self._is_open(path):
             return None
         try:
             key = self._door.authenticate(header_values(scope["headers"], b"authorization"))
@@ -230,8 +245,8 @@ class HttpApi:
         await exchange.answer(200, msgspec.json.encode(document))
 
     async def _refuse_embeddings(self, exchange: Exchange) -> None:
-        self._door.authenticate(exchange.all_headers(b"authorization"))
-        await self._bodies.take(exchange.read_body, len)
+        key = self._door.authenticate(exchange.all_headers(b"authorization"))
+        await self._bodies.take(exchange.read_body, len, tenant=key.tenant)
         raise InvalidRequest("this server generates text only; it has no embeddings", code="unsupported_endpoint")
 
     async def _tokenize(self, exchange: Exchange) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from gateway.bodies import Claim
+from gateway.bodies import SMALL_BODY_BYTES, Claim
 from gateway.calls import TenantTicket
-from gateway.http_server import connection_of
+from gateway.connections import connection_of
 from gateway.metrics import Metrics
 from gateway.request_log import RequestLog, code_of
 from gateway.validation import MAX_BODY_BYTES, MAX_BODY_READ_S
@@ -30,9 +30,11 @@ from services.runtime.errors import (
     Unauthenticated,
 )
 
-MAX_HEADERS = 100
 MAX_URL_BYTES = 8 * 1024
 LINGER_S = 2.0
+MIN_BODY_BYTES_PER_S = 16 * 1024
+"""Of a body that holds more than a small one may: it must come at least at this rate, looked at every BODY_LOOK_S."""
+BODY_LOOK_S = 5.0
 SLOW_CLIENT_LIMIT_S = 30.0
 """A client that takes nothing for so long is dropped."""
 
@@ -70,6 +72,8 @@ class Exchange:
         self._sending_since_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_client_lost = False
+        self._body_until_s = 0.0
+        self._slow_body = ""
 
     def header(self, name: bytes) -> str:
         """The value of a header, or an empty text."""
@@ -100,24 +104,40 @@ class Exchange:
         self._answer_headers.append((name, value.encode("latin-1")))
 
     async def read_body(self, claim: Claim) -> bytes:
-        """The whole body. Raises HttpRefusal for what is no body of ours, before reading more than is allowed."""
+        """The whole body. Raises HttpRefusal for what is no body of ours, before reading more than is allowed.
+
+        It has MAX_BODY_READ_S to come. One that holds more than a small body may has to come at a least rate too.
+        """
         self._check_head()
         task = asyncio.current_task()
         assert task is not None
+        loop = asyncio.get_running_loop()
+        self._body_until_s = loop.time() + MAX_BODY_READ_S
         # A bare timer instead of asyncio.timeout: nearly always the body is here already.
-        timer = asyncio.get_running_loop().call_later(MAX_BODY_READ_S, self._lose_client, task)
+        self._timer = loop.call_later(min(BODY_LOOK_S, MAX_BODY_READ_S), self._check_body, task, claim, 0)
         try:
             body = await self._receive_body(claim)
             self.is_unread = False
             return body
         except asyncio.CancelledError:
             if self._is_client_lost and task.uncancel() == 0:
-                raise HttpRefusal(
-                    f"the body did not arrive within {MAX_BODY_READ_S:g} s", http_status=408, code="request_timeout"
-                ) from None
+                raise HttpRefusal(self._slow_body, http_status=408, code="request_timeout") from None
             raise
         finally:
-            timer.cancel()
+            self._timer.cancel()
+
+    def _check_body(self, task: "asyncio.Task[Any]", claim: Claim, num_before: int) -> None:
+        """Ends a body that takes too long. `num_before` bytes were there at the last look."""
+        loop = asyncio.get_running_loop()
+        left_s = self._body_until_s - loop.time()
+        if left_s <= 0:
+            self._slow_body = f"the body did not arrive within {MAX_BODY_READ_S:g} s"
+            self._lose_client(task)
+        elif claim.num_bytes > SMALL_BODY_BYTES and claim.num_bytes - num_before < MIN_BODY_BYTES_PER_S * BODY_LOOK_S:
+            self._slow_body = f"the body came at less than {MIN_BODY_BYTES_PER_S} bytes a second"
+            self._lose_client(task)
+        else:
+            self._timer = loop.call_later(min(BODY_LOOK_S, left_s), self._check_body, task, claim, claim.num_bytes)
 
     async def answer(
         self, http_status: int, body: bytes, extra: HeaderPairs | None = None, *, is_unread: bool = False
@@ -206,16 +226,12 @@ class Exchange:
                     pass
 
     def _check_head(self) -> None:
-        if len(self._headers) > MAX_HEADERS:
-            raise HttpRefusal("too many headers", http_status=431, code="request_head_too_large")
         if self._url_bytes > MAX_URL_BYTES:
             raise HttpRefusal("the URL is too long", http_status=414, code="url_too_long")
         encoding = self.header(b"content-encoding")
         if encoding and encoding.lower() != "identity":
             raise HttpRefusal("send the body without content-encoding", http_status=415, code="unsupported_encoding")
-        content_type = self.header(b"content-type").partition(";")[0].strip().lower()
-        if content_type and content_type != "application/json":
-            raise HttpRefusal("send application/json", http_status=415, code="unsupported_media_type")
+        check_json_type(self.header(b"content-type"))
         length = self.header(b"content-length")
         if length:
             self._check_size(int(length) if length.isascii() and length.isdigit() else MAX_BODY_BYTES + 1)
@@ -263,6 +279,14 @@ class Endpoint:
                 is_unread = exchange.is_unread or isinstance(error, HttpRefusal)
                 headers = _error_headers(error, closes=is_unread)
                 await exchange.answer(_http_status(error), _error_body(error), headers, is_unread=is_unread)
+
+
+def check_json_type(content_type: str) -> None:
+    """Raises HttpRefusal for a body that is not said to be JSON, as what a form in a web page sends never is."""
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise HttpRefusal(
+            "send the header Content-Type: application/json", http_status=415, code="unsupported_media_type"
+        )
 
 
 def note_error(error: Exception) -> str:

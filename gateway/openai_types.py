@@ -238,6 +238,12 @@ def _converted(members: dict[str, Any], body_type: type[Members]) -> tuple[Membe
         raise _type_error(str(error)) from error
     except UnicodeEncodeError as error:
         raise InvalidRequest("a text of the body has half a surrogate pair", code="invalid_encoding") from error
+    if getattr(request, "model", None) == "":
+        raise InvalidRequest(
+            "model must be a name or alias from /v1/models; leave it out for the only model of a server",
+            field="model",
+            code="invalid_value",
+        )
     unread = {name: value for name, value in members.items() if name not in body_type.__struct_fields__}
     return request, check_not_refused(unread)
 

@@ -102,8 +102,12 @@ def check_conversation(
     plain = messages if len(messages) > MAX_MESSAGES else [_without_calls(message) for message in messages]
     checked = check_messages(plain, max_chars=max_chars)
     num_chars = sum(len(message["content"]) for message in checked) + len(_text(tools or [], "tools"))
+    call_ids: set[str] = set()
     for number, message in enumerate(messages):
         num_chars += _add_calls(checked[number], message, f"messages[{number}]")
+        if checked[number]["role"] == "tool":
+            checked[number]["tool_call_id"] = _checked_answer_id(message, call_ids, f"messages[{number}].tool_call_id")
+        call_ids.update(call["id"] for call in checked[number].get("tool_calls", ()) if "id" in call)
     if num_chars > max_chars:
         raise InvalidRequest(
             f"messages and tools have {num_chars} characters; "
@@ -219,8 +223,6 @@ def _without_calls(message: Any) -> Any:
 def _add_calls(checked: dict[str, Any], message: Mapping[str, Any], name: str) -> int:
     """Adds what `check_messages` leaves out; the number of its characters."""
     num_chars = 0
-    if checked["role"] == "tool" and message.get("tool_call_id") is not None:
-        checked["tool_call_id"] = _checked_id(message["tool_call_id"], f"{name}.tool_call_id")
     if checked["role"] != "assistant":
         return num_chars
     reasoning = message.get("reasoning_content")
@@ -281,6 +283,21 @@ def _checked_id(value: Any, name: str) -> str:
         _fail(name, f"a text of 1 to {MAX_NAME_CHARS} characters")
     check_text(value, field_name=name)
     return value
+
+
+def _checked_answer_id(message: Mapping[str, Any], call_ids: Set[str], name: str) -> str:
+    """The id of the call that a tool's message answers."""
+    call_id = message.get("tool_call_id")
+    if call_id is None:
+        raise InvalidRequest(
+            f"{name} is missing: it is the id of the call that the message answers",
+            field=name,
+            code="missing_required_parameter",
+        )
+    checked = _checked_id(call_id, name)
+    if checked not in call_ids:
+        _fail(name, "the id of a call in tool_calls of an assistant's message before it")
+    return checked
 
 
 def _check_name(value: Any, name: str) -> None:

@@ -6,6 +6,7 @@ some. Knows no HTTP.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,9 @@ from gateway.metrics import Metrics
 from gateway.series import SECONDS, WINDOW_S, Series, Totals
 from gateway.topology import Member, Topology
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.errors import Overloaded
 
 TICK_S = 1.0
 MAX_WATCHERS = 16
-BUSY_RETRY_S = 10.0
 SPEED_TOKENS = 512
 """A prompt of this length says how fast prompts are computed."""
 
@@ -58,7 +57,7 @@ class Feed:
         self._facts = facts
         self._clock = clock
         self._series = Series(metrics.ttft_s.bounds, metrics.itl_s.bounds)
-        self._watchers: set[_Watcher] = set()
+        self._watchers: dict[_Watcher, None] = {}
         self._ticking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -109,17 +108,28 @@ class Feed:
             **self._figures(seconds),
         }
 
-    async def updates(self) -> AsyncGenerator[bytes, None]:
-        """A JSON document each second, as in `snapshot` without what does not change. Raises Overloaded."""
+    async def updates(self, client: str = "") -> AsyncGenerator[bytes, None]:
+        """A JSON document each second, as in `snapshot` without what does not change.
+
+        Where all places are taken, the oldest of the client that has the most of them ends for the new one.
+        """
         if len(self._watchers) >= MAX_WATCHERS:
-            raise Overloaded(f"{MAX_WATCHERS} are watching already, which is the most", retry_after_s=BUSY_RETRY_S)
-        watcher = _Watcher()
-        self._watchers.add(watcher)
+            self._end_one_for(client)
+        watcher = _Watcher(client)
+        self._watchers[watcher] = None
         try:
             while (update := await watcher.next()) is not None:
                 yield update
         finally:
-            self._watchers.discard(watcher)
+            self._watchers.pop(watcher, None)
+
+    def _end_one_for(self, client: str) -> None:
+        places = Counter(watcher.client for watcher in self._watchers)
+        places[client] += 1
+        most = max(places.values())
+        oldest = next(watcher for watcher in self._watchers if places[watcher.client] == most)
+        del self._watchers[oldest]
+        oldest.put(None)
 
     @property
     def num_watchers(self) -> int:
@@ -190,7 +200,8 @@ class Feed:
 class _Watcher:
     """Has the latest update, until somebody takes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: str) -> None:
+        self.client = client
         self._latest: bytes | None = None
         self._has_some = asyncio.Event()
 

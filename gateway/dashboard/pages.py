@@ -18,9 +18,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from gateway.api_keys import ApiKey
+from gateway.connections import connection_of
 from gateway.dashboard.feed import Feed
 from gateway.history import AnswerStory, AttemptStory, History, Query, Row, bars, parts, reasons
-from gateway.http_server import connection_of
 from gateway.series import SECONDS
 from services.runtime.errors import InvalidRequest, NotFound
 
@@ -134,7 +135,7 @@ class _Events:
         headers.append((b"x-accel-buffering", b"no"))
         connection.on_lost = leave
         try:
-            async with contextlib.aclosing(self._feed.updates()) as updates:
+            async with contextlib.aclosing(self._feed.updates(_client_of(scope))) as updates:
                 start = {"type": "http.response.start", "status": 200, "headers": headers}
                 async for update in updates:
                     if start:
@@ -150,6 +151,14 @@ class _Events:
                 raise
         finally:
             connection.on_lost = None
+
+
+def _client_of(scope: Scope) -> str:
+    """Whose places count together: those of a key, or of an address where no key was asked for."""
+    key: ApiKey | None = scope.get("state", {}).get("key")
+    if key is not None and key.sha256:
+        return key.sha256
+    return str(scope["client"][0]) if scope.get("client") else ""
 
 
 def _read_files() -> dict[str, _File]:

@@ -4,7 +4,21 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.runtime.config import choice, flag, integer, number, option, path, size_bytes, text, url
+from services.runtime.config import (
+    HOSTS,
+    HOSTS_RULE,
+    ORIGINS,
+    ORIGINS_RULE,
+    choice,
+    flag,
+    integer,
+    number,
+    option,
+    path,
+    size_bytes,
+    text,
+    url,
+)
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
@@ -51,8 +65,28 @@ class UpSettings:
     admin_port: int | None = option(
         integer(0, 65535),
         default=None,
-        help="One more HTTP port on this machine's own address, with /dashboard, /metrics, /cluster and the probes "
-        "without a key.",
+        help="One more HTTP port on this machine's own address, with /dashboard, /metrics, /cluster and the probes. It "
+        "asks for an admin's key where --api-keys is given, and for that of --admin-key-digest.",
+    )
+    admin_key_digest: str | None = option(
+        text(pattern="[0-9a-f]{64}", rule="64 hex digits in lower case"),
+        default=None,
+        help="SHA-256 of a key that is good at --admin-port and nowhere else, for Prometheus.",
+    )
+    admin_socket: Path | None = option(
+        path(),
+        default=None,
+        help="Unix socket with what is at --admin-port, without a key: only processes of this user can open it.",
+    )
+    allowed_hosts: str | None = option(
+        text(pattern=HOSTS, rule=HOSTS_RULE),
+        default=None,
+        help="Names under which clients reach the HTTP ports, beside addresses and this machine's names. *: any name.",
+    )
+    cors_origins: str | None = option(
+        text(pattern=ORIGINS, rule=ORIGINS_RULE),
+        default=None,
+        help="Sites whose web pages may call the HTTP API; not given: none but its own.",
     )
     tls_cert: Path | None = option(
         path(), default=None, help="PEM file of the certificate that this process shows; needs --tls-key."

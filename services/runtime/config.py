@@ -23,6 +23,14 @@ from services.runtime.errors import ConfigError
 ENV_PREFIX = "TANDEM_"
 MAX_SHOWN_CHARACTERS = 200
 
+_NAME = r"(?:\*\.)?[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*"
+_ORIGIN = r"[a-z][a-z0-9+.-]*://[^/,\s]+"
+HOSTS = rf"\*|{_NAME}(?:,{_NAME})*"
+"""Patterns, and the rules in words, of settings that name hosts and the origins of web pages."""
+HOSTS_RULE = "names of hosts with commas between them, *.NAME for all below a name, or *"
+ORIGINS = rf"\*|{_ORIGIN}(?:,{_ORIGIN})*"
+ORIGINS_RULE = "origins such as https://chat.example with commas between them, or *"
+
 T = TypeVar("T")
 C = TypeVar("C")
 

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -17,6 +18,8 @@ from services.runtime.errors import ConfigError, ModelError
 
 DIE_WITH_PARENT_ENV = "TANDEM_DIE_WITH_PARENT"
 AUTOGROUP = Path("/proc/self/autogroup")
+MAX_DESCRIPTORS = 2**20
+"""As many as Linux gives a process unless its administrator says otherwise."""
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
@@ -48,8 +51,30 @@ def exit_code(main: Callable[[], object]) -> int:
 
 
 def run_async(main: Coroutine[Any, Any, Any]) -> None:
-    """Runs a coroutine on a new uvloop event loop until it returns."""
+    """Runs a coroutine on a new uvloop event loop until it returns, with as many open files as the system allows."""
+    raise_descriptor_limit()
     uvloop.run(main)
+
+
+def raise_descriptor_limit() -> None:
+    """Raises the limit of open files to the most that this process may have: each connection is one.
+
+    The limit that processes are started with, often 1,024, is there for programs that call select(), which fails beyond
+    it. Nothing here does.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):
+        # Some systems have one more limit, for all processes; what there is has to do then.
+        logger.warning("cannot raise the limit of open files", extra={"wanted": wanted, "have": descriptor_limit()})
+
+
+def descriptor_limit() -> int:
+    """How many files this process may have open now."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 def be_nice(niceness: int) -> None:

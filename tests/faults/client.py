@@ -95,7 +95,7 @@ async def connected(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, a
 
 
 def http_request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: test", "connection: close", f"content-length: {len(body)}"]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", "connection: close", f"content-length: {len(body)}"]
     if body:
         lines.append("content-type: application/json")
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]

@@ -42,6 +42,7 @@ MEMBERS = (
     "conversation", "truncation", "prompt_cache_key", "safety_identifier", "service_tier", "max_tool_calls",
 )  # fmt: skip
 HEADERS = (
+    "host", "origin", "sec-fetch-site", "access-control-request-method", "trailer", "connection", "upgrade",
     "authorization", "content-type", "accept", "x-request-id", "idempotency-key", "last-event-id", "x-session-id",
     "x-service-class", "x-allow-fallback", "traceparent", "tracestate", "expect", "x-forwarded-for", "cookie", "range",
 )  # fmt: skip
@@ -50,6 +51,23 @@ HEADER_VALUES = (
     "x" * 5000, "Bearer", "Bearer x", "Basic eDp4", "application/json", "text/plain",
     "multipart/form-data; boundary=x", "0", "-1", "99999999999999999999", "00-" + "0" * 32 + "-" + "0" * 16 + "-01",
     "100-continue", "critical", "batch", "true", "maybe", "a\tb", "\xe9\xff", "%00", "../..", "1:2", "bytes=0-1",
+)  # fmt: skip
+HOSTS = (
+    "localhost", "127.0.0.1:8000", "[::1]", "", " ", ":", ":8000", "evil.example", "evil.example:8000", "localhost.",
+    "localhost.evil.example", "[evil", "[::1", "]", "a@localhost", "*", "x" * 300, "\xe9", "127.0.0.1.nip.io", "0x7f.1",
+)  # fmt: skip
+ORIGINS = (
+    "http://localhost", "https://evil.example", "null", "", "://", "http://", "localhost", "http://localhost:99999",
+    "file://", "chrome-extension://a", "x" * 3000, "http://localhost, http://localhost", "\xff", "https://[::1]:443",
+)  # fmt: skip
+SITES = ("cross-site", "same-site", "same-origin", "none", "", "x")
+TRAILERS = (
+    b"", b"a: b\r\n", b"Authorization: Bearer x\r\n", b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n",
+    b"X-Request-Id: a b\r\n", b"a: b\r\n" * 90, b"a: b\r\n" * 3000, b"a: " + b"b" * 20_000 + b"\r\n", b"no colon\r\n",
+    b" folded\r\n", b"\x00: b\r\n", b"Host: evil.example\r\n" * 2, b"a: b\n", b"\xff: \xff\r\n",
+)  # fmt: skip
+EXTENSIONS = (
+    b"", b";a", b";a=b", b';a="b"', b';a="b', b";" * 50, b";a=" + b"b" * 20_000, b" ", b";\x00", b";a=b;c=d", b";\xff",
 )  # fmt: skip
 API_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/batches", "/tokenize", "/detokenize")
 ANSWERING_PATHS = API_PATHS[:3]
@@ -108,7 +126,8 @@ class Inputs:
         """The next one."""
         kinds: tuple[Callable[[], HttpInput], ...] = (
             self._wrong_member, self._wrong_member, self._wrong_member, self._wrong_bytes, self._wrong_headers,
-            self._wrong_line, self._wrong_framing, self._leaving, self._nested, self._wrong_form,
+            self._wrong_line, self._wrong_framing, self._leaving, self._nested, self._wrong_form, self._wrong_chunks,
+            self._unfinished, self._pipelined, self._wrong_site,
         )  # fmt: skip
         return self._random.choice(kinds)()
 
@@ -197,9 +216,52 @@ class Inputs:
             )
             is_short = size == b"%x" % (len(text) + 50)
             text = size + b"\r\n" + text + b"\r\n0\r\n\r\n"
-        head = "".join(f"{name}: {value}\r\n" for name, value in [("host", "x"), *framing])
+        head = "".join(f"{name}: {value}\r\n" for name, value in [("host", "localhost"), *framing])
         data = f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + text
         return HttpInput(f"framing {framing}", data, may_be_short=is_short)
+
+    def _wrong_chunks(self) -> HttpInput:
+        """A good body in odd chunks, with odd extensions and trailers."""
+        one = self._random
+        path, body = self._body()
+        text = json.dumps(body).encode()
+        size = one.choice([1, 2, 7, 100, len(text)])
+        chunks = b"".join(
+            b"%x%b\r\n%b\r\n" % (len(part), one.choice(EXTENSIONS) if one.random() < 0.1 else b"", part)
+            for part in (text[at : at + size] for at in range(0, len(text), size))
+        )
+        trailers = one.choice(TRAILERS)
+        end = b"0%b\r\n%b\r\n" % (one.choice(EXTENSIONS), trailers)
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        data = f"{head}transfer-encoding: chunked\r\n\r\n".encode() + chunks + end
+        return HttpInput(f"chunks {size} {trailers[:20]!r}", data, may_be_short=True)
+
+    def _unfinished(self) -> HttpInput:
+        """A message of which the end does not come, whose sender leaves."""
+        if self._random.random() < 0.5:
+            given = self._wrong_chunks()
+        else:
+            path, body = self._body()
+            given = HttpInput("body", self._request("POST", path, json.dumps(body).encode()))
+        end = self._random.randrange(1, len(given.data))
+        return HttpInput(f"unfinished {given.what}", given.data[:end], leaves=0)
+
+    def _pipelined(self) -> HttpInput:
+        """Requests in one write, of which a later one may be wrong; the first answer is looked at."""
+        probe = self._request("GET", "/health", b"")
+        last = self._random.choice([probe, b"\x16\x03\x01", b"GET / HTTP/1.1\r\nx: " + b"a" * 20_000, probe[:-3]])
+        return HttpInput("pipelined", probe * self._random.choice([2, 20, 2000]) + last)
+
+    def _wrong_site(self) -> HttpInput:
+        one = self._random
+        path, body = self._body()
+        some = [("origin", one.choice(ORIGINS))] if one.random() < 0.7 else []
+        some += [("sec-fetch-site", one.choice(SITES))] if one.random() < 0.5 else []
+        some += [("access-control-request-method", "POST")] if one.random() < 0.3 else []
+        method = one.choice(["POST", "POST", "OPTIONS", "GET", "DELETE"])
+        host = one.choice(HOSTS)
+        data = self._request(method, path, json.dumps(body).encode(), headers=some, host=host)
+        return HttpInput(f"site {host[:30]} {some}"[:100], data)
 
     def _leaving(self) -> HttpInput:
         path, body = self._body()
@@ -246,8 +308,9 @@ class Inputs:
         *,
         headers: list[tuple[str, str]] | None = None,
         version: str = "HTTP/1.1",
+        host: str = "localhost",
     ) -> bytes:
-        all_headers = [("host", "fuzz"), ("content-length", str(len(body))), *(headers or [])]
+        all_headers = [("host", host), ("content-length", str(len(body))), *(headers or [])]
         if not any(name == "content-type" for name, _ in all_headers):
             all_headers.append(("content-type", "application/json"))
         head = f"{method} {path} {version}\r\n" + "".join(f"{name}: {value}\r\n" for name, value in all_headers)

@@ -33,7 +33,7 @@ TRAINING_TEXT = [
 ]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% if message.content == 'not in this template' %}{{ raise_exception('refused') }}{% endif %}"
     "<|{{ message.role }}|>\n{{ message.content }}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )

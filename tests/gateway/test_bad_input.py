@@ -1,6 +1,7 @@
 """Bad requests, one test id per row: each gets its error with the field named, and the server goes on."""
 
 import asyncio
+import contextlib
 import json
 import math
 import re
@@ -14,8 +15,9 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from gateway import http_server, openai_types
+from gateway import http_protocol, openai_types
 from gateway.admission import AdmissionQueue, Lane
+from gateway.api_keys import digest_of_key, new_key
 from gateway.catalog import load_catalog
 from gateway.catalog_file import ModelEntry
 from gateway.lifecycle import Policies, Requests
@@ -30,6 +32,8 @@ from services.scheduling.queue import RequestQueue
 from services.scheduling.routing import Router
 
 OK = [{"role": "user", "content": "hi"}]
+JSON = {"content-type": "application/json"}
+LINE = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 NAN, INF = math.nan, math.inf
 
 
@@ -225,7 +229,8 @@ ONLY_CHAT = {
     "name-number": {"messages": [{"role": "user", "content": "x", "name": 5}]},
     "name-long": {"messages": [{"role": "user", "content": "x", "name": "n" * 65}]},
     "tool_calls": {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "a"}]}]},
-    "template-refuses": {"messages": [{"role": "tool", "content": "x"}]},
+    "model-empty": {"messages": OK, "model": ""},
+    "template-refuses": {"messages": [{"role": "user", "content": "not in this template"}]},
     "top_logprobs-21": {"messages": OK, "logprobs": True, "top_logprobs": 21},
     "top_logprobs-alone": {"messages": OK, "top_logprobs": 2},
     "logprobs-int": {"messages": OK, "logprobs": 1},
@@ -248,6 +253,7 @@ NAMED_IN_CHAT = {
     "name": "messages[0].name",
     "tool_calls": "messages[0].tool_calls[0]",
     "template": "messages",
+    "model": "model",
     "max": "max_completion_tokens",
 }
 """What the error names, by the first word of a row; without an entry it is that word."""
@@ -407,6 +413,8 @@ HEADERS = {
     "gzip": ({"content-encoding": "gzip"}, 415),
     "form": ({"content-type": "application/x-www-form-urlencoded"}, 415),
     "xml": ({"content-type": "text/xml"}, 415),
+    "text": ({"content-type": "text/plain"}, 415),
+    "no-type": ({"content-type": ""}, 415),
     "range": ({"range": "bytes=0-1"}, 200),
     "charset": ({"content-type": "application/json; charset=utf-8"}, 200),
     "bad-request-id": ({"x-request-id": "a b"}, 400),
@@ -427,7 +435,7 @@ async def test_header(system, post, row):
 
 
 async def test_body_over_the_limit_is_refused_before_it_is_read(system):
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    head = LINE + b"content-length: %d\r\n\r\n"
     answer = await raw(system, head % (8 * 1024 * 1024 + 1))
     assert answer.startswith(b"HTTP/1.1 413")
     assert b'"request_too_large"' in answer
@@ -489,16 +497,16 @@ async def test_bodies_find_no_room_beyond_their_memory(make_system, worker_type,
     pair = pair_type([*tokenizer.encode("ok", add_special_tokens=False).ids, 1])
     await system.add(worker_type("decode", "decode-0", pair.decode))
     bodies = system.gateway.api._bodies
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    head = LINE + b"content-length: %d\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     held = ASKED.ljust(room - 1000)
     try:
         # What is announced only takes no room.
         writer.write(head % (len(held) + 1) + held)
         await system.until(lambda: bodies.num_bytes == len(held))
-        assert (await system.http.post("/v1/completions", content=ASKED.ljust(1000))).status_code == 200
+        assert (await system.http.post("/v1/completions", content=ASKED.ljust(1000), headers=JSON)).status_code == 200
         assert bodies.num_bytes == len(held)
-        refused = await system.http.post("/v1/completions", content=ASKED.ljust(1001))
+        refused = await system.http.post("/v1/completions", content=ASKED.ljust(1001), headers=JSON)
         check_error(refused, 503, code="server_overloaded")
         assert refused.headers["retry-after"] == "1"
         assert refused.headers["connection"] == "close"
@@ -507,17 +515,66 @@ async def test_bodies_find_no_room_beyond_their_memory(make_system, worker_type,
     finally:
         writer.close()
     assert bodies.num_bytes == 0
-    assert (await system.http.post("/v1/completions", content=ASKED.ljust(room))).status_code == 200
+    assert (await system.http.post("/v1/completions", content=ASKED.ljust(room), headers=JSON)).status_code == 200
 
 
 async def test_the_room_of_a_body_that_is_broken_off_is_free_again(system):
     bodies = system.gateway.api._bodies
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
+    head = LINE + b"content-length: 100\r\n\r\n"
     _, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(head + ASKED)
     await system.until(lambda: bodies.num_bytes == len(ASKED))
     writer.close()
     await system.until(lambda: bodies.num_bytes == 0)
+
+
+SLOW = {"long and slow": (100_000, True), "long and quick": (6_000_000, False), "small and slow": (1000, False)}
+
+
+@pytest.mark.parametrize("row", SLOW)
+async def test_a_long_body_has_to_come_at_a_least_rate(system, monkeypatch, row):
+    """A small one has its time: it holds little."""
+    num_bytes, is_refused = SLOW[row]
+    monkeypatch.setattr("gateway.http_exchange.BODY_LOOK_S", 0.2)
+    monkeypatch.setattr("gateway.http_exchange.MIN_BODY_BYTES_PER_S", 5_000_000)
+    bodies = system.gateway.api._bodies
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+    try:
+        writer.write(LINE + b"content-length: %d\r\n\r\n" % (num_bytes + 1) + ASKED.ljust(num_bytes))
+        await system.until(lambda: bodies.num_bytes == num_bytes)
+        if not is_refused:
+            writer.write(b" ")
+        async with asyncio.timeout(5):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408" if is_refused else b"HTTP/1.1 200")
+        assert bodies.num_bytes == 0
+    finally:
+        writer.close()
+
+
+async def test_one_tenants_unfinished_bodies_keep_out_no_other_tenant(make_system, tmp_path):
+    keys = {tenant: new_key() for tenant in ("a", "b")}
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(f'[[key]]\nsha256 = "{digest_of_key(key)}"\ntenant = "{t}"\n' for t, key in keys.items()))
+    system = await make_system(api_keys=file, body_memory=64 * 2**20)
+    bodies = system.gateway.api._bodies
+    held = b" " * (8 * 2**20 - 1)
+    head = LINE.replace(b"/v1/completions", b"/tokenize") + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n"
+    async with contextlib.AsyncExitStack() as stack:
+        readers = []
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+            stack.callback(writer.close)
+            writer.write(head % (keys["b"].encode(), len(held) + 1) + held)
+            readers.append(reader)
+        # One of them has the tenant's share: a quarter of the memory, which is more than one body and less than two.
+        async with asyncio.timeout(10):
+            answers = [await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10) for reader in readers[1:]]
+        assert all(answer.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in answer for answer in answers)
+        assert bodies.num_bytes == len(held)
+        for body in ({"prompt": "small"}, {"prompt": "x " * 100_000}):
+            mine = await system.http.post("/tokenize", json=body, headers={"authorization": f"Bearer {keys['a']}"})
+            assert mine.status_code == 200, mine.text
+    await system.until(lambda: bodies.num_bytes == 0, timeout_s=1)
 
 
 async def test_body_in_tiny_chunks(system):
@@ -531,7 +588,7 @@ async def test_body_in_tiny_chunks(system):
 
 async def test_body_that_never_comes(system, monkeypatch):
     monkeypatch.setattr("gateway.http_exchange.MAX_BODY_READ_S", 0.3)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
+    head = LINE + b"content-length: 10\r\n\r\n{"
     answer = await raw(system, head)
     assert answer.startswith(b"HTTP/1.1 408")
     await check_alive(system)
@@ -539,7 +596,7 @@ async def test_body_that_never_comes(system, monkeypatch):
 
 async def test_body_that_was_announced_and_never_comes(system, monkeypatch):
     monkeypatch.setattr("gateway.http_exchange.MAX_BODY_READ_S", 0.3)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\nexpect: 100-continue\r\n\r\n"
+    head = LINE + b"content-length: 10\r\nexpect: 100-continue\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(head)
     async with asyncio.timeout(5):
@@ -549,18 +606,18 @@ async def test_body_that_was_announced_and_never_comes(system, monkeypatch):
     await check_alive(system)
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: "])
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-slow: "])
 async def test_head_that_never_comes(system, monkeypatch, sent):
-    monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gateway.http_protocol.HEAD_TIMEOUT_S", 0.2)
     answer = await raw(system, sent)
     assert answer.startswith(b"HTTP/1.1 408") or (not sent and not answer)
     await check_alive(system)
 
 
 async def test_head_of_a_second_request_that_never_comes(system, monkeypatch):
-    monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gateway.http_protocol.HEAD_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
-    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HT")
+    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /health HT")
     async with asyncio.timeout(5):
         answers = await reader.read()
     assert answers.count(b"HTTP/1.1 200") == 1
@@ -569,7 +626,7 @@ async def test_head_of_a_second_request_that_never_comes(system, monkeypatch):
 
 
 async def test_an_answer_is_not_broken_off_for_a_head_that_never_comes(system, monkeypatch):
-    monkeypatch.setattr("gateway.http_server.HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("gateway.http_protocol.HEAD_TIMEOUT_S", 0.1)
     decode, may_go_on = system.workers["decode-0"], asyncio.Event()
     say_ok = decode.script
 
@@ -579,7 +636,7 @@ async def test_an_answer_is_not_broken_off_for_a_head_that_never_comes(system, m
 
     decode.script = wait
     body = b'{"prompt": "a"}'
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = LINE + b"content-length: %d\r\n\r\n" % len(body)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(head + body + b"GET /health HT")
     await system.until(lambda: bool(decode.attempts))
@@ -592,42 +649,31 @@ async def test_an_answer_is_not_broken_off_for_a_head_that_never_comes(system, m
     writer.close()
 
 
-async def test_more_connections_than_may_be_are_refused(system, monkeypatch):
-    await check_alive(system)  # which keeps one open
-    monkeypatch.setattr("gateway.http_server.MAX_CONNECTIONS", 4)
-    idle = [await asyncio.open_connection("127.0.0.1", system.gateway.http_port) for _ in range(3)]
-    refused = await raw(system, b"")
-    assert refused.startswith(b"HTTP/1.1 503")
-    assert b"retry-after: 1" in refused
-    assert b'"overloaded_error"' in refused
-    for _, writer in idle:
-        writer.close()
-        await writer.wait_closed()
-    await check_alive(system)
-
-
 RAW_HTTP = {
-    "connect": (b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    "connect": (b"CONNECT x:443 HTTP/1.1\r\nhost: localhost\r\n\r\n", 400),
     "garbage": (b"\x16\x03\x01 what\r\n\r\n", 400),
     "endless-header": (b"GET / HTTP/1.1\r\nx: " + b"a" * 100_000, 431),
     "long-url": (
-        b"POST /v1/completions?" + b"a" * 9000 + b" HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
+        b"POST /v1/completions?" + b"a" * 9000 + b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n",
         414,
     ),
     "endless-url": (b"GET /" + b"a" * 100_000, 431),
     "both-lengths": (
-        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         400,
     ),
     "two-lengths": (
-        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcde",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcde",
         400,
     ),
-    "negative-length": (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", 400),
-    "bad-chunk": (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
-    "bad-chunk-end": (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nabc0\r\n\r\n", 400),
-    "two-codings": (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
-    "cr-in-header": (b"GET /health HTTP/1.1\r\nhost: x\r\nx-request-id: a\rb\r\n\r\n", 400),
+    "negative-length": (b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n", 400),
+    "bad-chunk": (b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+    "bad-chunk-end": (
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1\r\nabc0\r\n\r\n",
+        400,
+    ),
+    "two-codings": (b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
+    "cr-in-header": (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-request-id: a\rb\r\n\r\n", 400),
 }
 
 
@@ -657,7 +703,7 @@ WITH_BODY = {
 @pytest.mark.parametrize("wish", WISHES)
 async def test_a_wish_for_another_protocol_is_passed_over(system, monkeypatch, wish):
     """RFC 9110, 7.8; Java's own client wishes for HTTP/2 with every request."""
-    whole, taken = http_server._BoundedProtocol.data_received, bytearray()
+    whole, taken = http_protocol.HttpProtocol.data_received, bytearray()
 
     def in_pieces_of(num_bytes):
         def data_received(protocol, data):
@@ -668,9 +714,9 @@ async def test_a_wish_for_another_protocol_is_passed_over(system, monkeypatch, w
         return data_received
 
     for num_bytes in (1, 13, 1 << 16):
-        monkeypatch.setattr(http_server._BoundedProtocol, "data_received", in_pieces_of(num_bytes))
+        monkeypatch.setattr(http_protocol.HttpProtocol, "data_received", in_pieces_of(num_bytes))
         for body in WITH_BODY.values():
-            request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + WISHES[wish] + body
+            request = LINE + WISHES[wish] + body
             await check_wish_is_passed_over(system, request, taken)
 
 
@@ -722,7 +768,7 @@ async def test_half_closed_connection_counts_as_left(system, worker_type):
 
     decode.script = hold
     body = b'{"prompt": "a"}'
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = LINE + b"content-length: %d\r\n\r\n" % len(body)
     with socket.create_connection(("127.0.0.1", system.gateway.http_port)) as connection:
         connection.sendall(head + body)
         await system.until(lambda: bool(decode.attempts))
@@ -836,7 +882,7 @@ async def test_a_body_of_tiny_chunks_costs_its_bytes(system, monkeypatch):
     num_chunks = 50_000
     monkeypatch.setattr("gateway.http_exchange.MAX_BODY_BYTES", num_chunks)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    writer.write(LINE + b"transfer-encoding: chunked\r\n\r\n")
     tracemalloc.start()
     try:
         for _ in range(num_chunks // 100):

@@ -339,7 +339,7 @@ async def test_a_batch_that_is_asked_for_wrongly_is_not_made(make):
             (twice, 400, "duplicate_key"),
             (b"x" * 65_537, 413, "request_too_large"),
         ):
-            response = await system.http.post("/v1/batches", content=body)
+            response = await system.http.post("/v1/batches", content=body, headers={"content-type": "application/json"})
             assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         assert (await client.batches.list()).data == []
 
@@ -350,7 +350,8 @@ async def test_a_body_that_does_not_come_is_not_waited_for(make, monkeypatch):
     for path in ("/v1/batches", "/v1/batches/batch_x/cancel"):
         for num_bytes, status in ((10, b" 408 "), (65_537, b" 413 "), (10**12, b" 413 ")):
             reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
-            writer.write(f"POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: {num_bytes}\r\n\r\n".encode())
+            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            writer.write(f"{head}content-length: {num_bytes}\r\n\r\n".encode())
             assert status in await asyncio.wait_for(reader.readline(), 10)
             writer.close()
 

@@ -624,6 +624,30 @@ REFUSED = {
         "messages[1].tool_call_id",
         None,
     ),
+    "tool_call_id-later": (
+        {
+            "messages": [
+                *ASKED,
+                {"role": "tool", "content": "a", "tool_call_id": "c"},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+                },
+            ]
+        },
+        "messages[1].tool_call_id",
+        "invalid_value",
+    ),
+    "tool_call_id-null": (
+        {"messages": [*ASKED, {"role": "tool", "content": "a", "tool_call_id": None}]},
+        "messages[1].tool_call_id",
+        "missing_required_parameter",
+    ),
+    "tool_call_id-missing": (
+        {"messages": [*ASKED, {"role": "tool", "content": "a"}]},
+        "messages[1].tool_call_id",
+        "missing_required_parameter",
+    ),
     "reasoning": (
         {"messages": [*ASKED, {"role": "assistant", "content": "a", "reasoning_content": 5}]},
         "messages[1].reasoning_content",
@@ -864,7 +888,9 @@ async def test_tools_that_cannot_be_forced_are_named(serve, row):
     body = json.dumps({"messages": ASKED, "tools": [CLOCK, tool], "tool_choice": "required", "max_tokens": 3})
     # JSON has no infinity; a number that is as large is one in Python.
     body = body.replace("Infinity", "1e999")
-    response = await system.http.post("/v1/chat/completions", content=body)
+    response = await system.http.post(
+        "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+    )
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert words in error["message"]

@@ -260,15 +260,16 @@ async def test_the_page_needs_no_key_and_its_data_an_admins(make_system: Any, ke
     assert await read(system, "/dashboard/requests", **shows(ADMIN))
 
 
-async def test_the_operators_address_asks_for_no_key_and_says_that_the_api_is_elsewhere(
+async def test_the_operators_address_asks_for_an_admins_key_and_says_that_the_api_is_elsewhere(
     make_system: Any, keys: Any
 ) -> None:
     system = await make_system(api_keys=keys, admin_port=0)
     system.http.base_url = f"http://127.0.0.1:{system.gateway.admin_port}"
     assert (await system.http.get("/dashboard")).status_code == 200
-    shown = await read(system, "/dashboard/data")
+    assert (await system.http.get("/dashboard/data")).status_code == 401
+    shown = await read(system, "/dashboard/data", **shows(ADMIN))
     assert shown["api"] == {"is_here": False, "port": system.gateway.http_port}
-    assert (await system.http.get("/v1/models")).status_code == 404
+    assert (await system.http.get("/v1/models", headers=shows(ADMIN))).status_code == 404
 
 
 def data_of(line: str) -> Any:
@@ -295,16 +296,43 @@ async def test_updates_come_while_somebody_watches(make_system: Any, pair: Any) 
     assert (await system.http.head("/dashboard/events")).status_code == 200
 
 
-async def test_watchers_are_bounded(make_system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_client_cannot_hold_all_places_of_watchers(make_system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "MAX_WATCHERS", 3)
+    watched = (await make_system()).gateway._feed
+    tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def watch(client: str) -> None:
+        async for _ in watched.updates(client):
+            pass
+
+    for name in ("b1", "b2", "b3", "a1", "b4", "a2"):
+        tasks[name] = asyncio.create_task(watch(name[0]))
+        await asyncio.sleep(0)
+        assert watched.num_watchers <= 3
+    # A client that has the most places loses its oldest, to another client and to itself.
+    async with asyncio.timeout(5):
+        for name in ("b1", "b2", "b3"):
+            await tasks[name]
+    assert not any(tasks[name].done() for name in ("a1", "a2", "b4"))
+    await watched.close()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks.values())
+
+
+async def test_a_watcher_whose_place_is_taken_sees_the_end_of_its_stream(
+    make_system: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(feed, "MAX_WATCHERS", 1)
     system = await make_system()
     async with system.http.stream("GET", "/dashboard/events") as reply:
         lines = reply.aiter_lines()  # kept: with the iterator the connection would end
         await anext(lines)
-        second = await system.http.get("/dashboard/events")
-        assert second.status_code == 503
-        assert int(second.headers["retry-after"]) > 0
-        assert "watching already" in second.json()["error"]["message"]
+        async with system.http.stream("GET", "/dashboard/events") as second:
+            await anext(second.aiter_lines())
+            async with asyncio.timeout(5):
+                async for _ in lines:  # to its end, which is one: a broken connection would raise
+                    pass
+            assert system.gateway._feed.num_watchers == 1
 
 
 async def test_a_gateway_that_stops_ends_the_updates(make_system: Any) -> None:

@@ -25,6 +25,7 @@ from services.runtime.errors import (
 from services.runtime.session import StepTokens
 from services.scheduling.retry_budget import RetryBudget, RetryLimits
 
+LINE = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
 
 
@@ -560,7 +561,7 @@ async def test_slow_reader_costs_bounded_memory_and_disturbs_nobody(make_system,
     long_answer = (answer[:-1] * 40)[:400]
     await system.add_pair(pair_type(long_answer, group=1))
     body = json.dumps({"prompt": [5], "max_tokens": 400, "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    head = LINE + b"content-length: %d\r\n\r\n"
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         slow.setblocking(False)
@@ -584,7 +585,7 @@ async def test_reader_that_takes_nothing_is_dropped(make_system, worker_type, an
 
     decode = await system.add(worker_type("decode", "decode-0", floods))
     body = json.dumps({"prompt": [5], "max_tokens": 500, "stream": True, "logprobs": 1, "ignore_eos": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    head = LINE + b"content-length: %d\r\n\r\n"
     # The kernel takes a few hundred KiB off the gateway's hands; small buffers on both ends make it stop soon.
     for server in system.gateway._http._server.servers:
         for listener in server.sockets:

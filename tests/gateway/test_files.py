@@ -174,7 +174,7 @@ async def test_a_sender_that_is_slow_or_leaves_keeps_no_place(system, monkeypatc
     monkeypatch.setattr(gateway.files_api, "CHUNK_BYTES", 4)
     files = system.gateway.batches.files
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
-    head = b"POST /v1/files HTTP/1.1\r\nhost: here\r\ncontent-type: multipart/form-data; boundary=a\r\n"
+    head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=a\r\n"
     part = b'--a\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"x" * 100
     writer.write(head + b"content-length: 1000\r\n\r\n" + part)
     assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
@@ -231,7 +231,7 @@ async def test_only_so_many_files_are_taken_at_once_and_of_one_tenant(make_syste
     path = tmp_path / "keys.toml"
     path.write_text("\n".join(toml_entry(ApiKey(digest_of_key(f"tandem-{name}"), name)) for name in tenants))
     system = await make_system(api_keys=path)
-    head = "POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer tandem-%s\r\ncontent-length: 1000\r\n"
+    head = "POST /v1/files HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer tandem-%s\r\ncontent-length: 1000\r\n"
     form = "content-type: multipart/form-data; boundary=a\r\n\r\n--a"
 
     async def send_slowly(tenant):

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import signal
+import socket
+import stat
 
 import grpc
 import httpx
@@ -15,13 +17,14 @@ from hypothesis import strategies as st
 
 from gateway.api_keys import ApiKey, digest_of_key, toml_entry
 from gateway.front_door import FrontDoor, shown_duration
+from gateway.http_server import HttpServer
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.cluster import limits as limits_module
 from services.cluster.embedded import EmbeddedRedis
 from services.cluster.limits import Limiter
 from services.cluster.store import Store
 from services.runtime.clock import ManualClock
-from services.runtime.errors import Overloaded, Unauthenticated
+from services.runtime.errors import ConfigError, Overloaded, Unauthenticated
 from tests.stopwatch import Stopwatch
 
 KEYS = {
@@ -182,7 +185,10 @@ async def test_a_body_is_not_read_for_nobody(guarded):
     """Whoever has no key is refused before the body has come, and loses the connection."""
     system = await guarded()
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n{")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: 8000000\r\n\r\n{"
+    )
     async with asyncio.timeout(10):
         head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 401 ")
@@ -223,13 +229,61 @@ async def test_what_generates_nothing_needs_a_key_for_the_model_and_counts_as_a_
     )
 
 
-async def test_a_port_for_operators(guarded):
+OPERATORS_PAGES = ("/metrics", "/cluster", "/dashboard/data", "/dashboard/requests")
+
+
+async def check_operators_port(base_url, good, bad):
+    """`good` and `bad`: headers that open it and that do not."""
+    async with httpx.AsyncClient(base_url=base_url) as http:
+        for path in ("/health", "/ready", "/dashboard"):
+            assert (await http.get(path)).status_code in (200, 503)
+        for path in OPERATORS_PAGES:
+            for headers, status in bad:
+                error_of(await http.get(path, headers=headers), status)
+            for headers in good:
+                assert (await http.get(path, headers=headers)).status_code == 200
+        for headers in good:
+            assert (await http.get("/v1/models", headers=headers)).status_code == 404
+            assert (await http.post("/v1/completions", json=BODY, headers=headers)).status_code == 404
+
+
+async def test_a_port_for_operators_asks_for_an_admins_key(guarded):
     system = await guarded(admin_port=0)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{system.gateway.admin_port}") as http:
-        for path in ("/metrics", "/cluster", "/health", "/ready"):
-            assert (await http.get(path)).status_code == 200
+    url = f"http://127.0.0.1:{system.gateway.admin_port}"
+    await check_operators_port(url, [shows("admin")], [({}, 401), (shows("plain"), 403)])
+
+
+async def test_a_port_for_operators_may_have_a_key_of_its_own(guarded, make_system):
+    scraper = {"authorization": "Bearer tandem-scraper"}
+    digest = digest_of_key("tandem-scraper")
+    system = await guarded(admin_port=0, admin_key_digest=digest)
+    url = f"http://127.0.0.1:{system.gateway.admin_port}"
+    await check_operators_port(url, [scraper, shows("admin")], [({}, 401), (shows("plain"), 403)])
+    assert (await system.http.get("/metrics", headers=scraper)).status_code == 401
+    opened = await make_system(admin_port=0, admin_key_digest=digest)
+    url = f"http://127.0.0.1:{opened.gateway.admin_port}"
+    await check_operators_port(url, [scraper], [({}, 401), (shows("admin"), 401)])
+
+
+async def test_a_port_for_operators_asks_for_no_key_where_none_is_asked_for(make_system):
+    system = await make_system(admin_port=0)
+    await check_operators_port(f"http://127.0.0.1:{system.gateway.admin_port}", [{}], [])
+
+
+async def test_a_socket_for_operators_is_only_this_users(guarded, tmp_path):
+    path = tmp_path / "admin.sock"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    system = await guarded(admin_socket=path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://gateway") as http:
+        for page in OPERATORS_PAGES:
+            assert (await http.get(page)).status_code == 200
         assert (await http.get("/v1/models")).status_code == 404
-        assert (await http.post("/v1/completions", json=BODY)).status_code == 404
+    with pytest.raises(ConfigError, match="cannot listen"):
+        await HttpServer(None).start_on_socket(path)
+    await system.gateway.stop()
+    assert not path.exists()
 
 
 async def test_the_key_of_whoever_started_the_gateway(guarded):
@@ -265,7 +319,7 @@ async def test_any_bytes_in_the_header_get_an_answer(guarded):
     async def ask(value):
         reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
         writer.write(
-            b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: " + value + b"\r\n\r\n"
+            b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nauthorization: " + value + b"\r\n\r\n"
         )
         async with asyncio.timeout(10):
             answer = await reader.read()

@@ -8,8 +8,8 @@ import socket
 import grpc
 import pytest
 
+from gateway.connections import connection_of, in_process_scope
 from gateway.http_exchange import Exchange
-from gateway.http_server import connection_of, in_process_scope
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc
 from services.runtime.errors import Overloaded, RequestCancelled

@@ -134,7 +134,15 @@ def test_the_gateway_is_told_of_keys_by_file_and_digest() -> None:
     command = gateway_spec(UpSettings(api_keys=Path("/k.toml"), admin_port=9000), addresses, {}).command
     assert {"--api-keys=/k.toml", f"--starter-key-digest={'a' * 64}", "--admin-port=9000"} <= set(command)
     plain = " ".join(gateway_spec(UpSettings(), ADDRESSES, {}).command)
-    assert not re.search("--(api-keys|starter-key-digest|admin-port)", plain)
+    assert not re.search("--(api-keys|starter-key-digest|admin|allowed-hosts|cors-origins)", plain)
+
+
+def test_the_gateway_is_told_what_browsers_and_operators_may() -> None:
+    settings = UpSettings(
+        admin_key_digest="b" * 64, admin_socket=Path("/a.sock"), allowed_hosts="a.example", cors_origins="https://b"
+    )
+    given = {f"--admin-key-digest={'b' * 64}", "--admin-socket=/a.sock", "--allowed-hosts=a.example"}
+    assert given | {"--cors-origins=https://b"} <= set(gateway_spec(settings, ADDRESSES, {}).command)
 
 
 def test_children_inherit_what_up_does_not_decide() -> None:

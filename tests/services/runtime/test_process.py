@@ -167,3 +167,14 @@ def test_a_nice_process_lets_its_session_give_way_where_it_leads_one(leads_a_ses
         command = [sys.executable, "-c", f"import subprocess; subprocess.run({command!r}, check=True)"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True, timeout=60)
     assert said.stdout.split() == (["7", "True", "7"] if leads_a_session else ["7", "False", "0"])
+
+
+def test_a_service_may_open_as_many_files_as_the_system_lets_it() -> None:
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 300))\n"
+        "from services.runtime import process\n"
+        "async def look(): print(process.descriptor_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+        "process.run_async(look())"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout == "300 (300, 300)\n"

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import GatewayConfig
-from gateway.http_server import HttpServer, connection_of
+from gateway.connections import connection_of
+from gateway.http_server import HttpServer
 from protos import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, tls
 from services.runtime.clock import ManualClock
@@ -463,7 +464,7 @@ async def exchange(port: int, context: ssl.SSLContext | None) -> bytes:
     async with asyncio.timeout(TIMEOUT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
         try:
-            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             return await reader.read()
         finally:
             writer.close()
@@ -505,7 +506,7 @@ async def test_a_client_that_leaves_is_noticed_through_tls(authority: Authority)
         async with asyncio.timeout(TIMEOUT_S):
             believing = ssl.create_default_context(cafile=authority.path)
             _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=believing)
-            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
             await begun.wait()
             writer.transport.abort()
             await lost.wait()
