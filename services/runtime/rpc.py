@@ -28,6 +28,7 @@ from services.runtime import status
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.config import join_host_port
 from services.runtime.errors import ConfigError, InvalidRequest, Overloaded, RateLimited, TandemError
+from services.runtime.grpc_server import Server
 from services.runtime.places import Places
 from services.runtime.tls import Identity, Pem, check_caller, roles_of
 
@@ -219,21 +220,21 @@ def make_server(
         options["grpc.max_receive_message_length"] = intake.max_message_bytes
     if max_connections is not None:
         options["grpc.max_allowed_incoming_connections"] = max_connections
-    server = grpc.aio.server(
-        interceptors=[
+    server = Server(
+        [
             StatusInterceptor(
                 write_timeout_s=profile.write_timeout_s,
                 checks_callers=_identity is not None and _identity.is_mutual,
                 intake=intake,
             )
         ],
-        options=list(options.items()),
+        list(options.items()),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
     if with_reflection:
         names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-    return RpcServer(server, service_names, asks_for_certificate=profile.asks_for_certificate)
+    return RpcServer(cast(Any, server), service_names, asks_for_certificate=profile.asks_for_certificate)
 
 
 def make_channel(address: str, *, profile: Profile = INTERNAL) -> grpc.aio.Channel:
