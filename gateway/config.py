@@ -234,7 +234,7 @@ class GatewayConfig:
         default=None,
         help="Sites whose web pages may call the HTTP API; not given: none but its own.",
     )
-    reflection: bool = option(flag(), default=True, help="Serve gRPC reflection.")
+    reflection: bool = option(flag(), default=True, help="Serve gRPC reflection; it needs a key where there are keys.")
     log_level: str = option(choice(*LEVELS), default="info", help="Least level of log records.")
     slow_request_s: float = option(
         number(0, 86_400),

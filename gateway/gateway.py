@@ -181,7 +181,12 @@ class Gateway:
             SERVICE_NAMES,
             profile=rpc.PUBLIC,
             with_reflection=config.reflection,
-            intake=rpc.Intake(self.places, account_of(self.requests, self.door), max_message_bytes=MAX_BODY_BYTES),
+            intake=rpc.Intake(
+                self.places,
+                account_of(self.door),
+                max_message_bytes=MAX_BODY_BYTES,
+                refusals_noted=self.requests.refusals_noted,
+            ),
             max_connections=min(
                 config.max_grpc_connections or MAX_GRPC_CONNECTIONS, process.descriptor_limit() // GRPC_PART
             ),
