@@ -200,6 +200,37 @@ async def test_connections_beyond_the_most_are_closed() -> None:
                 each.socket.close()
 
 
+async def test_the_idlest_connections_end_for_new_ones_and_those_with_calls_do_not() -> None:
+    async with serving(max_connections=32) as served:
+        call = served.stub.Generate(inference_pb2.GenerateRequest(text="slow"), metadata=[("name", "one")])
+        answers = aiter(call)
+        assert (await anext(answers)).text == "slow"
+        connections: list[Connection] = []
+
+        def open_more() -> int:
+            """More than there may be, slowly; how many of them are open at the end."""
+            for _ in range(60):
+                connections.append(Connection(served.address))
+                connections[-1].wait_until_closed(timeout_s=0.03)
+            for each in connections:
+                each.read()
+            return sum(each.is_open for each in connections)
+
+        try:
+            assert 0 < await asyncio.to_thread(open_more) < 32
+            assert connections[-1].is_open
+            assert not connections[0].is_open
+            assert [each.text async for each in answers] == ["end"]
+            async with rpc.make_channel("{}:{}".format(*served.address)) as channel:
+                stub = inference_pb2_grpc.InferenceStub(channel)
+                request = inference_pb2.TokenizeRequest(text="abc")
+                answer = await stub.Tokenize(request, metadata=[("name", "two")], timeout=LIMIT_S, wait_for_ready=True)
+                assert answer.token_ids == [3]
+        finally:
+            for each in connections:
+                each.socket.close()
+
+
 async def test_all_calls_get_their_turn_beyond_the_places(served: Served) -> None:
     request = inference_pb2.TokenizeRequest(text="a" * 100_000)
     calls = [served.stub.Tokenize(request, metadata=[("name", f"tenant-{n % 3}")]) for n in range(120)]
