@@ -143,8 +143,8 @@ class GatewayConfig:
     max_grpc_connections: int | None = option(
         integer(1),
         default=None,
-        help="gRPC connections at once; more are closed. Not given: 4,096, and never more than a quarter of the files "
-        "that the process may open.",
+        help="gRPC connections at once; before there are as many, the idlest are closed. Not given: 4,096, and never "
+        "more than a quarter of the files that the process may open.",
     )
     max_tokenize_chars: int = option(
         integer(1),
