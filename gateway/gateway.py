@@ -56,6 +56,7 @@ from services.cluster.store import Store
 from services.runtime import process, rpc
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import Overloaded
+from services.runtime.intake import Intake
 from services.runtime.places import Places
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.lanes import LaneOrder
@@ -181,7 +182,7 @@ class Gateway:
             SERVICE_NAMES,
             profile=rpc.PUBLIC,
             with_reflection=config.reflection,
-            intake=rpc.Intake(
+            intake=Intake(
                 self.places,
                 account_of(self.door),
                 max_message_bytes=MAX_BODY_BYTES,

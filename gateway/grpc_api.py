@@ -302,7 +302,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
 
 def account_of(door: FrontDoor) -> Callable[[str, Context], str]:
-    """For `rpc.Intake`: the tenant whose key the caller shows. Raises Unauthenticated.
+    """For `services.runtime.intake.Intake`: the tenant whose key the caller shows. Raises Unauthenticated.
 
     Probes need no key, and an operator's certificate stands for one. All else does, reflection too: it names services
     that are not for everybody.

@@ -30,7 +30,7 @@ from services.runtime.config import join_host_port
 from services.runtime.errors import ConfigError, InvalidRequest, Overloaded, RateLimited, TandemError
 from services.runtime.grpc_server import Server
 from services.runtime.idle_connections import IdleConnections
-from services.runtime.places import Places
+from services.runtime.intake import Intake
 from services.runtime.tls import Identity, Pem, check_caller, roles_of
 
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -110,55 +110,6 @@ def set_identity(identity: Identity | None) -> None:
 def identity() -> Identity | None:
     """What was set last."""
     return _identity
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class Intake:
-    """How a public server receives messages of at most `max_message_bytes`.
-
-    `account_of` says on whose account a call is, from its method (such as /tandem.v1.Inference/Generate) and context,
-    and raises Unauthenticated; no message has been asked for then. Only so many calls have a message on its way at once
-    as there are `places`. Refusals leave a block of `refusals_noted`.
-    """
-
-    def __init__(
-        self,
-        places: Places,
-        account_of: Callable[[str, Context], str],
-        *,
-        max_message_bytes: int,
-        refusals_noted: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        self.max_message_bytes = max_message_bytes
-        self._refusals_noted = refusals_noted
-        self._places = places
-        self._account_of = account_of
-
-    async def one(self, context: Context, method: str) -> Any:
-        """The one message of a call. Raises InvalidRequest where there is none or another one."""
-        with self._refusals_noted():
-            async with self._places.place(self._account_of(method, context)):
-                message = await context.read()
-                if message is grpc.aio.EOF:
-                    raise InvalidRequest("the call has ended without a message; this method takes exactly one")
-                if await context.read() is not grpc.aio.EOF:
-                    raise InvalidRequest("the call has several messages; this method takes exactly one")
-            return message
-
-    def each(self, context: Context, method: str) -> AsyncIterator[Any]:
-        """The messages of a call that may have several, each of which must come in time."""
-        with self._refusals_noted():
-            return self._each(context, self._account_of(method, context))
-
-    async def _each(self, context: Context, account: str) -> AsyncIterator[Any]:
-        while True:
-            async with self._places.place(account):
-                message = await context.read()
-            if message is grpc.aio.EOF:
-                return
-            yield message
 
 
 class RpcServer:

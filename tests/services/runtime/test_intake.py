@@ -14,6 +14,7 @@ import pytest
 from protos import inference_pb2, inference_pb2_grpc
 from services.runtime import places, rpc
 from services.runtime.errors import RateLimited, Unauthenticated
+from services.runtime.intake import Intake
 from services.runtime.places import STRANGERS, Places
 from tests.attack.http2 import Connection, grpc_headers, message_prefix
 
@@ -53,7 +54,7 @@ def account_of(method: str, context: Any) -> str:
 @contextlib.asynccontextmanager
 async def serving(profile: rpc.Profile = rpc.PUBLIC, **more: Any) -> AsyncIterator[Served]:
     held = Places(NUM_PLACES)
-    intake = rpc.Intake(held, account_of, max_message_bytes=MAX_MESSAGE_BYTES)
+    intake = Intake(held, account_of, max_message_bytes=MAX_MESSAGE_BYTES)
     server = rpc.make_server([SERVICE], profile=profile, intake=intake, **more)
     inference_pb2_grpc.add_InferenceServicer_to_server(Servicer(), server.server)
     port = await server.start("127.0.0.1", 0)
