@@ -18,7 +18,7 @@ from services.runtime.errors import PermissionDenied, TandemError
 
 PROBE_PATHS = frozenset({"/health", "/ready"})
 """What balancers ask under any name; the answer says nothing."""
-WILDCARD_ADDRESSES = frozenset({"", "0.0.0.0", "::"})
+WILDCARD_ADDRESSES = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - what a name means, not a bind
 PREFLIGHT_S = 600
 MAX_KNOWN_HOSTS = 256
 """Values of Host that are remembered as good: a name may come with any port."""

@@ -146,8 +146,8 @@ class GatewayConfig:
     max_grpc_connections: int | None = option(
         integer(1),
         default=None,
-        help="gRPC connections at once; more are closed. Not given: 4,096, and never more than a quarter of the files "
-        "that the process may open.",
+        help="gRPC connections at once; before there are as many, the idlest are closed. Not given: 4,096, and never "
+        "more than a quarter of the files that the process may open.",
     )
     max_tokenize_chars: int = option(
         integer(1),
@@ -278,7 +278,7 @@ class GatewayConfig:
         default=None,
         help="Sites whose web pages may call the HTTP API; not given: none but its own.",
     )
-    reflection: bool = option(flag(), default=True, help="Serve gRPC reflection.")
+    reflection: bool = option(flag(), default=True, help="Serve gRPC reflection; it needs a key where there are keys.")
     nice: int = option(
         integer(-20, 19),
         default=0,

@@ -63,6 +63,7 @@ from services.runtime import process, rpc
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.cluster_secret import Secrets
 from services.runtime.errors import Overloaded
+from services.runtime.intake import Intake
 from services.runtime.places import Places
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.lanes import LaneOrder
@@ -206,11 +207,17 @@ class Gateway:
         if config.admin_socket is not None:
             self._socket = HttpServer(self.api.admin_app(None), max_connections=MAX_ADMIN_CONNECTIONS)
         self.places = Places(config.message_memory // MAX_BODY_BYTES)
+        most = min(config.max_grpc_connections or MAX_GRPC_CONNECTIONS, process.descriptor_limit() // GRPC_PART)
         self._grpc = rpc.make_server(
             SERVICE_NAMES,
             profile=rpc.PUBLIC,
             with_reflection=config.reflection,
-            intake=rpc.Intake(self.places, account_of(self.requests, self.door), max_message_bytes=MAX_BODY_BYTES),
+            intake=Intake(
+                self.places,
+                account_of(self.door),
+                max_message_bytes=MAX_BODY_BYTES,
+                refusals_noted=self.requests.refusals_noted,
+            ),
             max_connections=min(config.max_grpc_connections or MAX_GRPC_CONNECTIONS, num_files // GRPC_PART),
         )
         register(

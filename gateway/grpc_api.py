@@ -302,8 +302,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         return cluster_pb2.Topology(workers=map(_worker, self._topology.members()), requests=counts)
 
 
-def account_of(requests: Requests, door: FrontDoor) -> Callable[[str, Context], str]:
-    """For `rpc.Intake`: the tenant whose key the caller shows. Raises Unauthenticated.
+def account_of(door: FrontDoor) -> Callable[[str, Context], str]:
+    """For `services.runtime.intake.Intake`: the tenant whose key the caller shows. Raises Unauthenticated.
 
     Probes need no key, and an operator's certificate stands for one. All else does, reflection too: it names services
     that are not for everybody.
@@ -315,8 +315,7 @@ def account_of(requests: Requests, door: FrontDoor) -> Callable[[str, Context], 
             return STRANGERS
         if service != INFERENCE_SERVICE and OPERATOR in (rpc.caller_roles(context) or ()):
             return OPERATORS
-        with requests.refusals_noted():
-            return _authenticate(door, context).tenant
+        return _authenticate(door, context).tenant
 
     return account
 

@@ -32,7 +32,7 @@ LONG_TEXT_CHARS = 4096
 """Longer texts are encoded in turns beside the event loop, so that other requests' tokens go on meanwhile."""
 MANY_MESSAGES = 64
 """More are a long text, whatever is in them."""
-HUGE_PIECE_CHARS = 2**20
+HUGE_PIECE_CHARS = 2**17
 """What is longer in one piece is encoded when nothing else of that kind is: it takes 133 bytes for each byte."""
 HUGE_PIECE_WAIT_S = 0.005
 

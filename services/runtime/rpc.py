@@ -31,8 +31,10 @@ from services.runtime import status
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.config import join_host_port
 from services.runtime.errors import ConfigError, InvalidRequest, NotProven, Overloaded, RateLimited, TandemError
+from services.runtime.grpc_server import Server
+from services.runtime.idle_connections import IdleConnections
+from services.runtime.intake import Intake
 from services.runtime.membership import Guard, Member, Proof
-from services.runtime.places import Places
 from services.runtime.tls import Identity, Pem, check_caller, roles_of
 
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -193,52 +195,19 @@ class _Challenges(membership_pb2_grpc.MembershipServicer):
         return membership_pb2.ChallengeReply(nonce=self._guard.challenge())
 
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class Intake:
-    """How a public server receives messages of at most `max_message_bytes`.
-
-    `account_of` says on whose account a call is, from its method (such as /tandem.v1.Inference/Generate) and context,
-    and raises Unauthenticated; no message has been asked for then. Only so many calls have a message on its way at once
-    as there are `places`.
-    """
-
-    def __init__(self, places: Places, account_of: Callable[[str, Context], str], *, max_message_bytes: int) -> None:
-        self.max_message_bytes = max_message_bytes
-        self._places = places
-        self._account_of = account_of
-
-    async def one(self, context: Context, method: str) -> Any:
-        """The one message of a call. Raises InvalidRequest where there is none or another one."""
-        async with self._places.place(self._account_of(method, context)):
-            message = await context.read()
-            if message is grpc.aio.EOF:
-                raise InvalidRequest("the call has ended without a message; this method takes exactly one")
-            if await context.read() is not grpc.aio.EOF:
-                raise InvalidRequest("the call has several messages; this method takes exactly one")
-        return message
-
-    def each(self, context: Context, method: str) -> AsyncIterator[Any]:
-        """The messages of a call that may have several, each of which must come in time."""
-        return self._each(context, self._account_of(method, context))
-
-    async def _each(self, context: Context, account: str) -> AsyncIterator[Any]:
-        while True:
-            async with self._places.place(account):
-                message = await context.read()
-            if message is grpc.aio.EOF:
-                return
-            yield message
-
-
 class RpcServer:
     """A gRPC server with health per service; register servicers on `server` before `start`."""
 
     def __init__(
-        self, server: grpc.aio.Server, service_names: Sequence[str], *, asks_for_certificate: bool = True
+        self,
+        server: grpc.aio.Server,
+        service_names: Sequence[str],
+        *,
+        asks_for_certificate: bool = True,
+        connections: IdleConnections | None = None,
     ) -> None:
         self.server = server
+        self.connections = connections
         self._asks_for_certificate = asks_for_certificate
         # gRPC calls back into them at each handshake and does not keep them itself.
         self._credentials: list[grpc.ServerCredentials] = []
@@ -255,6 +224,8 @@ class RpcServer:
         bound_port = self.listen(host, port, asks_for_certificate=self._asks_for_certificate)
         await self.set_serving(False)
         await self.server.start()
+        if self.connections is not None:
+            self.connections.start()
         return bound_port
 
     def listen(self, host: str, port: int, *, asks_for_certificate: bool) -> int:
@@ -264,11 +235,15 @@ class RpcServer:
         address = join_host_port(host, port)
         try:
             if _identity is None:
-                return self.server.add_insecure_port(address)
-            self._credentials.append(_server_credentials(_identity, asks_for_certificate=asks_for_certificate))
-            return self.server.add_secure_port(address, self._credentials[-1])
+                bound_port = self.server.add_insecure_port(address)
+            else:
+                self._credentials.append(_server_credentials(_identity, asks_for_certificate=asks_for_certificate))
+                bound_port = self.server.add_secure_port(address, self._credentials[-1])
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address}: it is in use or not an address of ours") from error
+        if self.connections is not None:
+            self.connections.add_port(bound_port)
+        return bound_port
 
     async def set_serving(self, is_serving: bool, *service_names: str) -> None:
         """Sets the health of some services, or of all of them and the server as a whole."""
@@ -285,6 +260,8 @@ class RpcServer:
         await self._health.enter_graceful_shutdown()
         async with self._stopping:  # Two at once in gRPC: the second uses what the first has freed, a crash.
             await self.server.stop(grace_s)
+            if self.connections is not None:
+                await self.connections.close()
 
 
 def make_server(
@@ -305,26 +282,35 @@ def make_server(
     options = dict(_server_options(profile))
     if intake is not None:
         options["grpc.max_receive_message_length"] = intake.max_message_bytes
+    connections = None
     if max_connections is not None:
+        # The library would refuse new ones; the idlest end before it comes to that.
         options["grpc.max_allowed_incoming_connections"] = max_connections
-    server = grpc.aio.server(
-        interceptors=[
+        connections = IdleConnections(max_connections)
+    server = Server(
+        [
             StatusInterceptor(
                 write_timeout_s=profile.write_timeout_s,
                 checks_callers=_identity is not None and _identity.is_mutual,
                 guard=guard,
                 intake=intake,
+                connections=connections,
             )
         ],
-        options=list(options.items()),
+        list(options.items()),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
     if guard is not None:
-        membership_pb2_grpc.add_MembershipServicer_to_server(_Challenges(guard), server)
+        membership_pb2_grpc.add_MembershipServicer_to_server(_Challenges(guard), cast(Any, server))
     if with_reflection:
         names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-    return RpcServer(server, service_names, asks_for_certificate=profile.asks_for_certificate)
+    return RpcServer(
+        cast(Any, server),
+        service_names,
+        asks_for_certificate=profile.asks_for_certificate,
+        connections=connections,
+    )
 
 
 def make_channel(address: str, *, profile: Profile = INTERNAL) -> grpc.aio.Channel:
@@ -397,7 +383,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         checks_callers: bool = False,
         guard: Guard | None = None,
         intake: Intake | None = None,
+        connections: IdleConnections | None = None,
     ) -> None:
+        self._connections = connections
         self._write_timeout_s = write_timeout_s
         self._checks_callers = checks_callers
         self._guard = guard
@@ -418,16 +406,18 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         has_one = not handler.request_streaming
 
         async def answer_unary(request_or_iterator: Any, context: Any) -> Any:
-            async with _statuses(context, method):
-                await self._check_caller(context, method)
-                request = await self._received(request_or_iterator, context, method, has_one=has_one)
-                return await behaviour(_readable(request), context)
+            with self._running(context):
+                async with _statuses(context, method):
+                    await self._check_caller(context, method)
+                    request = await self._received(request_or_iterator, context, method, has_one=has_one)
+                    return await behaviour(_readable(request), context)
 
         async def answer_stream(request_or_iterator: Any, context: Any) -> None:
-            async with _statuses(context, method):
-                await self._check_caller(context, method)
-                request = await self._received(request_or_iterator, context, method, has_one=has_one)
-                await self._write_all(behaviour(_readable(request), context), context)
+            with self._running(context):
+                async with _statuses(context, method):
+                    await self._check_caller(context, method)
+                    request = await self._received(request_or_iterator, context, method, has_one=has_one)
+                    await self._write_all(behaviour(_readable(request), context), context)
 
         # gRPC reads the message of a call that has one before it calls anybody; those of a stream are left to us.
         arity = _arity_name(handler)
@@ -436,6 +426,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         wrap = getattr(grpc, f"{arity}_rpc_method_handler")
         answer = answer_stream if handler.response_streaming else answer_unary
         return wrap(answer, _tolerant(handler.request_deserializer), handler.response_serializer)
+
+    def _running(self, context: Any) -> contextlib.AbstractContextManager[None]:
+        """The time in which a call's connection is not idle."""
+        return contextlib.nullcontext() if self._connections is None else self._connections.call(context.peer())
 
     async def _received(self, request_or_iterator: Any, context: Any, method: str, *, has_one: bool) -> Any:
         if self._intake is None:

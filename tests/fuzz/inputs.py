@@ -15,6 +15,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from protos import cluster_pb2, inference_pb2
+from tests.attack import http2
 
 MAX_TOKENS = 3
 CONTEXT_TOKENS = 2048
@@ -100,7 +101,10 @@ class HttpInput:
 
 @dataclass(frozen=True)
 class GrpcInput:
-    """One call. `leaves`: the client cancels after the first message. `timeout_s`: the call's deadline."""
+    """One call. `leaves`: the client cancels after the first message. `timeout_s`: the call's deadline.
+
+    `num_messages`: how often the message is sent. `frames`: what is sent instead, on a connection that then ends.
+    """
 
     what: str
     method: str
@@ -108,6 +112,8 @@ class GrpcInput:
     metadata: tuple[tuple[str, str], ...] = ()
     timeout_s: float = 20.0
     leaves: bool = False
+    num_messages: int = 1
+    frames: bytes = b""
 
 
 @dataclass
@@ -349,7 +355,36 @@ class Inputs:
             what += f" {name}"
         timeout_s = self._random.choice([0.001, 0.01]) if self._random.random() < 0.05 else 20.0
         path = method if "/" in method else f"Inference/{method}"
+        if self._random.random() < 0.03:
+            return GrpcInput(f"{what} frames", path, message, frames=self._frames(path, message))
+        if self._random.random() < 0.03:
+            metadata.append(("x-more", "x" * self._random.choice([4000, 20_000, 100_000])))
+            what += " much metadata"
+        if self._random.random() < 0.03:
+            num_messages = self._random.choice([0, 2, 3])
+            return GrpcInput(f"{what} {num_messages} times", path, message, tuple(metadata), num_messages=num_messages)
         return GrpcInput(what, path, message, tuple(metadata), timeout_s, leaves=self._random.random() < 0.1)
+
+    def _frames(self, path: str, message: bytes) -> bytes:
+        """A call that does not end: a part of a message, headers without end, or frames in another order."""
+        one, block = self._random, http2.grpc_headers(f"/tandem.v1.{path}")
+        begin = http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0)
+        headers = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, block)
+        kind = one.choice(["unfinished", "continuation", "spoilt", "preface"])
+        if kind == "unfinished":
+            size = one.choice([len(message) + 1, 100_000, 2**23, 2**32 - 1])
+            data = (http2.message_prefix(size) + message + bytes(20_000))[: one.choice([3, 5, 100, 16_000])]
+            return begin + headers + http2.frame(http2.DATA, 0, 1, data)
+        if kind == "continuation":
+            more = http2.frame(http2.CONTINUATION, 0, 1, http2.literal("x", "y" * one.choice([0, 10, 4000])))
+            return begin + http2.frame(http2.HEADERS, 0, 1, block) + more * one.choice([1, 100, 1000])
+        if kind == "spoilt":
+            data = http2.frame(http2.DATA, one.randrange(256), one.choice([0, 1, 2, 3]), message[:10_000])
+            whole = bytearray(headers + data + http2.frame(one.randrange(12), one.randrange(256), 1, one.randbytes(9)))
+            for _ in range(one.randint(0, 3)):
+                whole[one.randrange(len(whole))] = one.randrange(256)
+            return begin + bytes(whole)
+        return begin[: one.choice([1, 10, 24, 33])]
 
     def _message(self, method: str) -> tuple[str, bytes]:
         one = self._random

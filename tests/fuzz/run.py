@@ -55,6 +55,8 @@ SOUND_CODES = frozenset(
         grpc.StatusCode.UNAUTHENTICATED,
     }
 )
+_OWN_CLIENTS_WORDS = "Internal error from Core"
+"""What the client's own library says where the server has ended a call to which it is still writing."""
 INTERNAL_WORDS = ("Traceback", 'File "', "Exception", "0x7f", ".py")
 
 
@@ -82,8 +84,11 @@ class Outcome:
 class Fuzzer:
     """Sends inputs, HTTP to an address and gRPC over a channel."""
 
-    def __init__(self, address: tuple[str, int], *, hang_s: float) -> None:
+    def __init__(
+        self, address: tuple[str, int], *, hang_s: float, grpc_address: tuple[str, int] = ("127.0.0.1", 0)
+    ) -> None:
         self._address = address
+        self._grpc_address = grpc_address
         self._hang_s = hang_s
 
     async def http(self, given: HttpInput, outcome: Outcome) -> None:
@@ -132,9 +137,14 @@ class Fuzzer:
 
     async def grpc(self, given: GrpcInput, outcome: Outcome, channel: grpc.aio.Channel) -> None:
         """One call."""
-        call = channel.unary_stream(f"/tandem.v1.{given.method}")(
-            given.message, metadata=given.metadata, timeout=given.timeout_s
-        )
+        if given.frames:
+            await self._send_frames(given, outcome)
+            return
+        path, sent = f"/tandem.v1.{given.method}", {"metadata": given.metadata, "timeout": given.timeout_s}
+        if given.num_messages == 1:
+            call = channel.unary_stream(path)(given.message, **sent)
+        else:
+            call = channel.stream_stream(path)(iter([given.message] * given.num_messages), **sent)
         started_s = time.monotonic()
         try:
             async with asyncio.timeout(self._hang_s):
@@ -153,14 +163,32 @@ class Fuzzer:
             code, details = grpc.StatusCode.CANCELLED, ""
         else:
             code, details = grpc.StatusCode.OK, ""
+        if given.num_messages != 1 and details == _OWN_CLIENTS_WORDS:
+            outcome.note("ended while it sent", time.monotonic() - started_s)
+            return
         outcome.note(code.name, time.monotonic() - started_s)
         example = f"{given.what}: {given.message!r} {given.metadata} -> {code.name} {details[:300]!r}"
         if code is grpc.StatusCode.UNAVAILABLE:
             outcome.examples.setdefault(code.name, example)
         if code not in SOUND_CODES:
             outcome.trouble(f"code {code.name}", example)
+        if code is grpc.StatusCode.OK and given.num_messages != 1:
+            outcome.trouble("not one message and yet answered", example)
         if any(word in details for word in INTERNAL_WORDS):
             outcome.trouble("internals shown", example)
+
+    async def _send_frames(self, given: GrpcInput, outcome: Outcome) -> None:
+        """Frames on a connection of their own, which the client leaves after the first answer."""
+        reader, writer = await asyncio.open_connection(*self._grpc_address)
+        try:
+            writer.write(given.frames)
+            await writer.drain()
+            await asyncio.wait_for(reader.read(1), self._hang_s)
+        except (ConnectionError, TimeoutError):
+            pass
+        finally:
+            writer.transport.abort()
+        outcome.note("frames", 0.0)
 
 
 def _shown(data: bytes) -> str:
@@ -247,7 +275,9 @@ async def _send(
 async def fuzz(cluster: Cluster, settings: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Outcome]:
     """All inputs; then a sound request again."""
     host, _, port = cluster.http.removeprefix("http://").partition(":")
-    fuzzer, inputs = Fuzzer((host, int(port)), hang_s=settings.hang), Inputs(settings.seed)
+    grpc_host, _, grpc_port = cluster.grpc.rpartition(":")
+    fuzzer = Fuzzer((host, int(port)), hang_s=settings.hang, grpc_address=(grpc_host, int(grpc_port)))
+    inputs = Inputs(settings.seed)
     outcomes = {}
     sound, pids = await _sound_answer(cluster), processes(cluster)
     for protocol in settings.protocols:

@@ -1,7 +1,6 @@
 """The gRPC port beside strangers: who is asked for a key when, what a call may hold, and texts that become tokens."""
 
 import asyncio
-import json
 import threading
 
 import grpc
@@ -116,7 +115,7 @@ async def test_a_message_is_counted_with_the_bodies_until_it_is_tokens(make_syst
         stub = inference_pb2_grpc.InferenceStub(channel)
         calls = [
             asyncio.ensure_future(stub.Tokenize(inference_pb2.TokenizeRequest(text=text))),
-            asyncio.ensure_future(system.http.post("/tokenize", content=json.dumps({"prompt": text}))),
+            asyncio.ensure_future(system.http.post("/tokenize", json={"prompt": text})),
         ]
         await system.until(lambda: bodies.num_bytes > 2 * len(text))
         may_end.set()

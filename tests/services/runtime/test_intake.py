@@ -14,6 +14,7 @@ import pytest
 from protos import inference_pb2, inference_pb2_grpc
 from services.runtime import places, rpc
 from services.runtime.errors import RateLimited, Unauthenticated
+from services.runtime.intake import Intake
 from services.runtime.places import STRANGERS, Places
 from tests.attack.http2 import Connection, grpc_headers, message_prefix
 
@@ -53,7 +54,7 @@ def account_of(method: str, context: Any) -> str:
 @contextlib.asynccontextmanager
 async def serving(profile: rpc.Profile = rpc.PUBLIC, **more: Any) -> AsyncIterator[Served]:
     held = Places(NUM_PLACES)
-    intake = rpc.Intake(held, account_of, max_message_bytes=MAX_MESSAGE_BYTES)
+    intake = Intake(held, account_of, max_message_bytes=MAX_MESSAGE_BYTES)
     server = rpc.make_server([SERVICE], profile=profile, intake=intake, **more)
     inference_pb2_grpc.add_InferenceServicer_to_server(Servicer(), server.server)
     port = await server.start("127.0.0.1", 0)
@@ -195,6 +196,37 @@ async def test_connections_beyond_the_most_are_closed() -> None:
         try:
             await asyncio.to_thread(lambda: [each.wait_until_closed(timeout_s=0.5) for each in connections])
             assert sum(each.is_open for each in connections) <= 5
+        finally:
+            for each in connections:
+                each.socket.close()
+
+
+async def test_the_idlest_connections_end_for_new_ones_and_those_with_calls_do_not() -> None:
+    async with serving(max_connections=32) as served:
+        call = served.stub.Generate(inference_pb2.GenerateRequest(text="slow"), metadata=[("name", "one")])
+        answers = aiter(call)
+        assert (await anext(answers)).text == "slow"
+        connections: list[Connection] = []
+
+        def open_more() -> int:
+            """More than there may be, slowly; how many of them are open at the end."""
+            for _ in range(60):
+                connections.append(Connection(served.address))
+                connections[-1].wait_until_closed(timeout_s=0.03)
+            for each in connections:
+                each.read()
+            return sum(each.is_open for each in connections)
+
+        try:
+            assert 0 < await asyncio.to_thread(open_more) < 32
+            assert connections[-1].is_open
+            assert not connections[0].is_open
+            assert [each.text async for each in answers] == ["end"]
+            async with rpc.make_channel("{}:{}".format(*served.address)) as channel:
+                stub = inference_pb2_grpc.InferenceStub(channel)
+                request = inference_pb2.TokenizeRequest(text="abc")
+                answer = await stub.Tokenize(request, metadata=[("name", "two")], timeout=LIMIT_S, wait_for_ready=True)
+                assert answer.token_ids == [3]
         finally:
             for each in connections:
                 each.socket.close()
