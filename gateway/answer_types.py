@@ -438,9 +438,18 @@ class RequestCounts(_Exact):
     running: int
 
 
+class RedisState(_Exact):
+    """Redis as this gateway reaches it; `last_failure` is empty before the first."""
+
+    available: bool
+    round_trip_s: float
+    last_failure: str
+
+
 class ClusterState(_Exact):
     """The cluster as this gateway sees it now."""
 
     version: str
+    redis: RedisState
     workers: list[Worker]
     requests: RequestCounts

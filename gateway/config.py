@@ -155,7 +155,12 @@ class GatewayConfig:
         help="Characters of a text that becomes tokens for their own sake: /tokenize, /v1/responses/input_tokens, "
         "Tokenize. Prompts are bounded by the model's context.",
     )
-    max_attempts: int = option(integer(1, 100), default=3, help="Attempts without a new token before a request fails.")
+    max_attempts: int = option(
+        integer(1, 100),
+        default=3,
+        help="Attempts without a new token before a request fails. Those of which a worker may have died are not among "
+        "them: after three of these, two of them alone on a worker, it is quarantined.",
+    )
     failover_wait_s: float = option(
         number(0, 86_400), default=30.0, help="Longest wait for a worker to go on with an answer, in seconds."
     )

@@ -37,7 +37,7 @@ GENERATING = (*WITH_MODEL, 409, 504)
 
 STORED = (*EVERYWHERE, 404)
 """What Redis holds, and can be asked for only while it is there."""
-STORED_WITH_BODY = (*STORED, 408, 413)
+STORED_WITH_BODY = (*STORED, 408, 413, 415)
 
 STATUSES: Mapping[int, str] = {
     200: "It worked.",

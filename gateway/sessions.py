@@ -24,7 +24,14 @@ from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, status, telemetry
 from services.runtime.answer_form import write_form
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
-from services.runtime.errors import InvalidRequest, Overloaded, TandemError, WorkerLost, WorkerUnavailable
+from services.runtime.errors import (
+    GrammarExhausted,
+    InvalidRequest,
+    Overloaded,
+    TandemError,
+    WorkerLost,
+    WorkerUnavailable,
+)
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.membership import Proof
 from services.runtime.telemetry import TraceContext
@@ -595,7 +602,7 @@ def _read_refused(event: worker_pb2.Refused) -> Refused:
 
 def _blamed(error: TandemError) -> TandemError:
     """A request that a worker calls wrong was found right here: it is that worker which does not fit."""
-    if isinstance(error, InvalidRequest):
+    if isinstance(error, InvalidRequest) and not isinstance(error, GrammarExhausted):
         return Unfit(f"a worker refused a request that the gateway had checked: {error.message}")
     return error
 

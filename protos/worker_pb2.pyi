@@ -36,7 +36,7 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_UNSPECIFIED: _ErrorCode.ValueType  # 0
     """Never sent."""
     ERROR_CODE_INVALID_REQUEST: _ErrorCode.ValueType  # 1
-    """The request itself is wrong; no other worker will take it."""
+    """The worker takes the request for wrong. The gateway had checked it, so it tries another worker."""
     ERROR_CODE_OVERLOADED: _ErrorCode.ValueType  # 2
     """No room now."""
     ERROR_CODE_WORKER_UNAVAILABLE: _ErrorCode.ValueType  # 3
@@ -49,6 +49,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """The two workers do not fit together."""
     ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 7
     """A fault in the worker."""
+    ERROR_CODE_GRAMMAR_EXHAUSTED: _ErrorCode.ValueType  # 8
+    """No token may come next under the request's own grammar, whichever worker computes it."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """Classes of failure; services/runtime/errors.py has the same list."""
@@ -56,7 +58,7 @@ class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
 ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
 """Never sent."""
 ERROR_CODE_INVALID_REQUEST: ErrorCode.ValueType  # 1
-"""The request itself is wrong; no other worker will take it."""
+"""The worker takes the request for wrong. The gateway had checked it, so it tries another worker."""
 ERROR_CODE_OVERLOADED: ErrorCode.ValueType  # 2
 """No room now."""
 ERROR_CODE_WORKER_UNAVAILABLE: ErrorCode.ValueType  # 3
@@ -69,6 +71,8 @@ ERROR_CODE_LAYOUT_MISMATCH: ErrorCode.ValueType  # 6
 """The two workers do not fit together."""
 ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 7
 """A fault in the worker."""
+ERROR_CODE_GRAMMAR_EXHAUSTED: ErrorCode.ValueType  # 8
+"""No token may come next under the request's own grammar, whichever worker computes it."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final

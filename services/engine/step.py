@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from services.engine.sequence import Sequence
-from services.runtime.errors import InvalidRequest, TandemError
+from services.runtime.errors import GrammarExhausted, TandemError
 
 PROMPT_ROWS = 64
 """So many tokens of prompts that are reported are computed at a time, and in a step, for which all others in it wait:
@@ -16,7 +16,7 @@ class NonFiniteLogits(TandemError):
     """The model gave NaN or infinity for a sequence, or nothing was left to choose from: no token can be trusted."""
 
 
-class NothingAllowed(NonFiniteLogits, InvalidRequest):
+class NothingAllowed(NonFiniteLogits, GrammarExhausted):
     """A sequence's grammar allows no token, as one that is too complex to go on with: no fault of who computes it."""
 
 

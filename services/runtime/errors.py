@@ -29,6 +29,10 @@ class InvalidRequest(TandemError):
         self.code = code
 
 
+class GrammarExhausted(InvalidRequest):
+    """No token may come next under the request's own grammar, whichever worker computes the answer."""
+
+
 class NotFound(InvalidRequest):
     """The request names something that does not exist: a model, a worker, a path."""
 

@@ -54,6 +54,13 @@ TABLE: dict[type[BaseException], Row] = {
         "invalid_value",
         worker_pb2.ERROR_CODE_INVALID_REQUEST,
     ),
+    errors.GrammarExhausted: Row(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        400,
+        "invalid_request_error",
+        "grammar_too_complex",
+        worker_pb2.ERROR_CODE_GRAMMAR_EXHAUSTED,
+    ),
     errors.NotFound: Row(
         grpc.StatusCode.NOT_FOUND,
         404,
@@ -168,6 +175,7 @@ TABLE: dict[type[BaseException], Row] = {
 
 _FROM_WIRE: dict[int, type[errors.TandemError]] = {
     worker_pb2.ERROR_CODE_INVALID_REQUEST: errors.InvalidRequest,
+    worker_pb2.ERROR_CODE_GRAMMAR_EXHAUSTED: errors.GrammarExhausted,
     worker_pb2.ERROR_CODE_OVERLOADED: errors.Overloaded,
     worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE: errors.WorkerUnavailable,
     worker_pb2.ERROR_CODE_TRANSFER_FAILED: errors.TransferFailed,

@@ -20,8 +20,11 @@ import httpx
 from tests.attack.base import ADMIN, ATTACKER, VICTIM, Row, Target, attack, cluster
 
 MIB = 2**20
-SENT_MIB = 200
-"""By each attack on memory; what was found took a quarter of it for a gigabyte."""
+SENT_MIB = 2000
+"""By each attack on memory; what was found took 50 MiB for a gigabyte."""
+FLOOD_S = 60.0
+NUM_FLOODING = 4
+RETRY_S = 0.2
 MOST_GROWTH_MIB = 64
 BACK_S = 5.0
 ANSWER_S = 15.0
@@ -59,15 +62,24 @@ async def _ask(target: Target, data: bytes) -> int:
 
 
 async def _flood(target: Target, head: bytes, more: bytes) -> int:
-    """Sends up to SENT_MIB after a head, as long as the other side takes it; how many bytes went out."""
-    num_bytes = 0
-    with contextlib.suppress(OSError, TimeoutError):
+    """Sends 2 GB after heads, on as many connections as it takes for that; how many bytes went out."""
+    num_bytes, until = 0, time.monotonic() + FLOOD_S
+
+    async def send_on_one() -> None:
+        nonlocal num_bytes
         async with _caller(target) as (_, writer), asyncio.timeout(ANSWER_S):
             writer.write(head)
-            while num_bytes < SENT_MIB * MIB:
+            while num_bytes < SENT_MIB * MIB and time.monotonic() < until:
                 writer.write(more)
                 await writer.drain()
                 num_bytes += len(more)
+
+    async def send() -> None:
+        while num_bytes < SENT_MIB * MIB and time.monotonic() < until:
+            with contextlib.suppress(OSError, TimeoutError):
+                await send_on_one()
+
+    await asyncio.gather(*(send() for _ in range(NUM_FLOODING)))
     return num_bytes
 
 
@@ -172,11 +184,14 @@ async def bodies_of_one_tenant(target: Target) -> Sequence[Row]:
     size = 8 * MIB
 
     async def hold(num_missing: int, num_bytes: int) -> None:
-        with contextlib.suppress(OSError):
-            async with _caller(target) as (_, writer):
-                writer.write(LINE + key + b"Content-Length: %d\r\n\r\n" % num_bytes + b" " * (num_bytes - num_missing))
-                await writer.drain()
-                await asyncio.sleep(60)
+        data = LINE + key + b"Content-Length: %d\r\n\r\n" % num_bytes + b" " * (num_bytes - num_missing)
+        while True:  # What is refused comes again, until nothing is left.
+            with contextlib.suppress(OSError):
+                async with _caller(target) as (reader, writer):
+                    writer.write(data)
+                    await writer.drain()
+                    await reader.read(1)
+            await asyncio.sleep(RETRY_S)
 
     tasks = [asyncio.create_task(hold(1, size)) for _ in range(40)]
     tasks += [asyncio.create_task(hold(1, 60_000)) for _ in range(600)]

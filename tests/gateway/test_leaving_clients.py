@@ -199,7 +199,9 @@ def deaf_socket():
 
 async def post_raw(opened, system, body, headers):
     content = json.dumps(body).encode()
-    lines = [f"{key}: {value}" for key, value in {"host": "x", "content-length": len(content), **headers}.items()]
+    lines = [
+        f"{key}: {value}" for key, value in {"host": "localhost", "content-length": len(content), **headers}.items()
+    ]
     head = "\r\n".join(["POST /v1/chat/completions HTTP/1.1", "content-type: application/json", *lines, "", ""])
     loop = asyncio.get_running_loop()
     await loop.sock_connect(opened, ("127.0.0.1", system.gateway.http_port))

@@ -18,6 +18,7 @@ from gateway.metrics import Metrics
 from gateway.sessions import Load
 from gateway.validation import SERVICE_CLASSES
 from protos import worker_pb2
+from services.cluster.memory import MemoryUse
 from services.engine.host_tier import HostTierStats
 from services.runtime.config import load as load_config
 from services.runtime.errors import InternalError, Overloaded, TransferFailed
@@ -261,11 +262,11 @@ async def test_a_worker_that_is_left_alone_shows_it(make_system, worker_type, pa
 async def test_what_a_client_writes_is_no_label(make_system, pair):
     system = await make_system()
     await system.add_pair(pair)
-    await system.complete(max_tokens=5, model="a-model-that-nobody-has")
-    await system.complete(max_tokens=5, service_class="a-class-that-nobody-has")
-    await system.complete(max_tokens=5, user="somebody", tenant="a-tenant")
+    await system.complete(max_tokens=5, model="a-model-of-mine")
+    await system.complete(max_tokens=5, service_class="a-class-of-mine")
+    await system.complete(max_tokens=5, user="a-user", tenant="a-tenant")
     text = (await system.http.get("/metrics")).text
-    for word in ("nobody", "somebody", "a-tenant"):
+    for word in ("of-mine", "a-user", "a-tenant"):
         assert word not in text
 
 
@@ -321,7 +322,7 @@ async def test_those_who_waited_in_vain_count_as_such(make_system, worker_type):
 async def test_every_error_that_is_answered_counts(make_system):
     system = await make_system()
     asked = {
-        ("POST", "/v1/completions"): (400, "invalid_json"),
+        ("POST", "/v1/completions"): (415, "unsupported_media_type"),
         ("GET", "/v1/models/nope"): (404, "model_not_found"),
         ("GET", "/v1/files/file-nope"): (404, "file_not_found"),
         ("GET", "/v1/responses/nope"): (404, "response_not_found"),
@@ -355,6 +356,8 @@ def all_moved():
     metrics.moves.labels("begun").inc()
     metrics.fallbacks.labels("large", "small", "overloaded").inc()
     metrics.batch_rows.labels("completed").inc()
+    use = MemoryUse(used_bytes=5, max_bytes=9, policy="noeviction", num_evicted_keys=0, file_bytes=1, journal_bytes=1)
+    metrics.note_storage(use, {"files": 2})
     metrics.watch_http(HttpUse(Connections(), Bodies(0)))
     metrics.watch_requests(lambda: {("tiny", "normal", "queued"): 1})
     facts = GpuFacts(temperature_c=60.0, free_bytes=4, total_bytes=5, num_uncorrected=0)

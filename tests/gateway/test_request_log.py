@@ -14,7 +14,7 @@ from gateway.metrics import Metrics
 from gateway.request_log import REFUSED_BURST, RequestLog, Summary, Waterfall, in_words, outcome_of
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc
-from services.runtime.errors import InternalError, Overloaded, RequestCancelled, WorkerUnavailable
+from services.runtime.errors import InternalError, Overloaded, RequestCancelled, TransferFailed, WorkerUnavailable
 from services.runtime.logs import JsonFormatter, LineBudget
 
 ANSWER_TEXT = "hello world, naïve café end"
@@ -121,14 +121,14 @@ async def test_a_failure_has_its_line(make_system, worker_type, pair, output, st
         attempt.emit(worker_pb2.DecodeStarted())
         # The first token comes on another connection.
         await system.until(lambda: system.gateway.metrics.generated_tokens.labels().value > 0)
-        attempt.fail(InternalError("broken"))
+        attempt.fail(TransferFailed("broken"))
 
     system = await make_system(max_attempts=1)
     await system.add(worker_type("prefill", "prefill-0", pair.prefill))
     await system.add(worker_type("decode", "decode-0", fail))
     await system.complete(max_tokens=100, stream=stream)
     line = await the_line(system, output)
-    assert (line["outcome"], line["code"], line["attempts"]) == ("failed", "internal_error", 1)
+    assert (line["outcome"], line["code"], line["attempts"]) == ("failed", "transfer_failed", 1)
     assert line["generated_tokens"] == 1
 
 

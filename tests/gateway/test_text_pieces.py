@@ -1,6 +1,7 @@
 """Pieces of a text have exactly the tokens of the whole, or the text stays whole."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,9 @@ from gateway import text_pieces
 from gateway.model_files import ModelFiles, read_model_files
 from gateway.text_pieces import can_be_cut, pieces
 from gateway.tokenization import ModelTokenizer
+from services.runtime.model_facts import ModelFacts
 
+FACTS = ModelFacts(vocab_size=1, context_length_tokens=1, eos_token_ids=())
 quick = settings(max_examples=200, deadline=None)
 PATTERNS = sorted(text_pieces._KNOWN_PATTERNS - {text_pieces._GPT2})
 CHARACTERS = "abzÉя日本カ한0129²٣ \t\r\n.,;:!?()'\"“”、。_-|<>é\u0301\u200d\u00a0😀ⅧǅʰD"
@@ -109,6 +112,6 @@ async def test_texts_of_other_tokenizers_stay_whole(what):
 async def test_a_token_with_a_blank_is_found_where_it_would_be_cut():
     tokenizer = trained(None)
     tokenizer.add_tokens([AddedToken("word end", normalized=False)])
-    model = ModelTokenizer(ModelFiles(None, 1, 1, (), tokenizer.to_str(), None))
+    model = ModelTokenizer(ModelFiles(Path(), FACTS, tokenizer.to_str(), None))
     text = "a word end " * 1000
     assert await model.encode(text) == tokenizer.encode(text).ids

@@ -20,10 +20,10 @@ def size_bytes(folder: Path) -> int:
 @pytest.mark.parametrize("name", ["model", "draft"])
 def test_a_checkpoint_is_complete(name: str) -> None:
     config, files = load_config(DEMO / name), read_model_files(DEMO / name)
-    assert config.vocab_size == files.vocab_size == 2048
+    assert config.vocab_size == files.facts.vocab_size == 2048
     assert config.dtype == "bfloat16"
     assert files.chat_template is not None
-    assert set(files.eos_token_ids) == set(config.eos_token_ids) != set()
+    assert set(files.facts.eos_token_ids) == set(config.eos_token_ids) != set()
     report = json.loads((DEMO / name / "TRAINING.json").read_text())
     assert report["finished"] is True
     assert 0 < report["held_out_loss"] < 3.5

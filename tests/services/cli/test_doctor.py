@@ -16,6 +16,7 @@ from services.runtime.version import version
 WORKER = {"id": "d0", "role": "decode", "state": "ready", "model": "m", "layout": "a", "arithmetic": "x", "gpu": None}
 WORKER |= {"version": version(), "clock_ahead_s": 0.01, "address": ""}
 PREFILL = WORKER | {"id": "p0", "role": "prefill"}
+LEFT_OUT = {"id": "p1", "state": "left_out", "left_out": "its weights are others"}
 
 
 def bad(found: Any) -> list[Finding]:
@@ -54,7 +55,12 @@ def test_nobody_is_there(capsys: pytest.CaptureFixture[str]) -> None:
         (200, [WORKER], Level.NOTE, "compute all prompts themselves"),
         (200, [WORKER, PREFILL | {"layout": "b"}], Level.BAD, "differ in weights or page layout, such as d0 and p0"),
         (200, [WORKER, PREFILL | {"arithmetic": "y"}], Level.NOTE, "workers differ in arithmetic"),
-        (200, [WORKER, PREFILL | {"state": "left_out", "left_out": "its weights are others"}], Level.BAD, "are others"),
+        (
+            200,
+            [WORKER, PREFILL, PREFILL | LEFT_OUT],
+            Level.BAD,
+            "are others",
+        ),
         (200, [WORKER, PREFILL, WORKER | {"id": "d1", "state": "lost", "layout": "b"}], Level.NOTE, "d1 is lost"),
         (200, [PREFILL, WORKER | {"gpu": {"state": "out", "reasons": ["xid_79"]}}], Level.BAD, "d0 is out: xid_79"),
         (200, [PREFILL, WORKER | {"gpu": {"state": "degraded", "reasons": ["hot"]}}], Level.NOTE, "degraded: hot"),
