@@ -82,7 +82,7 @@ class Bed(FaultCluster):
             program.http, program.grpc = f"{host}:{HTTP_PORT}", f"{host}:{GRPC_PORT}"
         for role, count in (("prefill", self.prefill), ("decode", self.decode)):
             for index in range(count):
-                own = [f"--id={role}-{index}", f"--host={self._address(role, index)}", "--transport=tcp"]
+                own = [f"--id={role}-{index}", f"--host={self._address(role, index)}", "--transport=tcp", "--insecure"]
                 self._add(role, index, [*common, *own, "--threads=1", f"--kv-pages={self.kv_pages}"])
 
     def _address(self, role: str, index: int) -> str:
