@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from decode_worker.mask_pace import MaskPace
 from decode_worker.scheduler import BatchScheduler, Preemption, Progress, Work, is_swap_cheaper
 from decode_worker.speculation import Candidate, Proposal, Speculator
 from services.engine.host_tier import HostTier, take_prefix
@@ -186,6 +187,7 @@ class DecodeLoop:
         self._speculator = speculator
         self.speedometer = Speedometer()
         """Of steps; who measures transfers may add them."""
+        self._mask_pace = MaskPace()
         self._copies = CopyMeter()
         if tier is not None:
             self._copies.rehearse(tier.rehearse, clock.monotonic)
@@ -301,7 +303,11 @@ class DecodeLoop:
         """Schedule, prepare, report the last step, compute, apply. Returns whether there is more to compute."""
         speeds = self.speedometer
         step = self._scheduler.next_step(
-            self._memory, prefill=speeds.prefill, decode=speeds.decode, now_s=self._clock.monotonic()
+            self._memory,
+            prefill=speeds.prefill,
+            decode=speeds.decode,
+            now_s=self._clock.monotonic(),
+            resting=self._mask_pace.resting,
         )
         if not step:
             self._send()
@@ -317,11 +323,13 @@ class DecodeLoop:
         self._send()
         rows = list(self._rows(step, proposals))  # before the step ends sequences
         result = self._runner.compute(prepared)
+        masks_s = self._masks_s(step)
         advances = tuple(
             self._apply(work, outcome, proposals.get(work.key))
             for work, outcome in zip(step, result.outcomes, strict=True)
         )
         end_unix_ns = self._clock.unix_ns()
+        self._mask_pace.note_step((end_unix_ns - start_unix_ns) / 1e9, masks_s)
         if self._speculator is not None:
             is_decoding_only = is_usual and all(work.samples and work.num_tokens == 1 for work in step)
             num_accepted = sum(advance.num_accepted for advance in advances)
@@ -334,6 +342,11 @@ class DecodeLoop:
         if not has_more:
             self._send()
         return has_more
+
+    def _masks_s(self, step: list[Work]) -> dict[Hashable, float]:
+        """What the grammars of a step's sequences have taken."""
+        sequences = [sequence for work in step if (sequence := self._sequences[work.key]).grammar is not None]
+        return {sequence.sequence_id: sequence.take_mask_s() for sequence in sequences}
 
     def _rows(self, step: list[Work], proposals: Mapping[Hashable, Proposal]) -> Iterator[StepWork]:
         """A step's work as the speedometer takes it: a proposed token costs what one more sequence would."""

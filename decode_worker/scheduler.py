@@ -8,7 +8,7 @@ says who loses a place or pages when there are too few. Neither knows a tensor, 
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, NamedTuple, Protocol
@@ -401,16 +401,19 @@ class BatchScheduler:
         prefill: Speed | None = None,
         decode: DecodeSpeed | None = None,
         now_s: float = 0.0,
+        resting: Callable[[Collection[Hashable]], Collection[Hashable]] | None = None,
     ) -> list[Work]:
         """What the next step computes; it counts as computed from here on. Empty: there is nothing to do, or whoever
-        is left waits for pages that are out of reach.
+        is left waits for pages that are out of reach. `resting` says who of those that decode has no token in it.
 
         A sequence whose work `samples` gets its new token here too: it has one more token to compute in the step after,
         unless it is removed before. With the measured speeds prompts stretch the steps of others by little.
         """
         self._grow(memory)
         self.settle(memory)
-        step = [_advance(entry.key, entry.progress, 1) for entry in self._decoding.values()]
+        left_out = () if resting is None else resting(self._decoding.keys())
+        decoding = [entry for entry in self._decoding.values() if not left_out or entry.key not in left_out]
+        step = [_advance(entry.key, entry.progress, 1) for entry in decoding]
         if self._prompts:
             step += self._prefill_chunks(len(step), prefill, decode, now_s)
         return step

@@ -1,11 +1,13 @@
 """One request's state in the engine: its tokens, how far they are computed, where their KV lies, how to sample.
 
-Plain data: no torch, no clock. The engine thread owns every Sequence; the runner only reads it.
+Plain data: no torch, and a clock only for what its grammar takes. The engine thread owns every Sequence; the runner
+only reads it.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -122,6 +124,7 @@ class Sequence:
         "_num_counted_tokens",
         "_prompt_token_set",
         "grammar",
+        "mask_s",
         "num_computed_tokens",
         "num_emitted_tokens",
         "num_prompt_tokens",
@@ -149,6 +152,8 @@ class Sequence:
         self.sequence_id = sequence_id
         self.sampling = sampling
         self.grammar = grammar
+        self.mask_s = 0.0
+        """Seconds that the grammar has taken since `take_mask_s`."""
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         if not self.num_prompt_tokens:
@@ -210,8 +215,16 @@ class Sequence:
         """
         if self.grammar is None:
             return None
+        begun_s = time.perf_counter()
         self.grammar.advance(self.token_ids[self.num_prompt_tokens + self.grammar.num_tokens :])
-        return self.grammar.allowed()
+        allowed = self.grammar.allowed()
+        self.mask_s += time.perf_counter() - begun_s
+        return allowed
+
+    def take_mask_s(self) -> float:
+        """Return the seconds that its grammar has taken since the last call."""
+        mask_s, self.mask_s = self.mask_s, 0.0
+        return mask_s
 
     def generated_counts(self) -> Mapping[int, int]:
         """Return how often each token occurs after the prompt. Costs only what was added since the last call."""
@@ -250,8 +263,11 @@ class Lookahead:
         num_missing = self.num_generated_tokens - grammar.num_tokens
         num_ahead = min(num_missing, len(self._token_ids))
         behind = sequence.token_ids[sequence.num_tokens - (num_missing - num_ahead) :]
+        begun_s = time.perf_counter()
         grammar.advance([*behind, *self._token_ids[len(self._token_ids) - num_ahead :]])
-        return grammar.allowed()
+        allowed = grammar.allowed()
+        sequence.mask_s += time.perf_counter() - begun_s
+        return allowed
 
     def generated_counts(self) -> Mapping[int, int]:
         """As of a Sequence."""

@@ -143,6 +143,7 @@ class Bench:
         self.runner = tier_space.runner = FakeRunner(self.allocator, replays_in_chunks=replays_in_chunks)
         self.swap = FakeSwap(self.runner, num_slots, slot_bytes)
         self.reports: list[StepReport] = []
+        self.clock = ManualClock()
         self.loop = DecodeLoop(
             runner=self.runner,
             allocator=self.allocator,
@@ -157,7 +158,7 @@ class Bench:
                 reported_tokens=reported_tokens,
             ),
             is_exact=replays_in_chunks,
-            clock=ManualClock(),
+            clock=self.clock,
             on_report=self.reports.append,
             swap=cast(SwapSpace, self.swap),
             tier=self.tier,
@@ -557,6 +558,29 @@ def test_a_replay_begins_after_what_is_here(is_exact: bool) -> None:
     bench.run()
     assert bench.tokens("b") == dict(list(enumerate(answer))[20:])
     assert bench.advances("b")[0].start == (28 if is_exact else 8)
+
+
+def test_an_answer_whose_masks_are_dear_leaves_the_time_to_others() -> None:
+    bench = Bench()
+    bench.local("plain", [1, 2, 3], max_tokens=100)
+    dear = sequence("dear", [4, 5, 6], max_tokens=40, emitted=[])
+    dear.grammar = cast(Any, object())
+    bench.loop.start(dear, salt=SALT)
+    compute, begun_ns = bench.runner.compute, bench.clock.unix_ns()
+
+    def slowly(plan: StepPlan) -> StepResult:
+        mask_s = 0.01 * any(item.sequence is dear for item in plan.items)
+        dear.mask_s += mask_s
+        bench.clock.advance(0.001 + mask_s)
+        return compute(plan)
+
+    bench.runner.compute = slowly  # type: ignore[method-assign]
+    bench.run()
+    plain_ns = max(report.end_unix_ns for report in bench.reports if any(a.key == "plain" for a in report.advances))
+    # Without masks 0.1 s; with one in each step 0.5 s.
+    assert (plain_ns - begun_ns) / 1e9 < 0.1 * 1.4 + 3 * 0.01
+    assert [*bench.tokens("plain").values()] == expected([1, 2, 3], 100)
+    assert [*bench.tokens("dear").values()] == expected([4, 5, 6], 40)
 
 
 @pytest.mark.parametrize("num_pages", [64, 16], ids=["alone", "giving way"])
