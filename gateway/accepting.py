@@ -327,14 +327,16 @@ class Acceptance:
         if not model.eos_token_ids:
             raise InvalidRequest("the model has no token that ends an answer", field=asked_by)
         try:
-            await self._forms.check(form)
+            await self._forms.check(form, tenant=call.tenant)
         except UnusableSchema as error:
-            what, field_name, reason = await self._find_unusable(form, error)
+            what, field_name, reason = await self._find_unusable(form, error, call.tenant)
             raise InvalidRequest(
                 f"{what} cannot be used: {reason.message}", field=field_name, code=reason.code
             ) from error
 
-    async def _find_unusable(self, form: AnswerForm, error: UnusableSchema) -> tuple[str, str, UnusableSchema]:
+    async def _find_unusable(
+        self, form: AnswerForm, error: UnusableSchema, tenant: str
+    ) -> tuple[str, str, UnusableSchema]:
         """Which schema of a form it is that cannot be used, the member that holds it, and why."""
         what, field_name = "the schema in response_format", "response_format"
         if form.tool_calls is None:
@@ -344,7 +346,7 @@ class Acceptance:
             schemas.append((f"the schema of the parameters of {function.name}", "tools", function.parameters))
         for what, field_name, schema in schemas:
             try:
-                await self._forms.check(AnswerForm(schema))
+                await self._forms.check(AnswerForm(schema), tenant=tenant)
             except UnusableSchema as reason:
                 return what, field_name, reason
         return "the schemas of tools, taken together,", "tools", error

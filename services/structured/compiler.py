@@ -4,9 +4,10 @@ Knows neither requests nor workers.
 """
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -23,6 +24,8 @@ but start at once and cost nothing where no schema is checked. Counted is the ti
 cores it may take `PATIENCE` times as long, and is nobody's fault after that."""
 PATIENCE = 8
 MAX_WAITING_CHECKS = 256
+TENANT_PART = 4
+"""A tenant with a name may have one part in this many of them, so that others' find room."""
 MAX_KNOWN_FORMS = 256
 _LOOK_AGAIN_S = 0.01
 
@@ -32,44 +35,42 @@ T = TypeVar("T")
 class FormChecks:
     """Whether forms can be served, by compiling them; for one event loop.
 
-    Those that were found good are remembered, so that an application that always sends the same one pays once.
+    Those that were found good are remembered, so that an application that always sends the same one pays once. Tenants
+    take turns, and one with a name never has all threads: its dear forms keep nobody else's waiting.
     """
 
     def __init__(self, *, check: Callable[[AnswerForm], None] = check_form, timeout_s: float = CHECK_TIMEOUT_S) -> None:
         self._check = check
         self._timeout_s = timeout_s
         self._threads = _Threads("schema-check")
+        self._places = _Places(NUM_THREADS)
         self._good: OrderedDict[AnswerForm, None] = OrderedDict()
-        self._num_waiting = 0
 
-    async def check(self, form: AnswerForm) -> None:
+    async def check(self, form: AnswerForm, *, tenant: str = "") -> None:
         """Return if it can be served.
 
         Raises:
             UnusableSchema: it cannot, or not within the time limit, which is TooComplex.
-            Overloaded: too many others are being checked, or other work has the cores.
+            Overloaded: too many others, or too many of this tenant, are being checked, or other work has the cores.
         """
         if form in self._good:
             self._good.move_to_end(form)
             return
-        if self._num_waiting >= MAX_WAITING_CHECKS:
-            raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s)
-        self._num_waiting += 1
-        try:
-            await self._run(form)
-        finally:
-            self._num_waiting -= 1
+        await self._run(form, tenant)
         self._good[form] = None
         if len(self._good) > MAX_KNOWN_FORMS:
             self._good.popitem(last=False)
 
-    async def _run(self, form: AnswerForm) -> None:
-        check = _Check(self._check, form)
-        checking = asyncio.wrap_future(self._threads.submit(check))
+    async def _run(self, form: AnswerForm, tenant: str) -> None:
+        if not await self._places.take(tenant, timeout_s=self._timeout_s):
+            raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s)
+        check, loop = _Check(self._check, form), asyncio.get_running_loop()
+        beginning = self._threads.submit(check)
+        # A thread cannot be interrupted: what has begun goes on to its own limits, has its place until then, and nobody
+        # waits.
+        beginning.add_done_callback(lambda _: _call_on(loop, self._places.give_back, tenant))
+        checking = asyncio.wrap_future(beginning)
         try:
-            await asyncio.wait((checking,), timeout=self._timeout_s)
-            if not check.has_begun:
-                raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s)
             give_up_s = time.monotonic() + PATIENCE * self._timeout_s
             while not checking.done():
                 left_s = self._timeout_s - check.spent_s
@@ -80,9 +81,68 @@ class FormChecks:
                 await asyncio.wait((checking,), timeout=max(left_s, _LOOK_AGAIN_S))
             checking.result()
         finally:
-            # A thread cannot be interrupted: what has begun goes on to its own limits, and nobody waits. What has not
-            # is taken back, also where the caller leaves.
             checking.cancel()
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[str], None], tenant: str) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        loop.call_soon_threadsafe(call, tenant)
+
+
+class _Places:
+    """Who may use a thread: tenants in turn, and in turn of their coming within one."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_places = num_places
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """By tenant, the one whose turn is next first."""
+
+    async def take(self, tenant: str, *, timeout_s: float) -> bool:
+        """Wait for a place; False: too many wait, or none came free."""
+        num_own = self._held[tenant] + len(self._waiting.get(tenant, ()))
+        if self._held.total() + sum(map(len, self._waiting.values())) >= MAX_WAITING_CHECKS:
+            return False
+        if tenant and num_own >= max(1, MAX_WAITING_CHECKS // TENANT_PART):
+            return False
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._call_next()
+        try:
+            await asyncio.wait((turn,), timeout=timeout_s)
+        except BaseException:
+            if turn.done():
+                self.give_back(tenant)
+            raise
+        finally:
+            if not turn.done():
+                turn.cancel()
+                self._leave_line(tenant, turn)
+        return not turn.cancelled()
+
+    def give_back(self, tenant: str) -> None:
+        """The thread is free."""
+        self._held[tenant] -= 1
+        self._held += Counter()  # without those that hold none
+        self._call_next()
+
+    def _leave_line(self, tenant: str, turn: "asyncio.Future[None]") -> None:
+        line = self._waiting[tenant]
+        line.remove(turn)
+        if not line:
+            del self._waiting[tenant]
+
+    def _call_next(self) -> None:
+        while (tenant := next(filter(self._may_have, self._waiting), None)) is not None:
+            line = self._waiting.pop(tenant)
+            self._held[tenant] += 1
+            line.popleft().set_result(None)
+            if line:
+                self._waiting[tenant] = line  # behind all others
+
+    def _may_have(self, tenant: str) -> bool:
+        most = self._num_places if not tenant else max(1, self._num_places - 1)
+        return self._held.total() < self._num_places and self._held[tenant] < most
 
 
 class _Check:
@@ -99,10 +159,6 @@ class _Check:
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._begun_s = time.clock_gettime(self._clock)
         self._check(self._form)
-
-    @property
-    def has_begun(self) -> bool:
-        return self._begun_s is not None
 
     @property
     def spent_s(self) -> float:

@@ -117,6 +117,55 @@ async def test_there_is_a_limit_to_how_many_wait(gate: Gate, monkeypatch: pytest
     await checks.check(AnswerForm("one more"))
 
 
+async def test_a_tenants_dear_schemas_keep_nobody_elses_waiting(gate: Gate) -> None:
+    def check(form: AnswerForm) -> None:
+        if form.json_schema.startswith("dear"):
+            gate(form)
+
+    checks = FormChecks(check=check, timeout_s=WAIT_S)
+    dear = [asyncio.create_task(checks.check(AnswerForm(f"dear {n}"), tenant="b")) for n in range(40)]
+    try:
+        await asyncio.sleep(0)
+        for n in range(5):
+            await asyncio.wait_for(checks.check(AnswerForm(f"usual {n}"), tenant="a"), WAIT_S / 2)
+        assert len(gate.begun) < compiler.NUM_THREADS
+    finally:
+        gate.is_open.set()
+    await asyncio.gather(*dear)
+    assert len(gate.begun) == 40
+
+
+async def test_a_tenants_waiting_schemas_leave_room_for_others(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MAX_WAITING_CHECKS", 8)
+    checks = FormChecks(check=gate, timeout_s=WAIT_S)
+    waiting = [asyncio.create_task(checks.check(AnswerForm(f"b {n}"), tenant="b")) for n in range(2)]
+    try:
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await checks.check(AnswerForm("one more"), tenant="b")
+        waiting.append(asyncio.create_task(checks.check(AnswerForm("a"), tenant="a")))
+        await asyncio.sleep(0)
+        assert not waiting[-1].done()
+    finally:
+        gate.is_open.set()
+    await asyncio.gather(*waiting)
+
+
+async def test_tenants_take_turns(gate: Gate) -> None:
+    checks = FormChecks(check=gate, timeout_s=WAIT_S)
+    first = [asyncio.create_task(checks.check(AnswerForm(f"first {n}"), tenant=f"t{n}")) for n in range(2)]
+    await asyncio.sleep(0)
+    asked = [("b", "b 0"), ("b", "b 1"), ("b", "b 2"), ("a", "a 0"), ("a", "a 1")]
+    later = []
+    for tenant, schema in asked:
+        later.append(asyncio.create_task(checks.check(AnswerForm(schema), tenant=tenant)))
+        await asyncio.sleep(0)
+    gate.is_open.set()
+    await asyncio.gather(*first, *later)
+    places = {schema: gate.begun.index(schema) for _, schema in asked}
+    assert places["a 0"] < places["b 1"], "one of each tenant, and not all of the first one's"
+
+
 async def test_a_caller_that_leaves_makes_room(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_WAITING_CHECKS", 1)
     checks = FormChecks(check=gate, timeout_s=WAIT_S)
