@@ -27,6 +27,9 @@ MAX_WAITING_CHECKS = 256
 TENANT_PART = 4
 """A tenant with a name may have one part in this many of them, so that others' find room."""
 MAX_KNOWN_FORMS = 256
+MAX_KNOWN_FORMS_OF_TENANT = 16
+"""Half of what a worker keeps compiled (`grammar.MAX_CACHED_GRAMMARS`): with more of them that are known here, and so
+cost nothing here, one tenant could have workers compile all the time."""
 _LOOK_AGAIN_S = 0.01
 
 T = TypeVar("T")
@@ -44,7 +47,8 @@ class FormChecks:
         self._timeout_s = timeout_s
         self._threads = _Threads("schema-check")
         self._places = _Places(NUM_THREADS)
-        self._good: OrderedDict[AnswerForm, None] = OrderedDict()
+        self._good: OrderedDict[tuple[str, AnswerForm], None] = OrderedDict()
+        """Of each tenant, those that were used last behind."""
 
     async def check(self, form: AnswerForm, *, tenant: str = "") -> None:
         """Return if it can be served.
@@ -53,12 +57,16 @@ class FormChecks:
             UnusableSchema: it cannot, or not within the time limit, which is TooComplex.
             Overloaded: too many others, or too many of this tenant, are being checked, or other work has the cores.
         """
-        if form in self._good:
-            self._good.move_to_end(form)
+        key = (tenant, form)
+        if key in self._good:
+            self._good.move_to_end(key)
             return
         await self._run(form, tenant)
-        self._good[form] = None
-        if len(self._good) > MAX_KNOWN_FORMS:
+        self._good[key] = None
+        own = [other for other in self._good if other[0] == tenant] if tenant else []
+        if len(own) > MAX_KNOWN_FORMS_OF_TENANT:
+            del self._good[own[0]]
+        elif len(self._good) > MAX_KNOWN_FORMS:
             self._good.popitem(last=False)
 
     async def _run(self, form: AnswerForm, tenant: str) -> None:

@@ -7,7 +7,7 @@ from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import Overloaded
 from services.structured import compiler
 from services.structured.compiler import FormChecks, GrammarCompiler
-from services.structured.grammar import Grammars, TooComplex, UnusableSchema
+from services.structured.grammar import MAX_CACHED_GRAMMARS, Grammars, TooComplex, UnusableSchema
 
 WAIT_S = 30.0
 
@@ -51,6 +51,21 @@ async def test_only_so_many_are_remembered(gate: Gate, monkeypatch: pytest.Monke
     for schema in ("a", "b", "a", "c", "a", "b"):
         await checks.check(AnswerForm(schema))
     assert gate.begun == ["a", "b", "c", "b"]
+
+
+async def test_fewer_are_remembered_of_a_tenant_than_workers_keep_compiled(gate: Gate) -> None:
+    gate.is_open.set()
+    checks = FormChecks(check=gate, timeout_s=WAIT_S)
+    await checks.check(AnswerForm("of another"), tenant="a")
+    for n in range(MAX_CACHED_GRAMMARS):
+        await checks.check(AnswerForm(f"{n}"), tenant="b")
+    begun = len(gate.begun)
+    await checks.check(AnswerForm("of another"), tenant="a")
+    for n in range(MAX_CACHED_GRAMMARS - compiler.MAX_KNOWN_FORMS_OF_TENANT, MAX_CACHED_GRAMMARS):
+        await checks.check(AnswerForm(f"{n}"), tenant="b")
+    assert len(gate.begun) == begun
+    await checks.check(AnswerForm("0"), tenant="b")
+    assert len(gate.begun) == begun + 1
 
 
 async def test_one_that_takes_too_long_is_refused_and_so_are_those_behind_it(gate: Gate) -> None:
