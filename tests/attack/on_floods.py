@@ -24,6 +24,7 @@ MOST_GROWTH_MIB = 64
 MOST_WAIT_S = 2.0
 """For a call of another tenant's beside a flood, on a machine of two cores that also sends it."""
 BACK_S = 5.0
+RETRY_S = 0.05
 TOKENIZE = "/tandem.v1.Inference/Tokenize"
 
 
@@ -135,7 +136,7 @@ async def answers_that_nobody_reads(target: Target) -> Sequence[Row]:
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
 
     async def flood(end_s: float) -> str:
-        loop = asyncio.get_running_loop()
+        loop, statuses = asyncio.get_running_loop(), set[str]()
         with contextlib.ExitStack() as stack:
             for _ in range(16):
                 sock = stack.enter_context(socket.socket())
@@ -143,8 +144,10 @@ async def answers_that_nobody_reads(target: Target) -> Sequence[Row]:
                 sock.setblocking(False)
                 await loop.sock_connect(sock, target.address)
                 await loop.sock_sendall(sock, head.encode() + data)
+                async with asyncio.timeout(20):
+                    statuses.add((await loop.sock_recv(sock, 12)).decode().split()[-1])
             await asyncio.sleep(max(0.0, end_s - time.monotonic()))
-        return "64 answers of 1,500 tokens"
+        return f"64 answers of 1,500 tokens, statuses {sorted(statuses)}"
 
     return await _beside(target, "answers with log-probabilities that nobody reads", flood)
 
@@ -191,6 +194,7 @@ async def dear_schemas_of_one_tenant(target: Target) -> Sequence[Row]:
                 body = _structured({name: {"type": "integer", "multipleOf": 19_997}})  # 0.2 s of a core
                 answer = await http.post("/v1/completions", json=body)
                 codes.add(answer.status_code)
+                await asyncio.sleep(RETRY_S if answer.status_code != 200 else 0)
 
     attackers = [asyncio.create_task(attacker()) for _ in range(48)]
     async with target.client(VICTIM) as http:

@@ -11,7 +11,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text(
 SHORT = (
     *("trailers_as_headers", "pipelines", "large_heads", "odd_requests"),
     *("a_path_that_is_no_text", "reflection_without_a_key", "unary_calls_without_their_one_message"),
-    *("names_of_another_tenant", "other_users"),
+    *("names_of_another_tenant", "other_users", "mistakes_in_schemas"),
 )
 
 
