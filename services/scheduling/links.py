@@ -18,7 +18,7 @@ Bytes and seconds; the caller says what time it is.
 
 import math
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 from services.scheduling.prediction import DEFAULT_LINK, TIME_CONSTANT_S, LinkSpeed
@@ -27,6 +27,8 @@ DOUBT_S = 10.0
 """An opinion of a slow link is this old before it is tried again."""
 TRUST_S = 60.0
 """The same for a link that is not slow: whoever is routed there finds out soon enough."""
+FIRST_S = 2.0
+"""The same for a link of which only handoffs were seen, for they do not tell latency from rate."""
 AGAIN_S = 4.0
 """Time between two probes that failed."""
 FADE_AFTER_S, FADE_S = 20.0, 4.0
@@ -53,6 +55,54 @@ class Carried:
 
     num_bytes: int
     time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLink:
+    """A pair's link as a router sees it: its speed, and the bytes on their way there, for which others wait."""
+
+    latency_s: float
+    bytes_per_s: float
+    underway_bytes: float = 0.0
+
+    def time_s(self, num_bytes: float) -> float:
+        """Seconds until `num_bytes` more bytes are there, if they were all given to it now."""
+        return self.latency_s + (self.underway_bytes + num_bytes) / self.bytes_per_s
+
+    def exposed_s(
+        self,
+        num_bytes: float,
+        *,
+        at_once_bytes: float = 0.0,
+        last_bytes: float,
+        queue_s: float = 0.0,
+        first_s: float,
+        work_s: float,
+    ) -> float:
+        """Seconds from the end of a prompt's computation until its pages are there, which go as they are computed.
+
+        That begins in `queue_s` and takes `work_s`. `at_once_bytes` of the pages are there when it begins, further ones
+        after `first_s`, and `last_bytes` at the end (all, where that is more).
+        """
+        # From the beginning of the computation: what is under way goes first.
+        free_s = max(0.0, self.underway_bytes / self.bytes_per_s - queue_s)
+        begins_s = max(free_s, 0.0 if at_once_bytes else first_s, first_s - at_once_bytes / self.bytes_per_s)
+        whole_s = begins_s + num_bytes / self.bytes_per_s - work_s
+        return self.latency_s + max(whole_s, min(num_bytes, last_bytes) / self.bytes_per_s)
+
+
+class PeerLinks(dict[str, PeerLink]):
+    """Those from one worker, by the id of the worker at the other end, and the best figures among them."""
+
+    __slots__ = ("least_latency_s", "most_bytes_per_s")
+
+    def __init__(self, links: Mapping[str, PeerLink]) -> None:
+        super().__init__(links)
+        self.least_latency_s = min((link.latency_s for link in links.values()), default=math.inf)
+        self.most_bytes_per_s = max((link.bytes_per_s for link in links.values()), default=0.0)
+
+
+NO_LINKS = PeerLinks({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +133,11 @@ class LinkOpinion:
         self._surprise: _Seen | None = None
         """That observation."""
         self.speed = default
+
+    @property
+    def has_latency(self) -> bool:
+        """Whether something small was seen, which tells the latency from the rate."""
+        return bool(self._small)
 
     @property
     def seen_s(self) -> float:
@@ -250,8 +305,11 @@ class LinkMeter:
         """Whether it should be tried with little traffic: its opinion is old, and nothing is under way to renew it."""
         if self._open or now_s < self._next_try_s:
             return False
+        age_s = now_s - self.opinion.seen_s
+        if not self.opinion.has_latency:
+            return age_s >= FIRST_S
         is_slow = self.opinion.speed.time_s(SAMPLE_BYTES) > SLOW_S
-        return now_s - self.opinion.seen_s >= (DOUBT_S if is_slow else TRUST_S)
+        return age_s >= (DOUBT_S if is_slow else TRUST_S)
 
     def tried(self, now_s: float) -> None:
         """A probe begins: the next one is not before `AGAIN_S` from now."""
