@@ -1,4 +1,4 @@
-"""What the router expected of an answer's first and second token beside what came: a metric, and words where it is far off.
+"""What was expected of an answer's first and second token beside what came: a metric, and words where it is far off.
 
 The second token is the first one that needs the prompt's pages at the decode worker, so it tells whether the price of
 the link was true. Knows no request.

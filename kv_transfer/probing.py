@@ -131,7 +131,7 @@ def next_round(seen: Sequence[Carried], most_bytes: int) -> int | None:
     larger = min(GROWTH * last.num_bytes, most_bytes)
     expected_s = last.time_s + (larger - last.num_bytes) / _more_per_s(before, last)
     # Far away a round waits for acknowledgements first, and the rate shows with the larger ones only.
-    is_far = last.time_s < LIMIT_S / 4 and (is_rising(seen) or (len(seen) == 2 and last.time_s < 4 * before.time_s))
+    is_far = last.time_s < LIMIT_S / 4 and (is_rising(seen) or (len(seen) == 2 and last.time_s < 8 * before.time_s))
     return larger if expected_s <= SLOW_ROUND_S or is_far else None
 
 

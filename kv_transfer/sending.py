@@ -199,10 +199,10 @@ class SendLinks:
     `generations` is asked whether pages are still in the use they were sent in; `transports` are the channels to
     offer, best first. `auto` stands for all that these pages can use. The first Link to a receiver takes the first of
     them that opens, so that no request waits for a measurement; they are measured a little later, and where that finds
-    a better one, a Link over it takes the place of the first. `meters` knows how fast each receiver's pages get there: it
+    a better one, a Link over it takes the place of the first. `meters` knows how fast pages get to each receiver: it
     learns from every handoff and measurement, and of receivers that nothing is sent to from probes of little traffic.
-    `on_channels` is told, on the event loop, the channel to
-    each receiver (by its worker id) whenever that changes. With `tls` pages leave the host encrypted or not at all.
+    `on_channels` is told, on the event loop, the channel to each receiver (by its worker id) whenever that changes.
+    With `tls` pages leave the host encrypted or not at all.
     """
 
     def __init__(

@@ -9,7 +9,9 @@ from kv_transfer.protocol.messages import TransferId
 from protos import worker_pb2
 from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError
-from services.scheduling.links import LinkMeters
+from services.scheduling.links import Carried, LinkMeters
+
+CARRIED = Carried(3_000_000, 0.01)
 
 
 @dataclass
@@ -46,7 +48,7 @@ class FakeTransfer:
             raise self.error
         num_pages = sum(len(pages) for _, pages in self.sent)
         return SimpleNamespace(
-            num_pages=num_pages, num_bytes=64 * num_pages, exposed_s=0.5, transport="fake", carried=None
+            num_pages=num_pages, num_bytes=64 * num_pages, exposed_s=0.5, transport="fake", carried=CARRIED
         )
 
     async def abort(self, error: TandemError) -> None:

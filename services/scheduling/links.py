@@ -1,4 +1,4 @@
-"""How fast pages get from one worker to each of the others: a meter for each pair, taught by all that is sent, and time.
+"""How fast pages get from one worker to each of the others: a meter for each pair, taught by all that is sent.
 
 A pair's link is taken for a queue that carries bytes in order at one rate. Of a handoff its sender knows when it gave
 each chunk away and when all of them were verified at the other side. With B_i bytes from chunk i to the end, and
