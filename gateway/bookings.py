@@ -11,17 +11,19 @@ from dataclasses import dataclass, field
 class Books:
     """Of one session: prompts to be computed there, requests to be admitted, and pages to be promised to them.
 
-    A prompt is (service class, tokens), which is the order in which workers compute prompts.
+    A prompt is (service class, tokens), which is the order in which workers compute prompts. `sending` are bytes of
+    handoffs from there that have not arrived yet, by the id of the worker that they go to.
     """
 
     prompts: "dict[Bookings, tuple[int, int]]" = field(default_factory=dict)
+    sending: dict[str, int] = field(default_factory=dict)
     requests: int = 0
     pages: int = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether the worker's own report says everything."""
-        return not self.prompts and not self.requests and not self.pages
+        return not self.prompts and not self.requests and not self.pages and not self.sending
 
     def tokens_ahead(self, prompt: tuple[int, int], waiting_tokens: int) -> int:
         """Tokens that are computed before a prompt, where the worker says that so many wait.
@@ -47,15 +49,30 @@ class Bookings:
         self._decode: Books | None = None
         self._computes: Books | None = None
         self._num_pages = 0
+        self._sends: tuple[Books, str, int] | None = None
 
-    def enter(self, decode: Books, computes: Books, *, num_pages: int, prompt: tuple[int, int]) -> None:
-        """Books a place, and gives up the one that was booked before."""
+    def enter(
+        self,
+        decode: Books,
+        computes: Books,
+        *,
+        num_pages: int,
+        prompt: tuple[int, int],
+        handoff: tuple[str, int] | None = None,
+    ) -> None:
+        """Books a place, and gives up the one that was booked before.
+
+        `handoff`: which worker the prompt's pages go to, and their bytes; None: to none.
+        """
         self.leave()
         self._decode, self._computes = decode, computes
         self._num_pages = num_pages
         decode.requests += 1
         decode.pages += num_pages
         computes.prompts[self] = prompt
+        if handoff is not None and handoff[1] > 0:
+            self._sends = (computes, *handoff)
+            computes.sending[handoff[0]] = computes.sending.get(handoff[0], 0) + handoff[1]
 
     def note_admitted(self) -> None:
         """The decode worker's own reports count the request now."""
@@ -70,7 +87,17 @@ class Bookings:
             del self._computes.prompts[self]
             self._computes = None
 
+    def note_arrived(self) -> None:
+        """Its pages are no longer on their way."""
+        if self._sends is not None:
+            books, worker_id, num_bytes = self._sends
+            self._sends = None
+            books.sending[worker_id] -= num_bytes
+            if not books.sending[worker_id]:
+                del books.sending[worker_id]
+
     def leave(self) -> None:
         """Gives back whatever is still booked."""
         self.note_admitted()
         self.note_prompt_done()
+        self.note_arrived()

@@ -50,6 +50,8 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     """One try of an answer. Microseconds, since the request came where they are moments.
 
     `began_us`: it was offered to workers; `placed_us`: they took it. `reason` is the router's word, or `move`.
+    `predicted_ttft_us` and `predicted_second_us` are the predicted times of the first two tokens since `began_us`,
+    and `predicted_exposed_us` what of the second one's is for pages on their way (0: they are computed where it is).
     `price_us` is what the way was chosen by, `other_way_us` the cost of computing the prompt elsewhere, on the decode
     worker or not, and `way_us` its own. `rival` is the decode worker that came second, for `rival_us` in all.
     `cached_tokens` were believed to be in a cache. `waited_us` is the wait in the worker that computed the prompt.
@@ -78,6 +80,8 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
     transport: str = ""
     chunks: list[tuple[int, int, int]] = []
     failure: str = ""
+    predicted_second_us: int = 0
+    predicted_exposed_us: int = 0
 
 
 class AnswerStory(msgspec.Struct, omit_defaults=True):
@@ -92,6 +96,7 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
     tpot_us: int = 0
     tokens: int = 0
     ended_us: int = 0
+    second_token_us: int | None = None
 
     def note_route(
         self, route: Route, rival: tuple[str, float] | None, *, prefill: str, began_us: int, placed_us: int
@@ -115,6 +120,8 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
             _us(other_s) if route.prefills else None,
             *(("", None) if rival is None else (rival[0], _us(rival[1]))),
             {name: _us(inputs[name]) or 0 for name in _PARTS if inputs.get(name)},
+            predicted_second_us=_us(route.predicted_second_s) or 0,
+            predicted_exposed_us=(_us(inputs.get("exposed_s", 0.0)) or 0) if route.is_remote else 0,
         )
         self._add(attempt)
 
@@ -143,6 +150,11 @@ class AnswerStory(msgspec.Struct, omit_defaults=True):
             last.num_pages, last.num_bytes, last.transport = num_pages, num_bytes, transport
             last.exposed_us = _us(exposed_s) or 0
             last.chunks = [(_us(began_s) or 0, _us(spent_s) or 0, num) for began_s, spent_s, num in chunks[:MAX_CHUNKS]]
+
+    def predicted(self) -> AttemptStory | None:
+        """The attempt whose predictions the first tokens can be compared with: it is the only one."""
+        first = self.attempts[0] if len(self.attempts) == 1 else None
+        return first if first is not None and first.predicted_second_us and not first.failure else None
 
     def note_failure(self, reason: str) -> None:
         """The last attempt has failed."""

@@ -28,6 +28,7 @@ from gateway.delivery import Delivery
 from gateway.history import History
 from gateway.metrics import STATES, Metrics, RequestFigures
 from gateway.moves import Moves
+from gateway.promises import Promises
 from gateway.recovery import QuarantineList, Recovery
 from gateway.request_log import AnswerTrace, Phase, RequestLog, code_of, outcome_of
 from gateway.running import RunningRequest
@@ -155,6 +156,7 @@ class Requests:
         self._policies = policies
         self._placements = placements
         self._metrics = metrics
+        self._promises = Promises(metrics, clock=clock)
         self._clock = clock
         self._gateway_incarnation = gateway_incarnation
         self._open: dict[RunningRequest, _Observed] = {}
@@ -643,14 +645,18 @@ class Requests:
                 if observed.spans is not None:
                     observed.spans.has_token()
                 observed.trace.story.first_token_us = round(request.ttft_s * 1e6)
+                self._note_kept(request, observed, is_second=False)
                 if num_tokens > 1:  # The decode worker was as fast as the way of the first one.
                     figures.itl_s.observe(0.0, num_tokens - 1)
             elif request.last_gap_s:
                 figures.itl_s.observe(request.last_gap_s / num_tokens, num_tokens)
+            if delta.first_index < 2 <= request.num_tokens and observed.trace.story.second_token_us is None:
+                self._note_kept(request, observed, is_second=True)
         watch = attempt.watch
         if delta.token_ids or attempt.prompt_done_at_s is not None:
             watch.note_prompt_done()
         if attempt.is_decoding:
+            request.bookings.note_arrived()
             watch.note_answer(len(delta.token_ids), is_finished=request.is_finished)
         state = _state_of(attempt)
         # A prompt that the decode worker computed itself is at its end with the first token, before that says so.
@@ -662,8 +668,32 @@ class Requests:
         if state is not request.noted_state and not request.is_finished:
             request.noted_state = state
             self._note(request, state)
-        if num_tokens and state is State.DECODING:
+        if num_tokens and state is State.DECODING and request.num_tokens >= 2:
             observed.steady = attempt
+
+    def _note_kept(self, request: RunningRequest, observed: _Observed, *, is_second: bool) -> None:
+        """A token came whose time was predicted: the first, or the second."""
+        generation, story = request.generation, observed.trace.story
+        seen_us = round((self._clock.monotonic() - generation.arrived_s) * 1e6)
+        if is_second:
+            story.second_token_us = seen_us
+            if observed.spans is not None:
+                observed.spans.has_second_token()
+        attempt = story.predicted()
+        if attempt is None or generation.emitted_token_ids:
+            return
+        seen_s = (seen_us - attempt.began_us) / 1e6
+        if not is_second:
+            self._promises.note_first(generation.model, predicted_s=attempt.predicted_ttft_us / 1e6, seen_s=seen_s)
+            return
+        self._promises.note_second(
+            generation.model,
+            prefill=attempt.prefill if attempt.is_remote else "",
+            decode=attempt.decode,
+            predicted_s=attempt.predicted_second_us / 1e6,
+            transfer_s=attempt.predicted_exposed_us / 1e6,
+            seen_s=seen_s,
+        )
 
     def _note_first_token(self, request: RunningRequest, figures: RequestFigures) -> None:
         generation = request.generation
@@ -705,6 +735,7 @@ class Requests:
         if handed_off is None or handed_off is observed.seen_handoff:
             return
         observed.seen_handoff = handed_off
+        request.bookings.note_arrived()
         observed.trace.story.note_handoff(
             num_pages=handed_off.num_pages,
             num_bytes=handed_off.num_bytes,

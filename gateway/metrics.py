@@ -73,6 +73,8 @@ LONG_WAITS_S = (40, 80, 160)
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)
 """Of gaps between tokens; the last ones are `LONG_GAPS_S`. At 30 tokens a second a gap is 0.033 s."""
 LONG_GAPS_S = (0.5, 1, 2.5, 10)
+PREDICTION_BUCKETS = (0.1, 0.25, 0.5, 0.65, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
+"""Of what was seen over what was predicted."""
 SIZE_BUCKETS_TOKENS = tuple(2**exponent for exponent in range(18))
 OUTCOMES = ("finished", "failed", "cancelled", "refused")
 PHASES = ("queue", "prefill", "transfer", "decode")
@@ -233,6 +235,13 @@ class Metrics:
         self._handoff_bytes = Counts(
             "tandem_handoff_bytes", "Payload bytes of handoffs that were committed.", ("model", "transport"), fast
         )
+        self._predictions = Distributions(
+            "tandem_token_prediction_ratio",
+            "Time from the choice of workers to an answer's first or second token, over what was predicted then.",
+            ("model", "token"),
+            fast,
+            bounds=PREDICTION_BUCKETS,
+        )
         self._open_breakers = Gauge(
             "tandem_open_breakers",
             "Workers left alone because they are slow, silent or erring or their GPU is in trouble, and pairs that "
@@ -384,6 +393,11 @@ class Metrics:
         self._handoffs_s.labels(model).observe(exposed_s)
         known = transport if transport in TRANSPORTS else "other"
         self._handoff_bytes.labels(model, known).value += num_bytes
+
+    def note_prediction(self, model: str, token: str, predicted_s: float, seen_s: float) -> None:
+        """The `first` or `second` token of an answer came so long after its workers were chosen."""
+        if predicted_s > 0:
+            self._predictions.labels(model, token).observe(seen_s / predicted_s)
 
     def note_retry(self, reason: str) -> None:
         """An attempt failed of one of a few reasons, and the answer is tried again."""

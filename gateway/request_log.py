@@ -411,9 +411,28 @@ def in_words(summary: Summary) -> str:
     if summary.new_tokens and phases["decode"]:
         said += f" ({phases['decode'] / 1e3 / summary.new_tokens:.3g} ms each)"
     said += f"; {summary.num_attempts} attempt" + ("" if summary.num_attempts == 1 else "s")
+    said += _kept(summary)
     if summary.num_moves:
         said += f", moved {summary.num_moves} time" + ("" if summary.num_moves == 1 else "s")
     return said + (f"; on {', '.join(summary.workers)}" if summary.workers else "; on no worker")
+
+
+def _kept(summary: Summary) -> str:
+    """What was expected of the second token, and what came of that, of the answer in which it came last."""
+    told = [
+        answer for answer in summary.answers if answer.second_token_us is not None and answer.predicted() is not None
+    ]
+    if not told:
+        return ""
+    answer = max(told, key=lambda story: story.second_token_us or 0)
+    attempt, second_us = answer.predicted(), answer.second_token_us
+    if attempt is None or second_us is None:
+        return ""
+    transfer = f", {attempt.predicted_exposed_us / 1e6:.3g} s of them for the handoff" if attempt.is_remote else ""
+    return (
+        f"; second token expected {attempt.predicted_second_us / 1e6:.3g} s after the choice of workers{transfer}, "
+        f"and seen after {(second_us - attempt.began_us) / 1e6:.3g} s"
+    )
 
 
 def _summary(call: AcceptedCall, opened: _OpenCall, error: BaseException | None, now_s: float) -> Summary:

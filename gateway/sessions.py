@@ -35,6 +35,7 @@ from services.runtime.errors import (
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.membership import Proof
 from services.runtime.telemetry import TraceContext
+from services.scheduling.links import MAX_PEERS, NO_LINKS, PeerLink, PeerLinks
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 
 CONNECT_TIMEOUT_S = 3.0
@@ -226,6 +227,8 @@ class WorkerSession(ABC):
         self.load = Load()
         self.gpu: GpuFacts | None = None
         """What its GPU says of itself; another object with each report that has it. None: nothing was said."""
+        self.links: PeerLinks = NO_LINKS
+        """Those to other workers that it has measured; another object with each report of them."""
         self.books = Books()
         self.is_up = False
         self.num_dropped_events = 0
@@ -397,6 +400,8 @@ class WorkerSession(ABC):
                 route.deliver(self, _READERS[kind](getattr(event, kind)))
         if message.HasField("gpu"):
             self.gpu = _read_gpu(message.gpu)
+        if message.links:
+            self.links = _read_links(self.links, message.links)
         if message.HasField("load"):
             self.load = _read_load(message.load)
             if self.load.clock_ahead_s is not None:
@@ -663,6 +668,19 @@ def _read_decode_speed(load: worker_pb2.WorkerLoad) -> DecodeSpeed | None:
 def _read_link_speed(load: worker_pb2.WorkerLoad) -> LinkSpeed | None:
     numbers = (load.link_speed.latency_s, load.link_speed.bytes_per_s)
     return LinkSpeed(*numbers) if load.HasField("link_speed") and _are_sane(numbers) and numbers[1] > 0 else None
+
+
+def _read_links(before: PeerLinks, told: Iterable[worker_pb2.PeerLink]) -> PeerLinks:
+    """Those that were known, as far as nothing else is told of them."""
+    links: dict[str, PeerLink] = dict(before)
+    for link in told:
+        numbers = (link.speed.latency_s, link.speed.bytes_per_s)
+        if link.HasField("speed") and _are_sane(numbers) and numbers[1] > 0:
+            links.pop(link.worker_id, None)  # the one that was told of last is the last to be forgotten
+            links[link.worker_id] = PeerLink(*numbers, link.underway_bytes)
+    for worker_id in list(links)[: max(0, len(links) - MAX_PEERS)]:
+        del links[worker_id]
+    return PeerLinks(links)
 
 
 def _read_gpu(gpu: worker_pb2.GpuFacts) -> GpuFacts:

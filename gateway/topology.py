@@ -21,6 +21,7 @@ from services.runtime.errors import NotFound, NotProven, WorkerUnavailable
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.identity import has_weights_of
 from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
+from services.scheduling.links import PeerLink, PeerLinks
 from services.scheduling.prediction import (
     DEFAULT_DECODE,
     DEFAULT_LINK,
@@ -36,6 +37,8 @@ MAX_RECONNECT_S = 2.0
 SILENCE_CHECK_S = 0.25
 ALIKE = 1.5
 """Speeds of workers that differ by less than this factor differ by chance."""
+SHORT_WAY_S = 0.02
+"""Of a MiB: where it takes longer, a link has its own figure, however little that differs from what is usual."""
 USUAL_S = 0.25
 """So long it is not asked anew what is usual."""
 FRESH_S = 3.0
@@ -654,7 +657,7 @@ def _view(
     books, is_fresh = session.books, session.has_worked_since(fresh_since_s)
     if books.is_empty:
         # As with nearly all of many workers at any moment. Then it looks the same to every request.
-        state = (load, usual, prefill, is_fresh, session.num_open_attempts, member.record)
+        state = (load, usual, prefill, is_fresh, session.num_open_attempts, member.record, session.links)
         if member.seen is None or member.seen[0] != state:
             member.seen = state, _new_view(member, usual, prefill, prompt, is_fresh=is_fresh)
         return member.seen[1]
@@ -683,4 +686,23 @@ def _new_view(
         prefill_speed=_own(load.prefill_speed, prefill, _prefill_s) if is_fresh else prefill,
         decode_speed=_own(load.decode_speed, usual.decode, _step_s) if is_fresh else usual.decode,
         link_speed=_own(load.link_speed, usual.link, _transfer_s) if is_fresh else usual.link,
+        links=_links(session, usual.link) if session.links or books.sending else session.links,
     )
+
+
+def _links(session: WorkerSession, usual: LinkSpeed) -> PeerLinks:
+    """As its worker has measured them, with what is on its way there by the worker's word or by our own books."""
+    links = {worker_id: _own_link(link, usual) for worker_id, link in session.links.items()}
+    for worker_id, num_bytes in session.books.sending.items():
+        link = links.get(worker_id) or PeerLink(usual.latency_s, usual.bytes_per_s)
+        # Ours are counted there too, once they have left.
+        underway = max(link.underway_bytes, num_bytes)
+        links[worker_id] = PeerLink(link.latency_s, link.bytes_per_s, underway)
+    return PeerLinks(links)
+
+
+def _own_link(link: PeerLink, usual: LinkSpeed) -> PeerLink:
+    own_s = _transfer_s(LinkSpeed(link.latency_s, link.bytes_per_s))
+    if own_s > SHORT_WAY_S or not _transfer_s(usual) / ALIKE < own_s < _transfer_s(usual) * ALIKE:
+        return link
+    return PeerLink(usual.latency_s, usual.bytes_per_s, link.underway_bytes)

@@ -195,13 +195,17 @@ class RequestSpans:
         return self._tracing is not None and 0 < self._tracing.slow_s <= now_s - self._arrived_s
 
     def _predictions(self, answer: "AnswerSpans") -> dict[str, Value]:
-        """What was said of its first token, and when it came."""
+        """What was said of its first and second token, and when they came."""
         said: dict[str, Value] = {}
         if answer.first_token_s is not None:
             ttft_s = answer.first_token_s - self._arrived_s
             said = {"gen_ai.response.time_to_first_chunk": ttft_s, "gen_ai.latency.time_to_first_token": ttft_s}
         if answer.predicted_ttft_s is not None:
             said["tandem.predicted_ttft_s"] = answer.predicted_ttft_s
+        if answer.second_token_s is not None:
+            said["tandem.second_token_s"] = answer.second_token_s - self._arrived_s
+        if answer.predicted_second_s is not None:
+            said["tandem.predicted_second_token_s"] = answer.predicted_second_s
         return said
 
 
@@ -284,6 +288,8 @@ class AnswerSpans:
         self.ended_s = 0.0
         self.first_token_s: float | None = None
         self.predicted_ttft_s: float | None = None
+        self.second_token_s: float | None = None
+        self.predicted_second_s: float | None = None
         self._request = request
         self._predicted_itl_s = 0.0
         self._predicted_transfer_s: float | None = None
@@ -303,11 +309,13 @@ class AnswerSpans:
         if not self.was_placed:
             self.was_placed = True
             self.predicted_ttft_s = (predicted_queue_s or 0.0) + route.predicted_ttft_s
+            if route.predicted_second_s:
+                self.predicted_second_s = (predicted_queue_s or 0.0) + route.predicted_second_s
         asking = _Phase("route", telemetry.new_span_id(), number, asked_s, now_s, attempt=attempt, route=route)
         asking.follows, asking.attributes["tandem.model"] = self._follows, self.model
         self.phases.append(asking)
         self._predicted_itl_s = route.predicted_itl_s
-        transfer_s = route.inputs.get("transfer_s")
+        transfer_s = route.inputs.get("exposed_s")
         self._predicted_transfer_s = transfer_s if isinstance(transfer_s, float) else None
         phase = self._begin("prefill", attempt, now_s)
         phase.route, phase.predicted_s = route, route.predicted_ttft_s
@@ -340,6 +348,10 @@ class AnswerSpans:
         """Its first token is there."""
         self.first_token_s = self._request.now_s()
         self._request.add_event("first_token", {"tandem.choice": self.choice})
+
+    def has_second_token(self) -> None:
+        """Its second token is there, which is the first one that the decode worker computes."""
+        self.second_token_s = self._request.now_s()
 
     def must_wait(self, error: Exception, reason: str, *, num_tokens: int) -> None:
         """Its attempt ended of a reason after which it waits for workers again."""
@@ -427,6 +439,7 @@ def _describe_route(attempt: Attempt, route: Route | None) -> dict[str, Value]:
         "tandem.reason": route.reason,
         "tandem.cached_tokens": route.num_cached_tokens,
         "tandem.predicted_ttft_s": route.predicted_ttft_s,
+        "tandem.predicted_second_token_s": route.predicted_second_s,
         "tandem.predicted_itl_s": route.predicted_itl_s,
         **{f"tandem.route.{name}": value for name, value in route.inputs.items() if value},
     }

@@ -15,6 +15,7 @@ import grpc
 
 from kv_transfer import probing
 from kv_transfer.device_pages import DevicePages, warm_up
+from kv_transfer.doubting import LinkDoubts
 from kv_transfer.link import (
     LinkIdentity,
     MalformedMessage,
@@ -47,7 +48,7 @@ from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.transports.base import AnySendChannel, ChannelBroken, DeviceSendChannel, RingSpec, Transport
 from kv_transfer.transports.registry import AUTO, Reach, Transports, in_order
 from kv_transfer.transports.tls import ChannelTls
-from protos import link_pb2, link_pb2_grpc
+from protos import link_pb2, link_pb2_grpc, worker_pb2
 from services.engine.pages import PagePool
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import (
@@ -60,6 +61,7 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 from services.runtime.rpc import check_answer, error_from_rpc, make_channel, metadata_of, prove, refusal
+from services.scheduling.links import Carried, LinkMeter, LinkMeters
 
 OPENING_SHARE = 0.8
 """Of the time for a Link, that for opening one channel: there must be some left for the next one."""
@@ -73,12 +75,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HandoffStats:
-    """What a handoff moved, and the time from the seal to the commit, which computing did not hide."""
+    """What a handoff moved, and the time from the seal to the commit, which computing did not hide.
+
+    `carried` is the part of its bytes, and of others' before them, that the link was never idle with, and the time of
+    these. None: nothing can be said of the link.
+    """
 
     num_pages: int
     num_bytes: int
     exposed_s: float
     transport: str
+    carried: Carried | None = None
 
 
 class SendTransfer:
@@ -99,6 +106,7 @@ class SendTransfer:
         self._asked: asyncio.Future[None] = loop.create_future()
         self._granted: asyncio.Future[int | TandemError] = loop.create_future()
         self._outcome: asyncio.Future[ReportCommitted | TandemError] = loop.create_future()
+        self._carried: Carried | None = None
 
     @property
     def error(self) -> TandemError | None:
@@ -145,7 +153,8 @@ class SendTransfer:
             raise
         if isinstance(outcome, TandemError):
             raise again(outcome)
-        return HandoffStats(outcome.num_pages, outcome.num_bytes, self._link.now() - started, self.transport)
+        exposed_s = self._link.now() - started
+        return HandoffStats(outcome.num_pages, outcome.num_bytes, exposed_s, self.transport, self._carried)
 
     async def abort(self, error: TandemError) -> None:
         """Give the transfer up, if it has not ended; return when nothing reads its pages any more. Idempotent."""
@@ -175,7 +184,8 @@ class SendTransfer:
         if not self._granted.done():
             self._granted.set_result(num_cached_tokens)
 
-    def _on_ended(self, outcome: ReportCommitted | TandemError) -> None:
+    def _on_ended(self, outcome: ReportCommitted | TandemError, carried: Carried | None = None) -> None:
+        self._carried = carried
         if not self._outcome.done():
             self._outcome.set_result(outcome)
         if not self._granted.done() and isinstance(outcome, TandemError):
@@ -189,8 +199,10 @@ class SendLinks:
     `generations` is asked whether pages are still in the use they were sent in; `transports` are the channels to
     offer, best first. `auto` stands for all that these pages can use. The first Link to a receiver takes the first of
     them that opens, so that no request waits for a measurement; they are measured a little later, and where that finds
-    a better one, a Link over it takes the place of the first. `on_channels` is told, on the event loop, the channel to
-    each receiver (by its worker id) whenever that changes. With `tls` pages leave the host encrypted or not at all.
+    a better one, a Link over it takes the place of the first. `meters` knows how fast pages get to each receiver: it
+    learns from every handoff and measurement, and of receivers that nothing is sent to from probes of little traffic.
+    `on_channels` is told, on the event loop, the channel to each receiver (by its worker id) whenever that changes.
+    With `tls` pages leave the host encrypted or not at all.
     """
 
     def __init__(
@@ -207,6 +219,7 @@ class SendLinks:
         on_channels: Callable[[Mapping[str, str]], None] | None = None,
     ) -> None:
         self.counters = counters or Counters()
+        self.meters = LinkMeters()
         self._identity = identity
         self._layout = wire_layout(
             pool.layout,
@@ -237,6 +250,7 @@ class SendLinks:
         """Links that others have taken the place of, until they end."""
         self._improving: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        self._doubts = LinkDoubts(self.meters, self._measure_again, clock=self._clock)
 
     async def reserve(
         self, address: str, peer_incarnation: str, transfer_id: TransferId, *, num_tokens: int, deadline: Deadline
@@ -274,9 +288,21 @@ class SendLinks:
             raise DeadlineExceeded("the request's deadline passed while the Link was made") from None
         return await link.ask(transfer_id, num_tokens, deadline)
 
+    def peer_links(self) -> list[worker_pb2.PeerLink]:
+        """Return what is believed now of the link to each receiver, for gateways."""
+        now_s, told = self._clock.monotonic(), []
+        for worker_id, meter in self.meters:
+            link = worker_pb2.PeerLink(worker_id=worker_id, underway_bytes=round(meter.underway_bytes(now_s)))
+            if meter.is_known:
+                speed = meter.speed(now_s)
+                link.speed.latency_s, link.speed.bytes_per_s = speed.latency_s, speed.bytes_per_s
+            told.append(link)
+        return told
+
     async def close(self) -> None:
         """Fail what runs, end all Links, return when no thread of theirs is left."""
         self._is_closed = True
+        await self._doubts.close()
         for improving in self._improving:
             improving.cancel()
         await asyncio.gather(*self._improving, return_exceptions=True)
@@ -310,6 +336,7 @@ class SendLinks:
             return
         link = task.result()
         self._note_channel(link.receiver_id, link.transport)
+        self._doubts.note(link.receiver_id, key, link.transport)
         if link.is_lost:
             self._forget(key, link)
         elif self._is_auto and len(self._transports) > 1 and not self._is_closed and not self._is_measured(key[0]):
@@ -341,6 +368,7 @@ class SendLinks:
             if not measured.bytes_per_s:
                 return
             self._measured[key[0]] = self._clock.monotonic(), measured
+            measured.teach(self.meters.to(link.receiver_id).opinion, self._offer_to(key[0])[0], self._clock.monotonic())
             self._unopened.pop(key[0], None)
             if self._offer_to(key[0])[0] == link.transport or not self._is_current(key, link):
                 return
@@ -354,6 +382,7 @@ class SendLinks:
         self._links[key] = place = asyncio.get_running_loop().create_future()
         place.set_result(better)
         self._note_channel(better.receiver_id, better.transport)
+        self._doubts.note(better.receiver_id, key, better.transport)
         self._retired.add(link)
         link.retire()
 
@@ -388,12 +417,18 @@ class SendLinks:
             return in_order(self._transports, measured.bytes_per_s)
         return tuple(sorted(self._transports, key=self._unopened.get(address, set()).__contains__))
 
-    async def _measure(self, key: tuple[str, str]) -> probing.Measured:
+    async def _measure_again(self, key: tuple[str, str], transport: str) -> probing.Measured:
+        """Measure the channel that is in use with as little traffic as will do. Raises what `_measure` does."""
+        return await self._measure(key, (transport,), most_bytes=probing.RETRY_BYTES)
+
+    async def _measure(
+        self, key: tuple[str, str], transports: tuple[str, ...] = (), *, most_bytes: int | None = None
+    ) -> probing.Measured:
         address, peer_incarnation = key
         rpc_channel = make_channel(address)
         try:
             stub = link_pb2_grpc.LinkStub(rpc_channel)
-            hello = self._hello(peer_incarnation, self._transports)
+            hello = self._hello(peer_incarnation, transports or self._transports)
 
             async def begin() -> _Call:
                 proof = await prove(rpc_channel, PROBE, incarnation=peer_incarnation)
@@ -401,7 +436,7 @@ class SendLinks:
                 await check_answer(proof, call)
                 return call
 
-            measured = await probing.measure(begin, hello, self._open_channel)
+            measured = await probing.measure(begin, hello, self._open_channel, most_bytes=most_bytes)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
@@ -482,6 +517,7 @@ class SendLinks:
             timeouts=self._timeouts,
             counters=self.counters,
             clock=self._clock,
+            meter=self.meters.to(opened.ack.worker_id),
             on_lost=lambda: self._forget(key, link),
             on_ended=on_ended,
             device_pages=DevicePages(self._pool) if isinstance(opened.channel, DeviceSendChannel) else None,
@@ -521,6 +557,7 @@ class _SendLink:
         timeouts: Timeouts,
         counters: Counters,
         clock: Clock,
+        meter: LinkMeter,
         on_lost: Callable[[], None],
         on_ended: Callable[[], None],
         device_pages: DevicePages | None,
@@ -533,6 +570,8 @@ class _SendLink:
         self._opened = opened
         self._generations = generations
         self._counters = counters
+        self._meter = meter
+        self._page_bytes = layout.page_bytes
         self._on_lost = on_lost
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
@@ -595,6 +634,7 @@ class _SendLink:
         for action in self._machine.send(transfer_id, first_page, page_ids):
             if isinstance(action, PostChunk):
                 self._poster.submit(action, generations[len(page_ids) - len(action.page_ids) :])
+                self._meter.sent(transfer_id, len(action.page_ids) * self._page_bytes, self.now())
             else:
                 self._perform([action])
 
@@ -606,6 +646,7 @@ class _SendLink:
             sampling_position=sampling_position,
             now=self.now(),
         )
+        self._meter.sealed(transfer_id)
         self._perform(actions)
 
     def abort(self, transfer_id: TransferId, error: TandemError) -> None:
@@ -637,8 +678,9 @@ class _SendLink:
                 case ReportGranted():
                     self._handles[action.id]._on_granted(action.num_cached_tokens)
                 case ReportCommitted():
-                    self._handles[action.id]._on_ended(action)
+                    self._handles[action.id]._on_ended(action, self._meter.arrived(action.id, self.now()))
                 case ReportFailed():
+                    self._meter.lost(action.id, self.now())
                     self._handles[action.id]._on_ended(action.error)
                 case ReportReleased():
                     self._poster.forget(action.id)

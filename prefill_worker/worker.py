@@ -139,7 +139,6 @@ class _Attempt:
     trace: TraceContext | None = None
     """Under which its spans are recorded; None: it has none."""
     sending_since_unix_ns: int | None = None
-    num_sends: int = 0
     outcome: str = "cancelled"
     abort_reason: TandemError | None = field(default_factory=lambda: RequestCancelled("the attempt was cancelled"))
     started_unix_ns: int = 0
@@ -216,6 +215,7 @@ class PrefillWorker:
             load=lambda: self.load().to_message(is_draining=self._is_draining),
             on_session_closed=self._on_session_closed,
             gpu=gpu,
+            links=self._links.peer_links,
         )
         self._loop = PrefillLoop(
             runner=parts.runner,
@@ -242,7 +242,7 @@ class PrefillWorker:
             speeds=Speeds(
                 prefill=numbers(self._loop.speedometer.prefill),
                 decode=numbers(self._loop.speedometer.decode),
-                link=numbers(self._loop.speedometer.link),
+                link=numbers(self._links.meters.usual()),
             ),
             waiting_tokens=self._queue.waiting_tokens,
         )
@@ -418,7 +418,6 @@ class PrefillWorker:
         if not attempt.spec.emitted_token_ids and attempt.kept.outcome is not None:
             self._emit(attempt, tokens_message(0, attempt.kept.outcome))
         transfer.send(0, page_ids)
-        attempt.num_sends += 1
 
     def _keep(self, attempt: _Attempt, outcome: SampledToken | None) -> None:
         """From here on the attempt's pages outlive it."""
@@ -473,7 +472,6 @@ class PrefillWorker:
     def _send(self, attempt: _Attempt, transfer: SendTransfer, first_page: int, page_ids: tuple[int, ...]) -> None:
         """Raises what ended the transfer, if it has ended: nobody waits for the rest of the prompt then."""
         transfer.send(first_page, page_ids)
-        attempt.num_sends += 1
         attempt.sending_since_unix_ns = attempt.sending_since_unix_ns or self._clock.unix_ns()
 
     async def _begin(self, attempt: _Attempt) -> CachedPrefix:
@@ -529,8 +527,6 @@ class PrefillWorker:
             seconds=(self._clock.unix_ns() - start_unix_ns) / 1e9,
             exposed_s=stats.exposed_s,
         )
-        if attempt.num_sends == 1:  # nothing of it was hidden behind the computation
-            self._loop.speedometer.observe_transfer(stats.num_bytes, stats.exposed_s, self._clock.monotonic())
         self._emit(attempt, handed_off_message(stats, attempt.told_chunks()))
 
     def _fail(self, attempt: _Attempt, error: BaseException) -> None:

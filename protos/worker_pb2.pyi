@@ -685,6 +685,7 @@ class StepEvents(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     worker_incarnation: _builtins.str
     """Incarnation of the worker."""
     @_builtins.property
@@ -703,6 +704,12 @@ class StepEvents(_message.Message):
         Absent: as it was last in this session. A worker without a GPU, or that cannot ask it, never sends it.
         """
 
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerLink]:
+        """How fast pages get from this worker to others, one entry for each of those of which something else is to be said than
+        before in this session. Of a worker that was never named nothing was measured.
+        """
+
     def __init__(
         self,
         *,
@@ -710,14 +717,47 @@ class StepEvents(_message.Message):
         events: _abc.Iterable[Global___WorkerEvent] | None = ...,
         load: Global___WorkerLoad | None = ...,
         gpu: Global___GpuFacts | None = ...,
+        links: _abc.Iterable[Global___PeerLink] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "gpu", b"gpu", "load", b"load", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "gpu", b"gpu", "links", b"links", "load", b"load", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepEvents: _TypeAlias = StepEvents  # noqa: Y015
+
+@_typing.final
+class PeerLink(_message.Message):
+    """The link from this worker to another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    SPEED_FIELD_NUMBER: _builtins.int
+    UNDERWAY_BYTES_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Id of the worker at its other end."""
+    underway_bytes: _builtins.int
+    """Bytes of handoffs, of all gateways, that were given to the link and are probably not there yet."""
+    @_builtins.property
+    def speed(self) -> Global___LinkSpeed:
+        """The best guess now. Absent: nothing was measured."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        speed: Global___LinkSpeed | None = ...,
+        underway_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speed", b"speed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["speed", b"speed", "underway_bytes", b"underway_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerLink: _TypeAlias = PeerLink  # noqa: Y015
 
 @_typing.final
 class GpuFacts(_message.Message):

@@ -6,8 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from kv_transfer.protocol.messages import TransferId
+from protos import worker_pb2
 from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError
+from services.scheduling.links import Carried, LinkMeters
+
+CARRIED = Carried(3_000_000, 0.01)
 
 
 @dataclass
@@ -43,7 +47,9 @@ class FakeTransfer:
         if self.error is not None:
             raise self.error
         num_pages = sum(len(pages) for _, pages in self.sent)
-        return SimpleNamespace(num_pages=num_pages, num_bytes=64 * num_pages, exposed_s=0.5, transport="fake")
+        return SimpleNamespace(
+            num_pages=num_pages, num_bytes=64 * num_pages, exposed_s=0.5, transport="fake", carried=CARRIED
+        )
 
     async def abort(self, error: TandemError) -> None:
         self.abort_reason = error
@@ -58,6 +64,7 @@ class FakeLinks:
     """
 
     def __init__(self) -> None:
+        self.meters = LinkMeters()
         self.may_ask = asyncio.Event()
         self.may_ask.set()
         self.may_reserve = asyncio.Event()
@@ -90,6 +97,9 @@ class FakeLinks:
         transfer = await self.ask(*where, num_tokens=num_tokens, deadline=deadline)
         await transfer.granted()
         return transfer
+
+    def peer_links(self) -> list[worker_pb2.PeerLink]:
+        return []
 
     async def close(self) -> None:
         pass

@@ -176,6 +176,10 @@ class Feed:
             "prefill_tokens_per_s": None if prefill is None else SPEED_TOKENS / prefill.time_s(SPEED_TOKENS),
             "step_s": None if decode is None else decode.step_s(max(1, load.running), load.context_tokens),
             "link_bytes_per_s": None if link is None else link.bytes_per_s,
+            "links": {
+                peer: {"bytes_per_s": way.bytes_per_s, "latency_s": way.latency_s, "underway_bytes": way.underway_bytes}
+                for peer, way in member.session.links.items()
+            },
             "gpu": None
             if member.gpu_facts is None
             else {

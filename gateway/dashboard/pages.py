@@ -196,22 +196,26 @@ def _story(row: Row, answers: list[AnswerStory]) -> dict[str, Any]:
     }
 
 
+def _since_choice(attempt: AttemptStory, answer: AnswerStory, token_us: int | None) -> int | None:
+    """When a token came, if this attempt gave it, since the decision: what the request had waited before is no part."""
+    if token_us is None:
+        return None
+    # Of those that were begun before it the last one gave it: the others had failed.
+    begun = [each for each in answer.attempts if each.began_us <= token_us]
+    return token_us - attempt.began_us if begun and attempt is begun[-1] else None
+
+
 def _attempt(attempt: AttemptStory, row: Row, answer: AnswerStory) -> dict[str, Any]:
-    first_us = answer.first_token_us
-    actual_us = None
-    if first_us is not None:
-        # Of those that were begun before it the last one gave it: the others had failed.
-        begun = [each for each in answer.attempts if each.began_us <= first_us]
-        # The prediction begins with the decision; what the request had waited before is no part of it.
-        if begun and attempt is begun[-1]:
-            actual_us = first_us - attempt.began_us
     return {
         "decode": attempt.decode,
         "prefill": attempt.prefill,
         "reason": attempt.reason,
         "why": reasons(attempt, row.prompt_tokens),
         "predicted_ttft_us": attempt.predicted_ttft_us if attempt.reason != "move" else None,
-        "actual_ttft_us": actual_us,
+        "actual_ttft_us": _since_choice(attempt, answer, answer.first_token_us),
+        "predicted_second_us": attempt.predicted_second_us or None,
+        "actual_second_us": _since_choice(attempt, answer, answer.second_token_us),
+        "predicted_exposed_us": attempt.predicted_exposed_us,
         "parts_us": parts(attempt),
         "waited_us": attempt.waited_us,
         "pages": attempt.num_pages,

@@ -161,6 +161,20 @@ def _logprobs_message(token: Sampled) -> inference_pb2.TokenLogprobs:
     return inference_pb2.TokenLogprobs(logprob=token.logprob, top=top)
 
 
+class Carried(Protocol):
+    """A part of what went over a link while that was never idle."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its bytes."""
+        ...
+
+    @property
+    def time_s(self) -> float:
+        """Seconds that they took."""
+        ...
+
+
 class Moved(Protocol):
     """What is told of a handoff that was committed."""
 
@@ -182,6 +196,11 @@ class Moved(Protocol):
     @property
     def transport(self) -> str:
         """Name of the channel."""
+        ...
+
+    @property
+    def carried(self) -> Carried | None:
+        """What it says of the link itself; None: nothing."""
         ...
 
 

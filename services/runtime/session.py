@@ -24,6 +24,9 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 
+LINK_NOISE, LINK_NOISE_BYTES = 0.1, 2**18
+"""What is told of a link may be off by this share, and what is under way by so many bytes."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -88,6 +91,8 @@ class SessionLimits:
     max_sessions: int = 64
     load_s: float = 0.02
     """Messages of nothing but tokens have the load no more often than this."""
+    links_s: float = 0.1
+    """What has changed of links is told no more often than this."""
 
 
 @dataclass(eq=False, slots=True)
@@ -106,6 +111,9 @@ class Session:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     told_gpu: worker_pb2.GpuFacts | None = None
     """What the gateway was told of the GPU last."""
+    told_links: dict[str, worker_pb2.PeerLink] = field(default_factory=dict)
+    """What it was told of links last, by the worker at the other end."""
+    links_sent_s: float = -math.inf
     left_out: str = ""
     """Why the gateway gives this worker no work; empty: it may."""
 
@@ -134,7 +142,8 @@ class SessionServer:
     `handlers` maps a command's name in its oneof (all but hello) to what it does. Commands of a session are handled
     one after the other, so a handler must not wait for an engine step. An error that a handler raises is answered
     with Refused if the command brought a sequence, and logged otherwise. `load` is called for nearly every message (see
-    `SessionLimits.load_s`), and so is `gpu`, whose result is sent where it is another object than before.
+    `SessionLimits.load_s`), and so is `gpu`, whose result is sent where it is another object than before. Of `links`
+    those are sent of which something else is to be said, by more than a price would show.
     `on_session_closed` is called once per session, on the loop, when it ends for whatever reason.
     """
 
@@ -146,8 +155,10 @@ class SessionServer:
         load: Callable[[], worker_pb2.WorkerLoad],
         on_session_closed: Callable[[Session], None],
         gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None,
+        links: Callable[[], Iterable[worker_pb2.PeerLink]] | None = None,
         limits: SessionLimits | None = None,
     ) -> None:
+        self._links = links
         self._incarnation = incarnation
         self._handlers = dict(handlers)
         self._load = load
@@ -308,6 +319,13 @@ class SessionServer:
         if gpu is not None and gpu is not session.told_gpu:
             session.told_gpu = gpu
             message.gpu.CopyFrom(gpu)
+        if self._links is not None and now_s - session.links_sent_s >= self._limits.links_s:
+            session.links_sent_s = now_s
+            for link in self._links():
+                told = session.told_links.get(link.worker_id)
+                if told is None or _is_other(told, link):
+                    session.told_links[link.worker_id] = link
+                    message.links.add().CopyFrom(link)
         for emission in taken:
             _add_event(message, emission)
         return message
@@ -358,6 +376,17 @@ def failed(error: BaseException) -> worker_pb2.Failed:
     """The error as the end of an attempt that was taken."""
     code, message = status.to_wire(error)
     return worker_pb2.Failed(code=code, message=message)
+
+
+def _is_other(told: worker_pb2.PeerLink, link: worker_pb2.PeerLink) -> bool:
+    """Whether what was told of a link is not what would be told now, but for noise."""
+    if told.HasField("speed") != link.HasField("speed"):
+        return True
+    waited, waits = told.underway_bytes, link.underway_bytes
+    if (waited == 0) != (waits == 0) or abs(waited - waits) > max(LINK_NOISE_BYTES, LINK_NOISE * waited):
+        return True
+    pairs = ((told.speed.latency_s, link.speed.latency_s), (told.speed.bytes_per_s, link.speed.bytes_per_s))
+    return any(abs(before - now) > LINK_NOISE * before for before, now in pairs)
 
 
 def _add_event(message: worker_pb2.StepEvents, emission: Emission) -> None:

@@ -105,10 +105,11 @@ def record_sending(
         attributes = {
             "tandem.kv.pages": sent.num_pages,
             "tandem.kv.bytes": sent.num_bytes,
-            "tandem.kv.gb_per_s": sent.num_bytes / max(1, end_unix_ns - start_unix_ns),
             "tandem.kv.transport": sent.transport,
             "tandem.kv.exposed_s": sent.exposed_s,
         }
+        if sent.carried is not None:
+            attributes["tandem.kv.gb_per_s"] = sent.carried.num_bytes / sent.carried.time_s / 1e9
     if isinstance(error, asyncio.CancelledError | RequestCancelled):
         attributes["tandem.is_cancelled"], error = True, None
     telemetry.record("kv_transfer.send", trace, start_unix_ns, end_unix_ns, attributes=attributes, error=error)

@@ -19,8 +19,10 @@ seconds that somebody waits, so that terms need no weights to be added:
                come to P while a backlog like today's is worked off (Little's law), and each of them waits prefill_s
                longer. Without it, going to an idle worker that lacks the prefix is free, and under load lost hits are
                lost capacity
-    transfer_s latency + bytes of the tokens that D does not hold / bandwidth of P's link; `cross_region_factor` times
-               that, and `cross_region_s` more, from one region to another
+    transfer_s latency + (bytes under way + bytes of the tokens that D does not hold) / rate, of the measured link from
+               P to D. Of a pair that was never measured by P's usual link, `cross_region_factor` times, and
+               `cross_region_s` more, from one region to another. All of it counts, as computation does, although one
+               hides a part of the other from this request: meanwhile the link is nobody else's
     decode_s   expected new tokens × length of D's step with this request in it
     pressure_s `pressure_s` · x², where x grows from 0 at the last `pressure_share` of the pool's pages to 1 at the last
                page, and goes on growing beyond: the request would have to wait for pages
@@ -58,6 +60,7 @@ from services.scheduling.disaggregation import (
     PrefillWays,
     decide,
 )
+from services.scheduling.links import NO_LINKS, PeerLink, PeerLinks
 from services.scheduling.prediction import (
     DEFAULT_DECODE,
     DEFAULT_LINK,
@@ -79,7 +82,8 @@ class WorkerView:
     `num_requests` counts requests that run or wait there, those that the worker has not yet reported included,
     `num_less_urgent` those of them that wait for whoever asks; `num_running` those in a decode worker's steps, with
     `context_tokens` tokens between them. `waiting_tokens` counts prompt tokens that wait for computation there. Who
-    knows better how long that takes says so in `queue_s`. `tenants`: the only ones it works for; empty: everybody.
+    knows better how long that takes says so in `queue_s`. `links` are those to decode workers that were measured, and
+    `link_speed` that to any other. `tenants`: the only ones it works for; empty: everybody.
     """
 
     worker_id: str
@@ -98,6 +102,7 @@ class WorkerView:
     prefill_speed: PrefillSpeed = DEFAULT_PREFILL
     decode_speed: DecodeSpeed = DEFAULT_DECODE
     link_speed: LinkSpeed = DEFAULT_LINK
+    links: PeerLinks = field(default_factory=lambda: NO_LINKS)
     queue_s: float | None = None
     num_less_urgent: int = 0
 
@@ -188,6 +193,7 @@ class RoutingSettings:
 class Route:
     """One way that a request may go: a decode worker, and prefill workers for it, best first.
 
+    The second token needs the pages at the decode worker; a part of their way is hidden behind the computation.
     `num_cached_tokens` is what is reused where the prompt is computed. `inputs` says what the price was made of, for
     the `route` span.
     """
@@ -200,6 +206,7 @@ class Route:
     predicted_itl_s: float
     num_cached_tokens: int
     inputs: Mapping[str, float | int | str]
+    predicted_second_s: float = 0.0
 
 
 Fits = Callable[[WorkerView, WorkerView], bool]
@@ -465,13 +472,36 @@ class _Case:
         far_s = self.settings.region_s if region and view.region and view.region != region else 0.0
         return far_s + (self.settings.shared_s if has_own and not view.tenants else 0.0)
 
-    def transfer_s(self, prefill: WorkerView, decode: WorkerView) -> float:
-        """For the pages that the decode worker does not hold."""
-        num_bytes = (self.request.num_prompt_tokens - self.cached(decode)) * self.request.kv_bytes_per_token
-        time_s = prefill.link_speed.time_s(num_bytes)
+    def link(self, prefill: WorkerView, decode: WorkerView) -> PeerLink:
+        """As it was measured, or else as links from there are; a far one of which nothing is known is slower."""
+        link = prefill.links.get(decode.worker_id)
+        if link is not None:
+            return link
+        latency_s, bytes_per_s = prefill.link_speed.latency_s, prefill.link_speed.bytes_per_s
         if prefill.region and decode.region and prefill.region != decode.region:
-            time_s = time_s * self.settings.cross_region_factor + self.settings.cross_region_s
-        return time_s
+            factor = self.settings.cross_region_factor
+            return PeerLink(latency_s * factor + self.settings.cross_region_s, bytes_per_s / factor)
+        return PeerLink(latency_s, bytes_per_s)
+
+    def transfer_s(self, prefill: WorkerView, decode: WorkerView) -> float:
+        """For the pages that the decode worker does not hold, and what goes before them."""
+        num_bytes = (self.request.num_prompt_tokens - self.cached(decode)) * self.request.kv_bytes_per_token
+        return self.link(prefill, decode).time_s(num_bytes)
+
+    def exposed_s(self, prefill: WorkerView, decode: WorkerView) -> float:
+        """The part of it that comes after the prompt's computation: the pages go as they are computed."""
+        request, speed = self.request, prefill.prefill_speed
+        cached, held = self.cached(prefill), self.cached(decode)
+        num_lacking = request.num_prompt_tokens - cached
+        num_last = min(self.settings.disaggregation.chunk_tokens, num_lacking)
+        return self.link(prefill, decode).exposed_s(
+            (request.num_prompt_tokens - held) * request.kv_bytes_per_token,
+            at_once_bytes=max(0, cached - held) * request.kv_bytes_per_token,
+            last_bytes=num_last * request.kv_bytes_per_token,
+            queue_s=self.queue_s(prefill),
+            first_s=speed.time_s(num_last),
+            work_s=speed.time_s(num_lacking, cached),
+        )
 
     def prefill_load_s(self, view: WorkerView) -> float:
         """How long a prefill worker has to do, for policies that look at nothing else."""
@@ -536,6 +566,12 @@ class _Case:
                 least_latency_s = link.latency_s
             if link.bytes_per_s > most_bytes_per_s:
                 most_bytes_per_s = link.bytes_per_s
+            links = view.links
+            if links:
+                if links.least_latency_s < least_latency_s:
+                    least_latency_s = links.least_latency_s
+                if links.most_bytes_per_s > most_bytes_per_s:
+                    most_bytes_per_s = links.most_bytes_per_s
         self.least_latency_s, self.most_bytes_per_s = least_latency_s, most_bytes_per_s
         self.held_by_prefills = most_held
         if holders:
@@ -606,16 +642,20 @@ class _Case:
             num_bytes = lacking * bytes_per_token
             # No transfer is faster than this: it ends the search.
             least_s = least_latency_s + num_bytes / most_bytes_per_s
-            remote, best, decode_region = math.inf, None, view.region
+            remote, best, decode_region, decode_id = math.inf, None, view.region, view.worker_id
             for prefill_price, _, prefill in prefills:
                 if prefill_price + least_s >= remote:
                     break
                 if fits is not None and not fits(prefill, view):
                     continue
-                link = prefill.link_speed
-                transfer = link.latency_s + num_bytes / link.bytes_per_s
-                if decode_region and prefill.region and prefill.region != decode_region:
-                    transfer = transfer * settings.cross_region_factor + settings.cross_region_s
+                measured = prefill.links.get(decode_id)
+                if measured is not None:
+                    transfer = measured.latency_s + (measured.underway_bytes + num_bytes) / measured.bytes_per_s
+                else:
+                    link = prefill.link_speed
+                    transfer = link.latency_s + num_bytes / link.bytes_per_s
+                    if decode_region and prefill.region and prefill.region != decode_region:
+                        transfer = transfer * settings.cross_region_factor + settings.cross_region_s
                 if prefill_price + transfer < remote:
                     remote, best = prefill_price + transfer, prefill
             if best is not None:
@@ -674,6 +714,7 @@ class _Case:
             "decode_cached_tokens": cached_on_decode,
         }
         now_step_s = decode.decode_speed.step_s(running, decode.context_tokens)
+        exposed_s = 0.0
         if prefill is None:
             cached_on_prefill = 0
             ways = PrefillWays(
@@ -689,6 +730,7 @@ class _Case:
         else:
             cached_on_prefill, prefill_queue_s = self.cached(prefill), self.queue_s(prefill)
             hot_s, transfer_s = self.hot_s.get(prefill.worker_id, 0.0), self.transfer_s(prefill, decode)
+            link, exposed_s = self.link(prefill, decode), self.exposed_s(prefill, decode)
             prefill_pressure_s = self.pressure_s(prefill, request.num_prompt_tokens)
             prefill_place_s = self.place_s(prefill, has_own=self.has_own_prefills)
             num_lacking = request.num_prompt_tokens - cached_on_prefill
@@ -717,9 +759,14 @@ class _Case:
                 "displaced_s": displaced_s,
                 "hot_spot_s": hot_s,
                 "transfer_s": transfer_s,
+                "exposed_s": exposed_s,
+                "handoff_bytes": (request.num_prompt_tokens - cached_on_decode) * request.kv_bytes_per_token,
+                "link_bytes_per_s": link.bytes_per_s,
+                "link_underway_bytes": link.underway_bytes,
             }
         decision = decide(ways, self.settings.disaggregation)
         way_s = decision.remote_cost_s if decision.is_remote else decision.local_cost_s
+        first_s = decision.remote_ttft_s if decision.is_remote else decision.local_ttft_s
         inputs |= {
             "price_s": self.new_tokens * step_s + pressure_s + place_s + way_s,
             "remote_cost_s": decision.remote_cost_s,
@@ -735,7 +782,8 @@ class _Case:
             prefills=tuple(prefills),
             is_remote=decision.is_remote,
             reason=decision.reason,
-            predicted_ttft_s=decision.remote_ttft_s if decision.is_remote else decision.local_ttft_s,
+            predicted_ttft_s=first_s,
+            predicted_second_s=first_s + (exposed_s if decision.is_remote else 0.0) + step_s,
             predicted_itl_s=step_s,
             num_cached_tokens=cached_on_prefill if decision.is_remote else cached_on_decode,
             inputs=inputs,
@@ -743,10 +791,14 @@ class _Case:
 
     def _prefills_for(self, decode: WorkerView) -> list[WorkerView]:
         """All that were looked at, the cheapest for this decode worker first."""
-        settings, region = self.settings, decode.region
+        settings, region, decode_id = self.settings, decode.region, decode.worker_id
         num_bytes = (self.request.num_prompt_tokens - self.cached(decode)) * self.request.kv_bytes_per_token
         by_price = []
         for price, position, view in self.priced_prefills:
+            measured = view.links.get(decode_id)
+            if measured is not None:
+                by_price.append((price + measured.time_s(num_bytes), position, view))
+                continue
             link = view.link_speed
             transfer_s = link.latency_s + num_bytes / link.bytes_per_s
             if region and view.region and view.region != region:

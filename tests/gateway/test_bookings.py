@@ -36,3 +36,22 @@ def test_only_shorter_prompts_of_no_worse_class_are_ahead():
     # What waits there and is not from here is before everybody.
     assert books.tokens_ahead((2, 100), 5000) == 950 + 40
     assert [books.num_less_urgent(service_class) for service_class in range(4)] == [4, 3, 1, 0]
+
+
+def test_bytes_on_their_way_are_booked_for_the_pair_until_they_have_arrived():
+    prefill, mine, other = Books(), Bookings(), Bookings()
+    mine.enter(Books(), prefill, num_pages=1, prompt=(2, 10), handoff=("d-0", 700))
+    other.enter(Books(), prefill, num_pages=1, prompt=(2, 10), handoff=("d-0", 300))
+    assert prefill.sending == {"d-0": 1000}
+    for bookings in (mine, other):
+        bookings.note_admitted()
+        bookings.note_prompt_done()
+    # The prompts are computed, and their pages are still on the link.
+    assert not prefill.is_empty
+    mine.note_arrived()
+    mine.leave()
+    assert prefill.sending == {"d-0": 300}
+    other.enter(Books(), prefill, num_pages=1, prompt=(2, 10), handoff=("d-1", 300))
+    assert prefill.sending == {"d-1": 300}
+    other.leave()
+    assert prefill.is_empty

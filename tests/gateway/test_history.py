@@ -153,6 +153,9 @@ def test_why_a_request_went_there_is_what_the_router_has_said() -> None:
     attempt = story.attempts[0]
     assert (attempt.decode, attempt.prefill, attempt.cached_tokens) == (route.decode.worker_id, "p-0", 320)
     assert attempt.predicted_ttft_us == round(route.predicted_ttft_s * 1e6)
+    assert attempt.predicted_second_us == round(route.predicted_second_s * 1e6)
+    assert attempt.predicted_exposed_us == round(float(route.inputs["exposed_s"]) * 1e6) > 0
+    assert story.predicted() is attempt
     said = reasons(attempt, 1000)
     assert said[0] == "a prefill worker was the cheaper way"
     assert said[2].startswith(f"the next best was {second.decode.worker_id}, for ")
@@ -163,6 +166,9 @@ def test_why_a_request_went_there_is_what_the_router_has_said() -> None:
     spent = list(parts(attempt).values())
     assert spent == sorted(spent, reverse=True)
     assert "generating" in parts(attempt)
+    # What was tried again has nothing to be compared with.
+    story.note_route(route, None, prefill="p-0", began_us=15, placed_us=19)
+    assert story.predicted() is None
 
 
 def test_without_prefill_workers_there_was_no_other_way() -> None:
@@ -265,7 +271,14 @@ def test_names_of_nobody_are_no_mistake() -> None:
     """Terms of other policies' prices, or none at all, are told as far as they are there."""
     decode = cast(Any, SimpleNamespace(worker_id="d"))
     route = SimpleNamespace(
-        decode=decode, prefills=(), is_remote=False, reason="x", predicted_ttft_s=0.0, num_cached_tokens=0, inputs={}
+        decode=decode,
+        prefills=(),
+        is_remote=False,
+        reason="x",
+        predicted_ttft_s=0.0,
+        predicted_second_s=0.0,
+        num_cached_tokens=0,
+        inputs={},
     )
     story = AnswerStory([("queue", 0)])
     story.note_route(cast(Any, route), None, prefill="", began_us=0, placed_us=0)

@@ -357,7 +357,9 @@ async def test_slow_requests_get_words(make_system, pair, output):
     ]
     assert (words["level"], words["request_id"]) == ("warning", line["request_id"])
     assert "s generating; prompt of 3 tokens, " in words["message"]
-    assert "1 attempt; on prefill-0, decode-0" in words["message"]
+    assert "; 1 attempt; second token expected " in words["message"]
+    assert "for the handoff, and seen after " in words["message"]
+    assert words["message"].endswith("; on prefill-0, decode-0")
 
 
 async def test_without_a_limit_no_request_is_slow(make_system, pair, output):

@@ -6,11 +6,12 @@ import functools
 import msgspec
 import pytest
 
-from gateway.bookings import Bookings
+from gateway.bookings import Bookings, Books
 from gateway.sessions import Load
 from gateway.topology import FRESH_S, Topology
 from services.cluster.registry import WorkerRecord
-from services.scheduling.prediction import DecodeSpeed
+from services.scheduling.links import PeerLink, PeerLinks
+from services.scheduling.prediction import DEFAULT_LINK, DecodeSpeed
 
 PROMPT = (2, 100)
 
@@ -95,6 +96,28 @@ async def test_a_view_follows_load_bookings_open_attempts_record_and_speeds(make
     assert seen("decode_speed") == (fast,)
     member.session._worked_at_s -= 2 * FRESH_S
     assert seen("num_running") == (1,)
+
+
+async def test_a_view_has_the_links_of_its_worker_and_what_is_on_its_way(make_topology):
+    topology = make_topology(record("d-0"), record("p-0"))
+    member = member_of(topology, "p-0")
+
+    def link(worker_id):
+        return topology.prefill_views("m", prompt=PROMPT)[0].links.get(worker_id)
+
+    assert link("d-0") is None
+    slow, fast = PeerLink(0.001, 4e6, 1000), PeerLink(0.0021, 0.9e9)
+    member.session.links = PeerLinks({"d-0": slow, "d-1": fast})
+    assert link("d-0") == slow
+    # As fast as is usual: of two that differ by chance one would get everything.
+    assert link("d-1") == PeerLink(DEFAULT_LINK.latency_s, DEFAULT_LINK.bytes_per_s)
+    bookings = Bookings()
+    for worker_id, num_bytes, underway in (("d-0", 10, 1000), ("d-0", 5000, 5000), ("d-2", 7, 7)):
+        bookings.enter(Books(), member.session.books, num_pages=1, prompt=PROMPT, handoff=(worker_id, num_bytes))
+        assert link(worker_id).underway_bytes == underway
+    bookings.leave()
+    assert link("d-0") == slow
+    assert link("d-2") is None
 
 
 async def test_a_load_keeps_the_rotation_and_a_worker_that_leaves_ends_it(make_topology):

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.sessions import _read_gpu, _read_load
+from gateway.sessions import _read_gpu, _read_links, _read_load
 from protos import worker_pb2
 from services.runtime.gpu_health import THROTTLE_REASONS, GpuFacts
 from services.runtime.gpu_watch import gpu_message
 from services.runtime.worker_metrics import Load, Speeds
+from services.scheduling.links import MAX_PEERS, NO_LINKS, PeerLink
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 
 
@@ -85,3 +86,30 @@ def test_what_a_gpu_says_arrives(facts):
 def test_a_temperature_that_is_none_is_not_known(wrong):
     facts = _read_gpu(worker_pb2.GpuFacts(temperature_c=wrong, slowdown_c=wrong, free_bytes=5))
     assert (facts.temperature_c, facts.slowdown_c, facts.free_bytes) == (None, None, 5)
+
+
+def peer_link(worker_id, latency_s, bytes_per_s, underway_bytes=0):
+    speed = worker_pb2.LinkSpeed(latency_s=latency_s, bytes_per_s=bytes_per_s)
+    return worker_pb2.PeerLink(worker_id=worker_id, speed=speed, underway_bytes=underway_bytes)
+
+
+def test_what_is_told_of_links_is_kept_until_something_else_is_told():
+    links = _read_links(NO_LINKS, [peer_link("d-0", 0.1, 1e6), peer_link("d-1", 0.01, 1e9, 5)])
+    assert links == {"d-0": PeerLink(0.1, 1e6), "d-1": PeerLink(0.01, 1e9, 5)}
+    assert (links.least_latency_s, links.most_bytes_per_s) == (0.01, 1e9)
+    links = _read_links(links, [peer_link("d-1", 0.2, 1e5)])
+    assert links == {"d-0": PeerLink(0.1, 1e6), "d-1": PeerLink(0.2, 1e5)}
+    assert (links.least_latency_s, links.most_bytes_per_s) == (0.1, 1e6)
+
+
+@pytest.mark.parametrize("numbers", [(math.nan, 1.0), (0.0, math.inf), (-1.0, 1.0), (0.0, 0.0)])
+def test_a_link_of_nonsense_is_as_if_it_was_not_told(numbers):
+    assert _read_links(NO_LINKS, [peer_link("d-0", *numbers), worker_pb2.PeerLink(worker_id="d-1")]) == NO_LINKS
+
+
+def test_a_worker_cannot_name_others_without_end():
+    links = NO_LINKS
+    for start in range(0, 3 * MAX_PEERS, MAX_PEERS // 2):
+        links = _read_links(links, [peer_link(f"d-{n}", 0.1, 1e6) for n in range(start, start + MAX_PEERS // 2)])
+    assert len(links) == MAX_PEERS
+    assert f"d-{3 * MAX_PEERS - 1}" in links

@@ -109,9 +109,9 @@ async def test_nobody_waits_for_a_measurement(make_pair: PairMaker, monkeypatch:
     may_measure = asyncio.Event()
     really_measure = probing.measure
 
-    async def measure_later(*arguments: Any) -> probing.Measured:
+    async def measure_later(*arguments: Any, **options: Any) -> probing.Measured:
         await may_measure.wait()
-        return await really_measure(*arguments)
+        return await really_measure(*arguments, **options)
 
     monkeypatch.setattr(probing, "measure", measure_later)
     slow_down(monkeypatch, "shm", 0.005)
@@ -166,7 +166,7 @@ async def test_an_order_that_was_asked_for_is_kept_whatever_could_not_be_opened(
 
 
 async def test_a_measurement_that_fails_changes_nothing(make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(*_: Any) -> probing.Measured:
+    async def fail(*_: Any, **options: Any) -> probing.Measured:
         raise WorkerUnavailable("the receiver ended the probe")
 
     monkeypatch.setattr(probing, "measure", fail)
@@ -178,7 +178,7 @@ async def test_a_measurement_that_fails_changes_nothing(make_pair: PairMaker, mo
 async def test_a_worker_that_leaves_does_not_wait_for_its_measurement(
     make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def hang(*_: Any) -> probing.Measured:
+    async def hang(*_: Any, **options: Any) -> probing.Measured:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -312,7 +312,7 @@ async def test_a_probe_never_touches_pages(make_pair: PairMaker) -> None:
     assert isinstance(ack, HelloAck)
     opened = await pair.links._open_channel(hello, ack)
     ring = RingSpec(ack.ring_slots, ack.ring_slot_bytes)
-    await asyncio.to_thread(probing.post_round, opened, ring, 0)
+    await asyncio.to_thread(probing.post_round, opened, ring, 0, probing.frame_bytes(ring))
     assert from_wire(await call.read()) == Probed(probing.num_frames(ring) * probing.frame_bytes(ring))
     opened.shutdown()
     opened.close()

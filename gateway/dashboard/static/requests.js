@@ -218,6 +218,11 @@ function why(attempt) {
     const actual = attempt.actual_ttft_us === null ? "" : ` It came after ${micros(attempt.actual_ttft_us)}.`;
     lines.push(make("li", {}, `The first token was predicted ${micros(attempt.predicted_ttft_us)} after the decision.${actual}`));
   }
+  if (attempt.predicted_second_us !== null) {
+    const actual = attempt.actual_second_us === null ? "" : ` It came after ${micros(attempt.actual_second_us)}.`;
+    const way = attempt.predicted_exposed_us ? `, ${micros(attempt.predicted_exposed_us)} of them for the pages' way` : "";
+    lines.push(make("li", {}, `The second token was predicted ${micros(attempt.predicted_second_us)} after it${way}.${actual}`));
+  }
   if (attempt.bytes) lines.push(make("li", {}, `${count(attempt.pages)} ${attempt.pages === 1 ? "page" : "pages"} (${bytes(attempt.bytes)}) went over ${attempt.transport}, of which ${micros(attempt.exposed_us)} were not hidden by computing.`));
   if (attempt.failure) lines.push(make("li", {class: "trouble"}, `✕ The attempt failed: ${attempt.failure}.`));
   const parts = Object.entries(attempt.parts_us);

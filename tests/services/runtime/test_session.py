@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -29,12 +30,14 @@ class Worker(worker_pb2_grpc.DecodeWorkerServicer):
         self.num_loads = 0
         self.channel: grpc.aio.Channel | None = None
         self.gpu: worker_pb2.GpuFacts | None = None
+        self.links: list[worker_pb2.PeerLink] = []
         self.sessions = session.SessionServer(
             incarnation=INCARNATION,
             handlers={"admit": self._admit, "cancel": self._cancel},
             load=self._load,
             on_session_closed=self._on_closed,
             gpu=lambda: self.gpu,
+            links=lambda: self.links,
             limits=limits,
         )
 
@@ -369,6 +372,34 @@ async def test_what_the_gpu_says_comes_first_and_when_it_is_another(served: tupl
     other = stub.Session()
     await other.write(batch(hello(gateway="d" * 32)))
     assert (await other.read()).gpu.is_lost
+
+
+def peer_link(bytes_per_s: float, underway_bytes: int = 0) -> worker_pb2.PeerLink:
+    speed = worker_pb2.LinkSpeed(latency_s=0.001, bytes_per_s=bytes_per_s)
+    return worker_pb2.PeerLink(worker_id="decode-0", speed=speed, underway_bytes=underway_bytes)
+
+
+async def test_links_are_told_where_something_else_is_to_be_said(served: tuple[Worker, Any]) -> None:
+    worker, stub = served
+    worker.links = [peer_link(1e6)]
+    call = stub.Session()
+    await call.write(batch(hello()))
+    assert list((await call.read()).links) == [peer_link(1e6)]
+
+    async def told() -> list[worker_pb2.PeerLink]:
+        for one in worker.sessions.sessions:
+            one.links_sent_s = -math.inf
+        worker.sessions.load_changed()
+        return list((await call.read()).links)
+
+    worker.links = [peer_link(1.05e6, underway_bytes=0)]
+    assert await told() == []
+    for now in (peer_link(1.2e6), peer_link(1.2e6, 10), peer_link(1.2e6, 10**7), peer_link(1.2e6)):
+        worker.links = [now]
+        assert await told() == [now]
+    other = stub.Session()
+    await other.write(batch(hello(gateway="d" * 32)))
+    assert list((await other.read()).links) == [peer_link(1.2e6)]
 
 
 async def test_a_failing_command_is_refused_and_the_session_goes_on(served: tuple[Worker, Any]) -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduling.disaggregation import DisaggregationSettings
+from services.scheduling.disaggregation import INTERFERENCE, DisaggregationSettings
+from services.scheduling.links import PeerLink, PeerLinks
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 from services.scheduling.routing import (
     POLICY_NAMES,
@@ -60,6 +61,11 @@ VIEWS = st.builds(
     prefill_speed=st.builds(PrefillSpeed, st.floats(0, 0.1), st.floats(0, 1e-3), st.floats(0, 1e-7)),
     decode_speed=st.builds(DecodeSpeed, st.floats(0, 0.1), st.floats(0, 1e-3), st.floats(0, 1e-6)),
     link_speed=st.builds(LinkSpeed, st.floats(0, 0.1), st.floats(1e6, 1e11)),
+    links=st.dictionaries(
+        st.sampled_from([f"d{i}" for i in range(6)]),
+        st.builds(PeerLink, st.floats(0, 0.1), st.floats(1e5, 1e11), st.one_of(st.just(0.0), st.floats(0, 1e9))),
+        max_size=6,
+    ).map(PeerLinks),
     queue_s=st.one_of(st.none(), st.floats(0, 100)),
 )
 ROLES = st.lists(VIEWS, max_size=6)
@@ -131,6 +137,19 @@ def test_the_price_is_the_sum_of_the_terms_it_names_and_sorts_the_routes(case, t
         common = terms["decode_s"] + terms["decode_pressure_s"] + terms["decode_place_s"]
         way = terms["remote_cost_s"] if route.is_remote else terms["local_cost_s"]
         assert terms["price_s"] == pytest.approx(common + way)
+        if route.prefills:
+            p, d = route.prefills[0], route.decode
+            speed, cached = p.prefill_speed, terms["prefill_cached_tokens"]
+            sums = (
+                terms["prefill_queue_s"] + speed.time_s(asked.num_prompt_tokens - cached, cached),
+                terms["remote_redone_s"] + terms["hot_spot_s"] + terms["displaced_s"],
+                terms["prefill_pressure_s"] + terms["prefill_place_s"],
+                terms["transfer_s"] + INTERFERENCE * terms["decode_queue_s"],
+            )
+            assert terms["remote_cost_s"] == pytest.approx(sum(sums))
+            if d.worker_id in p.links:
+                assert terms["transfer_s"] == pytest.approx(p.links[d.worker_id].time_s(terms["handoff_bytes"]))
+            assert terms["exposed_s"] <= terms["transfer_s"] + speed.overhead_s + 1e-9 * (1 + terms["transfer_s"])
         if threshold is None and max_itl_s is None and route.prefills:
             assert way == min(terms["remote_cost_s"], terms["local_cost_s"])
         if route.prefills:
@@ -308,6 +327,50 @@ def test_pages_that_are_with_the_decode_worker_need_no_way():
     assert (first.decode.worker_id, second.decode.worker_id) == ("a", "b")
     assert first.inputs["transfer_s"] == pytest.approx(4.002)
     assert second.inputs["transfer_s"] == pytest.approx(8.002)
+
+
+def linked(worker_id, **links):
+    return view(worker_id, links=PeerLinks({name: PeerLink(0.002, *link) for name, link in links.items()}))
+
+
+def test_a_slow_link_is_left_and_a_fast_one_to_another_worker_is_not():
+    asked = request(num_prompt_tokens=2500, kv_bytes_per_token=36_864)
+    mbit = 125_000
+    p = linked("p", slow=(30 * mbit,), fast=(8000 * mbit,))
+    ds = [
+        view("slow", prefill_speed=PrefillSpeed(0.01, 2.5e-3)),
+        view("fast", prefill_speed=PrefillSpeed(0.01, 2.5e-3)),
+    ]
+    first, second = Router().route(asked, [p], ds, now_s=0)
+    assert (first.decode.worker_id, first.is_remote) == ("fast", True)
+    assert (second.decode.worker_id, second.is_remote) == ("slow", False)
+    assert second.inputs["remote_cost_s"] > 24 > second.inputs["local_cost_s"]
+    # Whose second token would come late is told, and whose pages arrive while others are computed is not blamed.
+    remote = RoutingSettings(disaggregation=DisaggregationSettings(local_prefill_tokens=0))
+    (route,) = Router(settings=remote).route(asked, [p], [ds[0]], now_s=0)
+    assert route.predicted_ttft_s == pytest.approx(0.26)
+    assert 24.5 < route.predicted_second_s < 25
+
+
+def test_a_prefill_worker_near_its_decode_worker_is_chosen_and_one_whose_link_is_busy_is_not():
+    asked = request(num_prompt_tokens=2500, kv_bytes_per_token=36_864)
+    near, far = linked("near", d=(1e9,)), linked("far", d=(1e8,))
+    for order in ([near, far], [far, near]):
+        assert prefills(Router().route(asked, order, [view("d")], now_s=0)[0]) == ["near", "far"]
+    busy = linked("near", d=(1e9, 2e9))
+    (route,) = Router().route(asked, [busy, far], [view("d")], now_s=0)
+    assert prefills(route) == ["far", "near"]
+
+
+def test_a_region_is_no_guess_where_the_link_was_measured():
+    asked = request(num_prompt_tokens=2500)
+    p = dataclasses.replace(linked("p", d=(1e9,)), region="east")
+    measured, guessed = (
+        Router().route(asked, [worker], [view("d", region="west")], now_s=0)[0].inputs["transfer_s"]
+        for worker in (p, dataclasses.replace(p, links=PeerLinks({})))
+    )
+    assert measured == pytest.approx(0.252)
+    assert guessed == pytest.approx(4 * 0.252 + 0.05)
 
 
 def test_regions_are_preferred_and_crossed_when_it_pays():
