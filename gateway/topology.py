@@ -493,7 +493,7 @@ class Topology:
             try:
                 await member.session.run()
             except WorkerUnavailable as error:
-                facts = {"worker": member.record.id, "reason": error.message}
+                facts = {"worker": member.record.id, "address": member.record.address, "reason": error.message}
                 if not isinstance(error, NotProven):
                     logger.info("session ended", extra=facts)
                 elif last_refusal != error.message:  # once, as it is the same with each try until somebody helps

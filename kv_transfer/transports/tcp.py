@@ -215,7 +215,9 @@ class TcpListener(Listener):
 
     def __init__(self, host: str, port: int, finish: Finish) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        # On every interface means of both families, as it does for the worker's gRPC server.
+        is_dual = host == "::" and socket.has_dualstack_ipv6()
+        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
         self._address: _Address = sock.getsockname()[:2]
         self._acceptor = Acceptor(sock, finish, name=f"tcp-{self._address[1]}")
 
