@@ -15,8 +15,8 @@ class DecodeWorkerConfig(WorkerConfig):
     transfer_port: int = option(
         integer(0, 65535),
         default=0,
-        help="Port on --host at which pages arrive, over the channels tcp and nccl; 0 picks a free one. One channel only "
-        "can have a port of its own: with --transport auto, nccl takes a free one.",
+        help="Port on --host at which pages arrive over the channel tcp, or over nccl where that is the only one; 0 "
+        "picks a free one.",
     )
     advertise_transfer_port: int | None = option(
         integer(1, 65535),

@@ -17,8 +17,7 @@ def check_dialled(host: str, advertise_host: str | None, *, redis: str | None) -
     flag, dialled = ("--host", host) if advertise_host is None else ("--advertise-host", advertise_host)
     if is_every_interface(dialled):
         raise ConfigError(
-            f"{flag} is {dialled}, which others cannot connect to: give the address of this machine in "
-            "--advertise-host"
+            f"{flag} is {dialled}, which others cannot connect to: give the address of this machine in --advertise-host"
         )
     if advertise_host is None and is_loopback(host) and not is_on_this_machine(redis):
         raise ConfigError(
