@@ -404,6 +404,17 @@ class Gpu(_Exact):
     reasons: list[str]
 
 
+class Circuit(_Exact):
+    """Why a worker gets no work, or should get none; `num_openings`: how often that was lately."""
+
+    state: Literal["suspected", "open", "half_open"]
+    cause: Literal["slow", "silent", "erring", "gpu"]
+    words: str
+    figures: dict[str, float]
+    for_s: float
+    num_openings: int
+
+
 class Worker(_Exact):
     """One worker process as this gateway sees it."""
 
@@ -429,6 +440,17 @@ class Worker(_Exact):
     running: int
     waiting: int
     gpu: Gpu | None
+    circuit: Circuit | None
+
+
+class CutPair(_Exact):
+    """Workers between which pages keep failing to go; `suspected`: the way is used, since there is no better one."""
+
+    prefill_id: str
+    decode_id: str
+    state: Literal["suspected", "open", "half_open"]
+    words: str
+    for_s: float
 
 
 class RequestCounts(_Exact):
@@ -452,4 +474,5 @@ class ClusterState(_Exact):
     version: str
     redis: RedisState
     workers: list[Worker]
+    cut_pairs: list[CutPair]
     requests: RequestCounts

@@ -4,7 +4,7 @@ import {$, count, make, rate, say, time} from "./dom.js";
 
 const PAGES = [["used", "by requests now"], ["reserved", "for a transfer in flight"], ["cached", "content kept until somebody needs the room"], ["free", "nothing in them"]];
 const STATES = {ready: "●", starting: "◌", draining: "◐", lost: "✕", left_out: "⊘"};
-const CIRCUITS = {open: "left alone: slow, silent or erring", half_open: "being tried with one request"};
+const CIRCUITS = {open: "gets no work", half_open: "gets no work, and is tried", suspected: "should get no work, and does, as half of its role gets none"};
 const cards = new Map();
 const columns = {};
 
@@ -93,7 +93,7 @@ function speeds(worker) {
 function troubles(worker) {
   const said = [];
   if (worker.left_out) said.push(`⚠ gets no work: ${worker.left_out}`);
-  if (CIRCUITS[worker.circuit]) said.push(`⚠ ${CIRCUITS[worker.circuit]}`);
+  if (CIRCUITS[worker.circuit]) said.push(`⚠ ${CIRCUITS[worker.circuit]}: ${worker.circuit_found}`);
   if (worker.gpu && worker.gpu.state !== "ok") said.push(`⚠ GPU ${worker.gpu.state}: ${worker.gpu.reasons.join(", ")}`);
   return said;
 }
