@@ -415,6 +415,32 @@ class Circuit(_Exact):
     num_openings: int
 
 
+class Speculation(_Exact):
+    """Tokens that were proposed, and those of them that were what the model chose."""
+
+    proposed: int
+    accepted: int
+
+
+class HostTier(_Exact):
+    """Cached pages in the memory of a worker's host; what moved is counted since the worker started."""
+
+    total: int
+    free: int
+    held: int
+    stored: int
+    loaded: int
+    dropped: int
+
+
+class WorkerCounts(_Exact):
+    """What a worker has counted since it started: `speculation` by where tokens are from, `preemptions` by how."""
+
+    speculation: dict[str, Speculation]
+    preemptions: dict[str, int]
+    host_tier: HostTier | None
+
+
 class Worker(_Exact):
     """One worker process as this gateway sees it."""
 
@@ -441,6 +467,7 @@ class Worker(_Exact):
     waiting: int
     gpu: Gpu | None
     circuit: Circuit | None
+    counts: WorkerCounts | None
 
 
 class CutPair(_Exact):

@@ -737,6 +737,7 @@ def _worker_json(member: Member, circuit: CircuitReport | None) -> dict[str, Any
         "waiting": load.waiting,
         "gpu": _gpu_json(member),
         "circuit": None if circuit is None else circuit.as_json(),
+        "counts": None if member.session.counts is None else member.session.counts.as_json(),
     }
 
 

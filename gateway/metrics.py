@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from gateway.pacing import Pace
 from gateway.topology import Member
+from gateway.worker_counts import CountsCollector
 from services.cluster.memory import MemoryUse
 from services.cluster.store import Store
 from services.runtime.fast_metrics import Counts, Distributions, FastRegistry
@@ -338,6 +339,8 @@ class Metrics:
             registry=registry,
         )
         self._pages = Gauge("tandem_kv_pages", "KV pages by worker and state.", (*worker, "state"), registry=registry)
+        self._counts = CountsCollector()
+        registry.register(self._counts)
         registry.register(SpanCounts())
         registry.register(CertificateEnd())
         gpus = (self._gpus, self._gpu_temperatures, self._gpu_memory, self._gpu_errors)
@@ -484,6 +487,11 @@ class Metrics:
             gauge.clear()
         for member in members:
             self._show_worker(member)
+        self._counts.shown = {
+            (member.record.role, member.record.id): member.session.counts
+            for member in members
+            if member.session.counts is not None
+        }
         self._forget_all_but((member.record.role, member.record.id) for member in members)
         self._requests.clear()
         for whose, num_requests in self._population().items():

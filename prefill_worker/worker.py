@@ -216,6 +216,7 @@ class PrefillWorker:
             load=lambda: self.load().to_message(is_draining=self._is_draining),
             on_session_closed=self._on_session_closed,
             gpu=gpu,
+            counts=metrics.counts,
         )
         self._loop = PrefillLoop(
             runner=parts.runner,

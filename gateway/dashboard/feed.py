@@ -176,6 +176,7 @@ class Feed:
             "waiting_tokens": load.waiting_tokens,
             "context_tokens": load.context_tokens,
             "preempted": load.num_preempted,
+            "counts": None if member.session.counts is None else member.session.counts.as_json(),
             "prefill_tokens_per_s": None if prefill is None else SPEED_TOKENS / prefill.time_s(SPEED_TOKENS),
             "step_s": None if decode is None else decode.step_s(max(1, load.running), load.context_tokens),
             "link_bytes_per_s": None if link is None else link.bytes_per_s,

@@ -24,6 +24,9 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 
+COUNTS_S = 1.0
+"""How often it is looked at what a worker has counted."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -106,6 +109,10 @@ class Session:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     told_gpu: worker_pb2.GpuFacts | None = None
     """What the gateway was told of the GPU last."""
+    told_counts: worker_pb2.WorkerCounts | None = None
+    """What it was told last of what the worker has counted."""
+    counts_at_s: float = -math.inf
+    """When that was looked at last."""
     left_out: str = ""
     """Why the gateway gives this worker no work; empty: it may."""
 
@@ -135,6 +142,7 @@ class SessionServer:
     one after the other, so a handler must not wait for an engine step. An error that a handler raises is answered
     with Refused if the command brought a sequence, and logged otherwise. `load` is called for nearly every message (see
     `SessionLimits.load_s`), and so is `gpu`, whose result is sent where it is another object than before.
+    `counts` is asked once a second, and its result is sent where it is another one.
     `on_session_closed` is called once per session, on the loop, when it ends for whatever reason.
     """
 
@@ -146,12 +154,14 @@ class SessionServer:
         load: Callable[[], worker_pb2.WorkerLoad],
         on_session_closed: Callable[[Session], None],
         gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None,
+        counts: Callable[[], worker_pb2.WorkerCounts] | None = None,
         limits: SessionLimits | None = None,
     ) -> None:
         self._incarnation = incarnation
         self._handlers = dict(handlers)
         self._load = load
         self._gpu = gpu
+        self._counts = counts
         self._on_session_closed = on_session_closed
         self._limits = limits or SessionLimits()
         self._loop = asyncio.get_running_loop()
@@ -308,6 +318,12 @@ class SessionServer:
         if gpu is not None and gpu is not session.told_gpu:
             session.told_gpu = gpu
             message.gpu.CopyFrom(gpu)
+        if self._counts is not None and now_s - session.counts_at_s >= COUNTS_S:
+            session.counts_at_s = now_s
+            counts = self._counts()
+            if counts != session.told_counts:
+                session.told_counts = counts
+                message.counts.CopyFrom(counts)
         for emission in taken:
             _add_event(message, emission)
         return message

@@ -7,8 +7,8 @@ errors (`services.scheduling.health`: too slow, silent) trips it.
 
 What flaps would be let in at each good moment. So there is a probation, where the owner wants it: probes must be good
 for 3 s on end, each a second after the last, then for four times as long with each time that it opens again, up to a
-limit. Every 30 s that it stays closed take one step back. That an ejection lasts the longer the more there were is Envoy's outlier detection;
-that a good moment is not enough is ours.
+limit. Every 30 s that it stays closed take one step back. That an ejection lasts the longer the more there were is
+Envoy's outlier detection; that a good moment is not enough is ours.
 
 `usable` has the last word on what an open breaker means: of a group never more than half is left alone, and never the
 last one. Where more than that is broken, the fault is elsewhere, or there is nothing better to try.

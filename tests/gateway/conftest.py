@@ -182,6 +182,7 @@ class ScriptedWorker:
         )
     )
     gpu: worker_pb2.GpuFacts | None = None
+    counts: worker_pb2.WorkerCounts = field(default_factory=worker_pb2.WorkerCounts)
     knows_handles: bool = True
     sessions: Any = None
     is_drained: bool = False
@@ -210,6 +211,7 @@ class ScriptedWorker:
             load=lambda: self.load,
             on_session_closed=lambda session: None,
             gpu=lambda: self.gpu,
+            counts=lambda: self.counts,
         )
         self.server = rpc.make_server((f"tandem.v1.{name}",))
         add = getattr(worker_pb2_grpc, f"add_{name}Servicer_to_server")

@@ -1,4 +1,4 @@
-"""What is kept from work is said with its cause, and tried by the gateway itself: no client's request is spent on it."""
+"""A worker kept from work is named with the cause, and tried by the gateway: no client's request is spent on that."""
 
 import asyncio
 
@@ -23,9 +23,7 @@ async def circuits(system):
 
 
 async def until_circuit(system, worker_id, *states):
-    async with asyncio.timeout(25):
-        while ((await circuits(system))[worker_id] or {"state": "closed"})["state"] not in states:
-            await asyncio.sleep(0.05)
+    await system.until(lambda: system.gateway.metrics.circuit(worker_id) in states, timeout_s=25)
 
 
 @pytest.fixture
@@ -113,3 +111,23 @@ async def test_pairs_that_are_kept_apart_are_shown(breakable):
     candidates._breakers.trip(("prefill-1", "decode-1"), candidates._clock.monotonic())
     states = [pair["state"] for pair in (await system.http.get("/cluster")).json()["cut_pairs"]]
     assert states == ["open", "suspected"], "there is no other way to it"
+
+
+async def test_what_workers_count_is_shown_at_the_gateway(make_system, worker_type, pair_type):
+    system = await make_system()
+    worker = worker_type("decode", "decode-0", pair_type([5, 6, 7]).decode)
+    worker.counts.proposed_tokens["ngram"] = 9
+    worker.counts.accepted_tokens["ngram"] = 6
+    worker.counts.preemptions.update({"place": 2, 'bad"name': 1})
+    worker.counts.host_tier.total_pages = 8
+    await system.add(worker)
+    (member,) = system.gateway.topology.members()
+    await system.until(lambda: member.session.counts is not None)
+    (shown,) = (await system.http.get("/cluster")).json()["workers"]
+    assert shown["counts"]["speculation"] == {"ngram": {"proposed": 9, "accepted": 6}}
+    assert shown["counts"]["preemptions"] == {"place": 2}, "a worker's words become labels, so not all of them count"
+    assert shown["counts"]["host_tier"]["total"] == 8
+    text = (await system.http.get("/metrics")).text
+    assert 'tandem_worker_speculative_accepted_tokens_total{role="decode",source="ngram",worker="decode-0"} 6.0' in text
+    worker.counts.preemptions["place"] = 3
+    await system.until(lambda: member.session.counts.preemptions == {"place": 3})

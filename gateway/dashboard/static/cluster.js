@@ -75,6 +75,7 @@ class Card {
       ["Waiting", worker.waiting_tokens ? `${count(worker.waiting)} (${count(worker.waiting_tokens)} tokens)` : count(worker.waiting)],
       ...speeds(worker),
       ...(worker.preempted ? [["Preempted", count(worker.preempted)]] : []),
+      ...counted(worker.counts),
     ]);
     say(this.trouble, troubles(worker).join("; "));
     this.element.classList.toggle("is-troubled", troubles(worker).length > 0 || worker.state !== "ready");
@@ -87,6 +88,18 @@ function speeds(worker) {
   if (worker.prefill_tokens_per_s !== null && worker.role === "prefill") said.push(["Prompts", `${rate(worker.prefill_tokens_per_s)} tokens/s`]);
   if (worker.step_s !== null && worker.role === "decode") said.push(["Step", time(worker.step_s)]);
   if (worker.gpu && worker.gpu.temperature_c !== null) said.push(["GPU", `${count(worker.gpu.temperature_c)} °C`]);
+  return said;
+}
+
+// Acceptance of proposed tokens since the worker started, and its cached pages in the host's memory.
+function counted(counts) {
+  const said = [];
+  if (!counts) return said;
+  for (const [source, {proposed, accepted}] of Object.entries(counts.speculation)) {
+    if (proposed) said.push([`Accepted (${source})`, `${Math.round(accepted / proposed * 100)} % of ${count(proposed)} tokens`]);
+  }
+  const tier = counts.host_tier;
+  if (tier) said.push(["Host tier", `${count(tier.held)} of ${count(tier.total)} pages, ${count(tier.loaded)} came back`]);
   return said;
 }
 

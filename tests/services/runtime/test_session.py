@@ -29,12 +29,14 @@ class Worker(worker_pb2_grpc.DecodeWorkerServicer):
         self.num_loads = 0
         self.channel: grpc.aio.Channel | None = None
         self.gpu: worker_pb2.GpuFacts | None = None
+        self.counts = worker_pb2.WorkerCounts(preemptions={"place": 1})
         self.sessions = session.SessionServer(
             incarnation=INCARNATION,
             handlers={"admit": self._admit, "cancel": self._cancel},
             load=self._load,
             on_session_closed=self._on_closed,
             gpu=lambda: self.gpu,
+            counts=lambda: worker_pb2.WorkerCounts.FromString(self.counts.SerializeToString()),
             limits=limits,
         )
 
@@ -369,6 +371,20 @@ async def test_what_the_gpu_says_comes_first_and_when_it_is_another(served: tupl
     other = stub.Session()
     await other.write(batch(hello(gateway="d" * 32)))
     assert (await other.read()).gpu.is_lost
+
+
+async def test_counts_come_first_and_when_they_are_others_once_a_second_at_most(served: tuple[Worker, Any]) -> None:
+    worker, stub = served
+    call = await opened(stub)
+    assert (await call.read()).counts.preemptions == {"place": 1}
+    worker.sessions.load_changed()
+    assert not (await call.read()).HasField("counts")
+    worker.counts.preemptions["place"] = 2
+    said = []
+    while not said or not said[-1].HasField("counts"):
+        worker.sessions.load_changed()
+        said.append(await asyncio.wait_for(call.read(), 10))
+    assert said[-1].counts.preemptions == {"place": 2}
 
 
 async def test_a_failing_command_is_refused_and_the_session_goes_on(served: tuple[Worker, Any]) -> None:
