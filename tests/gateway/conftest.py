@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -211,7 +212,7 @@ class ScriptedWorker:
             load=lambda: self.load,
             on_session_closed=lambda session: None,
             gpu=lambda: self.gpu,
-            counts=lambda: self.counts,
+            counts=lambda: copy.deepcopy(self.counts),
         )
         self.server = rpc.make_server((f"tandem.v1.{name}",))
         add = getattr(worker_pb2_grpc, f"add_{name}Servicer_to_server")
