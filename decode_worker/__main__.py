@@ -21,6 +21,7 @@ from services.engine.draft import load_draft
 from services.engine.engine import EngineParts, load_warm_engine
 from services.runtime import config, process, rpc
 from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
+from services.runtime.errors import ConfigError
 from services.runtime.gpu_watch import GpuWatch, watch_gpu
 from services.runtime.model_facts import read_model_facts
 from services.runtime.worker_host import channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
@@ -181,17 +182,24 @@ def _worker(
         on_pages_changed=None if publisher is None else publisher.note,
         speculator=speculator,
     )
-    receiver = LinkReceiver(
-        identity=identity,
-        pool=parts.pool,
-        generations=parts.allocator,
-        target=worker,
-        transports=transports,
-        host=settings.host,
-        advertise_host=settings.advertise_host,
-        counters=counters,
-        tls=channel_tls(settings),
-    )
+    try:
+        receiver = LinkReceiver(
+            identity=identity,
+            pool=parts.pool,
+            generations=parts.allocator,
+            target=worker,
+            transports=transports,
+            host=settings.host,
+            port=settings.transfer_port,
+            advertise_host=settings.advertise_host,
+            advertise_port=settings.advertise_transfer_port,
+            counters=counters,
+            tls=channel_tls(settings),
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"--transfer-port is {settings.transfer_port}, which cannot be listened on: {error}"
+        ) from error
     worker.attach(receiver)
     return worker, receiver
 

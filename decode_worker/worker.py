@@ -258,6 +258,7 @@ class DecodeWorker:
             load=lambda: self.load().to_message(is_draining=self._is_draining),
             on_session_closed=self._on_session_closed,
             gpu=gpu,
+            counts=metrics.counts,
         )
         self._loop = DecodeLoop(
             runner=parts.runner,

@@ -404,6 +404,43 @@ class Gpu(_Exact):
     reasons: list[str]
 
 
+class Circuit(_Exact):
+    """Why a worker gets no work, or should get none; `num_openings`: how often that was lately."""
+
+    state: Literal["suspected", "open", "half_open"]
+    cause: Literal["slow", "silent", "erring", "gpu"]
+    words: str
+    figures: dict[str, float]
+    for_s: float
+    num_openings: int
+
+
+class Speculation(_Exact):
+    """Tokens that were proposed, and those of them that were what the model chose."""
+
+    proposed: int
+    accepted: int
+
+
+class HostTier(_Exact):
+    """Cached pages in the memory of a worker's host; what moved is counted since the worker started."""
+
+    total: int
+    free: int
+    held: int
+    stored: int
+    loaded: int
+    dropped: int
+
+
+class WorkerCounts(_Exact):
+    """What a worker has counted since it started: `speculation` by where tokens are from, `preemptions` by how."""
+
+    speculation: dict[str, Speculation]
+    preemptions: dict[str, int]
+    host_tier: HostTier | None
+
+
 class Worker(_Exact):
     """One worker process as this gateway sees it."""
 
@@ -429,6 +466,18 @@ class Worker(_Exact):
     running: int
     waiting: int
     gpu: Gpu | None
+    circuit: Circuit | None
+    counts: WorkerCounts | None
+
+
+class CutPair(_Exact):
+    """Workers between which pages keep failing to go; `suspected`: the way is used, since there is no better one."""
+
+    prefill_id: str
+    decode_id: str
+    state: Literal["suspected", "open", "half_open"]
+    words: str
+    for_s: float
 
 
 class RequestCounts(_Exact):
@@ -452,4 +501,5 @@ class ClusterState(_Exact):
     version: str
     redis: RedisState
     workers: list[Worker]
+    cut_pairs: list[CutPair]
     requests: RequestCounts

@@ -7,6 +7,7 @@ requests that go in the same moment do not all see the same free place. Knows no
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from services.scheduling.breakers import Breakers, CircuitState
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.queue import ServiceClass
 from services.scheduling.routing import Fits, Route, Router, RouteRequest, Views, WorkerView
+
+logger = logging.getLogger(__name__)
 
 
 class PrefixHints(Protocol):
@@ -55,6 +58,20 @@ class RoomLimits:
     itl_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CutPair:
+    """Workers between which pages failed to go, for `for_s` seconds now; `words` are those of the last failure.
+
+    `suspected`: the way is used, since there is no better one.
+    """
+
+    prefill_id: str
+    decode_id: str
+    state: CircuitState
+    words: str
+    for_s: float
+
+
 class Candidates:
     """The choice of workers of one gateway. Faults are kept by worker id: a crash loop makes many processes."""
 
@@ -76,21 +93,42 @@ class Candidates:
         self._region = region
         self.on_trial: set[RunningRequest] = set()
         """Those that are tried alone after a death (`gateway.recovery`): each goes where no other one is, if it can."""
-        self._watch = WorkerWatch(clock, topology.pace)
-        topology.watch_gpus(self._watch.note_gpu)
+        self.watch = WorkerWatch(clock, topology.pace)
+        topology.watch_gpus(self.watch.note_gpu)
+        topology.watch_leaving(self.watch.forget)
         self._breakers = Breakers()
         """Of pairs: (prefill worker, decode worker)."""
+        self._why_cut: dict[tuple[str, str], str] = {}
+        """What such a pair failed of last."""
         self._last_lost: dict[str, str] = {}
         """Incarnation of each worker that was lost last: a death is one error, whatever it took with it."""
 
     @property
     def num_open_breakers(self) -> int:
-        """Workers and pairs that are left alone now, or tried with one request."""
-        return self._watch.num_ejected + self._breakers.num_open
+        """Workers and pairs that are kept from work now, or tried with one request; not those that are suspected."""
+        num_workers = sum(report.state != "suspected" for report in self.watch.circuits())
+        return num_workers + sum(pair.state != "suspected" for pair in self.cut_pairs())
 
     def circuit(self, worker_id: str) -> CircuitState:
         """Whether the worker gets new work."""
-        return self._watch.circuit(worker_id)
+        return self.watch.circuit(worker_id)
+
+    def cut_pairs(self) -> list[CutPair]:
+        """Pairs whose circuit is not closed, of workers in rotation."""
+        breakers, now_s, found = self._breakers, self._clock.monotonic(), []
+        if not breakers.num_open:
+            return []
+        for member in self._topology.members():
+            if member.record.role != "decode":
+                continue
+            decode_id = member.record.id
+            prefill_ids = self._topology.prefill_ids(member.record.model, decode=member.session.peer)
+            pairs = [(prefill_id, decode_id) for prefill_id in prefill_ids]
+            for place, pair in enumerate(breakers.opened(pairs)):
+                state = breakers.state(pair) if place < len(pairs) // 2 else "suspected"
+                for_s = round(now_s - (breakers.opened_at_s(pair) or now_s), 1)
+                found.append(CutPair(*pair, state, self._why_cut.get(pair, ""), for_s))
+        return found
 
     def plan(self, request: RunningRequest, kept: Set[str] = frozenset()) -> Route | None:
         """Decides where the request would go, whether there is room or not; None: there is no way.
@@ -151,22 +189,13 @@ class Candidates:
             wanted, prefills, decodes, fits=self._fits(generation.model), now_s=self._clock.monotonic()
         )
         paired = {decode for _, decode in request.avoided_pairs}
-        due = self._watch.due_for_probe(decodes.worker_ids) if self._watch.num_ejected else []
         tried_at = self._tried_at(request)
-        if not request.avoided and not paired and not self._breakers.num_open and not due and not tried_at:
+        if not request.avoided and not paired and not self._breakers.num_open and not tried_at:
             return routes
-        # Who waited for room at a worker that is silent would wait for long, and hold up everybody behind it.
-        able = [
-            route.decode.worker_id
-            for route in routes
-            if route.decode.worker_id in due and self.has_room(request, route)
-        ]
-        trials = self._trials(request, due, able)
         return sorted(
             routes,
             key=lambda route: (
                 route.decode.incarnation in tried_at,
-                trials.get(route.decode.worker_id, 1),
                 self._has_no_way_to(generation.model, route.decode),
                 route.decode.incarnation in request.avoided,
                 route.decode.incarnation in paired,
@@ -178,10 +207,6 @@ class Candidates:
         sessions = [self._topology.prefill_session(view.worker_id) for view in route.prefills]
         decode = self._topology.decode_session(route.decode.worker_id).peer
         sessions.sort(key=lambda session: _reluctance(request, session.peer, decode))
-        if self._watch.num_ejected:
-            due = self._watch.due_for_probe([view.worker_id for view in route.prefills])
-            trials = self._trials(request, due, due)
-            sessions.sort(key=lambda session: trials.get(session.peer.worker_id, 1))
         if tried_at := self._tried_at(request):
             sessions.sort(key=lambda session: session.peer.incarnation in tried_at)
         return sessions
@@ -210,7 +235,7 @@ class Candidates:
         token_s = usual.decode.step_s(num_sequences, decode.context_tokens + request.max_num_tokens)
         num_bytes = request.num_known_tokens * self._topology.kv_bytes_per_token(request.generation.model)
         handoff_s = usual.link.time_s(num_bytes)
-        watch = AttemptWatch(self._watch, decode.worker_id, token_s=token_s, handoff_s=handoff_s)
+        watch = AttemptWatch(self.watch, decode.worker_id, token_s=token_s, handoff_s=handoff_s)
         prompt_s = usual.local.time_s(decode.waiting_tokens + request.num_known_tokens)
         watch.sent(decode.worker_id, prompt_s + TOKENS_PER_STAGE * token_s)
         return watch
@@ -231,7 +256,10 @@ class Candidates:
     def note_success(self, attempt: Attempt) -> None:
         """The decode worker generates: everybody did their part."""
         if attempt.prefill is not None:
-            self._breakers.succeeded((attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id))
+            pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
+            if self._breakers.succeeded(pair, self._clock.monotonic()):
+                self._why_cut.pop(pair, None)
+                logger.info("pages go between a pair of workers again", extra=_named(pair))
         self.release(attempt)
 
     def note_failure(self, attempt: Attempt) -> None:
@@ -245,8 +273,12 @@ class Candidates:
             return
         if isinstance(fault.error, TransferFailed) and attempt.prefill is not None:
             pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
+            was_open = self._breakers.is_open(pair)
             self._breakers.failed(pair, self._clock.monotonic(), is_probe=pair in attempt.probes)
             attempt.probes.discard(pair)
+            if not was_open and self._breakers.is_open(pair):
+                self._why_cut[pair] = fault.error.message
+                logger.warning("a pair of workers is kept apart", extra={**_named(pair), "found": fault.error.message})
         elif isinstance(fault.error, LayoutMismatch) and attempt.prefill is not None:
             self._topology.exclude_pair(attempt.prefill.peer, attempt.decode.peer)
         elif isinstance(fault.error, InternalError) and fault.worker is not None:
@@ -329,17 +361,6 @@ class Candidates:
     def _note_error(self, attempt: Attempt, worker_id: str) -> None:
         attempt.watch.failed(worker_id)
 
-    @staticmethod
-    def _trials(request: RunningRequest, due: Sequence[str], able: Sequence[str]) -> dict[str, int]:
-        """Of workers due for a probe: 0 for the one that the request should try out, 2 for those that others should.
-
-        `able` are those that can take it now. Nobody's urgent request is used for a probe.
-        """
-        trials = dict.fromkeys(due, 2)
-        if able and request.queue_entry.service_class != ServiceClass.CRITICAL and not request.is_resumed:
-            trials[able[0]] = 0
-        return trials
-
     def _note_lost(self, attempt: Attempt, worker: WorkerSession) -> None:
         peer = worker.peer
         if self._last_lost.get(peer.worker_id) != peer.incarnation:
@@ -351,10 +372,10 @@ class Candidates:
 
         Here and not in the topology: who judges what the cluster can do goes by what was measured.
         """
-        usable = self._watch.usable(views.worker_ids)
+        usable = self.watch.usable(views.worker_ids)
         if usable is not views.worker_ids:
             views = views.only(frozenset(usable))
-        weights = self._watch.gpu_weights(views.worker_ids)
+        weights = self.watch.gpu_weights(views.worker_ids)
         if not weights:
             return views
 
@@ -372,6 +393,10 @@ def _slowed(view: WorkerView, prefill: PrefillSpeed, decode: DecodeSpeed) -> Wor
         prefill_speed=max(view.prefill_speed, prefill, key=lambda speed: speed.time_s(512)),
         decode_speed=max(view.decode_speed, decode, key=lambda speed: speed.step_s(1)),
     )
+
+
+def _named(pair: tuple[str, str]) -> dict[str, str]:
+    return dict(zip(("prefill", "decode"), pair, strict=True))
 
 
 def prefill_queue_s(view: WorkerView) -> float:

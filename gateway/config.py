@@ -14,6 +14,7 @@ from services.runtime.config import (
     ORIGINS_RULE,
     choice,
     flag,
+    host_name,
     integer,
     number,
     option,
@@ -48,9 +49,9 @@ class GatewayConfig:
     models: Path | None = option(
         path(), default=None, help="TOML file of several models, instead of --model and --model-name."
     )
-    http_host: str = option(text(), default="127.0.0.1", help="Address of the HTTP API; 0.0.0.0 means all.")
+    http_host: str = option(host_name(), default="127.0.0.1", help="Address of the HTTP API; 0.0.0.0 means all.")
     http_port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
-    grpc_host: str = option(text(), default="127.0.0.1", help="Address of the gRPC API; 0.0.0.0 means all.")
+    grpc_host: str = option(host_name(), default="127.0.0.1", help="Address of the gRPC API; 0.0.0.0 means all.")
     grpc_port: int = option(integer(0, 65535), default=50051, help="Port of the gRPC API; 0 picks a free one.")
     redis: str = option(
         url("redis", "rediss", "unix"), default="redis://127.0.0.1:6379", help="Where the workers register."
@@ -253,7 +254,7 @@ class GatewayConfig:
         default=None,
         help="One more gRPC port on --admin-host, for callers with a certificate of --tls-ca; operators need no key.",
     )
-    admin_host: str = option(text(), default="127.0.0.1", help="Address of --admin-port and --operator-port.")
+    admin_host: str = option(host_name(), default="127.0.0.1", help="Address of --admin-port and --operator-port.")
     admin_port: int | None = option(
         integer(0, 65535),
         default=None,

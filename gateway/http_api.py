@@ -5,6 +5,7 @@ is `gateway.lifecycle`'s business.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from http import HTTPStatus
@@ -62,6 +63,7 @@ from gateway.validation import (
     check_text_to_count,
     check_token_ids,
 )
+from gateway.worker_watch import CircuitReport
 from services.cluster.store import Store
 from services.runtime import status
 from services.runtime.errors import (
@@ -534,9 +536,13 @@ class HttpApi:
         return Response(self._metrics.render(self._topology.members()), media_type=CONTENT_TYPE)
 
     async def _show_cluster(self, request: Request) -> Response:
+        circuits = self._requests.circuits()
         return _json(
             {
-                "workers": [_worker_json(member) for member in self._topology.members()],
+                "workers": [
+                    _worker_json(member, circuits.get(member.record.id)) for member in self._topology.members()
+                ],
+                "cut_pairs": [dataclasses.asdict(pair) for pair in self._requests.cut_pairs()],
                 "version": version(),
                 "requests": {"queued": self._requests.num_queued, "running": self._requests.num_running},
                 "redis": {
@@ -699,7 +705,7 @@ def _json(value: Any, *, http_status: int = 200, headers: Mapping[str, str] | No
     return Response(msgspec.json.encode(value), http_status, headers, media_type="application/json")
 
 
-def _worker_json(member: Member) -> dict[str, Any]:
+def _worker_json(member: Member, circuit: CircuitReport | None) -> dict[str, Any]:
     record, load = member.record, member.load
     return {
         "id": record.id,
@@ -730,6 +736,8 @@ def _worker_json(member: Member) -> dict[str, Any]:
         "running": load.running,
         "waiting": load.waiting,
         "gpu": _gpu_json(member),
+        "circuit": None if circuit is None else circuit.as_json(),
+        "counts": None if member.session.counts is None else member.session.counts.as_json(),
     }
 
 

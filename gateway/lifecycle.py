@@ -21,12 +21,13 @@ from gateway.admission import AdmissionQueue, Lane
 from gateway.answer_text import AnswerText
 from gateway.attempts import Attempt, CrowdedOut
 from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall
-from gateway.candidates import Candidates, PrefixHints, RoomLimits
+from gateway.candidates import Candidates, CutPair, PrefixHints, RoomLimits
 from gateway.catalog import ModelCatalog, ServedModel
 from gateway.config import SLOW_REQUEST_S
 from gateway.delivery import Delivery
 from gateway.history import History
 from gateway.metrics import STATES, Metrics, RequestFigures
+from gateway.monitor import Monitor
 from gateway.moves import Moves
 from gateway.promises import Promises
 from gateway.recovery import QuarantineList, Recovery
@@ -36,6 +37,7 @@ from gateway.sessions import HandedOff, PrefillSession
 from gateway.topology import Topology
 from gateway.tracing import AnswerSpans, Tracing
 from gateway.validation import DEFAULT_SERVICE_CLASS, SERVICE_CLASSES, ModelLimits
+from gateway.worker_watch import CircuitReport
 from services.cluster.placement import Placement, State
 from services.cluster.registry import LEASE_TTL_S
 from services.runtime import telemetry
@@ -175,6 +177,7 @@ class Requests:
         self._candidates = candidates = Candidates(
             topology, router=policies.router, clock=clock, limits=policies.room, hints=hints, region=policies.region
         )
+        self.monitor = Monitor(candidates, topology, models=[model.name for model in catalog], clock=clock)
         self._recovery = Recovery(
             max_attempts=policies.max_attempts,
             failover_wait_s=policies.failover_wait_s,
@@ -186,12 +189,20 @@ class Requests:
         )
         self._moves = Moves(topology=topology, candidates=candidates, metrics=metrics)
         metrics.watch_requests(self._population)
-        metrics.watch_breakers(lambda: candidates.num_open_breakers, candidates.circuit)
+        metrics.watch_breakers(lambda: candidates.num_open_breakers, candidates.circuit, candidates.watch.num_openings)
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a place."""
         return sum(map(len, self._queues.values())) + self._before_queue.total()
+
+    def circuits(self) -> dict[str, CircuitReport]:
+        """By worker id, those that get no work, or should get none: why, with figures, and since when."""
+        return {report.worker_id: report for report in self._candidates.watch.circuits()}
+
+    def cut_pairs(self) -> list[CutPair]:
+        """Pairs of workers between which pages keep failing to go."""
+        return self._candidates.cut_pairs()
 
     def limits(self, model: ServedModel) -> ModelLimits:
         """The model's limits, or less where no worker in rotation has pages for so much."""

@@ -5,6 +5,7 @@ and codes from this program, workers from the membership. What every token passe
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -13,13 +14,14 @@ from prometheus_client.registry import Collector
 
 from gateway.pacing import Pace
 from gateway.topology import Member
+from gateway.worker_counts import CountsCollector
 from services.cluster.memory import MemoryUse
 from services.cluster.store import Store
 from services.runtime.fast_metrics import Counts, Distributions, FastRegistry
 from services.runtime.span_metrics import SpanCounts
 from services.runtime.tls_metrics import CertificateEnd
 from services.scheduling.breakers import CircuitState
-from services.scheduling.health import GpuState
+from services.scheduling.health import CAUSES, GpuState
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 DURATION_BUCKETS_S = (
@@ -244,8 +246,14 @@ class Metrics:
         )
         self._open_breakers = Gauge(
             "tandem_open_breakers",
-            "Workers left alone because they are slow, silent or erring or their GPU is in trouble, and pairs that "
-            "cannot reach each other.",
+            "Workers kept from work because they are slow, silent or erring or their GPU is in trouble, and pairs that "
+            "are kept apart because they cannot reach each other.",
+            registry=registry,
+        )
+        self._openings = Gauge(
+            "tandem_circuit_openings",
+            "How often a worker was kept from work since the gateway started, by cause: slow, silent, erring, gpu.",
+            ("cause",),
             registry=registry,
         )
         self._refusals = Counter(
@@ -334,11 +342,14 @@ class Metrics:
         )
         self._circuits = Gauge(
             "tandem_worker_circuit",
-            "1 for the state of a worker's circuit: closed, open, half_open (tried with one request).",
+            "1 for the state of a worker's circuit: closed, open (kept from work), half_open (kept from work and "
+            "tried), suspected (it should get no work, and does, since half of its role is kept from work).",
             (*worker, "state"),
             registry=registry,
         )
         self._pages = Gauge("tandem_kv_pages", "KV pages by worker and state.", (*worker, "state"), registry=registry)
+        self._counts = CountsCollector()
+        registry.register(self._counts)
         registry.register(SpanCounts())
         registry.register(CertificateEnd())
         gpus = (self._gpus, self._gpu_temperatures, self._gpu_memory, self._gpu_errors)
@@ -447,10 +458,14 @@ class Metrics:
         """Reads these counts whenever the figures are asked for."""
         self._population = population
 
-    def watch_breakers(self, num_open: Callable[[], float], circuit: Callable[[str], CircuitState]) -> None:
-        """Reads this count, and the state of each worker's circuit, whenever the figures are asked for."""
+    def watch_breakers(
+        self, num_open: Callable[[], float], circuit: Callable[[str], CircuitState], num_openings: Mapping[str, int]
+    ) -> None:
+        """Reads this count, the state of each worker's circuit, and the openings by cause, for each scrape."""
         self._open_breakers.set_function(num_open)
         self._circuit = circuit
+        for cause in CAUSES:
+            self._openings.labels(cause).set_function(partial(_at, num_openings, cause))
 
     def watch_store(self, store: Store) -> None:
         """Reads it whenever the figures are asked for."""
@@ -486,6 +501,11 @@ class Metrics:
             gauge.clear()
         for member in members:
             self._show_worker(member)
+        self._counts.shown = {
+            (member.record.role, member.record.id): member.session.counts
+            for member in members
+            if member.session.counts is not None
+        }
         self._forget_all_but((member.record.role, member.record.id) for member in members)
         self._requests.clear()
         for whose, num_requests in self._population().items():
@@ -518,3 +538,7 @@ class Metrics:
         for gone in self._sent_to.keys() - set(workers):
             del self._sent_to[gone]
             self._sent.remove(*gone)
+
+
+def _at(counts: Mapping[str, int], key: str) -> float:
+    return counts.get(key, 0)

@@ -20,6 +20,7 @@ import msgspec
 from gateway.bookings import Books
 from gateway.pacing import Lateness, Pace
 from gateway.validation import Sampling
+from gateway.worker_counts import Counts, read_counts
 from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, status, telemetry
 from services.runtime.answer_form import write_form
@@ -229,6 +230,8 @@ class WorkerSession(ABC):
         """What its GPU says of itself; another object with each report that has it. None: nothing was said."""
         self.links: PeerLinks = NO_LINKS
         """Those to other workers that it has measured; another object with each report of them."""
+        self.counts: Counts | None = None
+        """What it has counted since it started; None: it has not said."""
         self.books = Books()
         self.is_up = False
         self.num_dropped_events = 0
@@ -402,6 +405,8 @@ class WorkerSession(ABC):
             self.gpu = _read_gpu(message.gpu)
         if message.links:
             self.links = _read_links(self.links, message.links)
+        if message.HasField("counts"):
+            self.counts = read_counts(message.counts)
         if message.HasField("load"):
             self.load = _read_load(message.load)
             if self.load.clock_ahead_s is not None:

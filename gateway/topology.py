@@ -154,6 +154,7 @@ class Topology:
         self._renewed_at_s: dict[str, float] = {}
         """By worker id, when its lease was renewed, as far as that is known, on the event loop's clock."""
         self._note_gpu: Callable[[str, GpuJudgement], None] = lambda worker_id, judgement: None
+        self._note_leaving: Callable[[str], None] = lambda worker_id: None
         self._watching: list[asyncio.Task[None]] = []
         self.pace = Pace()
         """Of the tokens of all sessions."""
@@ -175,6 +176,10 @@ class Topology:
     def watch_gpus(self, note: Callable[[str, GpuJudgement], None]) -> None:
         """Calls `note(worker_id, judgement)` when a worker's GPU is judged otherwise; ok when the process has left."""
         self._note_gpu = note
+
+    def watch_leaving(self, note: Callable[[str], None]) -> None:
+        """Calls `note(worker_id)` when a worker is neither registered nor connected any more."""
+        self._note_leaving = note
 
     def take_membership(self, records: Iterable[WorkerRecord], *, is_stale: bool = False) -> None:
         """Follows the registry: sessions to new processes begin, workers that left and cannot be reached go."""
@@ -240,6 +245,10 @@ class Topology:
         if bound_to:
             records = [record for record in records if self._may_go_on(bound_to, record.identity_key)]
         return {record.id for record in records if not record.tenants or tenant in record.tenants}
+
+    def rotation_ids(self, role_name: Role, model: str) -> list[str]:
+        """All workers of a role and a model in rotation, whoever they work for."""
+        return self._rotation(role_name, model).ids
 
     def decode_identity(self, worker_id: str) -> str:
         """What an answer is bound to that a decode worker begins, as an `identity_key`; empty: unknown."""
@@ -483,6 +492,7 @@ class Topology:
             member.keeper.cancel()
         if member.gpu != GPU_OK:
             self._note_gpu(worker_id, GPU_OK)
+        self._note_leaving(worker_id)
         if member.left_out:
             logger.info("a worker that was left out has gone", extra={"worker": worker_id, "reason": member.left_out})
         incarnation = member.record.incarnation
@@ -496,7 +506,7 @@ class Topology:
             try:
                 await member.session.run()
             except WorkerUnavailable as error:
-                facts = {"worker": member.record.id, "reason": error.message}
+                facts = {"worker": member.record.id, "address": member.record.address, "reason": error.message}
                 if not isinstance(error, NotProven):
                     logger.info("session ended", extra=facts)
                 elif last_refusal != error.message:  # once, as it is the same with each try until somebody helps

@@ -8,13 +8,16 @@ consist of is this process and the way.
 
 import heapq
 import itertools
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.pacing import Pace
 from services.runtime.clock import Clock
 from services.scheduling.breakers import CircuitState
-from services.scheduling.health import GpuJudgement, WorkerHealth
+from services.scheduling.health import Circuit, GpuJudgement, WorkerHealth
 
 FLOOR_S = 0.01
 """Added to what was expected and to what it took, before the two are compared."""
@@ -24,6 +27,8 @@ MAX_ENDED_STAGES = 64
 """So many are kept in the order of the open ones, beside as many again as are open."""
 TOKENS_PER_STAGE = 16
 """So many tokens of an answer are one stage: single gaps say little."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -83,19 +88,30 @@ class WorkerWatch:
         self._pace = pace or Pace()
         self._health = WorkerHealth()
         self._open: dict[str, _OpenStages] = {}
+        self.num_openings: Counter[str] = Counter()
+        """How often workers were found to be bad, by the kind of cause."""
 
     @property
     def num_ejected(self) -> int:
-        """Workers that are left alone now, or tried with one request."""
+        """Workers that should get no work, or are tried with one request."""
         return self._health.num_ejected
 
     def circuit(self, worker_id: str) -> CircuitState:
         """Whether the worker gets new work."""
         return self._health.circuit(worker_id)
 
+    def circuits(self) -> "list[CircuitReport]":
+        """All workers whose circuit is not closed, with the cause, its figures and its age."""
+        now_s = self._clock.monotonic()
+        return [CircuitReport.of(circuit, now_s) for circuit in self._health.circuits()]
+
     def note_gpu(self, worker_id: str, judgement: GpuJudgement) -> None:
         """What the worker's GPU is judged to be from now on."""
-        self._health.note_gpu(worker_id, judgement)
+        self._health.note_gpu(worker_id, judgement, self._clock.monotonic())
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is not registered any more."""
+        self._health.forget(worker_id)
 
     def gpu_weights(self, group: Sequence[str]) -> Mapping[str, float]:
         """What share of its speed each that is slower is taken to have, by what its GPU says, against the best one.
@@ -110,10 +126,12 @@ class WorkerWatch:
     def usable(self, group: Sequence[str]) -> Sequence[str]:
         """Those of a role that get new work: at least half of them, and one."""
         out = self._health.out_of_rotation(group, self._clock.monotonic())
+        for change in self._health.take_changes():
+            self._tell(change)
         return [worker_id for worker_id in group if worker_id not in out] if out else group
 
     def due_for_probe(self, group: Sequence[str]) -> list[str]:
-        """Those that should each get one of the next requests that can bear it, to see who has recovered."""
+        """Those that should each be tried now, to see who has recovered."""
         return self._health.due_for_probe(group, self._clock.monotonic())
 
     def begin_probe(self, worker_id: str, expected_s: float) -> int:
@@ -155,6 +173,20 @@ class WorkerWatch:
         """A probe has ended without saying anything about the worker."""
         self._health.note_abandoned(worker_id, probe)
 
+    def _tell(self, change: Circuit) -> None:
+        """A line for each circuit that opens or closes: which worker, why, and the figures that say so."""
+        cause, for_s = change.cause, round(self._clock.monotonic() - change.since_s, 1)
+        facts = {"worker": change.worker_id, "cause": cause.kind, "found": cause.words, **_rounded(cause.figures)}
+        if change.state == "closed":
+            logger.info("a worker gets work again", extra={**facts, "after_s": for_s})
+            return
+        what = "a worker is kept from work"
+        if change.state == "open":
+            self.num_openings[cause.kind] += 1
+        else:
+            what = "a worker should get no work, and does: half of its role is kept from work already"
+        logger.warning(what, extra={**facts, "times": change.num_openings})
+
     def _end(self, stage: Stage) -> None:
         open_stages = self._open.get(stage.worker_id)
         if open_stages is not None and open_stages.end(stage):
@@ -165,6 +197,50 @@ class WorkerWatch:
     def _note_load(self, worker_id: str, open_stages: _OpenStages) -> None:
         expected_s = FLOOR_S + self._pace.hold_s + open_stages.least_expected_s
         self._health.note_load(worker_id, len(open_stages), expected_s, self._clock.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitReport:
+    """What operators are told of a worker whose circuit is not closed.
+
+    `cause` is one word, `words` a sentence with the `figures` in it. `for_s`: how long it has been so. `num_openings`:
+    how often lately.
+    """
+
+    worker_id: str
+    state: CircuitState
+    cause: str
+    words: str
+    figures: Mapping[str, float]
+    for_s: float
+    num_openings: int
+
+    @classmethod
+    def of(cls, circuit: Circuit, now_s: float) -> "CircuitReport":
+        """The report of a circuit as of now."""
+        cause, for_s = circuit.cause, round(now_s - circuit.since_s, 1)
+        figures = _rounded(cause.figures)
+        return cls(circuit.worker_id, circuit.state, cause.kind, cause.words, figures, for_s, circuit.num_openings)
+
+    def said(self) -> str:
+        """In one line, for people; the command line says the same of `/cluster`."""
+        times = f", {self.num_openings} times lately" if self.num_openings > 1 else ""
+        return f"{self.cause}: {self.words} (since {self.for_s:.0f} s{times})"
+
+    def as_json(self) -> dict[str, Any]:
+        """As `/cluster` shows it beside its worker."""
+        return {
+            "state": self.state,
+            "cause": self.cause,
+            "words": self.words,
+            "figures": dict(self.figures),
+            "for_s": self.for_s,
+            "num_openings": self.num_openings,
+        }
+
+
+def _rounded(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{figure:.3g}") for name, figure in figures.items()}
 
 
 class AttemptWatch:

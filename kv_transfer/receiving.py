@@ -59,7 +59,7 @@ from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, link_fault
 from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.transports.base import AnyReceiveChannel, DeviceReceiveChannel, Listener, RingSpec
 from kv_transfer.transports.handshake import CHANNEL_ID_BYTES
-from kv_transfer.transports.registry import DEVICE_NAMES, Reach, Transports, choose
+from kv_transfer.transports.registry import DEVICE_NAMES, HOST_NETWORK, Reach, Transports, choose
 from kv_transfer.transports.tls import ChannelTls
 from protos import link_pb2, link_pb2_grpc
 from services.engine.pages import PagePool
@@ -139,8 +139,9 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
     """Serves `tandem.v1.Link`; add it to the worker's gRPC server.
 
     `generations` is asked whether pages are still in the use they were set aside for. Channels that need an address
-    are opened on `host` and `port` (0 picks one); `advertise_host` is what senders are told where that differs. With
-    `tls` pages come from other hosts encrypted or not at all.
+    are opened on `host`, and one of them on `port` (0 picks one): that of pages in the host's memory where it is
+    offered. `advertise_host` and `advertise_port` are what senders are told where that differs. With `tls` pages come
+    from other hosts encrypted or not at all. OSError: the port cannot be had.
     `abort` and `close` belong to the event loop's thread.
     """
 
@@ -155,6 +156,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         host: str = "127.0.0.1",
         port: int = 0,
         advertise_host: str | None = None,
+        advertise_port: int | None = None,
         ring: RingConfig | None = None,
         clock: Clock = SYSTEM_CLOCK,
         timeouts: Timeouts | None = None,
@@ -170,7 +172,8 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         self._available = Transports(pool.data.device, pool.layout.page_bytes, tls)
         self._transports = self._available.resolve(transports)
         self._reach = Reach(identity.host_id).at(pool.data.device)
-        self._host, self._port, self._advertise_host = host, port, advertise_host
+        self._host, self._port = host, port
+        self._advertise_host, self._advertise_port = advertise_host, advertise_port
         self._ring = ring or RingConfig()
         self._clock = clock
         self._timeouts = timeouts or Timeouts()
@@ -187,6 +190,9 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         self._listeners: dict[str, Listener] = {}
         self._links: set[_ReceiveLink] = set()
         self._is_closed = False
+        self._on_port = next((name for name in (*HOST_NETWORK, "nccl") if name in self._transports), "") if port else ""
+        if self._on_port:
+            self._listener(self._on_port)  # now: a port that is taken is told at the start, not to the first sender
 
     @property
     def num_transfers(self) -> int:
@@ -323,16 +329,14 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         transport = self._choose(hello)
         if transport is None:
             raise InvariantViolated("a Link without a common transport was not refused")
-        listener = self._listeners.get(transport)
-        if listener is None:
-            listener = self._listeners[transport] = self._available[transport].listen(self._host, self._port)
+        listener = self._listener(transport)
         ring = self._ring.spec_for(hello.layout.page_bytes, is_on_device=transport in DEVICE_NAMES)
         ack = HelloAck(
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
             layout=self._layout,
             transport=transport,
-            channel_address=self._advertised(listener.address),
+            channel_address=self._advertised(listener.address, transport),
             channel_id=secrets.token_hex(CHANNEL_ID_BYTES),
             channel_token=secrets.token_bytes(TOKEN_BYTES),
             ring_slots=ring.num_slots,
@@ -340,11 +344,21 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         )
         return LinkTerms(sender=hello.layout, receiver=self._layout, slot_bytes=ring.slot_bytes), ack
 
-    def _advertised(self, address: str) -> str:
+    def _listener(self, transport: str) -> Listener:
+        listener = self._listeners.get(transport)
+        if listener is None:
+            port = self._port if transport == self._on_port else 0
+            listener = self._listeners[transport] = self._available[transport].listen(self._host, port)
+        return listener
+
+    def _advertised(self, address: str, transport: str) -> str:
         host, separator, port = address.rpartition(":")
-        if self._advertise_host is None or not separator or not host:
+        if not separator or not host:
             return address
-        host = f"[{self._advertise_host}]" if ":" in self._advertise_host else self._advertise_host
+        if self._advertise_host is not None:
+            host = f"[{self._advertise_host}]" if ":" in self._advertise_host else self._advertise_host
+        if self._advertise_port is not None and transport == self._on_port:
+            port = str(self._advertise_port)
         return f"{host}:{port}"
 
     def _begin(self, hello: Hello, transport: str, terms: LinkTerms, channel: AnyReceiveChannel) -> _ReceiveLink:

@@ -216,6 +216,7 @@ class PrefillWorker:
             on_session_closed=self._on_session_closed,
             gpu=gpu,
             links=self._links.peer_links,
+            counts=metrics.counts,
         )
         self._loop = PrefillLoop(
             runner=parts.runner,

@@ -686,6 +686,7 @@ class StepEvents(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
     worker_incarnation: _builtins.str
     """Incarnation of the worker."""
     @_builtins.property
@@ -710,6 +711,12 @@ class StepEvents(_message.Message):
         before in this session. Of a worker that was never named nothing was measured.
         """
 
+    @_builtins.property
+    def counts(self) -> Global___WorkerCounts:
+        """What the worker has counted: in the first message of a session, and then where it is another, at most once a second.
+        Absent: as it was last in this session, or the worker does not know this field.
+        """
+
     def __init__(
         self,
         *,
@@ -718,10 +725,11 @@ class StepEvents(_message.Message):
         load: Global___WorkerLoad | None = ...,
         gpu: Global___GpuFacts | None = ...,
         links: _abc.Iterable[Global___PeerLink] | None = ...,
+        counts: Global___WorkerCounts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "gpu", b"gpu", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "gpu", b"gpu", "links", b"links", "load", b"load", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "events", b"events", "gpu", b"gpu", "links", b"links", "load", b"load", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -758,6 +766,150 @@ class PeerLink(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PeerLink: _TypeAlias = PeerLink  # noqa: Y015
+
+@_typing.final
+class WorkerCounts(_message.Message):
+    """What a worker has counted since it started. Nothing is decided by it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ProposedTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class AcceptedTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class PreemptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    HOST_TIER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def proposed_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Tokens that were proposed and computed along with others, by where they are from: ngram, draft."""
+
+    @_builtins.property
+    def accepted_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Those of them that were what the model chose."""
+
+    @_builtins.property
+    def preemptions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Sequences that were preempted by others, by how: place, no_page, swapped, recomputed."""
+
+    @_builtins.property
+    def host_tier(self) -> Global___HostTierCounts:
+        """Cached pages in the host's memory. Absent: the worker keeps none there."""
+
+    def __init__(
+        self,
+        *,
+        proposed_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        accepted_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        preemptions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        host_tier: Global___HostTierCounts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host_tier", b"host_tier"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "host_tier", b"host_tier", "preemptions", b"preemptions", "proposed_tokens", b"proposed_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerCounts: _TypeAlias = WorkerCounts  # noqa: Y015
+
+@_typing.final
+class HostTierCounts(_message.Message):
+    """Cached pages that the pool has no room for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_PAGES_FIELD_NUMBER: _builtins.int
+    FREE_PAGES_FIELD_NUMBER: _builtins.int
+    HELD_PAGES_FIELD_NUMBER: _builtins.int
+    NUM_STORED_FIELD_NUMBER: _builtins.int
+    NUM_LOADED_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_FIELD_NUMBER: _builtins.int
+    total_pages: _builtins.int
+    """Pages that fit in."""
+    free_pages: _builtins.int
+    """Room that nothing takes, in pages."""
+    held_pages: _builtins.int
+    """Pages that are there."""
+    num_stored: _builtins.int
+    """Pages that came, since the start."""
+    num_loaded: _builtins.int
+    """Pages that went back into the pool."""
+    num_dropped: _builtins.int
+    """Pages that were lost."""
+    def __init__(
+        self,
+        *,
+        total_pages: _builtins.int = ...,
+        free_pages: _builtins.int = ...,
+        held_pages: _builtins.int = ...,
+        num_stored: _builtins.int = ...,
+        num_loaded: _builtins.int = ...,
+        num_dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_pages", b"free_pages", "held_pages", b"held_pages", "num_dropped", b"num_dropped", "num_loaded", b"num_loaded", "num_stored", b"num_stored", "total_pages", b"total_pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostTierCounts: _TypeAlias = HostTierCounts  # noqa: Y015
 
 @_typing.final
 class GpuFacts(_message.Message):

@@ -18,6 +18,7 @@ from gateway.lifecycle import Requests
 from gateway.metrics import Metrics
 from gateway.series import SECONDS, WINDOW_S, Series, Totals
 from gateway.topology import Member, Topology
+from gateway.worker_watch import CircuitReport
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 
 TICK_S = 1.0
@@ -137,18 +138,19 @@ class Feed:
         return len(self._watchers)
 
     def _now(self) -> dict[str, Any]:
+        circuits = self._requests.circuits()
         return {
             "now_unix_s": self._clock.unix_ns() / 1e9,
             "last_number": self._requests.log.history.last_number,
             "requests": {"queued": self._requests.num_queued, "running": self._requests.num_running},
-            "workers": [self._worker(member) for member in self._topology.members()],
+            "workers": [self._worker(member, circuits.get(member.record.id)) for member in self._topology.members()],
         }
 
     def _figures(self, seconds: int) -> dict[str, Any]:
         times, columns = self._series.last(seconds)
         return {"series": {"unix_s": times, **columns}}
 
-    def _worker(self, member: Member) -> dict[str, Any]:
+    def _worker(self, member: Member, circuit: CircuitReport | None) -> dict[str, Any]:
         record, load = member.record, member.load
         prefill, decode, link = load.prefill_speed, load.decode_speed, load.link_speed
         return {
@@ -159,7 +161,8 @@ class Feed:
             "address": record.address,
             "state": member.state,
             "left_out": member.left_out,
-            "circuit": self._metrics.circuit(record.id),
+            "circuit": "closed" if circuit is None else circuit.state,
+            "circuit_found": "" if circuit is None else circuit.said(),
             "pages": {
                 "total": load.pages_total,
                 "free": load.pages_free,
@@ -173,6 +176,7 @@ class Feed:
             "waiting_tokens": load.waiting_tokens,
             "context_tokens": load.context_tokens,
             "preempted": load.num_preempted,
+            "counts": None if member.session.counts is None else member.session.counts.as_json(),
             "prefill_tokens_per_s": None if prefill is None else SPEED_TOKENS / prefill.time_s(SPEED_TOKENS),
             "step_s": None if decode is None else decode.step_s(max(1, load.running), load.context_tokens),
             "link_bytes_per_s": None if link is None else link.bytes_per_s,

@@ -38,11 +38,27 @@ CHANNEL_ID_BYTES = 16
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 HANDSHAKE_TIMEOUT_S = 2.0
+IDLE_S = 1
+"""A connection that was silent for so long is asked by the kernel whether it still stands, and again as often."""
+MAX_UNANSWERED = 5
+"""So many questions without an answer, and it is given up: while it is idle, and not under the next request."""
 MAX_STRANGERS = 128
 
 _HELLO_BYTES = len(MAGIC) + CHANNEL_ID_BYTES + NONCE_BYTES
 Finish: TypeAlias = Callable[[socket.socket, RingSpec, ChannelKey], AnyReceiveChannel]
 _log = logging.getLogger(__name__)
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Has the kernel speak on a TCP connection that is idle, so that no firewall on the way forgets it.
+
+    Without that the next frame after a quiet hour is lost in silence, and so is the time until that is noticed. A
+    process that is stopped still answers, by its kernel.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MAX_UNANSWERED)
 
 
 def prove_to_receiver(sock: socket.socket, key: ChannelKey, countdown: Countdown) -> None:

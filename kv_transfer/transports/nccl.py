@@ -39,16 +39,15 @@ from kv_transfer.transports.base import (
     RingSpec,
     Transport,
 )
-from kv_transfer.transports.handshake import READY, Acceptor, Finish, prove_to_receiver, receive_exactly
+from kv_transfer.transports.handshake import READY, Acceptor, Finish, keep_alive, prove_to_receiver, receive_exactly
 from kv_transfer.transports.nccl_library import UNIQUE_ID_BYTES
 from kv_transfer.transports.nccl_pair import Limits, Nccl, NcclPair, Operation, Stream
 from kv_transfer.transports.slots import Posted, ReceiverSlots, SenderSlots
-from kv_transfer.transports.tcp import split_address
+from kv_transfer.transports.tcp import listen, split_address
 
 OPENED = b"\x02"
 OPEN_TIMEOUT_S = 4.0
 _WARM_UP_BYTES = 8
-_BACKLOG = 64
 _POLL_S = 0.0001
 
 
@@ -88,6 +87,7 @@ class NcclTransport(Transport):
             raise ChannelBroken(f"no connection to {address}: {error}") from error
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(sock)
             prove_to_receiver(sock, key, countdown)
             if receive_exactly(sock, len(READY), countdown) != READY:
                 raise ChannelBroken("the receiver did not get ready")
@@ -272,8 +272,7 @@ class NcclReceiveChannel(DeviceReceiveChannel):
 
 class _NcclListener(Listener):
     def __init__(self, host: str, port: int, finish: Finish) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        sock = listen(host, port)
         self._address: tuple[str, int] = sock.getsockname()[:2]
         self._acceptor = Acceptor(sock, finish, name=f"nccl-{self._address[1]}")
 

@@ -31,6 +31,8 @@ NAMES = ("cuda_ipc", "nccl", "shm", "tcp", "tls")
 """What `auto` stands for, best first as far as that can be known without a measurement."""
 UNENCRYPTED = ("nccl", "tcp")
 """What leaves the host as it is; with TLS `tls` takes the place of both."""
+HOST_NETWORK = ("tls", "tcp")
+"""What carries pages of the host's memory between hosts: a pool has one of them."""
 CLEARLY_FASTER = 1.25
 """So much faster something must have been measured to be taken before what stands before it: machines are noisy."""
 WORD_BYTES = 8

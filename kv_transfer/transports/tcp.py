@@ -30,7 +30,7 @@ from kv_transfer.transports.base import (
     SendChannel,
     Transport,
 )
-from kv_transfer.transports.handshake import READY, Acceptor, Finish, prove_to_receiver, receive_exactly
+from kv_transfer.transports.handshake import READY, Acceptor, Finish, keep_alive, prove_to_receiver, receive_exactly
 
 _HEADER = struct.Struct("<QQ16s")  # seq, bytes, digest
 _MAX_BUFFERS = 512  # of one sendmsg; the system's limit is 1024
@@ -214,8 +214,7 @@ class TcpListener(Listener):
     """Listens on exactly one address. `finish` makes a channel of a proven connection; see `Acceptor`."""
 
     def __init__(self, host: str, port: int, finish: Finish) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        sock = listen(host, port)
         self._address: _Address = sock.getsockname()[:2]
         self._acceptor = Acceptor(sock, finish, name=f"tcp-{self._address[1]}")
 
@@ -241,7 +240,15 @@ def connect(address: str, countdown: Countdown) -> socket.socket:
     except OSError as error:
         raise ChannelBroken(f"no connection to {address}: {error}") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(sock)
     return sock
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen on exactly this address; `::` means IPv4 too, as for the worker's gRPC server. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_dual = host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
 
 
 def split_address(address: str) -> _Address:
@@ -255,6 +262,7 @@ def split_address(address: str) -> _Address:
 def _make_ready(sock: socket.socket, ring: RingSpec, _: ChannelKey) -> ReceiveChannel:
     sock.setblocking(True)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(sock)
     channel = TcpReceiveChannel(sock, ring)
     sock.sendall(READY)
     return channel

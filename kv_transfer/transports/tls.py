@@ -26,6 +26,7 @@ from kv_transfer.transports.base import (
 from kv_transfer.transports.handshake import (
     HANDSHAKE_TIMEOUT_S,
     PROOF_BYTES,
+    keep_alive,
     prove_to_receiver,
     receive_exactly,
 )
@@ -85,6 +86,7 @@ class TlsTransport(Transport):
             ):
                 raise ChannelBroken("the sender did not prove that the encrypted connection ends at it")
             encrypted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(encrypted)
             channel = TlsReceiveChannel(encrypted, ring)
             encrypted.sendall(_proof(key, b"receiver", encrypted))
         except BaseException:

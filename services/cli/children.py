@@ -177,6 +177,7 @@ def _worker_flags(settings: UpSettings, plan: ModelPlan) -> list[tuple[str, obje
         ("cluster", settings.cluster),
         ("cluster-secret-file", settings.cluster_secret_file),
         ("host", WORKER_HOST),
+        ("advertise-host", WORKER_HOST),  # whatever machine Redis is on, all of them run on this one
         ("port", 0),
         *(_tls_flags(settings) if settings.tls_ca is not None else ()),
         ("transport", settings.transport),

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from services.cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json, get_status
+from services.cli.status import circuit_line, cut_line
 from services.cluster.memory import EVICTION_ADVICE, may_evict
 from services.cluster.probe import RedisFacts, probe
 from services.engine.config import load_config
@@ -31,6 +32,11 @@ from services.runtime.gpu_health import open_gpu
 from services.runtime.version import version
 from services.scheduling.health import GpuState, judge_gpu
 
+_CIRCUIT_ADVICE = {
+    "slow": "see what else uses its machine or its GPU; it gets work again when the gateway's trials come in time",
+    "silent": "see whether its process and the network to it stand still; it gets work again when it answers",
+    "erring": "see the errors in its log; it gets work again when the gateway's trials go well",
+}
 MIN_OPEN_FILES = 4096
 MAX_PING_S = 0.005
 MAX_CLOCK_OFFSET_S = 1.0
@@ -281,6 +287,7 @@ def gateway(settings: DoctorSettings) -> Iterator[Finding]:
     yield from judge_gateways_redis(cluster.get("redis") or {})
     yield from judge_versions(str(cluster.get("version", "")), workers)
     yield from judge_workers(workers)
+    yield from judge_pairs(cluster.get("cut_pairs", ()))
     yield from ports(workers, timeout_s=settings.timeout)
 
 
@@ -328,6 +335,13 @@ def _port(worker: Mapping[str, Any], *, timeout_s: float) -> Finding | None:
         advice = "gateways and the other workers must reach it: see --host and --advertise-host, and firewalls"
         return Finding(Level.NOTE, "ports", what, advice)
     return None
+
+
+def judge_pairs(pairs: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """What GET /cluster says of workers between which no pages go."""
+    for pair in pairs:
+        advice = "see the logs of both, and firewalls between them: the port of the decode worker and its transfer port"
+        yield Finding(Level.BAD, "workers", cut_line(pair), advice)
 
 
 def judge_workers(workers: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -386,6 +400,11 @@ def _judge_worker(worker: Mapping[str, Any]) -> Iterator[Finding]:
     elif worker.get("state") not in ("ready", "draining"):
         yield Finding(
             Level.NOTE, "workers", f"{name} is {worker.get('state', '-')}", "see its log; others do its work meanwhile"
+        )
+    if circuit := circuit_line(worker):
+        level = Level.BAD if worker["circuit"].get("state") != "suspected" else Level.NOTE
+        yield Finding(
+            level, "workers", circuit, _CIRCUIT_ADVICE.get(str(worker["circuit"].get("cause")), "see its log")
         )
     ahead_s = worker.get("clock_ahead_s")
     if ahead_s is not None and abs(ahead_s) > MAX_CLOCK_OFFSET_S:

@@ -53,6 +53,8 @@ def table(cluster: Mapping[str, Any]) -> str:
     lines += [
         f"{worker.get('id', '-')} is left out: {worker['left_out']}" for worker in workers if worker.get("left_out")
     ]
+    lines += [line for line in map(circuit_line, workers) if line]
+    lines += [cut_line(pair) for pair in cluster.get("cut_pairs", ())]
     models = sorted({str(worker.get("model", "-")) for worker in workers})
     if models:
         lines.append(f"model     {', '.join(models)}")
@@ -75,6 +77,27 @@ def _gpu_line(worker: Mapping[str, Any]) -> str:
     if gpu.get("state", "ok") == "ok":
         return ""
     return f"GPU of {worker.get('id', '-')}: {gpu['state']}, {', '.join(map(str, gpu.get('reasons', ())))}"
+
+
+def circuit_line(worker: Mapping[str, Any]) -> str:
+    """Why the worker gets no work, or should get none; empty: it gets work, or an older gateway does not say."""
+    circuit = worker.get("circuit") or {}
+    if not circuit:
+        return ""
+    what = {"open": "is kept from work", "half_open": "is kept from work, and tried"}.get(
+        str(circuit.get("state")), "should get no work, and does, as half of its role is kept from work"
+    )
+    times = int(circuit.get("num_openings", 1))
+    again = f", {times} times lately" if times > 1 else ""
+    since = f"since {float(circuit.get('for_s', 0.0)):.0f} s{again}"
+    return f"{worker.get('id', '-')} {what}: {circuit.get('cause', '-')}: {circuit.get('words', '-')} ({since})"
+
+
+def cut_line(pair: Mapping[str, Any]) -> str:
+    """Between which workers no pages go, and what they fail of."""
+    what = "is used all the same" if pair.get("state") == "suspected" else "is avoided"
+    between = f"the way from {pair.get('prefill_id', '-')} to {pair.get('decode_id', '-')}"
+    return f"{between} {what}: {pair.get('words') or 'pages do not arrive'} (since {float(pair.get('for_s', 0)):.0f} s)"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -79,6 +79,8 @@ def frame(
     lines = [(_title(data, trouble), True), *((line, False) for line in _figures(data, width)), ("", False)]
     workers = _table(_WORKER_HEADINGS, [_worker(worker) for worker in data["workers"]])
     lines += _headed(workers if data["workers"] else ["no worker is registered"], is_table=bool(data["workers"]))
+    found = [(f"{one['id']}: {one['circuit_found']}", False) for one in data["workers"] if one.get("circuit_found")]
+    lines += [("", False), *found] if found else []
     lines.append(("", False))
     room = height - len(lines) - 1
     if not requests:

@@ -11,6 +11,7 @@ from services.runtime.config import (
     ORIGINS_RULE,
     choice,
     flag,
+    host_name,
     integer,
     number,
     option,
@@ -57,7 +58,9 @@ class UpSettings:
         integer(0, 256), default=1, help="Number of prefill workers, of each model; 0 leaves prompts to decode."
     )
     decode: int = option(integer(1, 256), default=1, help="Number of decode workers, of each model.")
-    host: str = option(text(), default="127.0.0.1", help="Address of both APIs. 0.0.0.0 opens them to the network.")
+    host: str = option(
+        host_name(), default="127.0.0.1", help="Address of both APIs. 0.0.0.0 opens them to the network."
+    )
     http_port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
     grpc_port: int = option(integer(0, 65535), default=50051, help="Port of the gRPC API; 0 picks a free one.")
     redis: str | None = option(

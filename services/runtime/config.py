@@ -233,6 +233,16 @@ def number_set() -> Kind[tuple[int, ...]]:
     return Kind(parse, "numbers and ranges separated by commas, such as 0-3,8")
 
 
+def host_name() -> Kind[str]:
+    """A host by its name or by its IPv4 or IPv6 address, and nothing else: neither brackets nor a port."""
+
+    def parse(value: str) -> str:
+        _require(re.fullmatch(r"[A-Za-z0-9._-]{1,255}", value) is not None or is_ipv6(value))
+        return value
+
+    return Kind(parse, "a name or an IP address, without brackets and without a port")
+
+
 def host_port() -> Kind[HostPort]:
     """An address such as 127.0.0.1:50051 or [::1]:50051."""
     return Kind(split_host_port, "host:port with a port from 0 to 65535")
@@ -291,6 +301,15 @@ def split_host_port(value: str) -> HostPort:
 def join_host_port(host: str, port: int) -> str:
     """host:port, with an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether this is an IPv6 address; it may end in a %zone."""
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

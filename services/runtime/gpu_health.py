@@ -9,7 +9,7 @@ belongs on a thread that may wait.
 import importlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,8 @@ from services.runtime.gpu_use import GpuUse, UseReader
 log = logging.getLogger(__name__)
 
 MAX_EVENTS_PER_READ = 64
+GOOD_READINGS = 5
+"""A GPU that was lost counts as lost until it has answered in so many readings on end."""
 
 THROTTLE_REASONS = {
     "sw_power_cap": ("nvmlClocksEventReasonSwPowerCap", "nvmlClocksThrottleReasonSwPowerCap"),
@@ -36,7 +38,8 @@ class GpuFacts:
     `temperature_c` of the chip, and `slowdown_c`, where it throttles itself. `num_uncorrected` counts memory errors
     since the driver was loaded that could not be corrected. `is_remap_pending`: rows of memory are to be replaced at
     the next reset; `has_remap_failed`: none are left to replace them. `throttle_reasons`: keys of `THROTTLE_REASONS`.
-    `xids`: the driver's numbers of critical faults since the reader was opened. `is_lost`: it does not answer any more.
+    `xids`: the driver's numbers of critical faults since the reader was opened; they stay, since what ran on the GPU then
+    does not come back by itself. `is_lost`: it does not answer, or has not answered often enough since.
     """
 
     temperature_c: float | None = None
@@ -83,6 +86,10 @@ class GpuReader:
         self._nvml = nvml
         self._handle = handle
         self._is_lost = False
+        self._is_lost_now = False
+        """In the reading that is under way."""
+        self._num_good = 0
+        """Readings since it was lost last."""
         self._xids: set[int] = set()
         self._events = self._ask(("nvmlEventSetCreate",))
         if self._events is not None:
@@ -97,11 +104,13 @@ class GpuReader:
     def read(self) -> GpuFacts:
         """All that it says now. A fact that cannot be had is None, never an error."""
         nvml, handle = self._nvml, self._handle
+        self._is_lost_now = False
         remapped = self._ask(("nvmlDeviceGetRemappedRows",), handle)
         memory = self._ask(("nvmlDeviceGetMemoryInfo",), handle)
+        temperature_c = self._temperature_c()
         self._take_events()
-        return GpuFacts(
-            temperature_c=self._temperature_c(),
+        facts = GpuFacts(
+            temperature_c=temperature_c,
             slowdown_c=self._ask(
                 ("nvmlDeviceGetTemperatureThreshold",), handle, getattr(nvml, "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN", 1)
             ),
@@ -117,8 +126,9 @@ class GpuReader:
             free_bytes=None if memory is None else int(memory.free),
             total_bytes=None if memory is None else int(memory.total),
             xids=frozenset(self._xids),
-            is_lost=self._is_lost,
         )
+        self._judge_loss(has_answered=temperature_c is not None or memory is not None)
+        return replace(facts, is_lost=self._is_lost)
 
     def read_use(self) -> GpuUse:
         """How much it does now, since the last time where that is a mean."""
@@ -133,6 +143,14 @@ class GpuReader:
             self._nvml.nvmlShutdown()
         except self._nvml.NVMLError as error:
             log.info("NVML did not shut down: %s", error)
+
+    def _judge_loss(self, *, has_answered: bool) -> None:
+        """Lost at once; back when it has answered for a while, and not for want of somebody who says that it is lost."""
+        if self._is_lost_now:
+            self._is_lost, self._num_good = True, 0
+        elif self._is_lost and has_answered:
+            self._num_good += 1
+            self._is_lost = self._num_good < GOOD_READINGS
 
     def _temperature_c(self) -> float | None:
         sensor = getattr(self._nvml, "NVML_TEMPERATURE_GPU", 0)
@@ -168,7 +186,7 @@ class GpuReader:
                 return function(*arguments)
             except self._nvml.NVMLError as error:
                 if getattr(error, "value", None) == getattr(self._nvml, "NVML_ERROR_GPU_IS_LOST", 15):
-                    self._is_lost = True
+                    self._is_lost_now = True
         return None
 
 

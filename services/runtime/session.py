@@ -26,6 +26,8 @@ from services.runtime.errors import (
 
 LINK_NOISE, LINK_NOISE_BYTES = 0.1, 2**18
 """What is told of a link may be off by this share, and what is under way by so many bytes."""
+COUNTS_S = 1.0
+"""How often it is looked at what a worker has counted."""
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,10 @@ class Session:
     told_links: dict[str, worker_pb2.PeerLink] = field(default_factory=dict)
     """What it was told of links last, by the worker at the other end."""
     links_sent_s: float = -math.inf
+    told_counts: worker_pb2.WorkerCounts | None = None
+    """What it was told last of what the worker has counted."""
+    counts_at_s: float = -math.inf
+    """When that was looked at last."""
     left_out: str = ""
     """Why the gateway gives this worker no work; empty: it may."""
 
@@ -142,8 +148,8 @@ class SessionServer:
     `handlers` maps a command's name in its oneof (all but hello) to what it does. Commands of a session are handled
     one after the other, so a handler must not wait for an engine step. An error that a handler raises is answered
     with Refused if the command brought a sequence, and logged otherwise. `load` is called for nearly every message (see
-    `SessionLimits.load_s`), and so is `gpu`, whose result is sent where it is another object than before. Of `links`
-    those are sent of which something else is to be said, by more than a price would show.
+    `SessionLimits.load_s`), and so is `gpu`, whose result is sent where it is another object than before. A link is sent
+    where it has changed by more than a price would show. `counts` is asked once a second, and sent where it has changed.
     `on_session_closed` is called once per session, on the loop, when it ends for whatever reason.
     """
 
@@ -156,6 +162,7 @@ class SessionServer:
         on_session_closed: Callable[[Session], None],
         gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None,
         links: Callable[[], Iterable[worker_pb2.PeerLink]] | None = None,
+        counts: Callable[[], worker_pb2.WorkerCounts] | None = None,
         limits: SessionLimits | None = None,
     ) -> None:
         self._links = links
@@ -163,6 +170,7 @@ class SessionServer:
         self._handlers = dict(handlers)
         self._load = load
         self._gpu = gpu
+        self._counts = counts
         self._on_session_closed = on_session_closed
         self._limits = limits or SessionLimits()
         self._loop = asyncio.get_running_loop()
@@ -326,6 +334,12 @@ class SessionServer:
                 if told is None or _is_other(told, link):
                     session.told_links[link.worker_id] = link
                     message.links.add().CopyFrom(link)
+        if self._counts is not None and now_s - session.counts_at_s >= COUNTS_S:
+            session.counts_at_s = now_s
+            counts = self._counts()
+            if counts != session.told_counts:
+                session.told_counts = counts
+                message.counts.CopyFrom(counts)
         for emission in taken:
             _add_event(message, emission)
         return message

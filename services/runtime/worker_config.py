@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.runtime.addresses import check_dialled
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.cluster_secret import Secrets
 from services.runtime.config import (
     choice,
     flag,
+    host_name,
     integer,
     is_loopback,
     join_host_port,
@@ -52,10 +54,17 @@ class WorkerConfig:
         default="default",
         help="Name of the cluster in Redis.",
     )
-    host: str = option(text(), default="127.0.0.1", help="Address to listen on. 0.0.0.0 is every interface.")
+    host: str = option(
+        host_name(), default="127.0.0.1", help="Address to listen on. 0.0.0.0 and :: are every interface."
+    )
     port: int = option(integer(0, 65535), default=0, help="Port of the gRPC server; 0 picks a free one.")
     advertise_host: str | None = option(
-        text(), default=None, help="Host that others connect to, where it is not --host (a pod's address)."
+        host_name(),
+        default=None,
+        help="Host that gateways and other workers connect to, where it is not --host (a pod's address).",
+    )
+    advertise_port: int | None = option(
+        integer(1, 65535), default=None, help="Port that they connect to, where something in between maps it to --port."
     )
     region: str = option(
         text(pattern=r"[A-Za-z0-9_.-]{0,64}", rule="0 to 64 of A-Z, a-z, 0-9, _ . and -"),
@@ -164,6 +173,12 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("--kv-pages and --kv-memory are both given; the size of the KV pool is one of them")
+        check_dialled(self.host, self.advertise_host, redis=self.redis)
+        if self.advertise_port is not None and not self.port:
+            raise ConfigError(
+                f"--advertise-port is {self.advertise_port}, but --port is 0, which is another port at each start: "
+                "give --port too"
+            )
         if self.tls is None and not is_loopback(self.host) and not self.insecure:
             raise ConfigError(
                 f"--host is {self.host}, where others in the network reach this worker, but without TLS they could "
@@ -225,5 +240,5 @@ class WorkerConfig:
         }
 
     def address(self, port: int) -> str:
-        """Where others connect to."""
-        return join_host_port(self.advertise_host or self.host, port)
+        """Where others connect to; `port` is the one that the gRPC server listens on."""
+        return join_host_port(self.advertise_host or self.host, self.advertise_port or port)

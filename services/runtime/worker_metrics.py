@@ -148,6 +148,8 @@ class WorkerMetrics:
     def __init__(self, *, worker_id: str) -> None:
         self.registry = CollectorRegistry()
         self._worker_id = worker_id
+        self._counts = worker_pb2.WorkerCounts()
+        self._tier: Callable[[], HostTierStats] | None = None
         names, values = ("worker",), (worker_id,)
         self._steps = _Steps(worker_id)
         self.registry.register(self._steps)
@@ -224,7 +226,8 @@ class WorkerMetrics:
         self.registry.register(_Faults(self._worker_id, counts))
 
     def watch_host_tier(self, stats: Callable[[], HostTierStats]) -> None:
-        """Reads what the host's memory holds of pages for each scrape, in the thread that serves it."""
+        """Reads what the host's memory holds of pages: for `counts`, and in the thread that serves a scrape."""
+        self._tier = stats
         self.registry.register(_HostTier(self._worker_id, stats))
 
     def watch_gpu(self, use: Callable[[], GpuUse | None]) -> None:
@@ -239,10 +242,23 @@ class WorkerMetrics:
         """Counts tokens that were proposed for a sequence; `source` is one of a few words."""
         self._proposed.labels(self._worker_id, source).inc(proposed)
         self._accepted.labels(self._worker_id, source).inc(accepted)
+        self._counts.proposed_tokens[source] += proposed
+        self._counts.accepted_tokens[source] += accepted
 
     def count_preemption(self, reason: str) -> None:
         """Counts a sequence that gave way to another; `reason` is one of a few words."""
         self._preemptions.labels(self._worker_id, reason).inc()
+        self._counts.preemptions[reason] += 1
+
+    def counts(self) -> worker_pb2.WorkerCounts:
+        """What gateways are told of it, whether /metrics is served or not; a copy."""
+        counts = worker_pb2.WorkerCounts()
+        counts.CopyFrom(self._counts)
+        if self._tier is not None:
+            stats, tier = self._tier(), counts.host_tier
+            tier.total_pages, tier.free_pages, tier.held_pages = stats.total, stats.free, stats.held
+            tier.num_stored, tier.num_loaded, tier.num_dropped = stats.num_stored, stats.num_loaded, stats.num_dropped
+        return counts
 
     def serve(self, settings: WorkerConfig, load: Callable[[], Load]) -> None:
         """Serves /metrics, if a port is set, from a thread of its own for the rest of the process's life.

@@ -5,6 +5,11 @@ monotonic clock. Three errors within ten seconds open it. After one second it le
 success closes it, an error doubles the time until the next probe, up to a minute. Who knows a better reason than
 errors (`services.scheduling.health`: too slow, silent) trips it.
 
+What flaps would be let in at each good moment. So there is a probation, where the owner wants it: probes must be good
+for 3 s on end, each a second after the last, then for four times as long with each time that it opens again, up to a
+limit. Every 30 s that it stays closed take one step back. That an ejection lasts the longer the more there were is
+Envoy's outlier detection; that a good moment is not enough is ours.
+
 `usable` has the last word on what an open breaker means: of a group never more than half is left alone, and never the
 last one. Where more than that is broken, the fault is elsewhere, or there is nothing better to try.
 """
@@ -15,12 +20,21 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
-CircuitState = Literal["closed", "open", "half_open"]
+CircuitState = Literal["closed", "suspected", "open", "half_open"]
+"""`open` and `half_open` (it is being tried) get no work. `suspected` should get none, and does, since half of its role
+is kept from work already."""
 
 MAX_ERRORS = 3
 WINDOW_S = 10.0
 FIRST_OPEN_S = 1.0
 MAX_OPEN_S = 60.0
+FIRST_PROBATION_S = 3.0
+"""How long its probes must be good that has opened for the first time."""
+PROBATION_GROWTH = 4.0
+PROBE_AGAIN_S = 1.0
+"""Between two good probes of one on probation."""
+FORGIVE_S = 30.0
+"""One that stays closed for so long has opened once less."""
 FORGET_AFTER_S = 600.0
 
 
@@ -34,6 +48,10 @@ class _Breaker:
     probe_at_s: float = 0.0
     is_probing: bool = False
     touched_s: float = 0.0
+    num_openings: int = 0
+    closed_at_s: float = 0.0
+    good_since_s: float | None = None
+    """Since when all its probes were good; None: the last one was not, or there was none."""
 
     def lets_through(self, now_s: float) -> bool:
         """Whether a request may go there: closed, or it would be the probe."""
@@ -41,15 +59,28 @@ class _Breaker:
 
     def open(self, now_s: float) -> None:
         """It is left alone from now on."""
-        self.opened_at_s = now_s
+        num_forgiven = int((now_s - self.closed_at_s) / FORGIVE_S)
+        self.num_openings = max(0, self.num_openings - num_forgiven) + 1
+        self.opened_at_s, self.good_since_s = now_s, None
+        self.open_s = FIRST_OPEN_S
         self.probe_at_s = now_s + self.open_s
+
+    def close(self, now_s: float) -> None:
+        """It is used again."""
+        self.opened_at_s, self.closed_at_s = None, now_s
+        self.is_probing = False
+        self.errors_s.clear()
 
 
 class Breakers:
-    """All breakers of one gateway; none waits longer than `max_open_s` seconds for its next probe."""
+    """All breakers of one gateway; none waits longer than `max_open_s` seconds for its next probe.
 
-    def __init__(self, *, max_open_s: float = MAX_OPEN_S) -> None:
+    No probation is longer than `max_probation_s`; 0: there is none.
+    """
+
+    def __init__(self, *, max_open_s: float = MAX_OPEN_S, max_probation_s: float = 0.0) -> None:
         self._max_open_s = max_open_s
+        self._max_probation_s = max_probation_s
         self._breakers: dict[Hashable, _Breaker] = {}
 
     @property
@@ -63,6 +94,16 @@ class Breakers:
         breaker = self._breakers.get(key)
         return breaker is not None and breaker.opened_at_s is not None
 
+    def opened_at_s(self, key: Hashable) -> float | None:
+        """Since when this one is open; None: it is not."""
+        breaker = self._breakers.get(key)
+        return None if breaker is None else breaker.opened_at_s
+
+    def num_openings(self, key: Hashable) -> int:
+        """How often it has opened lately, this time included."""
+        breaker = self._breakers.get(key)
+        return 0 if breaker is None else breaker.num_openings
+
     def is_probing(self, key: Hashable) -> bool:
         """Whether a probe is under way there."""
         breaker = self._breakers.get(key)
@@ -74,6 +115,11 @@ class Breakers:
         if breaker is None or breaker.opened_at_s is None:
             return "closed"
         return "half_open" if breaker.is_probing else "open"
+
+    def opened(self, group: Sequence[Key]) -> list[Key]:
+        """Those of the group that are open, the ones that opened first first."""
+        found = [key for key in group if self.is_open(key)]
+        return sorted(found, key=lambda key: self._breakers[key].opened_at_s or 0.0)
 
     def shut(self, group: Sequence[Key], now_s: float) -> list[Key]:
         """Those of the group that should be left alone, the ones that opened first first."""
@@ -96,10 +142,23 @@ class Breakers:
         breaker.is_probing = True
         return True
 
-    def succeeded(self, key: Hashable) -> None:
-        """Something went well there: an open breaker is closed. Errors of a closed one only grow old."""
-        if self.is_open(key):
-            del self._breakers[key]
+    def succeeded(self, key: Hashable, now_s: float) -> bool:
+        """Something went well there: an open breaker is closed, if it is not on probation. Returns whether it was.
+
+        Errors of a closed one only grow old.
+        """
+        breaker = self._breakers.get(key)
+        if breaker is None or breaker.opened_at_s is None:
+            return False
+        breaker.touched_s = now_s
+        if breaker.good_since_s is None:
+            breaker.good_since_s = now_s
+        if now_s - breaker.good_since_s < self._probation_s(breaker):
+            breaker.is_probing = False
+            breaker.probe_at_s = now_s + PROBE_AGAIN_S
+            return False
+        breaker.close(now_s)
+        return True
 
     def failed(self, key: Hashable, now_s: float, *, is_probe: bool = False) -> None:
         """An error. Of requests that were let through although it is open only the probe counts."""
@@ -109,7 +168,7 @@ class Breakers:
             if len(breaker.errors_s) == MAX_ERRORS and now_s - breaker.errors_s[0] <= WINDOW_S:
                 breaker.open(now_s)
         elif is_probe:
-            breaker.is_probing = False
+            breaker.is_probing, breaker.good_since_s = False, None
             breaker.open_s = min(2 * breaker.open_s, self._max_open_s)
             breaker.probe_at_s = now_s + breaker.open_s
 
@@ -124,6 +183,10 @@ class Breakers:
         breaker = self._breakers.get(key)
         if breaker is not None:
             breaker.is_probing = False
+
+    def _probation_s(self, breaker: _Breaker) -> float:
+        longer = PROBATION_GROWTH ** min(30, breaker.num_openings - 1)
+        return min(self._max_probation_s, FIRST_PROBATION_S * longer)
 
     def _touched(self, key: Hashable, now_s: float) -> _Breaker:
         breaker = self._breakers.get(key)

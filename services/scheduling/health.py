@@ -12,12 +12,14 @@ seconds of the fault where the worker has work, and answers are expected within 
   erring   three errors within ten seconds, or two within `ERROR_WINDOW_S` and not more successes than errors.
 
 What follows is a breaker's business (`services.scheduling.breakers`): no new work but one probe at a time, the first
-after one second, then after two, then every `MAX_OPEN_S`. A probe that is answered in time closes it. So a worker is
-back within the limit of a silent probe + MAX_OPEN_S + one answer of its recovery: below ten seconds where answers are
-expected within a second. That needs requests to probe with: `due_for_probe` says who should get the next one.
+after one second, then after two, then every `MAX_OPEN_S`. Probes that are answered in time for a while close it. So a
+worker is back within the limit of a silent probe + MAX_OPEN_S + that while + one answer of its recovery: within ten
+seconds where answers are expected within a second. One that was ejected shortly before must be good for longer, up to
+`MAX_PROBATION_S`. `due_for_probe` says who should be tried now.
 
-Never more than half of a group is left alone, and never its last worker, whatever all the signals say together. The
-idea of ejecting outliers against their group, up to a share of it, is Envoy's outlier detection.
+Never more than half of a group is left alone, and never its last worker, whatever all the signals say together. Who
+should be and is not for that reason is *suspected*. The idea of ejecting outliers against their group, up to a share of
+it, is Envoy's outlier detection.
 
 Time is an argument, in seconds of one monotonic clock.
 """
@@ -26,11 +28,11 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from services.runtime.gpu_health import GpuFacts
-from services.scheduling.breakers import Breakers, CircuitState
+from services.scheduling.breakers import WINDOW_S, Breakers, CircuitState
 
 SLOW_WINDOW_S = 1.5
 """How far back slowness looks."""
@@ -46,6 +48,7 @@ MIN_RATIOS = 3
 SILENCE_FACTOR = 4.0
 MIN_SILENCE_S = 0.5
 MAX_OPEN_S = 4.0
+MAX_PROBATION_S = 60.0
 NUM_SLOW = 2
 """Judgements in a row that must find a worker slow: one hiccup of a busy worker fills all that is remembered of it."""
 MAX_REMEMBERED = 16
@@ -53,6 +56,8 @@ MAX_GROUPS = 256
 JUDGE_EVERY_S = 0.2
 """Figures are not worked out more often than this: notes are cheap, judging is not."""
 FORGET_AFTER_S = 600.0
+CAUSES = ("slow", "silent", "erring", "gpu")
+"""Why a worker may be kept from work."""
 
 
 class GpuState(StrEnum):
@@ -141,6 +146,29 @@ def judge_gpu(facts: GpuFacts, limits: GpuLimits | None = None) -> GpuJudgement:
     return GpuJudgement()
 
 
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a worker should get no work. `kind`: slow, silent, erring or gpu; `figures` are what was measured."""
+
+    kind: str
+    words: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Circuit:
+    """A worker that should get no work, or a change of one: `closed` are those that get work again.
+
+    `since_s`: when it was found so, on the clock of the calls. `num_openings`: how often that was lately.
+    """
+
+    worker_id: str
+    state: CircuitState
+    cause: Cause
+    since_s: float
+    num_openings: int
+
+
 @dataclass(slots=True)
 class _Worker:
     ratios: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_REMEMBERED))
@@ -160,6 +188,8 @@ class _Worker:
     """When it is taken for failed."""
     num_slow: int = 0
     """Judgements in a row that found it slow."""
+    cause: Cause | None = None
+    """Why its breaker opened last."""
 
     def ratio(self, since_s: float, min_ratios: int) -> float | None:
         """Median of the ratios since then, of an even number the lower one; None where they are too few."""
@@ -190,6 +220,24 @@ class _Worker:
         num_errors = sum(recent)
         return num_errors >= 2 and 2 * num_errors >= len(recent)
 
+    def why_erring(self, now_s: float) -> Cause:
+        recent = [is_error for at_s, is_error in self.outcomes if at_s >= now_s - WINDOW_S]
+        num_errors, num_ended = sum(recent), len(recent)
+        words = f"{num_errors} of the last {num_ended} answers within {WINDOW_S:g} s were errors"
+        return Cause("erring", words, {"errors": num_errors, "answers": num_ended})
+
+    def why_silent(self, now_s: float) -> Cause:
+        silent_s, patience_s = now_s - self.heard_s, self.patience_s(self.expected_s)
+        words = (
+            f"nothing came for {silent_s:.2g} s (limit {patience_s:.2g} s), and {self.num_outstanding} requests wait"
+        )
+        figures = {"silent_s": silent_s, "limit_s": patience_s, "waiting": self.num_outstanding}
+        return Cause("silent", words, figures)
+
+    def why_slow(self, ratio: float) -> Cause:
+        words = f"what comes takes {ratio:.3g} times as long as expected, with the others {self.reference:.3g} times"
+        return Cause("slow", words, {"ratio": ratio, "others": self.reference})
+
     def forgive(self) -> None:
         self.ratios.clear()
         self.outcomes.clear()
@@ -200,17 +248,21 @@ class WorkerHealth:
     """The health of all workers of one gateway, by worker id: a crash loop makes many processes of one worker."""
 
     def __init__(self) -> None:
-        self._breakers = Breakers(max_open_s=MAX_OPEN_S)
+        self._breakers = Breakers(max_open_s=MAX_OPEN_S, max_probation_s=MAX_PROBATION_S)
         self._workers: dict[str, _Worker] = {}
         self._judged_s: dict[tuple[str, ...], float] = {}
         """When each group was judged last."""
         self._weak_gpus: dict[str, GpuJudgement] = {}
         """Judgements of GPUs that are not ok, until they are again, however long nothing else is heard of them."""
-        self._gpu_out: set[str] = set()
+        self._gpu_out: dict[str, float] = {}
+        """Since when."""
+        self._known: dict[str, Circuit] = {}
+        """Those that are not closed, as of the last look at their group."""
+        self._changes: list[Circuit] = []
 
     @property
     def num_ejected(self) -> int:
-        """Workers whose breaker is open or whose GPU is out, probed ones included."""
+        """Workers whose breaker is open or whose GPU is out, probed and suspected ones included."""
         return self._breakers.num_open + sum(not self._breakers.is_open(worker_id) for worker_id in self._gpu_out)
 
     @property
@@ -252,8 +304,8 @@ class WorkerHealth:
         if not self._is_current(worker_id, probe):
             return
         if latency_ratio <= max(MIN_SLOW_RATIO, RECOVERED_RATIO * worker.reference):
-            self._breakers.succeeded(worker_id)
-            worker.forgive()
+            if self._breakers.succeeded(worker_id, now_s):
+                worker.forgive()
         else:
             self._breakers.failed(worker_id, now_s, is_probe=True)
 
@@ -262,46 +314,47 @@ class WorkerHealth:
         worker = self._worker(worker_id, now_s)
         worker.heard_s = now_s
         worker.outcomes.append((now_s, True))
+        was_open = self._breakers.is_open(worker_id)
         self._breakers.failed(worker_id, now_s, is_probe=self._is_current(worker_id, probe))
         if worker.is_erring(now_s):
             self._breakers.trip(worker_id, now_s)
+        if not was_open and self._breakers.is_open(worker_id):
+            worker.cause = worker.why_erring(now_s)
 
     def note_abandoned(self, worker_id: str, probe: int) -> None:
         """A probe ended without saying anything about the worker, as when its client left."""
         if self._is_current(worker_id, probe):
             self._breakers.abandoned(worker_id)
 
-    def note_gpu(self, worker_id: str, judgement: GpuJudgement) -> None:
+    def note_gpu(self, worker_id: str, judgement: GpuJudgement, now_s: float) -> None:
         """What the worker's GPU was judged to be; it stays so until it is judged again. Ok also means that it left."""
         self._weak_gpus.pop(worker_id, None)
-        self._gpu_out.discard(worker_id)
+        since_s = self._gpu_out.pop(worker_id, now_s)
         if judgement.state is not GpuState.OK:
             self._weak_gpus[worker_id] = judgement
         if judgement.state is GpuState.OUT:
-            self._gpu_out.add(worker_id)
+            self._gpu_out[worker_id] = since_s
 
     # What follows.
 
     def out_of_rotation(self, group: Sequence[str], now_s: float) -> frozenset[str]:
-        """Those of a role's workers that get no new work now: at most half, and never the last one.
-
-        A worker whose next probe is due is not among them.
-        """
+        """Those of a role's workers that get no new work now: at most half, and never the last one."""
         key = tuple(group)
         if now_s - self._judged_s.get(key, -math.inf) >= JUDGE_EVERY_S:
             if len(self._judged_s) >= MAX_GROUPS:
                 self._judged_s.clear()  # groups come and go with their workers
             self._judged_s[key] = now_s
             self._judge(group, now_s)
-        if not self._gpu_out and not self._breakers.num_open:
+        if not self._gpu_out and not self._breakers.num_open and not self._known:
             return frozenset()
-        gpu_out = [worker_id for worker_id in group if worker_id in self._gpu_out]
-        shut = self._breakers.shut(group, now_s)
-        left_alone = gpu_out + [worker_id for worker_id in shut if worker_id not in self._gpu_out]
-        return frozenset(left_alone[: len(group) // 2])
+        bad = [worker_id for worker_id in group if worker_id in self._gpu_out]
+        bad += [worker_id for worker_id in self._breakers.opened(group) if worker_id not in self._gpu_out]
+        left_alone = frozenset(bad[: len(group) // 2])
+        self._note_circuits(group, bad, left_alone)
+        return left_alone
 
     def due_for_probe(self, group: Iterable[str], now_s: float) -> list[str]:
-        """Ejected workers that should each get one of the next requests, so that it is known who has recovered."""
+        """Ejected workers that should be tried with a request now, so that it is known who has recovered."""
         if not self._breakers.num_open:
             return []
         return [
@@ -313,8 +366,49 @@ class WorkerHealth:
         ]
 
     def circuit(self, worker_id: str) -> CircuitState:
-        """Whether it gets new work; a GPU that is out is an open circuit."""
-        return "open" if worker_id in self._gpu_out else self._breakers.state(worker_id)
+        """Whether it gets new work, as of the last look at its group; a GPU that is out is an open circuit."""
+        known = self._known.get(worker_id)
+        if known is None:
+            return "closed"
+        return "half_open" if known.state == "open" and self._breakers.is_probing(worker_id) else known.state
+
+    def circuits(self) -> list[Circuit]:
+        """All that are not closed, as of the last look at their groups."""
+        return [replace(known, state=self.circuit(known.worker_id)) for known in self._known.values()]
+
+    def take_changes(self) -> list[Circuit]:
+        """What has become of circuits since the last call, in order. One that is tried has not changed."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone, and nobody keeps it from work; what is known of its faults stays for its return."""
+        self._known.pop(worker_id, None)
+
+    def _note_circuits(self, group: Sequence[str], bad: Sequence[str], left_alone: frozenset[str]) -> None:
+        for worker_id in bad:
+            known = self._known.get(worker_id)
+            state: CircuitState = "open" if worker_id in left_alone else "suspected"
+            cause, since_s = self._cause(worker_id)
+            if known is None or known.state != state or known.cause is not cause:
+                self._known[worker_id] = Circuit(
+                    worker_id, state, cause, since_s, max(1, self._breakers.num_openings(worker_id))
+                )
+                if known is None or known.state != state or known.cause.kind != cause.kind:
+                    self._changes.append(self._known[worker_id])
+        for worker_id in set(group).difference(bad) & self._known.keys() if self._known else ():
+            self._changes.append(replace(self._known.pop(worker_id), state="closed"))
+
+    def _cause(self, worker_id: str) -> tuple[Cause, float]:
+        """Why and since when it should get no work."""
+        worker, opened_s = self._workers.get(worker_id), self._breakers.opened_at_s(worker_id)
+        if worker_id in self._gpu_out:
+            since_s = self._gpu_out[worker_id]
+            known = self._known.get(worker_id)
+            cause = Cause("gpu", "its GPU: " + ", ".join(self._weak_gpus[worker_id].reasons))
+            return (known.cause if known is not None and known.cause == cause else cause), since_s
+        assert opened_s is not None, "it is bad for its GPU or for its breaker"
+        return (worker.cause if worker is not None else None) or _FORGOTTEN, opened_s
 
     def _is_current(self, worker_id: str, probe: int) -> bool:
         """Whether this probe is the one that is under way: one that took too long has failed already."""
@@ -344,8 +438,11 @@ class WorkerHealth:
                 ratio = worker.last_ratio(now_s - REFERENCE_S)
             is_slow = ratio is not None and ratio > max(MIN_SLOW_RATIO, SLOW_RATIO * worker.reference)
             worker.num_slow = worker.num_slow + 1 if is_slow else 0
-            if worker.num_slow >= NUM_SLOW or worker_id in silent:
-                self._breakers.trip(worker_id, now_s)
+            if self._breakers.is_open(worker_id) or not (worker.num_slow >= NUM_SLOW or worker_id in silent):
+                continue
+            is_silent = worker_id in silent
+            worker.cause = worker.why_silent(now_s) if is_silent or ratio is None else worker.why_slow(ratio)
+            self._breakers.trip(worker_id, now_s)
 
     def _worker(self, worker_id: str, now_s: float) -> _Worker:
         worker = self._workers.get(worker_id)
@@ -356,6 +453,9 @@ class WorkerHealth:
             worker = self._workers[worker_id] = _Worker()
         worker.touched_s = now_s
         return worker
+
+
+_FORGOTTEN = Cause("erring", "what it did is too long ago to be known")
 
 
 def _median_without(in_order: list[float], figure: float | None) -> float | None:

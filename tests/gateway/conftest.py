@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -182,6 +183,7 @@ class ScriptedWorker:
         )
     )
     gpu: worker_pb2.GpuFacts | None = None
+    counts: worker_pb2.WorkerCounts = field(default_factory=worker_pb2.WorkerCounts)
     knows_handles: bool = True
     sessions: Any = None
     is_drained: bool = False
@@ -210,6 +212,7 @@ class ScriptedWorker:
             load=lambda: self.load,
             on_session_closed=lambda session: None,
             gpu=lambda: self.gpu,
+            counts=lambda: copy.deepcopy(self.counts),
         )
         self.server = rpc.make_server((f"tandem.v1.{name}",))
         add = getattr(worker_pb2_grpc, f"add_{name}Servicer_to_server")

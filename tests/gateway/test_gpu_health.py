@@ -148,6 +148,10 @@ async def test_what_operators_see(make_cluster, caplog):
         topology = await cluster_pb2_grpc.ClusterStub(channel).GetTopology(cluster_pb2.GetTopologyRequest())
     gpus = {worker.id: worker.gpu for worker in topology.workers if worker.HasField("gpu")}
     assert gpus == {"decode-0": cluster_pb2.GpuHealth(state=cluster_pb2.GPU_STATE_OUT, reasons=["lost"])}
+    await system.until(lambda: system.gateway.metrics.circuit("decode-0") == "open")
+    circuits = {worker["id"]: worker["circuit"] for worker in (await system.http.get("/cluster")).json()["workers"]}
+    assert circuits["decode-1"] is None
+    assert (circuits["decode-0"]["cause"], circuits["decode-0"]["words"]) == ("gpu", "its GPU: lost")
     lines = (await system.http.get("/metrics")).text.splitlines()
     shown = [line for line in lines if line.startswith("tandem_worker_gpu{")]
     assert sorted(shown) == [

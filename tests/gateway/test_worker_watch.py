@@ -137,6 +137,7 @@ def test_a_probe_that_is_refused_says_nothing():
     attempt = AttemptWatch(watch, "decode", token_s=0.01)
     attempt.sent("a", 0.1)
     attempt.prompt_sent("a", 0.1)
+    assert list(watch.usable(GROUP)) == ["b"]
     assert watch.circuit("a") == "half_open"
     attempt.prompt_refused("b")
     attempt.note_prompt_done()
@@ -202,7 +203,7 @@ async def test_a_slow_worker_gets_no_new_work_and_is_back_when_it_has_recovered(
 
 
 async def test_a_silent_worker_that_is_full_holds_up_nobody(make_system, worker_type, pair_type):
-    """A probe is due there, and it has no room for it."""
+    """It has no room for a trial, and no request of a client goes there meanwhile."""
     system, pair = await make_system(), pair_type([5, 6, 7])
     taken = asyncio.Event()
 
@@ -215,12 +216,11 @@ async def test_a_silent_worker_that_is_full_holds_up_nobody(make_system, worker_
     hung = asyncio.create_task(system.complete(prompt=[5, 6, 7], max_tokens=3))
     await taken.wait()
     await system.add(worker_type("decode", "decode-1", pair.decode))
-    watch = system.gateway.requests._candidates._watch
+    watch = system.gateway.requests._candidates.watch
     await system.until(lambda: watch.usable(["decode-0", "decode-1"]) == ["decode-1"])
-    await system.until(lambda: watch.due_for_probe(["decode-0"]))
+    await system.until(lambda: len(system.workers["decode-0"].attempts) > 1)
     for service_class in ("critical", "normal", "batch"):
         answer = await asyncio.wait_for(system.complete(prompt=[5, 6, 7], max_tokens=3, service_class=service_class), 5)
         assert answer.status_code == 200
-    assert len(system.workers["decode-0"].attempts) == 1
-    assert watch.due_for_probe(["decode-0"]) == ["decode-0"]
+    assert len([one for one in system.workers["decode-0"].attempts if not one.key[0].startswith("trial-")]) == 1
     hung.cancel()

@@ -143,8 +143,8 @@ def _made() -> list[Scenario]:
         Scenario(
             "a firewall that forgets after 2 s",
             start=[Change(ALL, ALL, Conditions(forgets_after_s=2.0))],
-            quiet_s=6.0,
-            longest_gap_s=3.0,
+            quiet_s=8.0,
+            longest_gap_s=2.0,
         )
     )
     made.append(

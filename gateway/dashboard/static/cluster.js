@@ -4,7 +4,7 @@ import {$, count, make, rate, say, time} from "./dom.js";
 
 const PAGES = [["used", "by requests now"], ["reserved", "for a transfer in flight"], ["cached", "content kept until somebody needs the room"], ["free", "nothing in them"]];
 const STATES = {ready: "●", starting: "◌", draining: "◐", lost: "✕", left_out: "⊘"};
-const CIRCUITS = {open: "left alone: slow, silent or erring", half_open: "being tried with one request"};
+const CIRCUITS = {open: "gets no work", half_open: "gets no work, and is tried", suspected: "should get no work, and does, as half of its role gets none"};
 const cards = new Map();
 const columns = {};
 
@@ -75,6 +75,7 @@ class Card {
       ["Waiting", worker.waiting_tokens ? `${count(worker.waiting)} (${count(worker.waiting_tokens)} tokens)` : count(worker.waiting)],
       ...speeds(worker),
       ...(worker.preempted ? [["Preempted", count(worker.preempted)]] : []),
+      ...counted(worker.counts),
     ]);
     say(this.trouble, troubles(worker).join("; "));
     this.element.classList.toggle("is-troubled", troubles(worker).length > 0 || worker.state !== "ready");
@@ -90,10 +91,22 @@ function speeds(worker) {
   return said;
 }
 
+// Acceptance of proposed tokens since the worker started, and its cached pages in the host's memory.
+function counted(counts) {
+  const said = [];
+  if (!counts) return said;
+  for (const [source, {proposed, accepted}] of Object.entries(counts.speculation)) {
+    if (proposed) said.push([`Accepted (${source})`, `${Math.round(accepted / proposed * 100)} % of ${count(proposed)} tokens`]);
+  }
+  const tier = counts.host_tier;
+  if (tier) said.push(["Host tier", `${count(tier.held)} of ${count(tier.total)} pages, ${count(tier.loaded)} came back`]);
+  return said;
+}
+
 function troubles(worker) {
   const said = [];
   if (worker.left_out) said.push(`⚠ gets no work: ${worker.left_out}`);
-  if (CIRCUITS[worker.circuit]) said.push(`⚠ ${CIRCUITS[worker.circuit]}`);
+  if (CIRCUITS[worker.circuit]) said.push(`⚠ ${CIRCUITS[worker.circuit]}: ${worker.circuit_found}`);
   if (worker.gpu && worker.gpu.state !== "ok") said.push(`⚠ GPU ${worker.gpu.state}: ${worker.gpu.reasons.join(", ")}`);
   return said;
 }

@@ -585,6 +585,33 @@ def test_tcp_listens_on_the_configured_address_only() -> None:
     listener.close()
 
 
+@pytest.mark.parametrize("name", TCP_NAMES)
+def test_an_idle_connection_is_not_silent(name: str) -> None:
+    """Else a firewall on the way forgets it, and the next frame is lost without a word."""
+    transport = made(name)
+    listener = transport.listen("127.0.0.1", 0)
+    ends = connect(transport, listener)
+    sock = _socket_of(ends)
+
+    def silent_s() -> tuple[float, float]:
+        """Since the last data and the last acknowledgement from the other side, as `struct tcp_info` has it."""
+        last_data_ms, last_ack_ms = struct.unpack_from(
+            "=II", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64), 52
+        )
+        return last_data_ms / 1e3, last_ack_ms / 1e3
+
+    try:
+        deadline = time.monotonic() + 30
+        while silent_s()[0] < 2.5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert silent_s()[1] < 1.9
+    finally:
+        for end in (ends.sender, ends.receiver):
+            end.shutdown()
+            end.close()
+        listener.close()
+
+
 def test_threads_and_descriptors_go_with_the_channel(ends: Ends) -> None:
     def count() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))

@@ -16,6 +16,7 @@ from services.runtime.version import version
 WORKER = {"id": "d0", "role": "decode", "state": "ready", "model": "m", "layout": "a", "arithmetic": "x", "gpu": None}
 WORKER |= {"version": version(), "clock_ahead_s": 0.01, "address": ""}
 PREFILL = WORKER | {"id": "p0", "role": "prefill"}
+SLOW = {"state": "open", "cause": "slow", "words": "6 times as long", "figures": {}, "for_s": 3.0, "num_openings": 1}
 LEFT_OUT = {"id": "p1", "state": "left_out", "left_out": "its weights are others"}
 
 
@@ -34,6 +35,15 @@ def test_a_sound_deployment(api: Any, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["doctor", "--url", api.url, "--json"]) in (0, 1)  # this machine may have its own troubles
     subjects = {finding["subject"] for finding in json.loads(capsys.readouterr().out)}
     assert subjects >= {"python", "machine", "gpu", "copying", "gateway", "workers"}
+
+
+def test_workers_between_which_no_pages_go_are_named() -> None:
+    pair = {"prefill_id": "p0", "decode_id": "d0", "state": "open", "words": "no connection to 10.0.0.2:40007"}
+    (found,) = doctor.judge_pairs([pair])
+    assert (found.level, found.what) == (
+        Level.BAD,
+        "the way from p0 to d0 is avoided: no connection to 10.0.0.2:40007 (since 0 s)",
+    )
 
 
 def test_nobody_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +74,8 @@ def test_nobody_is_there(capsys: pytest.CaptureFixture[str]) -> None:
         (200, [WORKER, PREFILL, WORKER | {"id": "d1", "state": "lost", "layout": "b"}], Level.NOTE, "d1 is lost"),
         (200, [PREFILL, WORKER | {"gpu": {"state": "out", "reasons": ["xid_79"]}}], Level.BAD, "d0 is out: xid_79"),
         (200, [PREFILL, WORKER | {"gpu": {"state": "degraded", "reasons": ["hot"]}}], Level.NOTE, "degraded: hot"),
+        (200, [PREFILL, WORKER | {"circuit": SLOW}], Level.BAD, "d0 is kept from work: slow: 6 times as long"),
+        (200, [PREFILL, WORKER | {"circuit": SLOW | {"state": "suspected"}}], Level.NOTE, "d0 should get no work, and"),
         (200, [PREFILL, WORKER | {"clock_ahead_s": -3.0}], Level.NOTE, "d0 is 3.0 s behind"),
         (200, [PREFILL, WORKER | {"version": "0.0"}], Level.NOTE, "0.0 (d0)"),
         (200, [PREFILL, WORKER | {"version": ""}], Level.NOTE, "unknown (d0)"),

@@ -53,6 +53,13 @@ def data(**fields: Any) -> dict[str, Any]:
     }
 
 
+def test_a_frame_says_why_a_worker_gets_no_work() -> None:
+    found = "slow: what comes takes 6.1 times as long as expected (since 12 s)"
+    text = "\n".join(frame(data(workers=[worker(circuit="open", circuit_found=found)]), [], width=140, height=40))
+    assert "ready, circuit open" in text
+    assert f"decode-0: {found}" in text
+
+
 def test_a_frame_says_what_there_is() -> None:
     text = "\n".join(frame(data(), [request()], width=140, height=40))
     assert "cluster here, gateway ab12, up 60 s: 3 running, 4 queued" in text

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from services.runtime.gpu_health import THROTTLE_REASONS, GpuFacts, open_gpu
+from services.runtime.gpu_health import GOOD_READINGS, THROTTLE_REASONS, GpuFacts, open_gpu
 from tests.fake_nvml import EVENTS, HANDLE, LIBRARY_NOT_FOUND, LOST, NOT_FOUND, NOT_SUPPORTED, OWN, TIMEOUT, Nvml
 
 
@@ -36,6 +36,23 @@ def test_everything_that_it_says():
     assert reader.read().xids == {31, 79}
     reader.close()
     assert nvml.num_open == 0
+
+
+def test_who_was_lost_is_so_until_it_has_answered_for_a_while():
+    nvml = Nvml()
+    reader = open_gpu(0, nvml=nvml)
+    assert not reader.read().is_lost
+    nvml.errors = {"nvmlDeviceGetTotalEccErrors": LOST}
+    assert reader.read().is_lost
+    nvml.errors = {}
+    assert [reader.read().is_lost for _ in range(GOOD_READINGS - 1)] == [True] * (GOOD_READINGS - 1)
+    nvml.errors = {"nvmlDeviceGetMemoryInfo": LOST}
+    assert reader.read().is_lost
+    nvml.errors = dict.fromkeys(nvml.answers, NOT_FOUND)  # it says nothing at all, not even that
+    assert all(reader.read().is_lost for _ in range(2 * GOOD_READINGS))
+    nvml.errors = {}
+    assert [reader.read().is_lost for _ in range(GOOD_READINGS)] == [True] * (GOOD_READINGS - 1) + [False]
+    assert not reader.read().is_lost
 
 
 FACTS_OF = {

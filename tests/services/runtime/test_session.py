@@ -31,6 +31,7 @@ class Worker(worker_pb2_grpc.DecodeWorkerServicer):
         self.channel: grpc.aio.Channel | None = None
         self.gpu: worker_pb2.GpuFacts | None = None
         self.links: list[worker_pb2.PeerLink] = []
+        self.counts = worker_pb2.WorkerCounts(preemptions={"place": 1})
         self.sessions = session.SessionServer(
             incarnation=INCARNATION,
             handlers={"admit": self._admit, "cancel": self._cancel},
@@ -38,6 +39,7 @@ class Worker(worker_pb2_grpc.DecodeWorkerServicer):
             on_session_closed=self._on_closed,
             gpu=lambda: self.gpu,
             links=lambda: self.links,
+            counts=lambda: worker_pb2.WorkerCounts.FromString(self.counts.SerializeToString()),
             limits=limits,
         )
 
@@ -400,6 +402,20 @@ async def test_links_are_told_where_something_else_is_to_be_said(served: tuple[W
     other = stub.Session()
     await other.write(batch(hello(gateway="d" * 32)))
     assert list((await other.read()).links) == [peer_link(1.2e6)]
+
+
+async def test_counts_come_first_and_when_they_are_others_once_a_second_at_most(served: tuple[Worker, Any]) -> None:
+    worker, stub = served
+    call = await opened(stub)
+    assert (await call.read()).counts.preemptions == {"place": 1}
+    worker.sessions.load_changed()
+    assert not (await call.read()).HasField("counts")
+    worker.counts.preemptions["place"] = 2
+    said = []
+    while not said or not said[-1].HasField("counts"):
+        worker.sessions.load_changed()
+        said.append(await asyncio.wait_for(call.read(), 10))
+    assert said[-1].counts.preemptions == {"place": 2}
 
 
 async def test_a_failing_command_is_refused_and_the_session_goes_on(served: tuple[Worker, Any]) -> None:

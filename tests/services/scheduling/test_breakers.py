@@ -30,10 +30,10 @@ def test_three_errors_within_ten_seconds_open_it():
 def test_errors_among_successes_count():
     breakers = Breakers()
     for _ in range(3):
-        breakers.succeeded("a")
+        breakers.succeeded("a", 0.0)
         breakers.failed("a", 0.0)
     assert breakers.is_open("a")
-    breakers.succeeded("a")
+    breakers.succeeded("a", 0.0)
     breakers.failed("a", 0.0)
     assert not breakers.is_open("a")
 
@@ -53,7 +53,7 @@ def test_one_probe_at_a_time_and_twice_the_wait_after_each_that_fails():
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
     now_s += 60
     assert breakers.begin("a", now_s)
-    breakers.succeeded("a")
+    breakers.succeeded("a", now_s)
     assert breakers.num_open == 0
     assert not breakers.begin("a", now_s)
 
@@ -67,7 +67,7 @@ def test_who_knows_a_reason_opens_it_at_once():
     assert breakers.is_probing("a")
     breakers.trip("a", 6.0)
     assert breakers.is_probing("a")
-    breakers.succeeded("a")
+    breakers.succeeded("a", 6.0)
     assert not breakers.is_probing("a")
     assert breakers.num_open == 0
 
@@ -80,6 +80,51 @@ def test_the_longest_wait_can_be_shorter():
         now_s += wait_s
         assert breakers.begin("a", now_s)
         breakers.failed("a", now_s, is_probe=True)
+
+
+def probe(breakers, now_s, *, is_good=True):
+    assert breakers.begin("a", now_s)
+    if is_good:
+        return breakers.succeeded("a", now_s)
+    breakers.failed("a", now_s, is_probe=True)
+    return False
+
+
+def test_who_opens_again_must_be_good_for_longer_each_time():
+    breakers, now_s = Breakers(max_probation_s=40.0), 0.0
+    for times, lasts_s in ((1, 3), (2, 12), (3, 40), (4, 40)):
+        breakers.trip("a", now_s)
+        assert (breakers.num_openings("a"), breakers.opened_at_s("a")) == (times, now_s)
+        now_s += 1.0
+        good_since_s = now_s
+        while not probe(breakers, now_s):
+            assert not breakers.begin("a", now_s + 0.9)
+            now_s += 1.0
+        assert now_s - good_since_s == lasts_s
+        assert not breakers.is_open("a")
+
+
+def test_one_bad_probe_begins_the_probation_anew():
+    breakers = Breakers(max_open_s=2.0, max_probation_s=60.0)
+    breakers.trip("a", 0.0)
+    assert not any(probe(breakers, now_s) for now_s in (1.0, 2.0, 3.0))
+    probe(breakers, 4.0, is_good=False)
+    assert not breakers.begin("a", 5.9)
+    assert [probe(breakers, now_s) for now_s in (6.0, 7.0, 8.0, 9.0)] == [False, False, False, True]
+
+
+def test_each_half_minute_that_is_well_takes_one_step_back():
+    breakers = Breakers(max_probation_s=60.0)
+    times, now_s = [], 0.0
+    for well_s in (29.0, 31.0, 61.0):
+        breakers.trip("a", now_s)
+        times.append(breakers.num_openings("a"))
+        now_s += 1.0
+        while not probe(breakers, now_s):
+            now_s += 1.0
+        now_s += well_s
+    breakers.trip("a", now_s)
+    assert [*times, breakers.num_openings("a")] == [1, 2, 2, 1]
 
 
 def test_a_probe_that_says_nothing_leaves_its_place_to_the_next():
@@ -132,7 +177,7 @@ class World:
             if is_probe:
                 self.breakers.abandoned(key)
         elif self.is_healthy[key]:
-            self.breakers.succeeded(key)
+            self.breakers.succeeded(key, self.now_s)
         else:
             self.breakers.failed(key, self.now_s, is_probe=is_probe)
 
@@ -171,6 +216,6 @@ def test_random_histories(size, events):
         world.end(0, False)
         for key in world.breakers.usable(world.group, world.now_s):
             if world.breakers.begin(key, world.now_s):
-                world.breakers.succeeded(key)
+                world.breakers.succeeded(key, world.now_s)
     assert world.breakers.num_open == 0
     assert world.breakers.usable(world.group, world.now_s) == world.group

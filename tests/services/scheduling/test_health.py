@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import random
-from statistics import median
+from statistics import mean, median
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.runtime.gpu_health import GpuFacts
 from services.scheduling.health import (
     JUDGE_EVERY_S,
+    MAX_PROBATION_S,
     MIN_SILENCE_S,
     GpuJudgement,
     GpuState,
@@ -98,6 +99,43 @@ def test_when_most_are_silent_the_fault_is_not_theirs():
     assert health.out_of_rotation(GROUP, 10.1 + JUDGE_EVERY_S) == {"a", "b"}
 
 
+def test_what_is_told_of_a_circuit():
+    health = WorkerHealth()
+    health.note_error("a", 1.0)
+    health.note_error("a", 2.0)
+    assert (health.circuit("a"), health.take_changes()) == ("closed", []), "nobody has looked yet"
+    health.note_gpu("b", OUT, 2.0)
+    health.note_gpu("c", OUT, 2.5)
+    health.out_of_rotation(GROUP, 3.0)
+    told = {one.worker_id: (one.state, one.cause.kind, one.cause.words, one.since_s) for one in health.take_changes()}
+    assert told == {
+        "b": ("open", "gpu", "its GPU: xid_79", 2.0),
+        "c": ("open", "gpu", "its GPU: xid_79", 2.5),
+        "a": ("suspected", "erring", "2 of the last 2 answers within 10 s were errors", 2.0),
+    }
+    assert health.circuit("a") == "suspected", "it gets work"
+    health.note_gpu("b", GpuJudgement(), 4.0)
+    assert health.out_of_rotation(GROUP, 4.0) == {"a", "c"}
+    assert [(one.worker_id, one.state) for one in health.take_changes()] == [("a", "open"), ("b", "closed")]
+    assert health.out_of_rotation(GROUP, 4.1) == {"a", "c"}
+    assert health.take_changes() == []
+    (worker,) = [one for one in health.circuits() if one.worker_id == "a"]
+    assert worker.cause.figures == {"errors": 2, "answers": 2}
+
+
+def test_figures_of_who_is_slow_and_who_is_silent():
+    health = WorkerHealth()
+    seen(health, 0.0, a=6.1, b=2.0, c=2.0, d=1.0)
+    health.note_load("d", 3, 0.2, 0.0)
+    assert judged_out(health, 3.0) == {"a", "d"}
+    causes = {one.worker_id: one.cause for one in health.circuits()}
+    assert causes["a"].words == "what comes takes 6.1 times as long as expected, with the others 2 times"
+    assert causes["a"].figures == {"ratio": 6.1, "others": 2.0}
+    assert causes["d"].kind == "silent"
+    assert causes["d"].figures["waiting"] == 3
+    assert "3 requests wait" in causes["d"].words
+
+
 def test_errors():
     health = WorkerHealth()
     health.note_error("a", 0.0)
@@ -119,7 +157,7 @@ def test_probes_and_the_way_back():
     assert health.out_of_rotation(GROUP, -0.3) == set()
     assert health.out_of_rotation(GROUP, 0.0) == {"a"}
     assert health.due_for_probe(GROUP, 0.9) == []
-    assert (health.due_for_probe(GROUP, 1.0), health.out_of_rotation(GROUP, 1.0)) == (["a"], set())
+    assert (health.due_for_probe(GROUP, 1.0), health.out_of_rotation(GROUP, 1.0)) == (["a"], {"a"})
     slow = health.begin("a", 1.0, expected_s=0.1)
     assert slow
     assert health.begin("a", 1.0) == 0
@@ -132,7 +170,10 @@ def test_probes_and_the_way_back():
     health.note_abandoned("a", slow)
     assert health.out_of_rotation(GROUP, 3.7) == {"a"}
     health.note_success("a", 1.2, 3.7, probe=second)
-    assert (health.out_of_rotation(GROUP, 3.7), health.num_ejected) == (set(), 0)
+    for now_s in (4.7, 5.7, 6.7):  # good for three seconds on end
+        assert health.out_of_rotation(GROUP, now_s) == {"a"}
+        health.note_success("a", 1.2, now_s, probe=health.begin("a", now_s, expected_s=0.1))
+    assert (health.out_of_rotation(GROUP, 6.8), health.num_ejected) == (set(), 0)
 
 
 def test_a_probe_that_fails_and_one_that_says_nothing():
@@ -153,13 +194,13 @@ def test_a_gpu_that_is_out_counts_to_the_half_that_may_be():
     health = WorkerHealth()
     for _ in range(2):
         health.note_error("a", 0.0)
-    health.note_gpu("b", OUT)
-    health.note_gpu("c", OUT)
+    health.note_gpu("b", OUT, 0.0)
+    health.note_gpu("c", OUT, 0.0)
     assert health.out_of_rotation(GROUP, 0.0) == {"b", "c"}
     assert health.out_of_rotation(["a", "b"], 0.0) == {"b"}
     assert health.out_of_rotation(["b"], 0.0) == set()
     assert health.num_ejected == 3
-    health.note_gpu("b", GpuJudgement(GpuState.DEGRADED, 0.5, ("hot",)))
+    health.note_gpu("b", GpuJudgement(GpuState.DEGRADED, 0.5, ("hot",)), 0.0)
     assert health.out_of_rotation(GROUP, 0.5) == {"a", "c"}
     assert {one: judgement.weight for one, judgement in health.weak_gpus.items()} == {"b": 0.5, "c": 0.0}
 
@@ -174,11 +215,11 @@ def test_workers_that_are_gone_are_forgotten():
 def test_a_gpu_that_is_out_stays_so_however_long_nothing_else_is_heard():
     health = WorkerHealth()
     health.note_success("b", 1.0, 0.0)
-    health.note_gpu("b", OUT)
+    health.note_gpu("b", OUT, 0.0)
     for number in range(2000):
         health.note_success(f"w{number}", 1.0, float(number))
     assert health.out_of_rotation(GROUP, 2000.0) == {"b"}
-    health.note_gpu("b", GpuJudgement())
+    health.note_gpu("b", GpuJudgement(), 2000.0)
     assert (health.out_of_rotation(GROUP, 2001.0), health.weak_gpus, health.num_ejected) == (set(), {}, 0)
 
 
@@ -226,7 +267,7 @@ def test_random_histories(size, events):
         elif kind == "cancel":
             health.note_abandoned(worker_id, probes[worker_id])
         else:
-            health.note_gpu(worker_id, OUT if kind == "gpu out" else GpuJudgement())
+            health.note_gpu(worker_id, OUT if kind == "gpu out" else GpuJudgement(), now_s)
 
     for kind, value in events:
         step(kind, value)
@@ -237,12 +278,17 @@ def test_random_histories(size, events):
         for worker_id in due:
             assert health.begin(worker_id, now_s) > 0
             probes[worker_id] += 1
-    # Everybody is well from here on: within ten seconds nobody is left out.
+        # What is shown is what is done.
+        assert {one for one in group if health.circuit(one) in ("open", "half_open")} == out
+        reports = {circuit.worker_id: circuit for circuit in health.circuits()}
+        assert len(reports) == health.num_ejected
+        assert all(circuit.cause.words and circuit.num_openings > 0 for circuit in reports.values())
+    # Everybody is well from here on: when the longest probation is over, nobody is left out.
     for number in range(size):
         step("gpu ok", number)
-    end_s = now_s + 10
+    end_s = now_s + MAX_PROBATION_S + 10
     while now_s < end_s:
-        now_s += 0.1
+        now_s += 0.4
         health.out_of_rotation(group, now_s)
         for worker_id in group:
             health.note_load(worker_id, 1, 0.1, now_s)
@@ -262,6 +308,8 @@ class Cluster:
         self.outstanding = dict.fromkeys(self.group, 0)
         self.ends, self.order = [], itertools.count()
         self.sent = []
+        self.num_slow = 0
+        """Requests of clients that took more than three times as long as they should."""
 
     def run(self, from_s, to_s):
         now_s = from_s
@@ -273,8 +321,11 @@ class Cluster:
 
     def _send(self, now_s):
         out = self.health.out_of_rotation(self.group, now_s)
-        due = self.health.due_for_probe(self.group, now_s)
-        worker_id = due[0] if due else self.rng.choice([name for name in self.group if name not in out])
+        for worker_id in self.health.due_for_probe(self.group, now_s):
+            self._go(worker_id, now_s)
+        self._go(self.rng.choice([name for name in self.group if name not in out]), now_s)
+
+    def _go(self, worker_id, now_s):
         probe = self.health.begin(worker_id, now_s, expected_s=self.expected_s)
         self.sent.append((now_s, worker_id, bool(probe)))
         took_s = self.expected_s * self.rng.uniform(0.7, 1.3)
@@ -288,6 +339,7 @@ class Cluster:
 
     def _end(self, at_s, _, worker_id, began_s, probe, is_error):
         self._load(worker_id, -1, at_s)
+        self.num_slow += not probe and at_s - began_s > 3 * self.expected_s
         if is_error:
             self.health.note_error(worker_id, at_s, probe=probe)
         else:
@@ -332,6 +384,27 @@ def test_out_within_three_seconds_and_back_within_ten(kind, factor, size, expect
     assert any(name == "w0" and at_s > 15.0 + lasts_s for at_s, name, _ in cluster.sent)
     # Nobody else was ever accused.
     assert {name for _, name, is_probe in cluster.sent if is_probe} == {"w0"}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("factor", [20.0, 1000.0])
+def test_who_flaps_is_not_taken_back_at_each_good_moment(size, factor):
+    """Three requests a second for twenty seconds, and a worker that is slow or stands still every few seconds."""
+    rng, slow = random.Random(size), []
+    for seed in range(60):
+        cluster = Cluster(size, rng.choice([0.05, 0.1, 0.2]), rate=3.0, seed=seed)
+        bad_s, good_s = rng.uniform(1.5, 5), rng.uniform(1.5, 5)
+        cluster.run(0.0, 5.0)
+        now_s = 5.0
+        while now_s < 25.0:
+            cluster.fault = ("slow", factor)
+            cluster.run(now_s, now_s + bad_s)
+            cluster.recover(now_s + bad_s)
+            cluster.run(now_s + bad_s, now_s + bad_s + good_s)
+            now_s += bad_s + good_s
+        slow.append(cluster.num_slow)
+    assert max(slow) <= 5
+    assert mean(slow) <= 2.5
 
 
 @pytest.mark.parametrize(
