@@ -1,6 +1,7 @@
 """The settings of `tandem up`, and what they mean together. Starts nothing and touches no network."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from services.runtime.config import (
     ORIGINS,
     ORIGINS_RULE,
     choice,
+    counts,
     flag,
     integer,
     number,
@@ -57,6 +59,12 @@ class UpSettings:
         integer(0, 256), default=1, help="Number of prefill workers, of each model; 0 leaves prompts to decode."
     )
     decode: int = option(integer(1, 256), default=1, help="Number of decode workers, of each model.")
+    expect: Mapping[str, int] | None = option(
+        counts("prefill", "decode"),
+        default=None,
+        help="Workers of each role that there should be, such as prefill=2,decode=2; not given: those that it starts. "
+        "Give it where workers of other machines join.",
+    )
     host: str = option(text(), default="127.0.0.1", help="Address of both APIs. 0.0.0.0 opens them to the network.")
     http_port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
     grpc_port: int = option(integer(0, 65535), default=50051, help="Port of the gRPC API; 0 picks a free one.")
