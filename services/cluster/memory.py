@@ -63,8 +63,11 @@ def complaints(use: MemoryUse, *, file_bytes: int, journal_bytes: int) -> Iterat
         yield Complaint("maxmemory-policy", what, EVICTION_ADVICE)
     wanted_bytes = memory_for(file_bytes, journal_bytes)
     if use.max_bytes and use.max_bytes < wanted_bytes:
-        what = f"Redis has {use.max_bytes} bytes, and files, batches, journals and the rest may need {wanted_bytes}"
-        yield Complaint("maxmemory", what, "raise its maxmemory, or lower --file-storage and --journal-storage")
+        what = (
+            f"Redis has a maxmemory of {use.max_bytes} bytes, and files, batches, journals and the rest may need "
+            f"{wanted_bytes}"
+        )
+        yield Complaint("maxmemory", what, "raise it, or lower --file-storage and --journal-storage")
 
 
 async def memory_use(store: Store, files: FileStore) -> MemoryUse:
