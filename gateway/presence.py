@@ -18,7 +18,10 @@ MAX_GONE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A worker that is registered, or has a session. `state` is one of `gateway.topology.State`."""
+    """A worker that is registered, or has a session. `state` is one of `gateway.topology.State`.
+
+    `has_worked`: its process was ready once.
+    """
 
     id: str
     role: str
@@ -26,6 +29,7 @@ class Seen:
     host: str
     address: str
     state: str
+    has_worked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,8 @@ class Presence:
 
     def left(self, worker: Seen, now_s: float, *, unix_s: float, in_order: bool) -> None:
         """A worker has neither a lease nor a session any longer. `in_order`: it had said that it leaves."""
-        if worker.id not in self._known and worker.state != "ready":
-            return  # it never did any work
+        if worker.id not in self._known and not worker.has_worked:
+            return
         if in_order:
             self._known.discard(worker.id)
             self._gone.pop(worker.id, None)

@@ -81,6 +81,8 @@ class Member:
     """Its state when its session last came up, broke or said something."""
     obstacle: Obstacle | None = None
     """Why its session ended that broke last, where there is none now."""
+    has_worked: bool = False
+    """It was ready once."""
     is_leaving: bool = False
     """It has said that it leaves: when it is gone nobody misses it."""
     seen: tuple[object, WorkerView] | None = None
@@ -485,6 +487,7 @@ class Topology:
             member.is_leaving |= session.load.is_draining
             if session.is_up:
                 member.obstacle = None
+                member.has_worked |= member.state == "ready"
             if member.left_out:
                 session.tell_left_out(member.left_out)
             if session.gpu is not None and session.gpu is not member.gpu_facts:
@@ -617,7 +620,7 @@ class Topology:
 
 def _seen(member: Member) -> Seen:
     record = member.record
-    return Seen(record.id, record.role, record.model, record.host, record.address, member.state)
+    return Seen(record.id, record.role, record.model, record.host, record.address, member.state, member.has_worked)
 
 
 def _obstacle(error: WorkerUnavailable) -> Obstacle:

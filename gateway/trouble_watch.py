@@ -217,7 +217,7 @@ def slow_redis(round_trip_s: float) -> Mapping[str, Found]:
 def redis_remedy(cause: str) -> str:
     """What to do about a Redis that does not answer, by the last failure."""
     lowered = cause.lower()
-    if any(word in lowered for word in ("password", "noauth", "wrongpass", "authentication", "noperm")):
+    if any(word in lowered for word in ("password", "noauth", "wrongpass", "authenticat", "noperm")):
         return "give the gateway the password of this Redis in --redis (TANDEM_REDIS)"
     if "refused" in lowered:
         return "start Redis, or give the gateway its right address in --redis (TANDEM_REDIS)"

@@ -6,7 +6,7 @@ from gateway.presence import GONE_FOR_S, MAX_GONE, MISSING_AFTER_S, STARTING_FOR
 
 
 def worker(id_: str = "decode-0", state: str = "ready", *, role: str = "decode", model: str = "m") -> Seen:
-    return Seen(id_, role, model, "host", "host:1", state)
+    return Seen(id_, role, model, "host", "host:1", state, has_worked=state == "ready")
 
 
 def missed(presence: Presence) -> list[str]:
@@ -44,6 +44,12 @@ def test_a_worker_that_left_in_order_is_not_missed(state: str) -> None:
     presence.left(worker(state=state), 1.0, unix_s=1e9, in_order=True)
     presence.look([], 2.0)
     assert (missed(presence), presence.num_vanished["decode"]) == ([], 0)
+
+
+def test_a_worker_that_was_ready_between_two_looks_is_missed() -> None:
+    presence = Presence()
+    presence.left(Seen("d", "decode", "m", "host", "host:1", "lost", has_worked=True), 1.0, unix_s=1e9, in_order=False)
+    assert missed(presence) == ["d"]
 
 
 def test_a_worker_that_never_worked_is_not_missed() -> None:

@@ -215,7 +215,6 @@ async def test_a_worker_that_is_left_out_is_in_no_rotation_and_said_once(make_to
 
 async def test_who_vanished_is_missed_and_who_had_said_that_it_leaves_is_not(make_topology):
     topology = make_topology(record("d-0"), record("d-1"), record("d-2"), record("p-0"))
-    topology.look_for_missing()
     report(member_of(topology, "d-1"), Load(is_draining=True))
     topology.take_membership([record("d-0"), record("d-1"), msgspec.structs.replace(record("d-2"), state="draining")])
     report(member_of(topology, "d-1"), Load())  # of a new session, which has said nothing yet

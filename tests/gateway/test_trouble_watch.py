@@ -159,7 +159,9 @@ def test_a_link_that_loses_large_packets(scene: Scene) -> None:
 
 
 def test_who_is_gone_and_how_many_are_missing(scene: Scene) -> None:
-    scene.presence.left(Seen("d", "decode", "m", "host", "d:1", "ready"), 0.0, unix_s=UNIX_S, in_order=False)
+    scene.presence.left(
+        Seen("d", "decode", "m", "host", "d:1", "lost", has_worked=True), 0.0, unix_s=UNIX_S, in_order=False
+    )
     scene.presence.look([], 0.0)
     scene.presence.look([], 20.0)
     assert scene.look() == {
