@@ -114,7 +114,7 @@ class TroubleWatch:
     def _end_links(self, members: Iterable[Member], now_s: float) -> None:
         ids = {member.record.id for member in members}
         for link, at_s in list(self._links.items()):
-            if now_s - at_s >= LINK_FOR_S or not ids.issuperset(link.split(" → ")):
+            if now_s - at_s >= LINK_FOR_S or not ids.issuperset(link.split(" to ")):
                 del self._links[link]
                 self.troubles.end("link", link)
 
@@ -225,4 +225,4 @@ def redis_remedy(cause: str) -> str:
 
 
 def _link(prefill_id: str, decode_id: str) -> str:
-    return f"{prefill_id} → {decode_id}"
+    return f"{prefill_id} to {decode_id}"

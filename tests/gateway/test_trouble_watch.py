@@ -142,7 +142,7 @@ def test_a_link_that_loses_large_packets(scene: Scene) -> None:
     note("p", "d", TransferFailed("a checksum is wrong"))
     assert scene.look() == {}
     note("p", "d", TransferStalled("it does not move"))
-    assert "large packets are lost" in scene.look()["link", "p → d"]
+    assert "large packets are lost" in scene.look()["link", "p to d"]
     note("p", "d", LARGE_BYTES - 1)
     note("p", "other", LARGE_BYTES)
     assert len(scene.look()) == 1

@@ -50,7 +50,7 @@ TROUBLES = (
     Trouble(
         "large packets vanish",
         "link",
-        f"{PREFILL} → {DECODE}",
+        f"{PREFILL} to {DECODE}",
         PREFILL,
         [DECODE],
         Conditions(max_packet_bytes=1300),
