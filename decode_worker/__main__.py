@@ -6,6 +6,7 @@ import gc
 import logging
 import sys
 
+import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it sets when it is loaded
 from decode_worker.config import DecodeWorkerConfig
 from decode_worker.speculation import Speculator
 from decode_worker.worker import DecodeWorker, Limits, Servicer

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from gateway.troubles import Kind
+
 
 class _Exact(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Has these members and no other, so that a member that is not described here is found by a test."""
@@ -456,6 +458,7 @@ class Worker(_Exact):
     arithmetic: str
     identity: dict[str, str]
     left_out: str
+    unreachable: str
     layout: str
     tensor_parallel: int
     pipeline_parallel: int
@@ -495,10 +498,34 @@ class RedisState(_Exact):
     last_failure: str
 
 
+class GoneWorker(_Exact):
+    """A worker that vanished without a word."""
+
+    id: str
+    role: Literal["prefill", "decode"]
+    model: str
+    host: str
+    address: str
+    since_unix_s: float
+
+
+class Trouble(_Exact):
+    """One thing that is wrong, why, and what to do about it."""
+
+    kind: Kind
+    subject: str
+    cause: str
+    remedy: str
+    since_unix_s: float
+
+
 class ClusterState(_Exact):
-    """The cluster as this gateway sees it now."""
+    """The cluster as this gateway sees it now. `expected` are numbers of workers by role, where they are given."""
 
     version: str
+    expected: dict[str, int]
+    gone: list[GoneWorker]
+    troubles: list[Trouble]
     redis: RedisState
     workers: list[Worker]
     cut_pairs: list[CutPair]

@@ -279,6 +279,7 @@ class Candidates:
             if not was_open and self._breakers.is_open(pair):
                 self._why_cut[pair] = fault.error.message
                 logger.warning("a pair of workers is kept apart", extra={**_named(pair), "found": fault.error.message})
+            self._topology.note_handoff(*pair, fault.error)
         elif isinstance(fault.error, LayoutMismatch) and attempt.prefill is not None:
             self._topology.exclude_pair(attempt.prefill.peer, attempt.decode.peer)
         elif isinstance(fault.error, InternalError) and fault.worker is not None:
@@ -292,6 +293,9 @@ class Candidates:
         for key in attempt.probes:
             self._breakers.abandoned(key)
         attempt.probes.clear()
+        if attempt.prefill is not None and attempt.handed_off is not None:
+            pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
+            self._topology.note_handoff(*pair, attempt.handed_off.num_bytes)
 
     def least_service_s(self, generation: Generation) -> float:
         """What an answer takes at least, from the moment in which workers take it, if nobody else was there."""

@@ -1,6 +1,7 @@
 """The gateway's settings."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from services.runtime.config import (
     ORIGINS,
     ORIGINS_RULE,
     choice,
+    counts,
     flag,
     host_name,
     integer,
@@ -110,6 +112,12 @@ class GatewayConfig:
         help="Prefill workers that /ready waits for; where none is, decode workers do their work.",
     )
     min_decode: int = option(integer(1), default=1, help="Decode workers that /ready waits for.")
+    expect: Mapping[str, int] | None = option(
+        counts("prefill", "decode"),
+        default=None,
+        help="Workers of each role that there should be, such as prefill=2,decode=2. Fewer are a trouble that "
+        "/cluster, metrics, tandem status and tandem doctor show; /ready does not fail. Not given: no number.",
+    )
     max_queued_requests: int = option(
         integer(0),
         default=1024,

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import cast
 
 from starlette.routing import BaseRoute
@@ -45,15 +45,18 @@ from gateway.metrics import Metrics
 from gateway.model_match import difference
 from gateway.overload import OverloadGuard
 from gateway.prefix_view import PrefixView
+from gateway.presence import Presence
 from gateway.storage_watch import StorageWatch
 from gateway.topology import Topology
+from gateway.trouble_watch import TroubleWatch, circuits
+from gateway.troubles import Found, Troubles
 from gateway.validation import MAX_BODY_BYTES
 from services.cluster.batches import BatchStore
 from services.cluster.files import FileStore, Room
 from services.cluster.journal import JournalStore
 from services.cluster.journal_room import JournalRoom
 from services.cluster.limits import Limiter
-from services.cluster.memory import MemoryUse
+from services.cluster.memory import Complaint, MemoryUse
 from services.cluster.placement import PlacementStore, PlacementWriter
 from services.cluster.prefix_index import PrefixIndex
 from services.cluster.quarantine import Quarantine
@@ -106,7 +109,6 @@ class Gateway:
         self._config = config
         self._secrets = secrets
         self._store = Store(config.redis, cluster=config.cluster)
-        self._redis_away_since_s: float | None = None
         self._placements = PlacementWriter(PlacementStore(self._store))
         self._quarantine = Quarantine(self._store)
         # Its own: an answer that is large and late must not keep others from asking.
@@ -135,7 +137,12 @@ class Gateway:
                 record, served.get(record.model), allows_other_weights=config.allow_other_weights
             ),
             allows_inexact=config.allow_inexact,
+            presence=Presence(config.expect),
         )
+        self.troubles = Troubles()
+        self._trouble_watch = TroubleWatch(self.troubles, self.topology, self._store, circuits=self._circuits)
+        self.troubles.listeners.append(lambda trouble, has_begun: self.topology.tell_watchers())
+        metrics.watch_troubles(self.troubles, self.topology.presence)
         metrics.watch_pace(self.topology.pace)
         metrics.watch_store(self._store)
         for model in catalog:
@@ -161,6 +168,7 @@ class Gateway:
             self.requests,
             topology=self.topology,
             metrics=metrics,
+            troubles=self.troubles,
             facts=GatewayFacts(self.incarnation[:8], config.cluster, config.routing, SYSTEM_CLOCK.unix_ns() / 1e9),
         )
         self._journals = Journals(
@@ -175,7 +183,11 @@ class Gateway:
         self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=BATCH_STORE_TIMEOUT_S)
         files = FileStore(self._batch_store, room=Room(config.tenant_file_storage, config.file_storage))
         self._storage = StorageWatch(
-            self._batch_store, files, journal_bytes=config.journal_storage, on_use=self._note_storage
+            self._batch_store,
+            files,
+            journal_bytes=config.journal_storage,
+            on_use=self._note_storage,
+            on_complaints=self._note_complaints,
         )
         self.batches = Batches(
             BatchStore(self._batch_store, files),
@@ -223,7 +235,7 @@ class Gateway:
         register(
             self._grpc,
             InferenceService(self.requests, self._journals, door=self.door, bodies=self._bodies),
-            ClusterService(self.requests, self.topology, door=self.door),
+            ClusterService(self.requests, self.topology, door=self.door, troubles=self.troubles),
         )
         self._min_prefill = {
             entry.name: config.min_prefill if entry.num_prefill is None else min(config.min_prefill, entry.num_prefill)
@@ -254,6 +266,7 @@ class Gateway:
             port=lambda: self.http_port,
             bodies=self._bodies,
             store=self._store,
+            troubles=self.troubles,
             more_routes=more_routes,
         )
 
@@ -316,6 +329,7 @@ class Gateway:
         self.requests.monitor.start()
         self.batches.start()
         self._storage.start()
+        self._trouble_watch.start()
         self._feed.start()
         self._tasks = [
             asyncio.create_task(self._follow_workers(), name="workers"),
@@ -353,6 +367,7 @@ class Gateway:
         await self._journals.close()
         await self._storage.close()
         await self.requests.monitor.close()
+        await self._trouble_watch.close()
         await self.topology.close()
         await self._placements.close()
         await self._quarantine.close()
@@ -362,9 +377,15 @@ class Gateway:
         await self._batch_store.close()
         await self._store.close()
 
+    def _circuits(self) -> Mapping[str, Found]:
+        return circuits(self.requests.circuits().values(), self.requests.cut_pairs())
+
     def _note_storage(self, use: MemoryUse) -> None:
         limits = {"files": self._config.file_storage, "journals": self._config.journal_storage}
         self.metrics.note_storage(use, limits)
+
+    def _note_complaints(self, complaints: Iterable[Complaint]) -> None:
+        self.troubles.settle("storage", {one.subject: Found(one.what, one.advice) for one in complaints})
 
     async def _tell_readiness(self) -> None:
         """Keeps the health of the service that needs workers; the others', and the server's, is that it lives."""
@@ -384,19 +405,9 @@ class Gateway:
         )
         async with contextlib.aclosing(watch) as memberships:
             async for membership in memberships:
-                self._note_redis(is_away=membership.is_stale)
+                self._trouble_watch.note_redis(is_away=membership.is_stale)
                 self.topology.take_membership(membership.workers, is_stale=membership.is_stale)
                 self._note_strangers(membership.workers)
-
-    def _note_redis(self, *, is_away: bool) -> None:
-        """Logs when Redis ceases to answer and when it answers again; `/cluster` and metrics ask the store itself."""
-        now_s = SYSTEM_CLOCK.monotonic()
-        if is_away and self._redis_away_since_s is None:
-            self._redis_away_since_s = now_s
-            logger.warning("Redis does not answer; no worker can join", extra={"cause": self._store.last_failure})
-        elif not is_away and self._redis_away_since_s is not None:
-            away_s, self._redis_away_since_s = now_s - self._redis_away_since_s, None
-            logger.warning("Redis answers again", extra={"away_s": round(away_s, 1)})
 
     def _note_strangers(self, workers: Iterable[WorkerRecord]) -> None:
         """Says once of each worker that its model is not served here: its --model-name may be a mistake."""

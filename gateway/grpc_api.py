@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
@@ -22,9 +22,11 @@ from gateway.front_door import FrontDoor
 from gateway.journal import digest_of
 from gateway.journals import Ask, Journals, ask_for, ask_to_resume
 from gateway.lifecycle import Requests
+from gateway.presence import Gone
 from gateway.response_format import json_schema_in
 from gateway.sessions import TokenLogprobs
 from gateway.topology import Member, Topology
+from gateway.troubles import Troubles
 from gateway.validation import (
     GRPC_PREFIX,
     AskedSampling,
@@ -253,8 +255,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
     """Who is in the cluster, and taking a worker out: for operators."""
 
-    def __init__(self, requests: Requests, topology: Topology, *, door: FrontDoor) -> None:
+    def __init__(self, requests: Requests, topology: Topology, *, door: FrontDoor, troubles: Troubles) -> None:
         self._door = door
+        self._troubles = troubles
         self._requests = requests
         self._topology = topology
 
@@ -299,7 +302,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     def _snapshot(self) -> cluster_pb2.Topology:
         counts = cluster_pb2.RequestCounts(queued=self._requests.num_queued, running=self._requests.num_running)
-        return cluster_pb2.Topology(workers=map(_worker, self._topology.members()), requests=counts)
+        return cluster_pb2.Topology(
+            workers=map(_worker, self._topology.members()),
+            requests=counts,
+            troubles=(cluster_pb2.Trouble(**asdict(trouble)) for trouble in self._troubles.all()),
+            gone=(_gone(gone) for gone in self._topology.presence.gone),
+        )
 
 
 def account_of(door: FrontDoor) -> Callable[[str, Context], str]:
@@ -521,6 +529,18 @@ def _worker(member: Member) -> cluster_pb2.Worker:
         pipeline_parallel=record.pipeline_parallel,
         left_out=member.left_out,
         identity=record.identity,
+    )
+
+
+def _gone(gone: Gone) -> cluster_pb2.GoneWorker:
+    worker = gone.worker
+    return cluster_pb2.GoneWorker(
+        id=worker.id,
+        role=_ROLES[worker.role],
+        model=worker.model,
+        host=worker.host,
+        address=worker.address,
+        since_unix_s=gone.since_unix_s,
     )
 
 

@@ -49,12 +49,14 @@ from gateway.openai_types import (
     system_fingerprint,
 )
 from gateway.openapi import document_bytes
+from gateway.presence import Gone
 from gateway.request_log import code_of
 from gateway.responses_types import ResponsesRequest, own_words
 from gateway.responses_writer import ResponsesWriter
 from gateway.sessions import TokenLogprobs
 from gateway.tool_requests import encode_conversation, offered_tools
 from gateway.topology import Member, Topology
+from gateway.troubles import Troubles
 from gateway.validation import (
     MAX_NAME_CHARS,
     check_affinity_key,
@@ -107,6 +109,7 @@ class HttpApi:
         port: Callable[[], int],
         bodies: Bodies,
         store: Store,
+        troubles: Troubles,
         more_routes: Sequence[BaseRoute] = (),
     ) -> None:
         self._more_routes = more_routes
@@ -115,6 +118,7 @@ class HttpApi:
         self._port = port
         self._bodies = bodies
         self._store = store
+        self._troubles = troubles
         self._journals = journals
         self._topology = topology
         self._metrics = metrics
@@ -550,6 +554,9 @@ class HttpApi:
                     "round_trip_s": round(self._store.round_trip.mean_s, 6),
                     "last_failure": self._store.last_failure,
                 },
+                "expected": self._topology.presence.expected,
+                "gone": [_gone_json(gone) for gone in self._topology.presence.gone],
+                "troubles": self._troubles.all(),
             }
         )
 
@@ -720,6 +727,7 @@ def _worker_json(member: Member, circuit: CircuitReport | None) -> dict[str, Any
         "arithmetic": member.arithmetic,
         "identity": identity_fields(record.identity),
         "left_out": member.left_out,
+        "unreachable": member.obstacle.cause if member.obstacle is not None and member.state == "lost" else "",
         "layout": record.layout_fingerprint,
         "tensor_parallel": record.tensor_parallel,
         "pipeline_parallel": record.pipeline_parallel,
@@ -738,6 +746,18 @@ def _worker_json(member: Member, circuit: CircuitReport | None) -> dict[str, Any
         "gpu": _gpu_json(member),
         "circuit": None if circuit is None else circuit.as_json(),
         "counts": None if member.session.counts is None else member.session.counts.as_json(),
+    }
+
+
+def _gone_json(gone: Gone) -> dict[str, Any]:
+    worker = gone.worker
+    return {
+        "id": worker.id,
+        "role": worker.role,
+        "model": worker.model,
+        "host": worker.host,
+        "address": worker.address,
+        "since_unix_s": gone.since_unix_s,
     }
 
 

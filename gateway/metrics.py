@@ -13,7 +13,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from gateway.pacing import Pace
-from gateway.topology import Member
+from gateway.presence import Presence
+from gateway.topology import ROLES, Member
+from gateway.troubles import Troubles
 from gateway.worker_counts import CountsCollector
 from services.cluster.memory import MemoryUse
 from services.cluster.store import Store
@@ -317,7 +319,27 @@ class Metrics:
         self._requests = Gauge(
             "tandem_requests", "Answers now, by state: queued, running.", (*whose, "state"), registry=registry
         )
-        self._workers = Gauge("tandem_workers", "Workers by role and state.", ("role", "state"), registry=registry)
+        self._workers = Gauge(
+            "tandem_workers",
+            "Workers by role and state; gone: vanished without a word in the last 10 minutes.",
+            ("role", "state"),
+            registry=registry,
+        )
+        self._expected_workers = Gauge(
+            "tandem_expected_workers", "Workers of a role that --expect names.", ("role",), registry=registry
+        )
+        self._vanished = Counter(
+            "tandem_vanished_workers",
+            "Workers that vanished without having said that they leave, by role.",
+            ("role",),
+            registry=registry,
+        )
+        self._troubles = Gauge(
+            "tandem_troubles",
+            "Troubles of this moment by kind; /cluster has their causes.",
+            ("kind",),
+            registry=registry,
+        )
         worker = ("role", "worker")
         self._gpus = Gauge(
             "tandem_worker_gpu",
@@ -356,6 +378,8 @@ class Metrics:
         self._of_workers = (self._workers, self._pages, self._circuits, *gpus)
         self._circuit: Callable[[str], CircuitState] = lambda worker_id: "closed"
         self._population: Callable[[], Population] = dict
+        self._presence, self._trouble_counts = Presence(), Troubles().counts
+        self._shown_vanished = dict.fromkeys(ROLES, 0)
 
     def of(self, model: str, service_class: str) -> RequestFigures:
         """The figures of a model's requests of one class."""
@@ -472,6 +496,10 @@ class Metrics:
         self._redis_up.set_function(lambda: float(store.is_available))
         self._redis_round_trip_s.set_function(lambda: store.round_trip.mean_s)
 
+    def watch_troubles(self, troubles: Troubles, presence: Presence) -> None:
+        """Reads them whenever the figures are asked for."""
+        self._trouble_counts, self._presence = troubles.counts, presence
+
     def watch_http(self, use: Collector) -> None:
         """Shows what clients hold over HTTP."""
         self._registry.register(use)
@@ -506,11 +534,24 @@ class Metrics:
             for member in members
             if member.session.counts is not None
         }
+        self._show_presence()
         self._forget_all_but((member.record.role, member.record.id) for member in members)
         self._requests.clear()
         for whose, num_requests in self._population().items():
             self._requests.labels(*whose).set(num_requests)
         return generate_latest(self._registry) + self._fast_registry.text()
+
+    def _show_presence(self) -> None:
+        presence = self._presence
+        for role in ROLES:
+            self._workers.labels(role, "gone").set(sum(gone.worker.role == role for gone in presence.gone))
+            vanished = self._vanished.labels(role)
+            vanished.inc(presence.num_vanished[role] - self._shown_vanished[role])
+            self._shown_vanished[role] = presence.num_vanished[role]
+        for role, expected in presence.expected.items():
+            self._expected_workers.labels(role).set(expected)
+        for kind, num_troubles in self._trouble_counts().items():
+            self._troubles.labels(kind).set(num_troubles)
 
     def _show_worker(self, member: Member) -> None:
         record, load, facts = member.record, member.load, member.gpu_facts

@@ -22,7 +22,7 @@ from gateway.pacing import Lateness, Pace
 from gateway.validation import Sampling
 from gateway.worker_counts import Counts, read_counts
 from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
-from services.runtime import rpc, status, telemetry
+from services.runtime import reach, rpc, status, telemetry
 from services.runtime.answer_form import write_form
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import (
@@ -214,6 +214,14 @@ class Unfit(WorkerUnavailable):
     """A worker does not take what its model should: its files or its version are others. It is tried elsewhere."""
 
 
+class Unreachable(WorkerUnavailable):
+    """There is no way to a worker; `obstacle` says what is in it."""
+
+    def __init__(self, peer: Peer, obstacle: reach.Obstacle) -> None:
+        super().__init__(f"{peer.worker_id} cannot be reached: {obstacle.cause}")
+        self.obstacle = obstacle
+
+
 class WorkerSession(ABC):
     """A stream to one worker process; it breaks once and is then thrown away.
 
@@ -269,10 +277,9 @@ class WorkerSession(ABC):
             async with rpc.make_channel(self.peer.address) as channel:
                 await self._serve(channel)
         except grpc.aio.AioRpcError as rpc_error:
-            cannot = WorkerUnavailable(f"{self.peer.worker_id} cannot be reached ({rpc_error.code().name})")
-            error = rpc.refusal(rpc_error) or cannot
+            error = rpc.refusal(rpc_error) or Unreachable(self.peer, rpc.obstacle_of(rpc_error))
         except TimeoutError:
-            error = WorkerUnavailable(f"{self.peer.worker_id} did not answer within {CONNECT_TIMEOUT_S:g} s")
+            error = Unreachable(self.peer, reach.SILENT)
         except WorkerUnavailable as own_error:
             error = own_error
         except asyncio.CancelledError:

@@ -5,11 +5,11 @@ Knows neither requests nor what is in a key.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from services.cluster.connections import end_task
 from services.cluster.files import FileStore
-from services.cluster.memory import MemoryUse, complaints, memory_use
+from services.cluster.memory import Complaint, MemoryUse, complaints, memory_use
 from services.cluster.store import Store
 from services.runtime.errors import StoreUnavailable
 
@@ -19,16 +19,22 @@ logger = logging.getLogger(__name__)
 
 
 class StorageWatch:
-    """`on_use` takes each look; `journal_bytes` are what all journals may take. What is wrong is said once."""
+    """`on_use` and `on_complaints` take each look; `journal_bytes` are what all journals may take."""
 
     def __init__(
-        self, store: Store, files: FileStore, *, journal_bytes: int, on_use: Callable[[MemoryUse], None]
+        self,
+        store: Store,
+        files: FileStore,
+        *,
+        journal_bytes: int,
+        on_use: Callable[[MemoryUse], None],
+        on_complaints: Callable[[Sequence[Complaint]], None],
     ) -> None:
         self._store = store
         self._files = files
         self._journal_bytes = journal_bytes
         self._on_use = on_use
-        self._said: set[str] = set()
+        self._on_complaints = on_complaints
         self._num_evicted_keys: int | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -45,10 +51,8 @@ class StorageWatch:
         """Looks once. Raises StoreUnavailable."""
         use = await memory_use(self._store, self._files)
         self._on_use(use)
-        for complaint in complaints(use, file_bytes=self._files.room.all_bytes, journal_bytes=self._journal_bytes):
-            if complaint not in self._said:
-                self._said.add(complaint)
-                logger.warning("%s", complaint)
+        bounds = {"file_bytes": self._files.room.all_bytes, "journal_bytes": self._journal_bytes}
+        self._on_complaints(list(complaints(use, **bounds)))
         before, self._num_evicted_keys = self._num_evicted_keys, use.num_evicted_keys
         if before is not None and use.num_evicted_keys > before:
             logger.warning("Redis has evicted keys", extra={"num_keys": use.num_evicted_keys - before})

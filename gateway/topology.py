@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from gateway.pacing import Pace
-from gateway.sessions import DecodeSession, Load, Peer, PrefillSession, WorkerSession
+from gateway.presence import Presence, Seen
+from gateway.sessions import DecodeSession, Load, Peer, PrefillSession, Unreachable, WorkerSession
 from services.cluster.registry import LEASE_TTL_S, WorkerRecord
-from services.runtime.errors import NotFound, NotProven, WorkerUnavailable
+from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.errors import NotFound, NotProven, TransferFailed, WorkerUnavailable
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.identity import has_weights_of
+from services.runtime.reach import NETWORK, OTHER_CLUSTER, Obstacle
 from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
 from services.scheduling.links import PeerLink, PeerLinks
 from services.scheduling.prediction import (
@@ -79,6 +82,12 @@ class Member:
     """When its session last came up, broke or said something, on the event loop's clock; at first, when it came."""
     last_state: State | None = None
     """Its state when its session last came up, broke or said something."""
+    obstacle: Obstacle | None = None
+    """Why its session ended that broke last, where there is none now."""
+    has_worked: bool = False
+    """It was ready once."""
+    is_leaving: bool = False
+    """It has said that it leaves: when it is gone nobody misses it."""
     seen: tuple[object, WorkerView] | None = None
     """How it was last seen while nothing was booked there, and all that this depends on."""
 
@@ -132,10 +141,12 @@ class Topology:
         on_change: Callable[[], None],
         judge: Callable[[WorkerRecord], str] = lambda record: "",
         allows_inexact: bool = False,
+        presence: Presence | None = None,
     ) -> None:
         """`judge` says why a worker must get no work; empty: it may. With `allows_inexact` an answer may go on wherever
-        its weights are, however these are computed with, and no worker counts as exact.
+        its weights are, however these are computed with, and no worker counts as exact. `presence` is told who leaves.
         """
+        self.presence = presence or Presence()
         self._gateway_incarnation = gateway_incarnation
         self._on_change = on_change
         self._judge = judge
@@ -155,6 +166,7 @@ class Topology:
         """By worker id, when its lease was renewed, as far as that is known, on the event loop's clock."""
         self._note_gpu: Callable[[str, GpuJudgement], None] = lambda worker_id, judgement: None
         self._note_leaving: Callable[[str], None] = lambda worker_id: None
+        self._note_handoff: Callable[[str, str, int | TransferFailed], None] = lambda prefill, decode, outcome: None
         self._watching: list[asyncio.Task[None]] = []
         self.pace = Pace()
         """Of the tokens of all sessions."""
@@ -181,6 +193,14 @@ class Topology:
         """Calls `note(worker_id)` when a worker is neither registered nor connected any more."""
         self._note_leaving = note
 
+    def watch_handoffs(self, note: Callable[[str, str, int | TransferFailed], None]) -> None:
+        """Calls `note(prefill worker's id, decode worker's id, outcome)`, perhaps twice; see `note_handoff`."""
+        self._note_handoff = note
+
+    def note_handoff(self, prefill_id: str, decode_id: str, outcome: int | TransferFailed) -> None:
+        """So many bytes of pages went from one worker to another, or could not."""
+        self._note_handoff(prefill_id, decode_id, outcome)
+
     def take_membership(self, records: Iterable[WorkerRecord], *, is_stale: bool = False) -> None:
         """Follows the registry: sessions to new processes begin, workers that left and cannot be reached go."""
         if not is_stale:
@@ -201,6 +221,14 @@ class Topology:
         """How long ago each worker's lease was renewed, by its id, as of now."""
         now_s = asyncio.get_running_loop().time()
         self._renewed_at_s = {worker_id: now_s - age_s for worker_id, age_s in ages_s.items()}
+
+    def look_for_missing(self) -> None:
+        """Has `presence` compare who is there with who should be; to be called every second or so."""
+        self.presence.look(map(_seen, self._all()), self.now_s())
+
+    def now_s(self) -> float:
+        """What times of members are measured by."""
+        return asyncio.get_running_loop().time()
 
     def members(self) -> list[Member]:
         """All known workers in order of role and id."""
@@ -417,6 +445,11 @@ class Topology:
                 await changed.wait()
                 changed.clear()
 
+    def tell_watchers(self) -> None:
+        """What they show with the workers has changed."""
+        for note in self._watchers:
+            note()
+
     @contextlib.contextmanager
     def watched(self, note: Callable[[], None]) -> Iterator[None]:
         """Calls `note` after each change, until the block is left."""
@@ -430,6 +463,7 @@ class Topology:
         member = role.members.get(worker_id)
         if member is not None and member.record.incarnation == record.incarnation:
             member.record = record
+            member.is_leaving |= record.state == "draining"
             self._judge_model(member)
             if member.keeper is None:
                 # While it was starting it had no address.
@@ -462,6 +496,10 @@ class Topology:
         member = role.members.get(session.peer.worker_id)
         if member is not None and member.session is session:
             member.changed_at_s = asyncio.get_running_loop().time()
+            member.is_leaving |= session.load.is_draining
+            if session.is_up:
+                member.obstacle = None
+                member.has_worked |= member.state == "ready"
             if member.left_out:
                 session.tell_left_out(member.left_out)
             if session.gpu is not None and session.gpu is not member.gpu_facts:
@@ -488,6 +526,8 @@ class Topology:
         member = role.members.pop(worker_id, None)
         if member is None:
             return
+        in_order = member.is_leaving or member.is_drain_asked or member.record.state == "draining"
+        self.presence.left(_seen(member), self.now_s(), unix_s=SYSTEM_CLOCK.unix_ns() / 1e9, in_order=in_order)
         if member.keeper is not None:
             member.keeper.cancel()
         if member.gpu != GPU_OK:
@@ -500,18 +540,21 @@ class Topology:
 
     async def _keep_connected(self, role: _Role, member: Member) -> None:
         """Makes a new session each time one breaks, until the worker is no longer listed."""
-        delay_s, last_refusal = FIRST_RECONNECT_S, ""
+        delay_s, last_reason = FIRST_RECONNECT_S, ""
         while True:
             started_at_s = asyncio.get_running_loop().time()
             try:
                 await member.session.run()
             except WorkerUnavailable as error:
+                is_news = member.obstacle is None or error.message != last_reason
+                member.obstacle, last_reason = _obstacle(error), error.message
                 facts = {"worker": member.record.id, "address": member.record.address, "reason": error.message}
-                if not isinstance(error, NotProven):
-                    logger.info("session ended", extra=facts)
-                elif last_refusal != error.message:  # once, as it is the same with each try until somebody helps
+                if not is_news:
+                    pass  # it is the same with each try until somebody helps
+                elif isinstance(error, NotProven):
                     logger.warning("a worker is not used: it and this gateway are not of one cluster", extra=facts)
-                    last_refusal = error.message
+                else:
+                    logger.info("session ended", extra=facts)
             if not member.is_listed:
                 self._forget_self(role, member)
                 return
@@ -585,8 +628,18 @@ class Topology:
 
     def _note_change(self) -> None:
         self._on_change()
-        for note in self._watchers:
-            note()
+        self.tell_watchers()
+
+
+def _seen(member: Member) -> Seen:
+    record = member.record
+    return Seen(record.id, record.role, record.model, record.host, record.address, member.state, member.has_worked)
+
+
+def _obstacle(error: WorkerUnavailable) -> Obstacle:
+    if isinstance(error, Unreachable):
+        return error.obstacle
+    return Obstacle(error.message, OTHER_CLUSTER if isinstance(error, NotProven) else NETWORK)
 
 
 class _Rotation:

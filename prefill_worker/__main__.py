@@ -6,6 +6,7 @@ import gc
 import logging
 import sys
 
+import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it sets when it is loaded
 from kv_transfer.link import LinkIdentity
 from kv_transfer.protocol.counters import Counters
 from kv_transfer.sending import SendLinks

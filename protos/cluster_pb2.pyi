@@ -149,6 +149,8 @@ class Topology(_message.Message):
 
     WORKERS_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    TROUBLES_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
         """In order of role and id."""
@@ -157,19 +159,111 @@ class Topology(_message.Message):
     def requests(self) -> Global___RequestCounts:
         """Requests of this gateway."""
 
+    @_builtins.property
+    def troubles(self) -> _containers.RepeatedCompositeFieldContainer[Global___Trouble]:
+        """What is wrong now, in order of kind and subject. Empty: nothing that this gateway knows of."""
+
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedCompositeFieldContainer[Global___GoneWorker]:
+        """Workers that vanished without a word within the last 10 minutes, in order of role and id. They are not in `workers`."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___Worker] | None = ...,
         requests: Global___RequestCounts | None = ...,
+        troubles: _abc.Iterable[Global___Trouble] | None = ...,
+        gone: _abc.Iterable[Global___GoneWorker] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "requests", b"requests", "troubles", b"troubles", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Topology: _TypeAlias = Topology  # noqa: Y015
+
+@_typing.final
+class Trouble(_message.Message):
+    """One thing that is wrong."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """certificate, circuit, clock, gone, left_out, link, missing, redis, redis_slow, storage or unreachable; later versions
+    may have more.
+    """
+    subject: _builtins.str
+    """What it is wrong with: a worker's id, two of them, `redis`, `gateway`, a role."""
+    cause: _builtins.str
+    """Why, in words for an operator."""
+    remedy: _builtins.str
+    """What to do about it."""
+    since_unix_s: _builtins.float
+    """When it was first seen, in seconds since 1970."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        cause: _builtins.str = ...,
+        remedy: _builtins.str = ...,
+        since_unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "kind", b"kind", "remedy", b"remedy", "since_unix_s", b"since_unix_s", "subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Trouble: _TypeAlias = Trouble  # noqa: Y015
+
+@_typing.final
+class GoneWorker(_message.Message):
+    """A worker that should be in the cluster and is not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Its id."""
+    role: Global___WorkerRole.ValueType
+    """What it did."""
+    model: _builtins.str
+    """Name of the model that it served."""
+    host: _builtins.str
+    """Its host's name."""
+    address: _builtins.str
+    """host:port of its gRPC server."""
+    since_unix_s: _builtins.float
+    """When it was noticed that it has vanished, in seconds since 1970."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        role: Global___WorkerRole.ValueType = ...,
+        model: _builtins.str = ...,
+        host: _builtins.str = ...,
+        address: _builtins.str = ...,
+        since_unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "id", b"id", "model", b"model", "role", b"role", "since_unix_s", b"since_unix_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GoneWorker: _TypeAlias = GoneWorker  # noqa: Y015
 
 @_typing.final
 class Worker(_message.Message):

@@ -51,6 +51,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """A fault in the worker."""
     ERROR_CODE_GRAMMAR_EXHAUSTED: _ErrorCode.ValueType  # 8
     """No token may come next under the request's own grammar, whichever worker computes it."""
+    ERROR_CODE_TRANSFER_STALLED: _ErrorCode.ValueType  # 9
+    """The handoff broke since pages got stuck on their way, while messages passed."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """Classes of failure; services/runtime/errors.py has the same list."""
@@ -73,6 +75,8 @@ ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 7
 """A fault in the worker."""
 ERROR_CODE_GRAMMAR_EXHAUSTED: ErrorCode.ValueType  # 8
 """No token may come next under the request's own grammar, whichever worker computes it."""
+ERROR_CODE_TRANSFER_STALLED: ErrorCode.ValueType  # 9
+"""The handoff broke since pages got stuck on their way, while messages passed."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final

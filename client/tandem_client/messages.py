@@ -9,6 +9,7 @@ from tandem_client.protos import cluster_pb2, inference_pb2
 from tandem_client.values import (
     Delta,
     FinishReason,
+    GoneWorker,
     GpuHealth,
     ModelInfo,
     Pages,
@@ -16,6 +17,7 @@ from tandem_client.values import (
     TokenLogprobs,
     TopLogprob,
     Topology,
+    Trouble,
     Usage,
     Worker,
 )
@@ -162,7 +164,16 @@ def topology_of(message: cluster_pb2.Topology) -> Topology:
         workers=tuple(_worker(worker) for worker in message.workers),
         queued=message.requests.queued,
         running=message.requests.running,
+        troubles=tuple(
+            Trouble(one.kind, one.subject, one.cause, one.remedy, one.since_unix_s) for one in message.troubles
+        ),
+        gone=tuple(map(_gone, message.gone)),
     )
+
+
+def _gone(message: cluster_pb2.GoneWorker) -> GoneWorker:
+    role = _ROLES.get(message.role, UNKNOWN)
+    return GoneWorker(message.id, role, message.model, message.host, message.address, message.since_unix_s)
 
 
 def state_of(message: cluster_pb2.DrainResponse) -> str:

@@ -219,9 +219,40 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class Trouble:
+    """One thing that is wrong with a cluster, why, and what to do about it; seen first at `since_unix_s`.
+
+    `subject` is what it is wrong with, such as a worker's id.
+    """
+
+    kind: str
+    subject: str
+    cause: str
+    remedy: str
+    since_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GoneWorker:
+    """A worker that vanished without a word, noticed at `since_unix_s`."""
+
+    id: str
+    role: str
+    model: str
+    host: str
+    address: str
+    since_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
-    """A cluster as one gateway sees it; `queued` and `running` count that gateway's requests."""
+    """A cluster as one gateway sees it; `queued` and `running` count that gateway's requests.
+
+    `troubles` are what is wrong now, and `gone` workers that should be there; gateways of earlier versions say neither.
+    """
 
     workers: tuple[Worker, ...]
     queued: int
     running: int
+    troubles: tuple[Trouble, ...] = ()
+    gone: tuple[GoneWorker, ...] = ()

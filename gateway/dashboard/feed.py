@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from gateway.lifecycle import Requests
 from gateway.metrics import Metrics
 from gateway.series import SECONDS, WINDOW_S, Series, Totals
 from gateway.topology import Member, Topology
+from gateway.troubles import Troubles
 from gateway.worker_watch import CircuitReport
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 
@@ -50,12 +51,14 @@ class Feed:
         topology: Topology,
         metrics: Metrics,
         facts: GatewayFacts,
+        troubles: Troubles | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._requests = requests
         self._topology = topology
         self._metrics = metrics
         self._facts = facts
+        self._troubles = troubles or Troubles()
         self._clock = clock
         self._series = Series(metrics.ttft_s.bounds, metrics.itl_s.bounds)
         self._watchers: dict[_Watcher, None] = {}
@@ -144,6 +147,7 @@ class Feed:
             "last_number": self._requests.log.history.last_number,
             "requests": {"queued": self._requests.num_queued, "running": self._requests.num_running},
             "workers": [self._worker(member, circuits.get(member.record.id)) for member in self._topology.members()],
+            "troubles": [asdict(trouble) for trouble in self._troubles.all()],
         }
 
     def _figures(self, seconds: int) -> dict[str, Any]:

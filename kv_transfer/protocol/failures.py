@@ -20,6 +20,7 @@ _CLASSES: dict[str, type[errors.TandemError]] = {
         errors.NoFreePages,
         errors.WorkerUnavailable,
         errors.TransferFailed,
+        errors.TransferStalled,
         errors.LeaseLost,
         errors.DeadlineExceeded,
         errors.RequestCancelled,

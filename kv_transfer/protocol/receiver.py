@@ -43,7 +43,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.placement import ChunkLost, ChunkPlaced, ChunkRevoked, PlacementEvent
 from kv_transfer.protocol.timing import Liveness, Timeouts
-from services.runtime.errors import DeadlineExceeded, TandemError, TransferFailed, WorkerUnavailable
+from services.runtime.errors import DeadlineExceeded, TandemError, TransferFailed, TransferStalled, WorkerUnavailable
 
 # Wrong checksums that one channel may deliver before it is given up for all transfers.
 MAX_CHECKSUM_MISMATCHES = 3
@@ -443,7 +443,7 @@ class ReceiverLink:
             return [FailLink(WorkerUnavailable("the sender fell silent"))]
         if self._is_stalled(now, num_frames_seen):
             self._counters.count(Reason.CHANNEL_BROKEN)
-            return [FailLink(TransferFailed("the channel owes pages and does not move"))]
+            return [FailLink(TransferStalled("the channel owes pages and does not move"))]
         actions: list[Action] = [Send(Heartbeat())] if self._liveness.beat_due(now) else []
         for transfer_id, transfer in list(self._transfers.items()):
             actions += self._step(transfer_id, transfer.tick(now))

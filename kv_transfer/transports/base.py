@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.runtime.errors import TransferFailed
+from services.runtime.errors import TransferFailed, TransferStalled
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A flat, contiguous piece of memory."""
@@ -36,7 +36,7 @@ class ChannelEnded(ChannelBroken):
     """The other side closed the channel, between two frames: it left, or its process ended."""
 
 
-class ChannelTimeout(ChannelBroken):
+class ChannelTimeout(ChannelBroken, TransferStalled):
     """The other side did not move in time."""
 
 

@@ -133,11 +133,21 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
         ("seed", settings.seed),
         ("min-prefill", min(settings.prefill, 1)),
         ("min-decode", 1),
+        ("expect", _expected(settings)),
         ("drain-s", settings.stop_grace),
         ("nice", GATEWAY_NICENESS),
         ("log-level", settings.log_level),
     ]
     return ChildSpec(GATEWAY, _command("gateway", flags), {**environment, **_private(settings, addresses)})
+
+
+def _expected(settings: UpSettings) -> str:
+    """How many workers of each role there should be: those of all models, unless something else is asked for."""
+    if settings.expect is not None:
+        return ",".join(f"{role}={count}" for role, count in settings.expect.items())
+    plans = model_plans(settings)
+    prefill, decode = sum(plan.num_prefill for plan in plans), sum(plan.num_decode for plan in plans)
+    return f"prefill={prefill},decode={decode}"
 
 
 def child_environment(environ: Mapping[str, str], *, parent_pid: int) -> dict[str, str]:

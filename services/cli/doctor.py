@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -283,12 +283,22 @@ def gateway(settings: DoctorSettings) -> Iterator[Finding]:
         yield Finding(Level.OK, "gateway", f"{settings.url} is ready")
     else:
         yield Finding(Level.BAD, "gateway", f"{settings.url} is not ready", "too few workers have joined: see below")
-    workers = cluster.get("workers", [])
-    yield from judge_gateways_redis(cluster.get("redis") or {})
+    workers, troubles = cluster.get("workers", []), cluster.get("troubles")
+    yield from judge_troubles(troubles or ())
+    if troubles is None:  # a gateway of an earlier version
+        yield from judge_gateways_redis(cluster.get("redis") or {})
     yield from judge_versions(str(cluster.get("version", "")), workers)
-    yield from judge_workers(workers)
-    yield from judge_pairs(cluster.get("cut_pairs", ()))
+    yield from judge_workers(workers, told={str(trouble.get("subject")) for trouble in troubles or ()})
+    if troubles is None:
+        yield from judge_pairs(cluster.get("cut_pairs", ()))
     yield from ports(workers, timeout_s=settings.timeout)
+
+
+def judge_troubles(troubles: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """What the gateway knows to be wrong, each with its remedy."""
+    for trouble in troubles:
+        what = f"{trouble.get('kind', '-')} {trouble.get('subject', '-')}: {trouble.get('cause', '-')}"
+        yield Finding(Level.BAD, "trouble", what, str(trouble.get("remedy", "")))
 
 
 def judge_gateways_redis(facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -344,12 +354,12 @@ def judge_pairs(pairs: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
         yield Finding(Level.BAD, "workers", cut_line(pair), advice)
 
 
-def judge_workers(workers: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-    """What GET /cluster says of the workers, model by model."""
+def judge_workers(workers: Iterable[Mapping[str, Any]], *, told: Set[str] = frozenset()) -> Iterator[Finding]:
+    """What GET /cluster says of the workers, model by model; of those in `told`, troubles have said what is wrong."""
     by_model: dict[str, list[Mapping[str, Any]]] = {}
     for worker in workers:
         by_model.setdefault(str(worker.get("model", "-")), []).append(worker)
-        yield from _judge_worker(worker)
+        yield from _judge_worker(worker, is_told=str(worker.get("id")) in told)
     if not by_model:
         yield Finding(
             Level.BAD, "workers", "none has joined", "they need the same --redis and --cluster as the gateway"
@@ -392,22 +402,24 @@ def _differing(workers: Iterable[Mapping[str, Any]]) -> list[str]:
     return sorted(field for field, values in found.items() if len(values) > 1 and field != "weights")
 
 
-def _judge_worker(worker: Mapping[str, Any]) -> Iterator[Finding]:
+def _judge_worker(worker: Mapping[str, Any], *, is_told: bool) -> Iterator[Finding]:
     name = str(worker.get("id", "-"))
-    if worker.get("left_out"):
+    if is_told:
+        pass
+    elif worker.get("left_out"):
         advice = "give gateway and workers the same files, or the worker a --model-name of its own"
         yield Finding(Level.BAD, "workers", f"{name} gets no work: {worker['left_out']}", advice)
     elif worker.get("state") not in ("ready", "draining"):
         yield Finding(
             Level.NOTE, "workers", f"{name} is {worker.get('state', '-')}", "see its log; others do its work meanwhile"
         )
-    if circuit := circuit_line(worker):
+    if not is_told and (circuit := circuit_line(worker)):
         level = Level.BAD if worker["circuit"].get("state") != "suspected" else Level.NOTE
         yield Finding(
             level, "workers", circuit, _CIRCUIT_ADVICE.get(str(worker["circuit"].get("cause")), "see its log")
         )
     ahead_s = worker.get("clock_ahead_s")
-    if ahead_s is not None and abs(ahead_s) > MAX_CLOCK_OFFSET_S:
+    if ahead_s is not None and abs(ahead_s) > MAX_CLOCK_OFFSET_S and not is_told:
         yield Finding(
             Level.NOTE,
             "workers",

@@ -1,6 +1,7 @@
 """`tandem status`: the workers of a cluster as a table or as JSON, from its gateway's GET /cluster."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -46,20 +47,29 @@ def table(cluster: Mapping[str, Any]) -> str:
     """The cluster as aligned text, one worker a line."""
     workers = cluster.get("workers", [])
     requests = cluster.get("requests", {})
-    rows = [_row(worker) for worker in workers]
+    rows = [_row(worker) for worker in (*workers, *({**gone, "state": "gone"} for gone in cluster.get("gone", ())))]
     lines = _aligned([HEADINGS, *rows]) if rows else ["no workers"]
     lines.append("")
     lines += [line for line in map(_gpu_line, workers) if line]
-    lines += [
-        f"{worker.get('id', '-')} is left out: {worker['left_out']}" for worker in workers if worker.get("left_out")
-    ]
-    lines += [line for line in map(circuit_line, workers) if line]
-    lines += [cut_line(pair) for pair in cluster.get("cut_pairs", ())]
+    troubles = cluster.get("troubles")
+    if troubles is None:  # a gateway of an earlier version
+        lines += [line for line in map(circuit_line, workers) if line]
+        lines += [cut_line(pair) for pair in cluster.get("cut_pairs", ())]
+        lines += [f"{one.get('id', '-')} is left out: {one['left_out']}" for one in workers if one.get("left_out")]
+    else:
+        lines += [line for trouble in troubles for line in trouble_lines(trouble)]
     models = sorted({str(worker.get("model", "-")) for worker in workers})
     if models:
         lines.append(f"model     {', '.join(models)}")
     lines.append(f"requests  {requests.get('running', '-')} running, {requests.get('queued', '-')} queued")
     return "\n".join(lines) + "\n"
+
+
+def trouble_lines(trouble: Mapping[str, Any]) -> list[str]:
+    """What is wrong and why, and below it what to do."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(trouble.get("since_unix_s", 0.0))))
+    what = f"{trouble.get('kind', '-')} {trouble.get('subject', '-')}: {trouble.get('cause', '-')}"
+    return [f"! {what} (since {since})", f"  {trouble.get('remedy', '-')}"]
 
 
 def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ EVERY_S = 1.0
 SECONDS = 60
 """Of figures in the small charts."""
 MAX_REQUESTS = 50
+MAX_TROUBLES = 8
 BAR_WIDTH = 24
 PHASES = ("queue", "prefill", "transfer", "decode")
 PAGES = {"used": "#", "reserved": "/", "cached": ":", "free": "."}
@@ -77,6 +78,9 @@ def frame(
 ) -> list[str]:
     """Lines that fit, at most `height` of them. `emphasis` goes around headings, `trouble` beside the first."""
     lines = [(_title(data, trouble), True), *((line, False) for line in _figures(data, width)), ("", False)]
+    troubles = [f"!! {one['kind']} {one['subject']}: {one['cause']}" for one in data.get("troubles", ())]
+    if troubles:
+        lines += [*((line, True) for line in troubles[:MAX_TROUBLES]), ("", False)]
     workers = _table(_WORKER_HEADINGS, [_worker(worker) for worker in data["workers"]])
     lines += _headed(workers if data["workers"] else ["no worker is registered"], is_table=bool(data["workers"]))
     found = [(f"{one['id']}: {one['circuit_found']}", False) for one in data["workers"] if one.get("circuit_found")]

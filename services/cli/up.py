@@ -26,6 +26,7 @@ from services.cli.api_client import ApiRefused, ApiUnreachable, get_json, get_st
 from services.cli.children import (
     GATEWAY,
     REDIS,
+    WORKER_HOST,
     Addresses,
     ChildSpec,
     ModelPlan,
@@ -112,7 +113,8 @@ def check_certificate(settings: UpSettings, plans: Sequence[ModelPlan]) -> None:
         "prefill": sum(plan.num_prefill for plan in plans),
         "decode": sum(plan.num_decode for plan in plans),
     }
-    Identity(settings.tls, roles=(GATEWAY, *(role for role, number in num_workers.items() if number)))
+    roles = (GATEWAY, *(role for role, number in num_workers.items() if number))
+    Identity(settings.tls, roles=roles, host="" if settings.tls_ca is None else WORKER_HOST)
 
 
 def claim_port(host: str, port: int, *, flag: str, taken: int | None = None) -> int:

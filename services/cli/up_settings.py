@@ -1,6 +1,7 @@
 """The settings of `tandem up`, and what they mean together. Starts nothing and touches no network."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from services.runtime.config import (
     ORIGINS,
     ORIGINS_RULE,
     choice,
+    counts,
     flag,
     host_name,
     integer,
@@ -60,6 +62,12 @@ class UpSettings:
     decode: int = option(integer(1, 256), default=1, help="Number of decode workers, of each model.")
     host: str = option(
         host_name(), default="127.0.0.1", help="Address of both APIs. 0.0.0.0 opens them to the network."
+    )
+    expect: Mapping[str, int] | None = option(
+        counts("prefill", "decode"),
+        default=None,
+        help="Workers of each role that there should be, such as prefill=2,decode=2; not given: those that it starts. "
+        "Give it where workers of other machines join.",
     )
     http_port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
     grpc_port: int = option(integer(0, 65535), default=50051, help="Port of the gRPC API; 0 picks a free one.")

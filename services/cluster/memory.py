@@ -6,6 +6,7 @@ kinds are bounded by the number of workers, of tenants and of requests at once. 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.cluster.files import FileStore
 from services.cluster.journal_room import swept_bytes
@@ -47,16 +48,26 @@ def may_evict(max_bytes: int, policy: str) -> bool:
     return max_bytes > 0 and policy not in KEEPING_POLICIES
 
 
-def complaints(use: MemoryUse, *, file_bytes: int, journal_bytes: int) -> Iterator[str]:
-    """What is wrong with a Redis' memory for these bounds, and what to do, in words for an operator."""
+class Complaint(NamedTuple):
+    """Something that is wrong, and what to do, in words for an operator; `subject` names the setting."""
+
+    subject: str
+    what: str
+    advice: str
+
+
+def complaints(use: MemoryUse, *, file_bytes: int, journal_bytes: int) -> Iterator[Complaint]:
+    """What is wrong with a Redis' memory for these bounds."""
     if may_evict(use.max_bytes, use.policy):
-        yield f"Redis throws keys away at its memory limit (maxmemory-policy {use.policy}): {EVICTION_ADVICE}"
+        what = f"Redis throws keys away at its memory limit (maxmemory-policy {use.policy})"
+        yield Complaint("maxmemory-policy", what, EVICTION_ADVICE)
     wanted_bytes = memory_for(file_bytes, journal_bytes)
     if use.max_bytes and use.max_bytes < wanted_bytes:
-        yield (
+        what = (
             f"Redis has a maxmemory of {use.max_bytes} bytes, and files, batches, journals and the rest may need "
-            f"{wanted_bytes}: raise it, or lower --file-storage and --journal-storage"
+            f"{wanted_bytes}"
         )
+        yield Complaint("maxmemory", what, "raise it, or lower --file-storage and --journal-storage")
 
 
 async def memory_use(store: Store, files: FileStore) -> MemoryUse:

@@ -86,6 +86,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that share each layer of its model; 0: unknown."""
     pipeline_parallel: Count = 0
     """Stages that share the layers; 0: unknown."""
+    certificate_end_unix_s: Count = 0
+    """When its TLS certificate expires, in seconds since 1970; 0: it has none, or does not say."""
     region: ShortText = ""
     """Where it runs; moving pages between regions is dear. Empty: everywhere the same."""
     tenants: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from services.runtime.errors import ConfigError
 
 ENV_PREFIX = "TANDEM_"
+MAX_COUNT = 4096
 MAX_SHOWN_CHARACTERS = 200
 
 _NAME = r"(?:\*\.)?[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*"
@@ -241,6 +242,18 @@ def host_name() -> Kind[str]:
         return value
 
     return Kind(parse, "a name or an IP address, without brackets and without a port")
+
+
+def counts(*names: str) -> Kind[Mapping[str, int]]:
+    """How many of each name there are, as NAME=COUNT separated by commas; names may be left out."""
+
+    def parse(value: str) -> Mapping[str, int]:
+        pairs = [item.partition("=")[::2] for item in value.split(",")]
+        found = {name: int(count) for name, count in pairs if count.isascii() and count.isdecimal()}
+        _require(len(found) == len(pairs) and found.keys() <= set(names) and max(found.values()) <= MAX_COUNT)
+        return found
+
+    return Kind(parse, f"one or more of {', '.join(f'{name}=COUNT' for name in names)}, separated by commas")
 
 
 def host_port() -> Kind[HostPort]:

@@ -92,6 +92,10 @@ class TransferFailed(TandemError):
     """A handoff could not be proven complete."""
 
 
+class TransferStalled(TransferFailed):
+    """Pages got stuck on their way between two workers that could still talk to each other."""
+
+
 class LeaseLost(WorkerUnavailable):
     """A time-limited ownership ended before its holder renewed it."""
 

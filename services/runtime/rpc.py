@@ -35,6 +35,7 @@ from services.runtime.grpc_server import Server
 from services.runtime.idle_connections import IdleConnections
 from services.runtime.intake import Intake
 from services.runtime.membership import Guard, Member, Proof
+from services.runtime.reach import Obstacle, obstacle
 from services.runtime.tls import Identity, Pem, check_caller, roles_of
 
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -182,6 +183,12 @@ def refusal(error: grpc.aio.AioRpcError) -> NotProven | None:
     if error.code() not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return None
     return NotProven(f"the worker refuses this process: {error_from_rpc(error).message}")
+
+
+def obstacle_of(error: grpc.aio.AioRpcError) -> Obstacle:
+    """Why a call did not reach a process of the cluster, in words that hold no address."""
+    has_tls = _identity is not None and _identity.is_mutual
+    return obstacle(error.details() or "", code=error.code().name, has_tls=has_tls)
 
 
 class _Challenges(membership_pb2_grpc.MembershipServicer):

@@ -148,8 +148,9 @@ class SessionServer:
     `handlers` maps a command's name in its oneof (all but hello) to what it does. Commands of a session are handled
     one after the other, so a handler must not wait for an engine step. An error that a handler raises is answered
     with Refused if the command brought a sequence, and logged otherwise. `load` is called for nearly every message (see
-    `SessionLimits.load_s`), and so is `gpu`, whose result is sent where it is another object than before. A link is sent
-    where it has changed by more than a price would show. `counts` is asked once a second, and sent where it has changed.
+    `SessionLimits.load_s`), and so is `gpu`, whose result is sent where it is another object than before. A link is
+    sent where it has changed by more than a price would show. `counts` is asked once a second, and its result is sent
+    where it has changed.
     `on_session_closed` is called once per session, on the loop, when it ends for whatever reason.
     """
 

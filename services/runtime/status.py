@@ -138,6 +138,14 @@ TABLE: dict[type[BaseException], Row] = {
         worker_pb2.ERROR_CODE_TRANSFER_FAILED,
         is_retryable=True,
     ),
+    errors.TransferStalled: Row(
+        grpc.StatusCode.UNAVAILABLE,
+        503,
+        "server_error",
+        "transfer_failed",
+        worker_pb2.ERROR_CODE_TRANSFER_STALLED,
+        is_retryable=True,
+    ),
     errors.DeadlineExceeded: Row(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         504,
@@ -179,6 +187,7 @@ _FROM_WIRE: dict[int, type[errors.TandemError]] = {
     worker_pb2.ERROR_CODE_OVERLOADED: errors.Overloaded,
     worker_pb2.ERROR_CODE_WORKER_UNAVAILABLE: errors.WorkerUnavailable,
     worker_pb2.ERROR_CODE_TRANSFER_FAILED: errors.TransferFailed,
+    worker_pb2.ERROR_CODE_TRANSFER_STALLED: errors.TransferStalled,
     worker_pb2.ERROR_CODE_DEADLINE_EXCEEDED: errors.DeadlineExceeded,
     worker_pb2.ERROR_CODE_LAYOUT_MISMATCH: errors.LayoutMismatch,
 }
@@ -265,7 +274,7 @@ def rich_status(error: BaseException) -> status_pb2.Status:
     """The error as google.rpc.Status, with its class, its field and its retry time where there are any."""
     status = status_pb2.Status(code=_code_number(grpc_status(error)), message=public_message(error))
     if row_of(error).is_public:
-        _add_detail(status, error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=ERROR_DOMAIN))
+        _add_detail(status, error_details_pb2.ErrorInfo(reason=_name_of(error), domain=ERROR_DOMAIN))
     delay_s = retry_after_s(error)
     if delay_s is not None:
         delay = duration_pb2.Duration()
@@ -296,6 +305,11 @@ def from_rich_status(code: grpc.StatusCode, message: str, details: status_pb2.St
     if isinstance(error, errors.InvalidRequest) and bad.field_violations:
         error.field = bad.field_violations[0].field
     return error
+
+
+def _name_of(error: BaseException) -> str:
+    """The nearest class that the other side knows by its name."""
+    return next((cls.__name__ for cls in type(error).__mro__ if _BY_NAME.get(cls.__name__) is cls), "")
 
 
 def _code_number(code: grpc.StatusCode) -> int:

@@ -66,6 +66,8 @@ _YOUNG_NS = 2_000_000_000
 """A file written less than this before it was read may have changed once more without another time stamp."""
 _EXPIRED, _NOT_YET_VALID = 10, 9
 """X509_V_ERR_CERT_HAS_EXPIRED and X509_V_ERR_CERT_NOT_YET_VALID."""
+_OTHER_NAME = (62, 64)
+"""X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
 
 logger = logging.getLogger(__name__)
 
@@ -110,17 +112,20 @@ def tls_files(cert: Path | None, key: Path | None, ca: Path | None, *, needs_ca:
 class Identity:
     """Certificate, key and CA of this process, as the files are now. For any thread.
 
-    With a CA the certificate must name each of `roles` and be signed by the CA. Raises ConfigError that names file and
-    rule.
+    With a CA the certificate must name each of `roles` and be signed by the CA; with a `host` it must be for that, with
+    which others compare it. Raises ConfigError that names file and rule.
     """
 
-    def __init__(self, files: TlsFiles, *, roles: Iterable[str] = (), clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, files: TlsFiles, *, roles: Iterable[str] = (), host: str = "", clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._files = files
         self._roles = frozenset(roles)
+        self._host = host
         self._clock = clock
         self._lock = threading.Lock()
         self._error = ""
-        self._stamp, self._loaded = _load(files, self._roles)
+        self._stamp, self._loaded = _load(files, self._roles, host)
         self._is_settled = not self._is_young(self._stamp)
         self._note_expiry()
 
@@ -176,7 +181,7 @@ class Identity:
         if stamp == self._stamp and self._is_settled:
             return
         try:
-            self._stamp, loaded = _load(self._files, self._roles)
+            self._stamp, loaded = _load(self._files, self._roles, self._host)
         except ConfigError as error:
             self._stamp = stamp
             if error.message != self._error:
@@ -251,13 +256,13 @@ class _Loaded:
     """As certificates have it: Jan  5 09:34:43 2027 GMT."""
 
 
-def _load(files: TlsFiles, roles: frozenset[str]) -> tuple[tuple[int, ...], _Loaded]:
+def _load(files: TlsFiles, roles: frozenset[str], host: str) -> tuple[tuple[int, ...], _Loaded]:
     """The files' stamp and content, of one moment. Raises ConfigError."""
     for _ in range(NUM_READS):
         stamp = _stamp_of(files)
         pem = _read(files)
         context = _server_context(files)
-        shown = _rehearse(files)
+        shown = _rehearse(files, host)
         if _stamp_of(files) == stamp:
             break
     else:
@@ -287,13 +292,15 @@ def _content(path: Path, flag: str) -> bytes:
     return data
 
 
-def _rehearse(files: TlsFiles) -> Mapping[str, Any]:
+def _rehearse(files: TlsFiles, host: str) -> Mapping[str, Any]:
     """Shakes hands with itself in memory, as its peers will: what they would not believe is found here.
+
+    With a `host` the peer is taken to have dialled that.
 
     Returns the certificate as `SSLSocket.getpeercert` does. Raises ConfigError.
     """
     server, client = _server_context(files), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
+    client.check_hostname = bool(host)
     if files.ca is None:
         _believe(client, files.cert, "--tls-cert")
         client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -303,14 +310,14 @@ def _rehearse(files: TlsFiles) -> Mapping[str, Any]:
         server.verify_mode = ssl.CERT_REQUIRED
         _load_chain(client, files)
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)]
+    ends = [client.wrap_bio(down, up, server_hostname=host or None), server.wrap_bio(up, down, server_side=True)]
     try:
         for _ in range(4):  # two round trips are a whole handshake of any version
             for end in ends:
                 with contextlib.suppress(ssl.SSLWantReadError):
                     end.do_handshake()
     except ssl.SSLCertVerificationError as error:
-        raise ConfigError(f"--tls-cert is {files.cert} but {_unbelieved(error, files)}") from error
+        raise ConfigError(f"--tls-cert is {files.cert} but {_unbelieved(error, files, host)}") from error
     except ssl.SSLError as error:
         raise ConfigError(
             f"--tls-cert is {files.cert}, with which no connection comes about: {error.reason}"
@@ -320,7 +327,12 @@ def _rehearse(files: TlsFiles) -> Mapping[str, Any]:
     return shown
 
 
-def _unbelieved(error: ssl.SSLCertVerificationError, files: TlsFiles) -> str:
+def _unbelieved(error: ssl.SSLCertVerificationError, files: TlsFiles, host: str) -> str:
+    if error.verify_code in _OTHER_NAME:
+        return (
+            f"it is not for {host}, which others connect to and compare it with: name that among its alternative "
+            "names, or give --advertise-host a name that the certificate has"
+        )
     if error.verify_code == _EXPIRED:
         return "it, or one that signed it, has expired"
     if error.verify_code == _NOT_YET_VALID:

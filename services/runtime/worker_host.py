@@ -191,13 +191,16 @@ def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], C
 
 
 def worker_identity(settings: WorkerConfig, *, role: str) -> Identity | None:
-    """The certificate of a worker, which must name its role; None: no TLS. Raises ConfigError."""
+    """The certificate of a worker, which must name its role and the host that it advertises; None: no TLS.
+
+    Raises ConfigError.
+    """
     if settings.tls is None:
         return None
     is_within_host = settings.transport in ("shm", "cuda_ipc") or is_loopback(settings.advertise_host or settings.host)
     if settings.insecure and not is_within_host:
         logger.warning("KV pages on the channel tcp or nccl are not encrypted, as --insecure asks for it")
-    return Identity(settings.tls, roles=(role,))
+    return Identity(settings.tls, roles=(role,), host=settings.advertise_host or settings.host)
 
 
 def channel_tls(settings: WorkerConfig) -> Identity | None:
@@ -284,8 +287,14 @@ async def serve_until_drained(
 async def _publish_load(worker: Worker, lease: Lease) -> None:
     """Gateways with a session hear the load with each step; this is for everybody else, so it may be a little old."""
     while True:
-        lease.update(**worker.load().record_fields())
+        lease.update(**worker.load().record_fields(), certificate_end_unix_s=certificate_end_unix_s())
         await asyncio.sleep(PUBLISH_INTERVAL_S)
+
+
+def certificate_end_unix_s() -> int:
+    """When this process's certificate expires, as its record has it; 0: it has none."""
+    identity = rpc.identity()
+    return 0 if identity is None else max(0, int(identity.end_unix_s()))
 
 
 async def _watch_engine(worker: Worker) -> None:

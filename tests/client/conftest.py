@@ -253,6 +253,8 @@ def topology() -> Any:
             )
         ],
         requests=cluster_pb2.RequestCounts(queued=3, running=4),
+        troubles=[cluster_pb2.Trouble(kind="gone", subject="d-1", cause="why", remedy="what", since_unix_s=2.0)],
+        gone=[cluster_pb2.GoneWorker(id="d-1", role=cluster_pb2.WORKER_ROLE_DECODE, address="d:1", since_unix_s=1.0)],
     )
 
 

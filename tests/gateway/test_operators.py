@@ -10,6 +10,7 @@ import pytest
 from gateway.api_keys import digest_of_key, new_key
 from gateway.front_door import FrontDoor
 from gateway.grpc_api import ClusterService
+from gateway.troubles import Troubles
 from services.runtime import rpc
 from services.runtime.errors import PermissionDenied, Unauthenticated
 from services.runtime.tls import Identity, TlsFiles
@@ -45,7 +46,9 @@ def check(asked: FrontDoor, *, role: str | None = None, key: str | None = None) 
     shown = {} if role is None else {"x509_pem_cert": [b"..."], "peer_uri": [f"spiffe://tandem/{role}".encode()]}
     metadata = () if key is None else (("authorization", f"Bearer {key}"),)
     context = SimpleNamespace(auth_context=lambda: shown, invocation_metadata=lambda: metadata)
-    ClusterService(cast(Any, None), cast(Any, None), door=asked)._check_operator(cast(Any, context))
+    ClusterService(cast(Any, None), cast(Any, None), door=asked, troubles=Troubles())._check_operator(
+        cast(Any, context)
+    )
 
 
 def test_without_keys_and_ca_everybody_is_an_operator(files: TlsFiles) -> None:

@@ -234,3 +234,27 @@ async def test_a_worker_that_is_left_out_is_in_no_rotation_and_said_once(make_to
     said = [(line.message, line.worker) for line in caplog.records if "left out" in line.message]
     assert [worker for _, worker in said] == ["d-1", "d-1"]
     assert "has gone" in said[1][0]
+
+
+async def test_who_vanished_is_missed_and_who_had_said_that_it_leaves_is_not(make_topology):
+    topology = make_topology(record("d-0"), record("d-1"), record("d-2"), record("p-0"))
+    report(member_of(topology, "d-1"), Load(is_draining=True))
+    topology.take_membership([record("d-0"), record("d-1"), msgspec.structs.replace(record("d-2"), state="draining")])
+    report(member_of(topology, "d-1"), Load())  # of a new session, which has said nothing yet
+    for worker_id in ("d-0", "d-1", "d-2"):
+        member_of(topology, worker_id).session.is_up = False
+    topology.take_membership([])
+    assert [gone.worker.id for gone in topology.presence.gone] == ["d-0"]
+    topology.take_membership([record("d-0")])
+    topology.look_for_missing()
+    assert topology.presence.gone == []
+    assert [member.record.id for member in topology.members()] == ["d-0", "p-0"]
+
+
+async def test_watchers_hear_that_something_is_wrong(make_topology):
+    topology = make_topology(record("d-0"))
+    noted = []
+    with topology.watched(lambda: noted.append(1)):
+        topology.tell_watchers()
+    topology.tell_watchers()
+    assert noted == [1]

@@ -103,7 +103,7 @@ def test_errors_keep_their_class_over_the_link() -> None:
         assert type(error) is cls
         assert error.message == "text"
         assert error.retry_after_s is None
-    assert code_of(ChannelTimeout("late")) == "TransferFailed"
+    assert code_of(ChannelTimeout("late")) == "TransferStalled"
     assert code_of(errors.RateLimited("other")) == "TransferFailed"
     assert type(error_from(Abort(ID, "SystemExit", "x"))) is errors.TransferFailed
 

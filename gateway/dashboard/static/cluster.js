@@ -23,6 +23,7 @@ export function show(state) {
   const facts = [["Running", count(state.requests.running)], ["Queued", count(state.requests.queued)], ["Routing", state.gateway.routing]];
   say(columns.gateway.querySelector(".id"), state.gateway.id);
   setFacts(columns.gateway.querySelector("dl"), facts);
+  showTroubles(state.troubles);
   const seen = new Set();
   for (const role of ["prefill", "decode"]) {
     const workers = state.workers.filter((worker) => worker.role === role);
@@ -47,6 +48,16 @@ export function show(state) {
       cards.delete(name);
     }
   }
+}
+
+function showTroubles(troubles) {
+  const list = $("troubles");
+  list.hidden = troubles.length === 0;
+  if (list.children.length !== troubles.length) list.replaceChildren(...troubles.map(() => make("li", {}, make("p", {class: "trouble"}), make("p", {class: "note"}))));
+  troubles.forEach((trouble, index) => {
+    say(list.children[index].firstChild, `⚠ ${trouble.kind} ${trouble.subject}: ${trouble.cause}`);
+    say(list.children[index].lastChild, `${trouble.remedy} (since ${new Date(trouble.since_unix_s * 1000).toLocaleString()})`);
+  });
 }
 
 class Card {

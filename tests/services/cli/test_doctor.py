@@ -111,6 +111,23 @@ def test_a_gateway_that_asks_for_a_key(api: Any) -> None:
     assert "--api-key" in found.advice
 
 
+def test_each_trouble_is_a_finding_and_nothing_is_said_twice(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    told = [
+        {"kind": "clock", "subject": "d0", "cause": "it is 30 s behind", "remedy": "run a time service"},
+        {"kind": "redis", "subject": "redis", "cause": "refused", "remedy": "start it"},
+    ]
+    worker = {"id": "d0", "role": "decode", "state": "ready", "model": "m", "clock_ahead_s": -30.0}
+    api.routes["GET /ready"] = (200, {})
+    cluster = {"workers": [worker], "version": version(), "redis": {"available": False, "last_failure": "refused"}}
+    api.routes["GET /cluster"] = (200, cluster | {"troubles": told})
+    assert main(["doctor", "--url", api.url]) == 1
+    text = capsys.readouterr().out
+    assert "bad   trouble   clock d0: it is 30 s behind\n                run a time service\n" in text
+    assert "bad   trouble   redis redis: refused\n                start it\n" in text
+    assert text.count("behind") == text.count("refused") == 1
+    assert "nothing is wrong" not in text
+
+
 def test_a_gateway_that_redis_does_not_answer(api: Any) -> None:
     api.routes["GET /ready"] = (200, {})
     redis = {"available": False, "round_trip_s": 0.0, "last_failure": "invalid username-password pair"}

@@ -55,6 +55,21 @@ def test_a_worker_that_is_left_out_is_named_with_the_reason(api: Any, capsys: py
     assert [line for line in lines if "left out" in line] == ["decode-1 is left out: other weights"]
 
 
+def test_what_is_gone_and_what_is_wrong_stand_below_the_workers(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = {key: WORKER[key] for key in ("role", "model", "host", "address")} | {"id": "decode-1", "since_unix_s": 1e9}
+    told = {"kind": "gone", "subject": "decode-1", "cause": "it vanished", "remedy": "look at it", "since_unix_s": 1e9}
+    # What troubles say, as that a worker is left out, is not said twice.
+    workers = [WORKER | {"state": "left_out", "left_out": "other weights"}]
+    api.routes["GET /cluster"] = (200, CLUSTER | {"workers": workers, "gone": [gone], "troubles": [told]})
+    assert main(["status", "--url", api.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split()[:5] == ["decode-1", "decode", "gone", "-", "127.0.0.1:40001"]
+    (place,) = (number for number, line in enumerate(lines) if line.startswith("! "))
+    assert lines[place].startswith("! gone decode-1: it vanished (since 2001-09-")
+    assert lines[place + 1] == "  look at it"
+    assert not [line for line in lines if "is left out:" in line]
+
+
 def test_json_is_the_answer_itself(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
     api.routes["GET /cluster"] = (200, CLUSTER)
     assert main(["status", "--url", api.url, "--json"]) == 0

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from services.cli.main import main
-from services.cli.top import CLOSE_SCREEN, OPEN_SCREEN, bar, frame, sparkline
+from services.cli.top import CLOSE_SCREEN, MAX_TROUBLES, OPEN_SCREEN, bar, frame, sparkline
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,6 +75,14 @@ def test_a_frame_says_what_there_is() -> None:
     assert "r-1" in text
     assert "7 > 9" in text
     assert "ppp" + "d" * 9 in text
+
+
+def test_what_is_wrong_stands_above_the_workers() -> None:
+    troubles = [{"kind": "gone", "subject": f"d-{n}", "cause": "it vanished"} for n in range(MAX_TROUBLES + 1)]
+    lines = frame(data(troubles=troubles), [], width=120, height=60)
+    shown = [line for line in lines if line.startswith("!! ")]
+    assert shown == [f"!! gone d-{n}: it vanished" for n in range(MAX_TROUBLES)]
+    assert lines.index(shown[-1]) < next(n for n, line in enumerate(lines) if line.startswith("WORKER"))
 
 
 def test_trouble_is_in_words() -> None:

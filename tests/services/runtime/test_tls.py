@@ -74,10 +74,35 @@ def test_a_worker_needs_a_ca_for_tls() -> None:
     assert settings.tls == TlsFiles(Path("c"), Path("k"), Path("a"))
 
 
+@pytest.mark.parametrize(
+    ("hosts", "flags", "fits"),
+    [
+        (["127.0.0.1"], [], True),
+        (["127.0.0.1"], ["--host=10.0.0.1", "--insecure"], False),
+        (["10.0.0.1"], ["--host=10.0.0.1"], True),
+        (["10.0.0.1"], ["--host=10.0.0.1", "--advertise-host=worker.example"], False),
+        (["worker.example"], ["--host=10.0.0.1", "--advertise-host=worker.example"], True),
+        (["*.pods.example"], ["--host=10.0.0.1", "--advertise-host=a.pods.example"], True),
+        (["other.example"], ["--host=10.0.0.1", "--advertise-host=worker.example"], False),
+    ],
+)
+def test_a_workers_certificate_must_be_for_the_host_that_it_advertises(
+    authority: Authority, hosts: list[str], flags: list[str], fits: bool
+) -> None:
+    files = authority.issue("named", roles=["decode"], hosts=hosts)
+    given = ["--id=a", "--model=m", f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}"]
+    settings = load(WorkerConfig, [*given, *flags], prog="worker", environ={})
+    if fits:
+        assert worker_identity(settings, role="decode") is not None
+        return
+    with pytest.raises(ConfigError, match=r"--tls-cert is .* but it is not for .*--advertise-host"):
+        worker_identity(settings, role="decode")
+
+
 def test_a_worker_says_that_pages_are_not_encrypted_where_it_is_told_so(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = authority.issue("worker", roles=["decode"])
+    files = authority.issue("worker", roles=["decode"], hosts=["127.0.0.1", "0.0.0.0", "10.0.0.1", "worker.example"])
     flags = ["--id=a", "--model=m", f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}"]
 
     def warnings(*more: str) -> list[str]:

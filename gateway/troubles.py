@@ -1,0 +1,132 @@
+"""What is wrong with the cluster now, as this gateway sees it: each trouble with its cause and what to do about it.
+
+Parts of the gateway report here when a trouble begins and when it is over; `/cluster`, the metrics, the dashboard and,
+through them, `tandem status` and `tandem doctor` show what stands here. Finds nothing out itself.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, get_args
+
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+
+Kind = Literal[
+    "certificate",
+    "circuit",
+    "clock",
+    "gone",
+    "left_out",
+    "link",
+    "missing",
+    "redis",
+    "redis_slow",
+    "storage",
+    "unreachable",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_SAID: Mapping[Kind, tuple[str, str]] = {
+    "certificate": ("a TLS certificate must be renewed", "a TLS certificate is good again"),
+    "clock": ("the clock of a worker is wrong", "the clock of a worker is right again"),
+    "gone": ("a worker is gone", "a worker is no longer missed"),
+    "left_out": ("a worker is left out", "a worker is no longer left out"),
+    "link": ("a link between workers loses large packets", "a link between workers carries large packets again"),
+    "missing": ("there are fewer workers than expected", "there are as many workers as expected"),
+    "redis": ("Redis does not answer; no worker can join", "Redis answers again"),
+    "redis_slow": ("Redis is far away or slow", "Redis is fast again"),
+    "storage": ("the memory of Redis needs care", "the memory of Redis is in order again"),
+    "unreachable": ("a worker cannot be reached", "a worker can be reached again or has left"),
+}
+"""What the log says when one begins and when it is over. Circuits have lines of the part that opens and closes them."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One thing that is wrong. `subject` is what it is wrong with: a worker's id, `redis`, `gateway`, a role.
+
+    `since_unix_s` is when it was first seen, in seconds since 1970; `remedy` says what to do, for a person.
+    """
+
+    kind: Kind
+    subject: str
+    cause: str
+    remedy: str
+    since_unix_s: float
+
+
+class Found(NamedTuple):
+    """Why something is wrong, and what to do about it."""
+
+    cause: str
+    remedy: str
+
+
+class Troubles:
+    """The troubles of this moment, each once by kind and subject. To be used on one thread.
+
+    `listeners` are called with each that begins (True) and each that is over (False), once.
+    """
+
+    def __init__(self, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._now: dict[tuple[Kind, str], Trouble] = {}
+        self.listeners: list[Callable[[Trouble, bool], None]] = [self._log]
+
+    def begin(self, kind: Kind, subject: str, cause: str, remedy: str) -> None:
+        """Something is wrong. If that is known already, its cause and remedy are replaced and nobody is told."""
+        known = self._now.get((kind, subject))
+        if known is not None:
+            if (known.cause, known.remedy) != (cause, remedy):
+                self._now[kind, subject] = replace(known, cause=cause, remedy=remedy)
+            return
+        trouble = Trouble(kind, subject, cause, remedy, self._unix_s())
+        self._now[kind, subject] = trouble
+        self._tell(trouble, True)
+
+    def end(self, kind: Kind, subject: str) -> None:
+        """It is no longer wrong. Says nothing where it was not."""
+        trouble = self._now.pop((kind, subject), None)
+        if trouble is not None:
+            self._tell(trouble, False)
+
+    def settle(self, kind: Kind, found: Mapping[str, Found]) -> None:
+        """`found` is all that is wrong of a kind, by subject: what is not in it is over."""
+        for known_kind, subject in list(self._now):
+            if known_kind == kind and subject not in found:
+                self.end(kind, subject)
+        for subject, (cause, remedy) in found.items():
+            self.begin(kind, subject, cause, remedy)
+
+    def all(self) -> list[Trouble]:
+        """Those of this moment, in order of kind and subject."""
+        return [self._now[key] for key in sorted(self._now)]
+
+    def of(self, kind: Kind) -> list[Trouble]:
+        """Those of a kind, in order of subject."""
+        return [trouble for trouble in self.all() if trouble.kind == kind]
+
+    def counts(self) -> Mapping[Kind, int]:
+        """How many there are of each kind; those with none too."""
+        found = Counter(kind for kind, _ in self._now)
+        return {kind: found[kind] for kind in KINDS}
+
+    def _tell(self, trouble: Trouble, has_begun: bool) -> None:
+        for listen in self.listeners:
+            listen(trouble, has_begun)
+
+    def _log(self, trouble: Trouble, has_begun: bool) -> None:
+        if trouble.kind not in _SAID:
+            return
+        began, ended = _SAID[trouble.kind]
+        facts: dict[str, object] = {"kind": trouble.kind, "subject": trouble.subject, "cause": trouble.cause}
+        if has_begun:
+            logger.warning(began, extra={**facts, "remedy": trouble.remedy})
+        else:
+            logger.warning(ended, extra={**facts, "lasted_s": round(self._unix_s() - trouble.since_unix_s, 1)})
+
+    def _unix_s(self) -> float:
+        return self._clock.unix_ns() / 1e9
