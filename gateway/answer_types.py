@@ -453,3 +453,4 @@ class ClusterState(_Exact):
     redis: RedisState
     workers: list[Worker]
     requests: RequestCounts
+    prefill: str

@@ -8,7 +8,7 @@ requests that go in the same moment do not all see the same free place. Knows no
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from gateway.worker_watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
 from services.scheduling.breakers import Breakers, CircuitState
+from services.scheduling.disaggregation import PrefillChoice
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.queue import ServiceClass
 from services.scheduling.routing import Fits, Route, Router, RouteRequest, Views, WorkerView
@@ -56,7 +57,10 @@ class RoomLimits:
 
 
 class Candidates:
-    """The choice of workers of one gateway. Faults are kept by worker id: a crash loop makes many processes."""
+    """The choice of workers of one gateway. Faults are kept by worker id: a crash loop makes many processes.
+
+    `prefill_choice` gives who computes the prompts of requests that do not say so themselves.
+    """
 
     def __init__(
         self,
@@ -67,6 +71,7 @@ class Candidates:
         limits: RoomLimits | None = None,
         hints: PrefixHints | None = None,
         region: str = "",
+        prefill_choice: Callable[[], PrefillChoice] = lambda: "auto",
     ) -> None:
         self._topology = topology
         self._router = router
@@ -74,6 +79,7 @@ class Candidates:
         self._limits = limits or RoomLimits()
         self._hints = hints
         self._region = region
+        self._prefill_choice = prefill_choice
         self.on_trial: set[RunningRequest] = set()
         """Those that are tried alone after a death (`gateway.recovery`): each goes where no other one is, if it can."""
         self._watch = WorkerWatch(clock, topology.pace)
@@ -145,6 +151,7 @@ class Candidates:
             affinity_key=generation.affinity_key,
             cached_tokens=self._cached_tokens(request),
             kv_bytes_per_token=self._topology.kv_bytes_per_token(generation.model),
+            prefill=generation.wishes.prefill or self._prefill_choice(),
         )
         routes = self._router.route(
             wanted, prefills, decodes, fits=self._fits(generation.model), now_s=self._clock.monotonic()
@@ -267,6 +274,11 @@ class Candidates:
         speeds = self._topology.usual_speeds(generation.model).decodes
         steps = (speed.step_s(1, len(generation.prompt_token_ids)) for speed in speeds)
         return min(steps, default=0.0) * max(0, num_new_tokens - len(generation.emitted_token_ids))
+
+    def prompt_s(self, generation: Generation) -> float:
+        """What computing an answer's whole prompt takes on a usual worker, without what each step costs."""
+        speed = self._topology.usual_speeds(generation.model).prefill
+        return speed.time_s(len(generation.prompt_token_ids)) - speed.overhead_s
 
     def has_room(self, request: RunningRequest, route: Route) -> bool:
         """Whether a route's workers would begin with the request soon."""
