@@ -301,7 +301,7 @@ FIELDS: Mapping[str, Field] = {
     ),
     "allow_fallback": Field("Another model may answer. Absent: as the key says."),
     "request_timeout_ms": Field(
-        "The answer is needed within this time; if it cannot be, the request is refused, and ends when it is over. "
+        "The answer is needed within this time: what takes longer is refused, or ends with an error. "
         "Absent, or longer: `--max-request-s`.",
         {"minimum": 1, "maximum": MAX_MS},
     ),
