@@ -55,6 +55,8 @@ class Tally:
 
     ttfts_s: list[float] = field(default_factory=list)
     refusals_s: list[float] = field(default_factory=list)
+    good_at_s: list[float] = field(default_factory=list)
+    """When each good answer was complete."""
     num_sent: int = 0
     num_complete: int = 0
     num_good: int = 0
@@ -89,7 +91,8 @@ class Load:
         self._shape = shape
         self._slo_ttft_s = slo_ttft_s
         self._random = random.Random(seed)
-        self._tasks: set[asyncio.Task[float]] = set()
+        self._tasks: dict[asyncio.Task[float], str] = {}
+        """Requests under way, and their classes."""
         self.tallies: dict[str, Tally] = {}
 
     async def one(self, service_class: str) -> float:
@@ -113,7 +116,9 @@ class Load:
             return 0.0
         tally.ttfts_s.append(ttft_s)
         tally.num_complete += 1
-        tally.num_good += service_class == "batch" or ttft_s <= self._slo_ttft_s
+        if service_class == "batch" or ttft_s <= self._slo_ttft_s:
+            tally.num_good += 1
+            tally.good_at_s.append(time.monotonic())
         return 0.0
 
     def _message(self, service_class: str) -> inference_pb2.GenerateRequest:
@@ -144,11 +149,18 @@ class Load:
         """Waits for all answers that are still to come."""
         await asyncio.gather(*self._tasks)
 
-    async def leave(self) -> None:
-        """Gives up what is still to come."""
-        for task in self._tasks:
+    async def leave(self, *classes: str) -> None:
+        """Gives up what is still to come, of these classes or of all."""
+        tasks = [task for task, service_class in self._tasks.items() if not classes or service_class in classes]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def send(self, service_class: str) -> None:
+        """Sends one request, and waits for nothing."""
+        task = asyncio.create_task(self.one(service_class))
+        self._tasks[task] = service_class
+        task.add_done_callback(self._tasks.pop)
 
     async def _arrivals(self, service_class: str, rate_per_s: float, end_s: float) -> None:
         next_s = time.monotonic()
@@ -157,9 +169,7 @@ class Load:
             if next_s >= end_s:
                 return
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
-            task = asyncio.create_task(self.one(service_class))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self.send(service_class)
 
 
 def retry_after_s(error: grpc.aio.AioRpcError) -> float:

@@ -19,7 +19,8 @@ from protos import link_pb2_grpc, worker_pb2_grpc
 from services.cluster.prefix_index import PrefixPublisher
 from services.cluster.registry import WorkerLease, WorkerRecord, named_channels, new_incarnation
 from services.engine.draft import load_draft
-from services.engine.engine import EngineParts, load_warm_engine
+from services.engine.engine import EngineParts
+from services.engine.rehearsal import load_rehearsed_engine
 from services.runtime import config, process, rpc
 from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
 from services.runtime.errors import ConfigError
@@ -56,7 +57,7 @@ async def _serve(
     publisher: PrefixPublisher | None,
     stop: asyncio.Event,
 ) -> None:
-    parts = await load_or_stop(lambda: load_warm_engine(**settings.engine_settings()), lease, stop)
+    parts = await load_or_stop(lambda: load_rehearsed_engine(**settings.engine_settings()), lease, stop)
     with contextlib.closing(parts), held(watch_gpu(parts.gpu_uuid)) as gpu:
         facts = await load_or_stop(lambda: read_model_facts(settings.model), lease, stop)
         identity = parts.identity(vocabulary=facts.vocabulary, grammars=grammar_library())

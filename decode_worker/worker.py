@@ -280,6 +280,7 @@ class DecodeWorker:
             speculator=speculator,
         )
         self._speedometer = self._loop.speedometer
+        self._speedometer.observe_steps(parts.first_steps, clock.unix_ns() / 1e9)
         self._engine = EngineThread(
             self._loop.step, on_fatal=on_this_loop(self._on_engine_failed), on_idle=self._loop.check_books
         )

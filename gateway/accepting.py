@@ -108,24 +108,28 @@ class Acceptance:
         self._check_open()
         arrived_s, arrived_unix_ns = self._clock.monotonic(), self._clock.unix_ns()
         model = self._catalog.resolve(call.model)
-        deadline = Deadline.after(self._max_request_s, clock=self._clock)
+        deadline = latest = Deadline.after(self._max_request_s, clock=self._clock)
         if call.deadline is not None:
             deadline = deadline.sooner(call.deadline)
         deadline.check()
+        is_own = deadline.at_s < latest.at_s
         self._check(call)
         check_sampling(call.sampling, self.limits(model), prefix=call.field_prefix)
         if not call.allow_fallback:
             # Before its tenant is asked for anything, and before texts become tokens: such a refusal is cheap.
             self._check_room(call, model, deadline)
         if call.ticket is None:
-            accepted = self._begin(await self._stored(call, model), model, deadline, arrived_s, arrived_unix_ns)
+            stored = await self._stored(call, model)
+            accepted = self._begin(stored, model, deadline, arrived_s, arrived_unix_ns, is_own=is_own)
         else:
             # Before the texts become tokens, which costs most of what is done here.
             await call.ticket.enter()
             try:
                 stored = await self._stored(call, model)
                 await _charge(call, call.ticket, stored.choices)
-                accepted = self._begin(stored, model, deadline, arrived_s, arrived_unix_ns, call.ticket)
+                accepted = self._begin(
+                    stored, model, deadline, arrived_s, arrived_unix_ns, ticket=call.ticket, is_own=is_own
+                )
             except BaseException as error:
                 # A request that is wrong counts as one; one that is refused does not.
                 is_wrong = isinstance(error, InvalidRequest)
@@ -147,6 +151,7 @@ class Acceptance:
             affinity_key=call.affinity_key,
             cache_salt=call.cache_salt,
             share_cache=call.share_cache,
+            wishes=call.wishes,
             remaining_s=0.0,
             traceparent=call.traceparent,
             tracestate=call.tracestate,
@@ -211,6 +216,8 @@ class Acceptance:
                 share_cache=first.share_cache,
                 tenant=first.tenant,
                 deadline=first.deadline,
+                has_own_deadline=first.has_own_deadline,
+                wishes=first.wishes,
                 span=first.span,
                 arrived_s=first.arrived_s,
                 arrived_unix_ns=first.arrived_unix_ns,
@@ -232,9 +239,11 @@ class Acceptance:
         deadline: Deadline,
         arrived_s: float,
         arrived_unix_ns: int,
+        *,
         ticket: TenantTicket | None = None,
+        is_own: bool = False,
     ) -> AcceptedCall:
-        """Takes the call's id and starts its span."""
+        """Takes the call's id and starts its span. `is_own`: its client named the deadline."""
         request_id = self._take_id(stored.request_id, stored.tenant)
         span = self._start_span(stored, arrived_s, arrived_unix_ns)
         generations = self._generations(
@@ -248,6 +257,8 @@ class Acceptance:
             share_cache=stored.share_cache,
             tenant=stored.tenant,
             deadline=deadline,
+            has_own_deadline=is_own,
+            wishes=stored.wishes,
             span=span,
             arrived_s=arrived_s,
             arrived_unix_ns=arrived_unix_ns,

@@ -165,6 +165,7 @@ class AdmissionQueue:
         for lane in self._lanes.values():
             for entry in lane.queue.expire(now_s):
                 self._places.pop(entry.key).end(DeadlineExceeded("the request's deadline cannot be met any more"))
+            lane.queue.yield_late(now_s)
         wait_s = MAX_SILENCE_S
         held: set[Lane] = set()
         kept: set[str] = set()

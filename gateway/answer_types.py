@@ -530,3 +530,4 @@ class ClusterState(_Exact):
     workers: list[Worker]
     cut_pairs: list[CutPair]
     requests: RequestCounts
+    prefill: str

@@ -53,6 +53,8 @@ class ApiKey:
     """The highest one."""
     allow_fallback: bool = False
     """What a request means that does not say whether another model may answer."""
+    choose_prefill: bool = False
+    """Whether its requests may say who computes their prompts."""
     is_admin: bool = False
     expires_s: float | None = None
 
@@ -183,6 +185,8 @@ def toml_entry(key: ApiKey) -> str:
     lines += [f'service_class = "{key.service_class}"', f"priority = {key.priority}"]
     if key.allow_fallback:
         lines.append("allow_fallback = true")
+    if key.choose_prefill:
+        lines.append("choose_prefill = true")
     if key.is_admin:
         lines.append("admin = true")
     if key.expires_s is not None:
@@ -334,7 +338,10 @@ class _Reader:
 
 
 def _key(reader: _Reader, table: Mapping[str, Any], where: str) -> ApiKey:
-    known = ("name", "sha256", "tenant", "models", "service_class", "priority", "allow_fallback", "admin", "expires")
+    known = (
+        *("name", "sha256", "tenant", "models", "service_class", "priority", "allow_fallback", "choose_prefill"),
+        *("admin", "expires"),
+    )
     reader.check_names(table, known, where, " of a key")
 
     def take(name: str, default: Any, fits: Callable[[Any], bool], rule: str) -> Any:
@@ -360,6 +367,7 @@ def _key(reader: _Reader, table: Mapping[str, Any], where: str) -> ApiKey:
             f"an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}]",
         ),
         allow_fallback=take("allow_fallback", False, lambda value: type(value) is bool, "true or false"),
+        choose_prefill=take("choose_prefill", False, lambda value: type(value) is bool, "true or false"),
         is_admin=take("admin", False, lambda value: type(value) is bool, "true or false"),
         expires_s=None if expires is None else expires.timestamp(),
     )

@@ -15,6 +15,7 @@ from gateway.attempts import FinishReason
 from gateway.sessions import TokenLogprobs
 from gateway.tracing import RequestSpans
 from gateway.validation import DEFAULT_SERVICE_CLASS, AskedSampling, Sampling
+from gateway.wishes import NO_WISHES, Wishes
 from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded, WorkerUnavailable
 from services.runtime.telemetry import Value
@@ -82,6 +83,7 @@ class Call(msgspec.Struct, kw_only=True):
     share_cache: str = ""
     ticket: TenantTicket | None = None
     deadline: Deadline | None = None
+    wishes: Wishes = NO_WISHES
     traceparent: str = ""
     tracestate: str = ""
     idempotency_key: str = ""
@@ -130,6 +132,9 @@ class Generation(msgspec.Struct, frozen=True):
     affinity_key: str = ""
     cache_salt: str = ""
     share_cache: str = ""
+    wishes: Wishes = NO_WISHES
+    has_own_deadline: bool = False
+    """Whether its client named the deadline: it is the server's otherwise, which says nothing of its haste."""
     emitted_token_ids: Sequence[int] = ()
     layout: str = ""
     """The `identity_key` of the workers that those came from; empty: unknown, or there are none."""
@@ -166,6 +171,7 @@ class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
     affinity_key: str = ""
     cache_salt: str = ""
     share_cache: str = ""
+    wishes: Wishes = NO_WISHES
     remaining_s: float
     traceparent: str = ""
     tracestate: str = ""
@@ -271,6 +277,7 @@ class AcceptedCall:
             affinity_key=first.affinity_key,
             cache_salt=first.cache_salt,
             share_cache=first.share_cache,
+            wishes=first.wishes,
             remaining_s=first.deadline.remaining_s(),
             traceparent=self.span.told_traceparent,
         )

@@ -9,7 +9,7 @@ requests that go in the same moment do not all see the same free place. Knows no
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from gateway.worker_watch import TOKENS_PER_STAGE, AttemptWatch, WorkerWatch
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
 from services.scheduling.breakers import Breakers, CircuitState
+from services.scheduling.disaggregation import PrefillChoice
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.queue import ServiceClass
 from services.scheduling.routing import Fits, Route, Router, RouteRequest, Views, WorkerView
@@ -73,7 +74,10 @@ class CutPair:
 
 
 class Candidates:
-    """The choice of workers of one gateway. Faults are kept by worker id: a crash loop makes many processes."""
+    """The choice of workers of one gateway. Faults are kept by worker id: a crash loop makes many processes.
+
+    `prefill_choice` gives who computes the prompts of requests that do not say so themselves.
+    """
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class Candidates:
         limits: RoomLimits | None = None,
         hints: PrefixHints | None = None,
         region: str = "",
+        prefill_choice: Callable[[], PrefillChoice] = lambda: "auto",
     ) -> None:
         self._topology = topology
         self._router = router
@@ -91,6 +96,7 @@ class Candidates:
         self._limits = limits or RoomLimits()
         self._hints = hints
         self._region = region
+        self._prefill_choice = prefill_choice
         self.on_trial: set[RunningRequest] = set()
         """Those that are tried alone after a death (`gateway.recovery`): each goes where no other one is, if it can."""
         self.watch = WorkerWatch(clock, topology.pace)
@@ -184,6 +190,7 @@ class Candidates:
             affinity_key=generation.affinity_key,
             cached_tokens=self._cached_tokens(request),
             kv_bytes_per_token=self._topology.kv_bytes_per_token(generation.model),
+            prefill=generation.wishes.prefill or self._prefill_choice(),
         )
         routes = self._router.route(
             wanted, prefills, decodes, fits=self._fits(generation.model), now_s=self._clock.monotonic()
@@ -304,6 +311,11 @@ class Candidates:
         speeds = self._topology.usual_speeds(generation.model).decodes
         steps = (speed.step_s(1, len(generation.prompt_token_ids)) for speed in speeds)
         return min(steps, default=0.0) * max(0, num_new_tokens - len(generation.emitted_token_ids))
+
+    def prompt_s(self, generation: Generation) -> float:
+        """What computing an answer's whole prompt takes on a usual worker, without what each step costs."""
+        speed = self._topology.usual_speeds(generation.model).prefill
+        return speed.time_s(len(generation.prompt_token_ids)) - speed.overhead_s
 
     def has_room(self, request: RunningRequest, route: Route) -> bool:
         """Whether a route's workers would begin with the request soon."""

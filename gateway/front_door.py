@@ -19,6 +19,7 @@ from gateway.validation import (
     check_priority,
     check_service_class,
 )
+from gateway.wishes import PREFILL
 from services.cluster.limits import CONCURRENCY, REQUESTS, TOKENS, Limiter, Rate, TenantLimits, Verdict
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InvalidRequest, PermissionDenied, RateLimited, Unauthenticated
@@ -121,6 +122,11 @@ class FrontDoor:
                 code="model_not_allowed",
             )
 
+    def check_prefill(self, key: ApiKey, call: Call) -> None:
+        """Raises PermissionDenied for a call that says who computes its prompt, where the key does not allow that."""
+        if call.wishes.prefill and not (key.choose_prefill or key.is_admin):
+            raise PermissionDenied(f"{PREFILL} needs an API key with choose_prefill or the admin role", field=PREFILL)
+
     def tenant_of(self, key: ApiKey, asked: str) -> str:
         """The tenant that a request is accounted to. Raises InvalidRequest where it names one that is not the key's."""
         if self._file is None:
@@ -153,6 +159,7 @@ class FrontDoor:
             raise PermissionDenied(
                 f"priority is {call.priority} but this API key allows at most {key.priority}", field="priority"
             )
+        self.check_prefill(key, call)
         if call.affinity_key:
             check_affinity_key(call.affinity_key, field_name="user")
         if call.cache_salt:

@@ -305,6 +305,7 @@ class Gateway:
             waiting,
             targets=_targets(config),
             free_share=lambda: self.topology.free_share(model, name),
+            num_computing=lambda: self.topology.num_ready("prefill", model) or self.topology.num_ready("decode", model),
             clock=SYSTEM_CLOCK,
         )
         return Lane(name, waiting, guard)

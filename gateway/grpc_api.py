@@ -5,8 +5,9 @@ An edge: turns protobuf into a `Call` and `Delta`s into protobuf. Errors become 
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,11 +37,13 @@ from gateway.validation import (
     check_text_to_count,
     check_token_ids,
 )
+from gateway.wishes import read_wishes
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.runtime import rpc, telemetry
 from services.runtime.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from services.runtime.places import OPERATORS, STRANGERS
 from services.runtime.tls import OPERATOR
+from services.scheduling.disaggregation import PREFILL_CHOICES, PrefillChoice
 from services.scheduling.health import GpuState
 from services.structured.grammar import ANY_OBJECT
 
@@ -52,6 +55,8 @@ MAX_DEADLINE_S = 24 * 3600.0
 
 ALLOW_FALLBACK = "x-allow-fallback"
 """Metadata: `true` or `false`."""
+
+logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -67,6 +72,11 @@ _GPU_STATES = {
     GpuState.OK: cluster_pb2.GPU_STATE_OK,
     GpuState.DEGRADED: cluster_pb2.GPU_STATE_DEGRADED,
     GpuState.OUT: cluster_pb2.GPU_STATE_OUT,
+}
+_PREFILL_CHOICES: "Mapping[PrefillChoice, cluster_pb2.PrefillChoice.ValueType]" = {
+    "auto": cluster_pb2.PREFILL_CHOICE_AUTO,
+    "local": cluster_pb2.PREFILL_CHOICE_LOCAL,
+    "remote": cluster_pb2.PREFILL_CHOICE_REMOTE,
 }
 _REASONS = {"stop": inference_pb2.FINISH_REASON_STOP, "length": inference_pb2.FINISH_REASON_LENGTH}
 
@@ -286,8 +296,22 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         member = self._topology.drain(request.worker_id)
         return cluster_pb2.DrainResponse(state=_STATES[member.state])
 
-    def _check_operator(self, context: Context) -> None:
-        """Raises Unauthenticated or PermissionDenied unless the caller has an operator's certificate or an admin's key.
+    async def SetPrefill(
+        self, request: cluster_pb2.SetPrefillRequest, context: Context
+    ) -> cluster_pb2.SetPrefillResponse:
+        """Chooses who computes prompts from now on."""
+        who = self._check_operator(context)
+        chosen = next((name for name, value in _PREFILL_CHOICES.items() if value == request.choice), None)
+        if chosen is None:
+            raise InvalidRequest(f"choice must be one of {', '.join(PREFILL_CHOICES)}", field="choice")
+        before, self._requests.prefill_choice = self._requests.prefill_choice, chosen
+        logger.info("an operator chose who computes prompts", extra={"who": who, "before": before, "now": chosen})
+        return cluster_pb2.SetPrefillResponse(before=_PREFILL_CHOICES[before])
+
+    def _check_operator(self, context: Context) -> str:
+        """The caller's name for the log, or its tenant's.
+
+        Raises Unauthenticated or PermissionDenied unless the caller has an operator's certificate or an admin's key.
 
         Where there are neither keys nor a CA, everybody is an operator.
         """
@@ -295,10 +319,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         if roles is not None:
             if OPERATOR not in roles:
                 raise PermissionDenied(f"the caller's certificate does not have the role {OPERATOR}")
-        elif identity is not None and identity.is_mutual and self._door.is_open:
+            return "a certificate"
+        if identity is not None and identity.is_mutual and self._door.is_open:
             raise Unauthenticated(f"this needs a certificate with the role {OPERATOR}, shown at --operator-port")
-        else:
-            self._door.check_admin(_authenticate(self._door, context))
+        key = _authenticate(self._door, context)
+        self._door.check_admin(key)
+        return key.name or key.tenant or "anybody"
 
     def _snapshot(self) -> cluster_pb2.Topology:
         counts = cluster_pb2.RequestCounts(queued=self._requests.num_queued, running=self._requests.num_running)
@@ -307,6 +333,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             requests=counts,
             troubles=(cluster_pb2.Trouble(**asdict(trouble)) for trouble in self._troubles.all()),
             gone=(_gone(gone) for gone in self._topology.presence.gone),
+            prefill=_PREFILL_CHOICES[self._requests.prefill_choice],
         )
 
 
@@ -348,6 +375,7 @@ def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
         cache_salt=request.cache_salt,
         tenant=request.tenant,
         deadline=rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S),
+        wishes=read_wishes(lambda name: _metadata(context, name)),
         traceparent=_metadata(context, "traceparent") or "",
         tracestate=_metadata(context, "tracestate") or "",
         allow_fallback=None

@@ -61,13 +61,16 @@ from gateway.validation import (
     MAX_NAME_CHARS,
     check_affinity_key,
     check_idempotency_key,
+    check_integer,
     check_permission,
     check_text_to_count,
     check_token_ids,
 )
+from gateway.wishes import MAX_MS, TIMEOUT, read_ms, read_wishes
 from gateway.worker_watch import CircuitReport
 from services.cluster.store import Store
 from services.runtime import status
+from services.runtime.clock import Deadline
 from services.runtime.errors import (
     InvalidRequest,
     NotFound,
@@ -352,6 +355,8 @@ class HttpApi:
             check_affinity_key(session, field_name="X-Session-Id")
             call.affinity_key = session
         _read_permission(exchange, call)
+        call.wishes = read_wishes(lambda name: exchange.optional_header(name.encode()))
+        call.deadline = _deadline(exchange, request)
         self._door.let_in(call, key, model=self._requests.catalog.name_of(call.model))
         call.request_id = exchange.optional_header(b"x-request-id")
         call.traceparent = exchange.header(b"traceparent")
@@ -549,6 +554,7 @@ class HttpApi:
                 "cut_pairs": [dataclasses.asdict(pair) for pair in self._requests.cut_pairs()],
                 "version": version(),
                 "requests": {"queued": self._requests.num_queued, "running": self._requests.num_running},
+                "prefill": self._requests.prefill_choice,
                 "redis": {
                     "available": self._store.is_available,
                     "round_trip_s": round(self._store.round_trip.mean_s, 6),
@@ -583,6 +589,21 @@ def _read_permission(exchange: Exchange, call: Call) -> None:
     said = exchange.optional_header(b"x-allow-fallback")
     if said is not None and call.allow_fallback is None:
         call.allow_fallback = check_permission(said, field_name="X-Allow-Fallback")
+
+
+def _deadline(exchange: Exchange, request: Body) -> Deadline | None:
+    """From the body or the header; None: the server's. Raises InvalidRequest where both are there and differ."""
+    named_ms = request.request_timeout_ms
+    if named_ms is not None:
+        check_integer(named_ms, "request_timeout_ms", minimum=1, maximum=MAX_MS)
+    timeout_s = read_ms(lambda name: exchange.optional_header(name.encode()), TIMEOUT)
+    if timeout_s is not None and named_ms is not None and timeout_s != named_ms / 1000:
+        raise InvalidRequest(
+            f"request_timeout_ms and {TIMEOUT} differ", field="request_timeout_ms", code="invalid_value"
+        )
+    if timeout_s is None:
+        timeout_s = None if named_ms is None else named_ms / 1000
+    return None if timeout_s is None else Deadline.after(timeout_s)
 
 
 def _add_model_headers(exchange: Exchange, model: str, fallback: str) -> None:

@@ -11,6 +11,7 @@ away from a worker that is leaving.
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -53,7 +54,8 @@ from services.runtime.errors import (
     WorkerLost,
     WorkerUnavailable,
 )
-from services.scheduling.queue import QueueEntry, ServiceClass
+from services.scheduling.disaggregation import PrefillChoice
+from services.scheduling.queue import UNSAID_S, QueueEntry, ServiceClass
 from services.scheduling.routing import Route, Router, rival_of
 
 TRY_AGAIN = (WorkerUnavailable, TransferFailed, LayoutMismatch, InternalError)
@@ -150,6 +152,8 @@ class Requests:
     ) -> None:
         self.catalog = catalog
         self.num_running = 0
+        self.prefill_choice: PrefillChoice = "auto"
+        """Who computes the prompts of requests that do not say so themselves."""
         self._before_queue: Counter[Lane] = Counter()
         """Requests that wait until there is a worker at all."""
         self.log = RequestLog(metrics, clock=clock, slow_s=slow_request_s, history=history)
@@ -175,7 +179,13 @@ class Requests:
             clock=clock,
         )
         self._candidates = candidates = Candidates(
-            topology, router=policies.router, clock=clock, limits=policies.room, hints=hints, region=policies.region
+            topology,
+            router=policies.router,
+            clock=clock,
+            limits=policies.room,
+            hints=hints,
+            region=policies.region,
+            prefill_choice=lambda: self.prefill_choice,
         )
         self.monitor = Monitor(candidates, topology, models=[model.name for model in catalog], clock=clock)
         self._recovery = Recovery(
@@ -278,12 +288,13 @@ class Requests:
 
         Raises Overloaded, WorkerUnavailable, DeadlineExceeded or whatever ended the last attempt.
         """
+        lane = self._lane(generation.model, generation.tenant)
         request = RunningRequest(
             generation,
             self.new_text(generation),
             self._clock,
-            queue_entry=self._queue_entry(generation),
-            lane=self._lane(generation.model, generation.tenant),
+            queue_entry=self._queue_entry(generation, lane),
+            lane=lane,
         )
         figures = self._metrics.of(generation.model, generation.service_class)
         spans = generation.span.answer(generation.choice, generation.model)
@@ -350,7 +361,7 @@ class Requests:
         route = self._candidates.plan(request)
         if not request.is_resumed and not request.is_judged:
             request.is_judged = True
-            request.admitted = guard.check(entry, route)
+            request.admitted = guard.check(entry, route, own=request.generation.wishes.targets)
         was_refused = request.must_queue
         may_go = request.is_resumed or not queue.is_behind_others(entry)
         if not was_refused and may_go and self._take_room(request, route):
@@ -540,16 +551,23 @@ class Requests:
             outcome = outcome_of(error, was_placed=False)
             self._metrics.note_end(model, service_class, outcome, total_s=self._clock.monotonic() - arrived_s)
 
-    def _queue_entry(self, generation: Generation) -> QueueEntry:
+    def _queue_entry(self, generation: Generation, lane: Lane) -> QueueEntry:
+        service_class, arrived_s = ServiceClass.from_name(generation.service_class), generation.arrived_s
+        service_s, prompt_s = self._candidates.least_service_s(generation), self._candidates.prompt_s(generation)
         return QueueEntry(
             key=generation.request_id,
-            service_class=ServiceClass.from_name(generation.service_class),
+            service_class=service_class,
             tenant=generation.tenant,
             cost_tokens=len(generation.prompt_token_ids) + generation.sampling.max_tokens,
-            arrived_s=generation.arrived_s,
+            arrived_s=arrived_s,
             deadline_s=generation.deadline.at_s,
-            service_s=self._candidates.least_service_s(generation),
+            service_s=service_s,
             level=generation.priority,
+            prompt_s=prompt_s,
+            due_s=due_s(generation, service_s=service_s, prompt_s=prompt_s),
+            promised_s=lane.guard.promised_s(
+                service_class, generation.wishes.targets, arrived_s=arrived_s, prompt_s=prompt_s
+            ),
         )
 
     def _leave(self, request: RunningRequest) -> None:
@@ -804,6 +822,19 @@ class Requests:
             finish_reason=finish_reason,
             tpot_s=request.tpot_s,
         )
+
+
+def due_s(generation: Generation, *, service_s: float, prompt_s: float) -> float:
+    """When an answer's turn should come by what its client said; `math.inf`: it said nothing."""
+    wishes, arrived_s = generation.wishes, generation.arrived_s
+    due_s = generation.deadline.at_s - service_s if generation.has_own_deadline else math.inf
+    if wishes.targets.ttft_s is not None:
+        due_s = min(due_s, arrived_s + wishes.targets.ttft_s - prompt_s)
+    if math.isinf(due_s) and wishes.patience_s is not None:
+        # Clients send their default too, which is long and the same for all: a hint makes nobody wait longer.
+        hinted_s = wishes.patience_s - service_s
+        return arrived_s + hinted_s if hinted_s < UNSAID_S else math.inf
+    return due_s
 
 
 def _note_workers(trace: AnswerTrace, attempt: Attempt) -> None:

@@ -85,6 +85,7 @@ class RequestBody(msgspec.Struct, kw_only=True, metaclass=_AbstractStruct):
     service_tier: str | None = None
     cache_salt: str | None = None
     allow_fallback: bool | None = None
+    request_timeout_ms: int | None = None
 
     @abstractmethod
     def call(self) -> Call:

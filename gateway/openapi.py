@@ -24,7 +24,9 @@ from gateway.validation import (
     MAX_UPLOAD_S,
     SERVICE_CLASSES,
 )
+from gateway.wishes import MAX_MS, PREFILL, TIMEOUT, TPOT, TTFT
 from services.runtime.version import version
+from services.scheduling.disaggregation import PREFILL_CHOICES
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -72,6 +74,23 @@ REQUEST_HEADERS: Mapping[str, tuple[str, Schema]] = {
         {"type": "string", "minLength": 1, "maxLength": MAX_AFFINITY_CHARS},
     ),
     "X-Service-Class": ("As the field `service_class`.", {"type": "string", "enum": [*SERVICE_CLASSES, ""]}),
+    TIMEOUT: (
+        "As the field `request_timeout_ms`.",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MS},
+    ),
+    TTFT: (
+        "The first token is needed within this time; it counts where it is less than `--ttft-target-s`.",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MS},
+    ),
+    TPOT: (
+        "The same for each further token and `--itl-target-s`.",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MS},
+    ),
+    PREFILL: (
+        "Who computes the prompt: the decode worker, a prefill worker, or whoever does it sooner. Needs a key with "
+        "`choose_prefill`.",
+        {"type": "string", "enum": [*PREFILL_CHOICES]},
+    ),
     "X-Allow-Fallback": ("As the field `allow_fallback`, which wins.", {"type": "string", "enum": ["true", "false"]}),
     "traceparent": ("The trace that the request belongs to, as W3C Trace Context has it.", {"type": "string"}),
 }

@@ -9,15 +9,16 @@ from collections.abc import Callable
 
 from services.runtime.clock import Clock
 from services.runtime.errors import Overloaded
-from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
-from services.scheduling.queue import QueueEntry, RequestQueue
+from services.scheduling.overload import NO_TARGETS, Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
+from services.scheduling.queue import QueueEntry, RequestQueue, ServiceClass
 from services.scheduling.routing import Route
 
 
 class OverloadGuard:
     """Judges every new request of one model.
 
-    `free_share` gives the largest share of its pages that a decode worker in rotation has free.
+    `free_share` gives the largest share of its pages that a decode worker in rotation has free, `num_computing` how
+    many workers compute prompts.
     """
 
     def __init__(
@@ -27,25 +28,33 @@ class OverloadGuard:
         *,
         targets: Targets,
         free_share: Callable[[], float],
+        num_computing: Callable[[], int] = lambda: 1,
         clock: Clock,
     ) -> None:
         self._policy = policy
         self._queue = queue
         self._targets = targets
         self._free_share = free_share
+        self._num_computing = num_computing
         self._clock = clock
         self._random = random.Random()  # noqa: S311 - which requests are refused
 
-    def check(self, entry: QueueEntry, route: Route | None = None) -> Admit:
+    def check(self, entry: QueueEntry, route: Route | None = None, *, own: Targets = NO_TARGETS) -> Admit:
         """Lets a new request in. Raises Overloaded with the reason.
 
-        Without a route, which costs more to find, it judges by the queue and the pages alone.
+        Without a route, which costs more to find, it judges by the queue and the pages alone. `own` are the targets
+        that its client named, which hold where they are stricter than the operator's.
         """
-        load = self._load(entry, route)
-        verdict = self._policy.judge(entry, load, self._targets, self._clock.monotonic(), jitter=self._random.random())
+        load, targets = self._load(entry, route), self._targets.stricter(own)
+        verdict = self._policy.judge(entry, load, targets, self._clock.monotonic(), jitter=self._random.random())
         if isinstance(verdict, Refuse):
             raise _refused(verdict)
         return verdict
+
+    def promised_s(self, service_class: ServiceClass, own: Targets, *, arrived_s: float, prompt_s: float) -> float:
+        """When the turn of a request must have come to keep what it is promised; `math.inf`: that is nothing."""
+        targets = self._targets.stricter(own)
+        return self._policy.promised_s(service_class, targets, arrived_s=arrived_s, prompt_s=prompt_s)
 
     def when_full(self, entry: QueueEntry) -> Overloaded:
         """What a request is told for which the queue has no room, or had until a more urgent one came."""
@@ -76,7 +85,13 @@ class OverloadGuard:
     def _load(self, entry: QueueEntry, route: Route | None) -> ClusterLoad:
         queue, one = self._queue, entry.service_class
         if route is None:
-            return ClusterLoad(queue.num_ahead(one), queue.waiting_tokens(one), len(queue), self._free_share())
+            return ClusterLoad(
+                queue.num_ahead(one),
+                queue.waiting_tokens(one),
+                len(queue),
+                self._free_share(),
+                prompts_ahead_s=self._prompts_ahead_s(one),
+            )
         at = route.prefills[0] if route.is_remote else route.decode
         queue_s = at.prefill_speed.time_s(at.waiting_tokens) if at.waiting_tokens else 0.0
         return ClusterLoad(
@@ -87,7 +102,11 @@ class OverloadGuard:
             prefill_s=max(0.0, route.predicted_ttft_s - queue_s),
             prefill_queue_s=queue_s,
             step_s=route.predicted_itl_s,
+            prompts_ahead_s=self._prompts_ahead_s(one),
         )
+
+    def _prompts_ahead_s(self, one: ServiceClass) -> float:
+        return self._queue.waiting_prompts_s(one) / max(1, self._num_computing())
 
 
 def _refused(verdict: Refuse) -> Overloaded:

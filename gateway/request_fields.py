@@ -34,6 +34,7 @@ from gateway.validation import (
     MAX_TOKENS_EVER,
     SERVICE_CLASSES,
 )
+from gateway.wishes import MAX_MS
 from services.structured.lark import MAX_CALLS
 
 Schema = dict[str, Any]
@@ -299,6 +300,11 @@ FIELDS: Mapping[str, Field] = {
         {"minLength": 1, "maxLength": MAX_NAME_CHARS},
     ),
     "allow_fallback": Field("Another model may answer. Absent: as the key says."),
+    "request_timeout_ms": Field(
+        "The answer is needed within this time: what takes longer is refused, or ends with an error. "
+        "Absent, or longer: `--max-request-s`.",
+        {"minimum": 1, "maximum": MAX_MS},
+    ),
     "response_format": Field(
         f"The form of the answer. A schema has at most {MAX_SCHEMA_BYTES} bytes and {MAX_SCHEMA_DEPTH} levels.",
         _RESPONSE_FORMAT,

@@ -227,6 +227,7 @@ class PrefillWorker:
             on_report=on_this_loop(self._on_report),
             tier=parts.tier,
         )
+        self._loop.speedometer.observe_steps(parts.first_steps, clock.monotonic())
         self._engine = EngineThread(
             self._loop.step, on_fatal=on_this_loop(self._on_engine_failed), on_idle=self._loop.check_books
         )

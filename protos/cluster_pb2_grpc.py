@@ -50,6 +50,11 @@ class ClusterStub(object):
                 request_serializer=protos_dot_cluster__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_cluster__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetPrefill = channel.unary_unary(
+                '/tandem.v1.Cluster/SetPrefill',
+                request_serializer=protos_dot_cluster__pb2.SetPrefillRequest.SerializeToString,
+                response_deserializer=protos_dot_cluster__pb2.SetPrefillResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer(object):
@@ -77,6 +82,14 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPrefill(self, request, context):
+        """Chooses who computes the prompts of this gateway's new requests, until it ends or is told otherwise. Those that say so
+        themselves (`x-tandem-prefill`) go before it. Each gateway is told by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +107,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_cluster__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_cluster__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetPrefill': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPrefill,
+                    request_deserializer=protos_dot_cluster__pb2.SetPrefillRequest.FromString,
+                    response_serializer=protos_dot_cluster__pb2.SetPrefillResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +196,33 @@ class Cluster(object):
             '/tandem.v1.Cluster/Drain',
             protos_dot_cluster__pb2.DrainRequest.SerializeToString,
             protos_dot_cluster__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPrefill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/SetPrefill',
+            protos_dot_cluster__pb2.SetPrefillRequest.SerializeToString,
+            protos_dot_cluster__pb2.SetPrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

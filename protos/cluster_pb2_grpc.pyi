@@ -39,6 +39,10 @@ class ClusterStub:
     """The topology now, and again after each change, at most twice a second."""
     Drain: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]
     """Takes a worker out of rotation without losing a request. NOT_FOUND: no such worker."""
+    SetPrefill: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SetPrefillRequest, _cluster_pb2.SetPrefillResponse]
+    """Chooses who computes the prompts of this gateway's new requests, until it ends or is told otherwise. Those that say so
+    themselves (`x-tandem-prefill`) go before it. Each gateway is told by itself.
+    """
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
@@ -51,6 +55,10 @@ class ClusterAsyncStub(ClusterStub):
     """The topology now, and again after each change, at most twice a second."""
     Drain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes a worker out of rotation without losing a request. NOT_FOUND: no such worker."""
+    SetPrefill: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SetPrefillRequest, _cluster_pb2.SetPrefillResponse]  # type: ignore[assignment]
+    """Chooses who computes the prompts of this gateway's new requests, until it ends or is told otherwise. Those that say so
+    themselves (`x-tandem-prefill`) go before it. Each gateway is told by itself.
+    """
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
     """Shows and steers a cluster."""
@@ -78,5 +86,15 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.DrainResponse, _abc.Awaitable[_cluster_pb2.DrainResponse]]:
         """Takes a worker out of rotation without losing a request. NOT_FOUND: no such worker."""
+
+    @_abc_1.abstractmethod
+    def SetPrefill(
+        self,
+        request: _cluster_pb2.SetPrefillRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.SetPrefillResponse, _abc.Awaitable[_cluster_pb2.SetPrefillResponse]]:
+        """Chooses who computes the prompts of this gateway's new requests, until it ends or is told otherwise. Those that say so
+        themselves (`x-tandem-prefill`) go before it. Each gateway is told by itself.
+        """
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -47,6 +47,9 @@ class NewKeySettings:
     allow_fallback: bool = option(
         flag(), default=False, help="Another model that it may use may answer, unless the request says otherwise."
     )
+    choose_prefill: bool = option(
+        flag(), default=False, help="Its requests may say with X-Tandem-Prefill who computes their prompts."
+    )
     service_class: str = option(
         choice(*SERVICE_CLASSES), default=DEFAULT_SERVICE_CLASS, help="Most urgent class of its requests."
     )
@@ -110,6 +113,7 @@ def new(settings: NewKeySettings, stdout: TextIO, stderr: TextIO, *, now_s: floa
         service_class=settings.service_class,
         priority=settings.priority,
         allow_fallback=settings.allow_fallback,
+        choose_prefill=settings.choose_prefill,
         is_admin=settings.admin,
         expires_s=None if settings.days is None else float(int(now_s + settings.days * DAY_S)),
     )

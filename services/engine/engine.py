@@ -51,6 +51,11 @@ WARM_UP_TOKENS = 64
 WARM_UP_STEPS = 3
 
 
+TimedStep = tuple[list[tuple[int, int, bool]], float]
+"""What a step computed of each sequence, and the seconds that it took: tokens that it had before, new ones, and whether
+these were its prompt's."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """A loaded model and all that belongs to it. The engine thread owns `pool`, `allocator` and `runner`."""
@@ -67,6 +72,8 @@ class EngineParts:
     parallelism: Parallelism = SINGLE
     ranks: RankGroup | None = None
     """The other processes that compute this model, where there are any; `close` ends them."""
+    first_steps: tuple[TimedStep, ...] = ()
+    """Steps that were timed before anybody asked for any."""
 
     @property
     def gpu_uuid(self) -> str | None:

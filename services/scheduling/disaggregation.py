@@ -22,6 +22,7 @@ That the choice belongs to each request, by the length that is not cached and by
 disaggregated router; the price in predicted seconds is ours.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +36,16 @@ Reason = Literal[
     "remote_is_cheaper",
     "local_is_cheaper",
     "local_itl_too_long",
+    "asked_local",
+    "asked_remote",
 ]
+
+PrefillChoice = Literal["auto", "local", "remote"]
+"""Who computes prompts, as an operator or a client asks for it; `auto`: the decision below."""
+PREFILL_CHOICES: tuple[PrefillChoice, ...] = ("auto", "local", "remote")
+
+_EVERY_PROMPT, _NO_PROMPT = 2**62, -1
+"""As thresholds of `local_prefill_tokens`."""
 
 INTERFERENCE = 0.5
 """Part of the prompts waiting at D that lengthens the steps of a sequence which comes with its pages: they are computed
@@ -51,7 +61,8 @@ class DisaggregationSettings:
     steps. `itl_weight`: what a second counts that a running sequence waits, against one to the first token.
     `min_disturbed`: sequences that a local prefill is assumed to disturb at least. `max_itl_s`: no local prefill
     that makes the steps of running sequences longer than this; None: no such limit. `redone_weight`: what a second
-    counts, beyond itself, in which a worker computes what another one holds.
+    counts, beyond itself, in which a worker computes what another one holds. `is_asked`: the threshold is somebody's
+    choice for all prompts, or for this one.
     """
 
     local_prefill_tokens: int | None = None
@@ -60,6 +71,14 @@ class DisaggregationSettings:
     min_disturbed: float = 0.5
     max_itl_s: float | None = None
     redone_weight: float = 1.0
+    is_asked: bool = False
+
+    def for_choice(self, choice: PrefillChoice) -> "DisaggregationSettings":
+        """With somebody's choice instead of the decision. Without a prefill worker prompts are computed at home."""
+        if choice == "auto":
+            return self
+        threshold = _EVERY_PROMPT if choice == "local" else _NO_PROMPT
+        return dataclasses.replace(self, local_prefill_tokens=threshold, is_asked=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +157,16 @@ def decide(ways: PrefillWays, settings: DisaggregationSettings) -> Disaggregatio
         reason = "no_prefill_worker"
     elif settings.local_prefill_tokens is not None:
         stays = ways.num_prompt_tokens - ways.cached_on_decode <= settings.local_prefill_tokens
-        reason = "short_prompt" if stays else "long_prompt"
+        if settings.is_asked:
+            reason = "asked_local" if stays else "asked_remote"
+        else:
+            reason = "short_prompt" if stays else "long_prompt"
     elif settings.max_itl_s is not None and ways.num_running and local_itl_s > settings.max_itl_s:
         reason = "local_itl_too_long"
     else:
         reason = "remote_is_cheaper" if remote_cost_s < local_cost_s else "local_is_cheaper"
     return Disaggregation(
-        is_remote=reason in ("long_prompt", "local_itl_too_long", "remote_is_cheaper"),
+        is_remote=reason in ("long_prompt", "local_itl_too_long", "remote_is_cheaper", "asked_remote"),
         reason=reason,
         remote_ttft_s=remote_ttft_s,
         local_ttft_s=local_ttft_s,

@@ -82,5 +82,5 @@ class LaneOrder:
                 self._tags[entry.key] = tag
             return tag
         if self._strategy == "priority":
-            return entry.arrived_s - entry.level * self._ageing_s
-        return entry.latest_start_s if self._strategy == "sla" else entry.arrived_s
+            return entry.place_s - entry.level * self._ageing_s
+        return entry.turn_due_s if self._strategy == "sla" else entry.place_s

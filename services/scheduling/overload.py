@@ -3,9 +3,11 @@
 Nothing here is configured with a capacity. How fast the queue drains is measured: the work that starts while others
 wait for room, over the time in which they wait. Until enough have started so, Little's law helps: work under way over
 the time that a request stays is what is served now, and that over the share of pages in use what a full cluster would
-serve. A request waits for the work of its class and of higher ones ahead of it, at the drain rate less what higher
-classes keep bringing: W / (μ − λ). What they bring is known for a short time only, so it counts for as long ahead as it
-was measured over, and no prediction is longer than that time and W / μ. Work is counted in tokens of prompt and answer.
+serve. Until then, too, nobody waits for less time than the prompts ahead take by the speeds that workers have measured
+before anybody asked. A request waits for the work of its class and of higher ones ahead of it, at the drain rate less
+what higher classes keep bringing: W / (μ − λ). What they bring is known for a short time only, so it counts for as long
+ahead as it was measured over, and no prediction is longer than that time and W / μ. Work is counted in tokens of prompt
+and answer.
 
 A standstill, in which nothing starts or ends though requests run, says nothing of the time after it: while it lasts the
 predicted wait grows, and when it is over it counts neither as time to drain nor as a wait that was predicted badly.
@@ -48,6 +50,15 @@ class Targets:
     ttft_s: float | None = None
     itl_s: float | None = None
 
+    def stricter(self, other: "Targets") -> "Targets":
+        """Of each of the two targets the shorter one that there is."""
+        if other.ttft_s is None and other.itl_s is None:
+            return self
+        return Targets(_sooner(self.ttft_s, other.ttft_s), _sooner(self.itl_s, other.itl_s))
+
+
+NO_TARGETS = Targets()
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterLoad:
@@ -56,7 +67,8 @@ class ClusterLoad:
     `num_ahead` and `tokens_ahead` are what waits in its class and in higher ones, `num_waiting` is everybody.
     `free_page_share` is the share of pages that nobody holds or was promised, 0 to 1. From its turn to its first token
     it is predicted to wait for `prefill_queue_s` behind other prompts and to be computed for `prefill_s`; `step_s` is
-    the predicted time of a decode step with it in the batch.
+    the predicted time of a decode step with it in the batch. `prompts_ahead_s` is how long the prompts of those ahead
+    take all workers that compute any, by the speeds that these have measured.
     """
 
     num_ahead: int = 0
@@ -66,6 +78,7 @@ class ClusterLoad:
     prefill_s: float = 0.0
     prefill_queue_s: float = 0.0
     step_s: float = 0.0
+    prompts_ahead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +254,12 @@ class OverloadPolicy:
             return Refuse(reason, _retry_after_s(self._stay_s.value / 2, jitter), "pages")
         return Admit(delay_s, is_close and delay_s > 0)
 
+    def promised_s(self, service_class: ServiceClass, targets: Targets, *, arrived_s: float, prompt_s: float) -> float:
+        """When the turn of a request of this class must have come to keep its target; `math.inf`: it has none."""
+        if targets.ttft_s is None or service_class not in self._settings.ttft_share:
+            return math.inf
+        return arrived_s + max(targets.ttft_s - prompt_s, targets.ttft_s * self._settings.min_wait_share)
+
     def when_full(self, entry: QueueEntry, load: ClusterLoad, now_s: float, *, jitter: float = 0.0) -> Refuse:
         """The refusal of a request for which the queue had no room."""
         delay_s = self._delay_s(entry, load, now_s)
@@ -258,7 +277,11 @@ class OverloadPolicy:
         return load.free_page_share >= self._settings.reserve.get(entry.service_class, 0.0)
 
     def _delay_s(self, entry: QueueEntry, load: ClusterLoad, now_s: float) -> float:
-        return self.queue_delay_s(entry.service_class, load.tokens_ahead, now_s, 1 - load.free_page_share)
+        delay_s = self.queue_delay_s(entry.service_class, load.tokens_ahead, now_s, 1 - load.free_page_share)
+        if self._drained.num < PRIOR_STARTS:
+            # Nobody has drained from a queue yet; what is cached of prompts is not known either.
+            delay_s = max(delay_s, load.prompts_ahead_s)
+        return delay_s
 
     @property
     def _usual_stay_s(self) -> float:
@@ -286,6 +309,10 @@ class OverloadPolicy:
         elif used <= self._settings.pages_low:
             self._is_short_of_pages = False
         return self._is_short_of_pages
+
+
+def _sooner(one_s: float | None, other_s: float | None) -> float | None:
+    return min((time_s for time_s in (one_s, other_s) if time_s is not None), default=None)
 
 
 def _retry_after_s(wait_s: float, jitter: float) -> float:

@@ -7,10 +7,20 @@ order. An entry that leaves early stays as a shell until it comes up or shells o
 
 | strategy | rank |
 |---|---|
-| `fcfs` | arrival |
-| `priority` | arrival − level · ageing_s: a level is worth so many seconds of waiting, and nobody starves |
-| `sla` | deadline − service time: the least slack goes first, since slack shrinks equally fast for all |
+| `fcfs` | place: arrival + PASSED_TIMES · time of its prompt, at most MAX_PASSED_S |
+| `priority` | place − level · ageing_s: a level is worth so many seconds of waiting, and nobody starves |
+| `sla` | when its turn is due: the least slack goes first, since slack shrinks equally fast for all |
 | `fair` | start tag of start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996) by tenant, in tokens over weight |
+
+So a short prompt goes before long ones that came a little earlier, and none that came more than MAX_PASSED_S after a
+long one does. `fair` counts tokens, and keeps the order of each tenant.
+
+Where more comes than can be served, some turns come too late for what their class is promised, and served in order they
+would make the next ones late too. So whoever is late already (`yield_late`) goes behind those that came up to YIELD_S
+after it: once, and so it starves no more than others do.
+
+A turn is due at the deadline less the service time, or when the client's target for the first token says so. Where a
+client said neither, it is due UNSAID_S after its place: among such entries the order is that of `fcfs`.
 """
 
 from collections import deque
@@ -20,6 +30,14 @@ from enum import IntEnum
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
+PASSED_TIMES = 4.0
+"""Shorter prompts go before one that takes a second if they come within so many seconds after it ..."""
+MAX_PASSED_S = 5.0
+"""... but nobody goes before those that came so long before it."""
+YIELD_S = 20.0
+"""Whose turn comes too late for what its class is promised lets those go first, once, that come within this time."""
+UNSAID_S = 5.0
+"""In strategy `sla`, a turn for which no time was named is due so long after its place."""
 SHELLS_KEPT = 64
 """A heap is cleared of shells when it has more of them than this and than living entries."""
 
@@ -61,7 +79,10 @@ class QueueEntry:
     """A request that waits. Times in seconds of one monotonic clock.
 
     `cost_tokens` is what it is charged for: tokens of its prompt and of its answer. `service_s` is the predicted time
-    from its turn to its last token. `level` is its priority within its class, higher first. No deadline: `math.inf`.
+    from its turn to its last token, `prompt_s` that of its prompt alone. `level` is its priority within its class,
+    higher first. No deadline: `math.inf`. `due_s` is when its turn should come by what its client said, `math.inf`: it
+    said nothing; None: it is the deadline that the client named. `promised_s` is when its turn must have come to keep
+    what its class is promised, `math.inf`: nothing is.
     """
 
     key: Hashable
@@ -72,6 +93,20 @@ class QueueEntry:
     deadline_s: float = inf
     service_s: float = 0.0
     level: int = 0
+    prompt_s: float = 0.0
+    due_s: float | None = None
+    promised_s: float = inf
+
+    @property
+    def place_s(self) -> float:
+        """Where it stands among others of its class and level: the longer its prompt, the more go before it."""
+        return self.arrived_s + min(PASSED_TIMES * self.prompt_s, MAX_PASSED_S) if self.prompt_s else self.arrived_s
+
+    @property
+    def turn_due_s(self) -> float:
+        """When its turn should come."""
+        due_s = self.deadline_s - self.service_s if self.due_s is None else self.due_s
+        return due_s if due_s < inf else self.place_s + UNSAID_S
 
     @property
     def latest_start_s(self) -> float:
@@ -99,6 +134,7 @@ class _Lane:
 
     num_waiting: int = 0
     tokens: int = 0
+    prompts_s: float = 0.0
     heap: "list[_Item]" = field(default_factory=list)
     num_shells: int = 0
     run: "_Run" = field(default_factory=deque)
@@ -116,6 +152,7 @@ class _Lane:
         self.run.clear()
         self.runs.clear()
         self.num_shells = 0
+        self.prompts_s = 0.0  # additions and subtractions of floats leave something
         self.youngest.clear()
         self.virtual_time = 0.0
         self.accounts.clear()
@@ -155,7 +192,7 @@ class RequestQueue:
                 "ageing_s must be a number of seconds and not negative, and weights of tenants must be positive"
             )
         ranked: dict[str, Callable[[_Lane, QueueEntry], tuple[float, _Run]]] = {
-            "fcfs": _by_arrival,
+            "fcfs": _by_place,
             "priority": self._by_priority,
             "sla": _by_slack,
             "fair": self._by_share,
@@ -176,6 +213,8 @@ class RequestQueue:
         self._num_filed = 0
         """What came later is in no list of the youngest and in no order of deadlines yet; most of it never will be."""
         self._latest_starts: list[tuple[float, int, _Item]] = []
+        self._promises: list[tuple[float, int, _Item]] = []
+        """The same for `promised_s`, of those that have not yielded."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -203,6 +242,12 @@ class RequestQueue:
             return 0
         return sum(lane.tokens for lane in self._lanes[: service_class + 2])
 
+    def waiting_prompts_s(self, service_class: ServiceClass) -> float:
+        """Time that the prompts take which go before a new entry of this class, one after the other."""
+        if not self._waiting:
+            return 0.0
+        return sum(lane.prompts_s for lane in self._lanes[: service_class + 2])
+
     def num_ahead(self, service_class: ServiceClass) -> int:
         """Entries that go before a new entry of this class: of it, of higher ones, and resumed ones."""
         if not self._waiting:
@@ -218,7 +263,7 @@ class RequestQueue:
         key = entry.key
         if key in waiting:
             raise ValueError(f"{key!r} waits already")
-        if not entry.deadline_s - entry.service_s - entry.arrived_s <= inf:
+        if not (entry.deadline_s - entry.service_s - entry.arrived_s <= inf and entry.turn_due_s <= inf):
             raise ValueError(f"the times of {key!r} are not numbers")
         pushed_out = None
         if is_resumed:
@@ -227,8 +272,10 @@ class RequestQueue:
             if len(waiting) >= self._max_waiting:
                 pushed_out = self._push_out(entry.service_class)
             lane = self._classes[entry.service_class]
-        if self._is_fcfs or is_resumed:
+        if is_resumed:
             rank, run = entry.arrived_s, lane.run
+        elif self._is_fcfs:
+            rank, run = entry.place_s, lane.run
         else:
             rank, run = self._ranked(lane, entry)
         self._num_pushed = number = self._num_pushed + 1
@@ -244,6 +291,7 @@ class RequestQueue:
             run.append(item)
         lane.num_waiting += 1
         lane.tokens += entry.cost_tokens
+        lane.prompts_s += entry.prompt_s
         return pushed_out
 
     def peek(self) -> QueueEntry | None:
@@ -280,6 +328,7 @@ class RequestQueue:
                 del waiting[key]
                 lane.num_waiting -= 1
                 lane.tokens -= entry.cost_tokens
+                lane.prompts_s -= entry.prompt_s
                 lane.virtual_time = item[0]
                 if not lane.num_waiting:
                     lane.clear()
@@ -293,7 +342,7 @@ class RequestQueue:
         if self._is_fair and not is_resumed:
             rank = lane.virtual_time  # It has gone on to the start tag of whose turn it was.
         else:
-            rank = entry.arrived_s if self._is_fcfs or is_resumed else self._ranked(lane, entry)[0]
+            rank = entry.arrived_s if is_resumed else self._ranked(lane, entry)[0]
         self._num_pushed_back += 1
         item: _Item = (rank, -self._num_pushed_back, entry, lane, None)
         self._waiting[entry.key] = item
@@ -301,6 +350,7 @@ class RequestQueue:
         heappush(lane.heap, item)
         lane.num_waiting += 1
         lane.tokens += entry.cost_tokens
+        lane.prompts_s += entry.prompt_s
 
     def remove(self, key: Hashable) -> QueueEntry | None:
         """Takes out one that leaves early; it is not charged to its tenant. None: it does not wait."""
@@ -310,6 +360,7 @@ class RequestQueue:
         _, _, entry, lane, _ = item
         lane.num_waiting -= 1
         lane.tokens -= entry.cost_tokens
+        lane.prompts_s -= entry.prompt_s
         lane.num_shells += 1
         if not lane.num_waiting:
             lane.clear()
@@ -330,6 +381,36 @@ class RequestQueue:
                 self.remove(item[2].key)
                 expired.append(item[2])
         return expired
+
+    def yield_late(self, now_s: float) -> None:
+        """Puts those whose turn comes too late behind those that came up to YIELD_S after them, each once.
+
+        Strategy `fair` does not: there a tenant's entries keep their order.
+        """
+        if self._is_fair:
+            return
+        self._file()
+        moves: dict[int, _Item] = {}
+        while self._promises and self._promises[0][0] < now_s:
+            item = heappop(self._promises)[2]
+            if self._is_living(item):
+                moves[item[1]] = self._put_back(item)
+        if not moves:
+            return
+        for lane in self._classes:
+            lane.youngest = [moves.get(item[1], item) for item in lane.youngest]
+            if lane.num_shells > lane.num_waiting + SHELLS_KEPT:
+                self._clear_of_shells(lane)
+
+    def _put_back(self, item: _Item) -> _Item:
+        rank, number, entry, lane, _ = item
+        moved: _Item = (rank + YIELD_S, number, entry, lane, None)
+        self._waiting[entry.key] = moved  # the same place in the order of coming
+        lane.num_shells += 1
+        heappush(lane.heap, moved)
+        if entry.deadline_s < inf:
+            heappush(self._latest_starts, (entry.latest_start_s, number, moved))
+        return moved
 
     def _push_out(self, service_class: ServiceClass) -> QueueEntry:
         self._file()
@@ -376,6 +457,9 @@ class RequestQueue:
         if len(heap) > 2 * len(self) + SHELLS_KEPT:
             self._latest_starts = [filed for filed in heap if self._is_living(filed[2])]
             heapify(self._latest_starts)
+        if len(self._promises) > 2 * len(self) + SHELLS_KEPT:
+            self._promises = [filed for filed in self._promises if self._is_living(filed[2])]
+            heapify(self._promises)
         for lane in self._classes:
             if len(lane.youngest) > 2 * lane.num_waiting + SHELLS_KEPT:
                 lane.youngest = list(self._living(lane.youngest))
@@ -386,6 +470,8 @@ class RequestQueue:
             lane.youngest.append(item)
             if entry.deadline_s < inf:
                 heappush(self._latest_starts, (entry.latest_start_s, number, item))
+            if entry.promised_s < inf and number > 0:  # who came back keeps its place
+                heappush(self._promises, (entry.promised_s, number, item))
 
     def _share(self, entry: QueueEntry) -> float:
         return entry.cost_tokens / self._weights.get(entry.tenant, 1.0)
@@ -397,7 +483,7 @@ class RequestQueue:
             run = lane.run
             if len(lane.runs) < MAX_RUNS:
                 run = lane.runs[level] = deque()
-        return entry.arrived_s - level * self._ageing_s, run
+        return entry.place_s - level * self._ageing_s, run
 
     def _by_share(self, lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
         """The start tag: where the entries of its tenant before it end, but never in the past."""
@@ -413,12 +499,12 @@ class RequestQueue:
         return account.last_start, account.run
 
 
-def _by_arrival(lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
-    return entry.arrived_s, lane.run
+def _by_place(lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
+    return entry.place_s, lane.run
 
 
 def _by_slack(lane: _Lane, entry: QueueEntry) -> tuple[float, _Run]:
-    return entry.deadline_s - entry.service_s, lane.run
+    return entry.turn_due_s, lane.run
 
 
 def _new_account(lane: _Lane, tenant: str) -> _Account:

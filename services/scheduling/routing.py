@@ -44,6 +44,7 @@ Among more than `all_up_to` workers of a role it looks at a few drawn at random 
 follow in the order of their prices, computed when somebody asks for them.
 """
 
+import dataclasses
 import hashlib
 import math
 import random
@@ -57,6 +58,7 @@ from services.scheduling.chunks import stretch_s
 from services.scheduling.disaggregation import (
     INTERFERENCE,
     DisaggregationSettings,
+    PrefillChoice,
     PrefillWays,
     decide,
 )
@@ -149,7 +151,8 @@ class RouteRequest:
     """What a request needs. An empty `model` fits every worker, an empty `region` is near to every one.
 
     `affinity_key`: session or user, for `sticky`. `cached_tokens`: worker id → tokens of the prompt whose pages that
-    worker is believed to hold. `kv_bytes_per_token`: what a transfer moves; 0 where it is not known.
+    worker is believed to hold. `kv_bytes_per_token`: what a transfer moves; 0 where it is not known. `prefill`: who
+    computes the prompt, where somebody has chosen that.
     """
 
     num_prompt_tokens: int
@@ -160,6 +163,7 @@ class RouteRequest:
     affinity_key: str = ""
     cached_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     kv_bytes_per_token: int = 0
+    prefill: PrefillChoice = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,6 +422,9 @@ class _Case:
 
     def __init__(self, request: RouteRequest, settings: RoutingSettings, fits: Fits | None) -> None:
         self.request = request
+        if request.prefill != "auto":
+            chosen = settings.disaggregation.for_choice(request.prefill)
+            settings = dataclasses.replace(settings, disaggregation=chosen)
         self.settings = settings
         self.fits = fits
         self.new_tokens = max(1, min(request.max_new_tokens, settings.expected_new_tokens))

@@ -73,6 +73,11 @@ class Speedometer:
         self._num_steps += time_s > 0
         self._prefill.observe(num_tokens, num_before, time_s, now_s)
 
+    def observe_steps(self, steps: Iterable[tuple[Iterable[StepWork], float]], now_s: float) -> None:
+        """Steps that were done and timed before `now_s`: what each was made of, and its seconds."""
+        for work, time_s in steps:
+            self.observe_step(work, time_s, now_s)
+
     def observe_transfer(self, num_bytes: int, time_s: float, now_s: float) -> None:
         """Pages that were all sent at once were verified at the other side `time_s` seconds later, at `now_s`."""
         self._link.observe(num_bytes, time_s, now_s)

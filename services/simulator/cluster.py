@@ -226,6 +226,7 @@ class Cluster:
         if self._is_draining:
             return
         self._is_draining = True
+        self.queue.yield_late(self._loop.now_s)
         is_backlogged = False
         while (entry := self.queue.peek()) is not None:
             job = self._jobs[self._index(entry)]
@@ -244,19 +245,29 @@ class Cluster:
         self._is_draining = False
 
     def _entry(self, job: Job) -> QueueEntry:
-        service_s = 0.0
+        service_s, prompt_s, promised_s = 0.0, 0.0, math.inf
+        service_class = ServiceClass.from_name(job.service_class)
         if self.spec.targets is not None:
             load = self._load(job)
             service_s = load.prefill_s + load.step_s * (job.num_output_tokens - 1)
+            if self._overload is not None:
+                prompt_s = load.prefill_s
+                promised_s = self._overload.promised_s(
+                    service_class, self.spec.targets, arrived_s=job.arrival_s, prompt_s=prompt_s
+                )
         return QueueEntry(
             key=job.index,
-            service_class=ServiceClass.from_name(job.service_class),
+            service_class=service_class,
             tenant=job.tenant,
             cost_tokens=job.num_prompt_tokens + job.num_output_tokens,
             arrived_s=job.arrival_s,
             # The bound is on the wait for its turn, and the queue asks when the turn must have come.
             deadline_s=job.arrival_s + self.spec.max_queue_wait_s + service_s,
             service_s=service_s,
+            prompt_s=prompt_s,
+            promised_s=promised_s,
+            # The deadline is the bound on the wait, which nobody has named.
+            due_s=None if self.spec.targets is None else math.inf,
         )
 
     def _is_admitted(self, overload: OverloadPolicy, entry: QueueEntry, job: Job) -> bool:
@@ -284,6 +295,9 @@ class Cluster:
             num_ahead=0 if entry is None else self.queue.num_ahead(entry.service_class),
             tokens_ahead=0 if entry is None else self.queue.waiting_tokens(entry.service_class),
             num_waiting=len(self.queue),
+            prompts_ahead_s=0.0
+            if entry is None
+            else self.queue.waiting_prompts_s(entry.service_class) / len(self.prefills or self.decodes),
             free_page_share=max(worker.pool.num_available / worker.pool.num_pages for worker in self.decodes),
             prefill_s=min(worker.spec.prefill.time_s(job.num_prompt_tokens) for worker in computing),
             prefill_queue_s=min(worker.queue_s for worker in computing),

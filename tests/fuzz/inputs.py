@@ -46,6 +46,7 @@ HEADERS = (
     "host", "origin", "sec-fetch-site", "access-control-request-method", "trailer", "connection", "upgrade",
     "authorization", "content-type", "accept", "x-request-id", "idempotency-key", "last-event-id", "x-session-id",
     "x-service-class", "x-allow-fallback", "traceparent", "tracestate", "expect", "x-forwarded-for", "cookie", "range",
+    "x-request-timeout-ms", "x-slo-ttft-ms", "x-tandem-prefill",
 )  # fmt: skip
 HEADER_VALUES = (
     "", " ", "x", "x" * 255, "x" * 256,

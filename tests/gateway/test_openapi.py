@@ -238,8 +238,9 @@ async def is_kept(system: Any, path: str, field: str, good: Any, bad: Any) -> bo
         return True
     body = {**BASE[path], field: good}
     accepted = await system.http.post(path, json=body)
-    # The model's own context is another rule, and no document can know it.
-    is_accepted = accepted.status_code == 200 or accepted.json()["error"]["code"] == "context_length_exceeded"
+    # The model's own context is another rule, and no document can know it; nor how long an answer takes.
+    others = ("context_length_exceeded", "deadline_exceeded")
+    is_accepted = accepted.status_code == 200 or accepted.json()["error"]["code"] in others
     return is_accepted and keeps_to(body, schema)
 
 

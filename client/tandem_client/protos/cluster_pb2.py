@@ -24,41 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/cluster.proto\x12\ttandem.v1\"\x14\n\x12GetTopologyRequest\"\x16\n\x14WatchTopologyRequest\"\xa5\x01\n\x08Topology\x12\"\n\x07workers\x18\x01 \x03(\x0b\x32\x11.tandem.v1.Worker\x12*\n\x08requests\x18\x02 \x01(\x0b\x32\x18.tandem.v1.RequestCounts\x12$\n\x08troubles\x18\x03 \x03(\x0b\x32\x12.tandem.v1.Trouble\x12#\n\x04gone\x18\x04 \x03(\x0b\x32\x15.tandem.v1.GoneWorker\"]\n\x07Trouble\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07subject\x18\x02 \x01(\t\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t\x12\x14\n\x0csince_unix_s\x18\x05 \x01(\x01\"\x81\x01\n\nGoneWorker\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x14\n\x0csince_unix_s\x18\x06 \x01(\x01\"\x96\x03\n\x06Worker\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12%\n\x05state\x18\x07 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\r\n\x05model\x18\x08 \x01(\t\x12\r\n\x05\x65xact\x18\t \x01(\x08\x12$\n\x05pages\x18\n \x01(\x0b\x32\x15.tandem.v1.PageCounts\x12\x0f\n\x07running\x18\x0b \x01(\r\x12\x0f\n\x07waiting\x18\x0c \x01(\r\x12\x12\n\narithmetic\x18\r \x01(\t\x12!\n\x03gpu\x18\x0e \x01(\x0b\x32\x14.tandem.v1.GpuHealth\x12\x17\n\x0ftensor_parallel\x18\x0f \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x10 \x01(\r\x12\x10\n\x08left_out\x18\x11 \x01(\t\x12\x10\n\x08identity\x18\x12 \x01(\t\"P\n\tGpuHealth\x12\"\n\x05state\x18\x01 \x01(\x0e\x32\x13.tandem.v1.GpuState\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0f\n\x07reasons\x18\x03 \x03(\t\"Y\n\nPageCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x0c\n\x04used\x18\x05 \x01(\r\"0\n\rRequestCounts\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"6\n\rDrainResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.tandem.v1.WorkerState*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\xab\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x12\x19\n\x15WORKER_STATE_LEFT_OUT\x10\x05*b\n\x08GpuState\x12\x19\n\x15GPU_STATE_UNSPECIFIED\x10\x00\x12\x10\n\x0cGPU_STATE_OK\x10\x01\x12\x16\n\x12GPU_STATE_DEGRADED\x10\x02\x12\x11\n\rGPU_STATE_OUT\x10\x03\x32\xd1\x01\n\x07\x43luster\x12\x41\n\x0bGetTopology\x12\x1d.tandem.v1.GetTopologyRequest\x1a\x13.tandem.v1.Topology\x12G\n\rWatchTopology\x12\x1f.tandem.v1.WatchTopologyRequest\x1a\x13.tandem.v1.Topology0\x01\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/cluster.proto\x12\ttandem.v1\"\x14\n\x12GetTopologyRequest\"\x16\n\x14WatchTopologyRequest\"\xd0\x01\n\x08Topology\x12\"\n\x07workers\x18\x01 \x03(\x0b\x32\x11.tandem.v1.Worker\x12*\n\x08requests\x18\x02 \x01(\x0b\x32\x18.tandem.v1.RequestCounts\x12$\n\x08troubles\x18\x03 \x03(\x0b\x32\x12.tandem.v1.Trouble\x12#\n\x04gone\x18\x04 \x03(\x0b\x32\x15.tandem.v1.GoneWorker\x12)\n\x07prefill\x18\x05 \x01(\x0e\x32\x18.tandem.v1.PrefillChoice\"]\n\x07Trouble\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07subject\x18\x02 \x01(\t\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t\x12\x14\n\x0csince_unix_s\x18\x05 \x01(\x01\"\x81\x01\n\nGoneWorker\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x14\n\x0csince_unix_s\x18\x06 \x01(\x01\"\x96\x03\n\x06Worker\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12%\n\x05state\x18\x07 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\r\n\x05model\x18\x08 \x01(\t\x12\r\n\x05\x65xact\x18\t \x01(\x08\x12$\n\x05pages\x18\n \x01(\x0b\x32\x15.tandem.v1.PageCounts\x12\x0f\n\x07running\x18\x0b \x01(\r\x12\x0f\n\x07waiting\x18\x0c \x01(\r\x12\x12\n\narithmetic\x18\r \x01(\t\x12!\n\x03gpu\x18\x0e \x01(\x0b\x32\x14.tandem.v1.GpuHealth\x12\x17\n\x0ftensor_parallel\x18\x0f \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x10 \x01(\r\x12\x10\n\x08left_out\x18\x11 \x01(\t\x12\x10\n\x08identity\x18\x12 \x01(\t\"P\n\tGpuHealth\x12\"\n\x05state\x18\x01 \x01(\x0e\x32\x13.tandem.v1.GpuState\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0f\n\x07reasons\x18\x03 \x03(\t\"Y\n\nPageCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x0c\n\x04used\x18\x05 \x01(\r\"0\n\rRequestCounts\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"6\n\rDrainResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.tandem.v1.WorkerState\"=\n\x11SetPrefillRequest\x12(\n\x06\x63hoice\x18\x01 \x01(\x0e\x32\x18.tandem.v1.PrefillChoice\">\n\x12SetPrefillResponse\x12(\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0e\x32\x18.tandem.v1.PrefillChoice*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\xab\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x12\x19\n\x15WORKER_STATE_LEFT_OUT\x10\x05*b\n\x08GpuState\x12\x19\n\x15GPU_STATE_UNSPECIFIED\x10\x00\x12\x10\n\x0cGPU_STATE_OK\x10\x01\x12\x16\n\x12GPU_STATE_DEGRADED\x10\x02\x12\x11\n\rGPU_STATE_OUT\x10\x03*}\n\rPrefillChoice\x12\x1e\n\x1aPREFILL_CHOICE_UNSPECIFIED\x10\x00\x12\x17\n\x13PREFILL_CHOICE_AUTO\x10\x01\x12\x18\n\x14PREFILL_CHOICE_LOCAL\x10\x02\x12\x19\n\x15PREFILL_CHOICE_REMOTE\x10\x03\x32\x9c\x02\n\x07\x43luster\x12\x41\n\x0bGetTopology\x12\x1d.tandem.v1.GetTopologyRequest\x1a\x13.tandem.v1.Topology\x12G\n\rWatchTopology\x12\x1f.tandem.v1.WatchTopologyRequest\x1a\x13.tandem.v1.Topology0\x01\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse\x12I\n\nSetPrefill\x12\x1c.tandem.v1.SetPrefillRequest\x1a\x1d.tandem.v1.SetPrefillResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=1199
-  _globals['_WORKERROLE']._serialized_end=1289
-  _globals['_WORKERSTATE']._serialized_start=1292
-  _globals['_WORKERSTATE']._serialized_end=1463
-  _globals['_GPUSTATE']._serialized_start=1465
-  _globals['_GPUSTATE']._serialized_end=1563
+  _globals['_WORKERROLE']._serialized_start=1369
+  _globals['_WORKERROLE']._serialized_end=1459
+  _globals['_WORKERSTATE']._serialized_start=1462
+  _globals['_WORKERSTATE']._serialized_end=1633
+  _globals['_GPUSTATE']._serialized_start=1635
+  _globals['_GPUSTATE']._serialized_end=1733
+  _globals['_PREFILLCHOICE']._serialized_start=1735
+  _globals['_PREFILLCHOICE']._serialized_end=1860
   _globals['_GETTOPOLOGYREQUEST']._serialized_start=35
   _globals['_GETTOPOLOGYREQUEST']._serialized_end=55
   _globals['_WATCHTOPOLOGYREQUEST']._serialized_start=57
   _globals['_WATCHTOPOLOGYREQUEST']._serialized_end=79
   _globals['_TOPOLOGY']._serialized_start=82
-  _globals['_TOPOLOGY']._serialized_end=247
-  _globals['_TROUBLE']._serialized_start=249
-  _globals['_TROUBLE']._serialized_end=342
-  _globals['_GONEWORKER']._serialized_start=345
-  _globals['_GONEWORKER']._serialized_end=474
-  _globals['_WORKER']._serialized_start=477
-  _globals['_WORKER']._serialized_end=883
-  _globals['_GPUHEALTH']._serialized_start=885
-  _globals['_GPUHEALTH']._serialized_end=965
-  _globals['_PAGECOUNTS']._serialized_start=967
-  _globals['_PAGECOUNTS']._serialized_end=1056
-  _globals['_REQUESTCOUNTS']._serialized_start=1058
-  _globals['_REQUESTCOUNTS']._serialized_end=1106
-  _globals['_DRAINREQUEST']._serialized_start=1108
-  _globals['_DRAINREQUEST']._serialized_end=1141
-  _globals['_DRAINRESPONSE']._serialized_start=1143
-  _globals['_DRAINRESPONSE']._serialized_end=1197
-  _globals['_CLUSTER']._serialized_start=1566
-  _globals['_CLUSTER']._serialized_end=1775
+  _globals['_TOPOLOGY']._serialized_end=290
+  _globals['_TROUBLE']._serialized_start=292
+  _globals['_TROUBLE']._serialized_end=385
+  _globals['_GONEWORKER']._serialized_start=388
+  _globals['_GONEWORKER']._serialized_end=517
+  _globals['_WORKER']._serialized_start=520
+  _globals['_WORKER']._serialized_end=926
+  _globals['_GPUHEALTH']._serialized_start=928
+  _globals['_GPUHEALTH']._serialized_end=1008
+  _globals['_PAGECOUNTS']._serialized_start=1010
+  _globals['_PAGECOUNTS']._serialized_end=1099
+  _globals['_REQUESTCOUNTS']._serialized_start=1101
+  _globals['_REQUESTCOUNTS']._serialized_end=1149
+  _globals['_DRAINREQUEST']._serialized_start=1151
+  _globals['_DRAINREQUEST']._serialized_end=1184
+  _globals['_DRAINRESPONSE']._serialized_start=1186
+  _globals['_DRAINRESPONSE']._serialized_end=1240
+  _globals['_SETPREFILLREQUEST']._serialized_start=1242
+  _globals['_SETPREFILLREQUEST']._serialized_end=1303
+  _globals['_SETPREFILLRESPONSE']._serialized_start=1305
+  _globals['_SETPREFILLRESPONSE']._serialized_end=1367
+  _globals['_CLUSTER']._serialized_start=1863
+  _globals['_CLUSTER']._serialized_end=2147
 # @@protoc_insertion_point(module_scope)

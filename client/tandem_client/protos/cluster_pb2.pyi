@@ -107,6 +107,34 @@ GPU_STATE_OUT: GpuState.ValueType  # 3
 """It gets nothing new, unless more than half of the workers would get nothing."""
 Global___GpuState: _TypeAlias = GpuState  # noqa: Y015
 
+class _PrefillChoice:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PrefillChoiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefillChoice.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PREFILL_CHOICE_UNSPECIFIED: _PrefillChoice.ValueType  # 0
+    """Not said; an error in a request."""
+    PREFILL_CHOICE_AUTO: _PrefillChoice.ValueType  # 1
+    """Decided for each request, by price or by `--local-prefill-tokens`."""
+    PREFILL_CHOICE_LOCAL: _PrefillChoice.ValueType  # 2
+    """The decode worker that generates."""
+    PREFILL_CHOICE_REMOTE: _PrefillChoice.ValueType  # 3
+    """A prefill worker; the decode worker where there is none."""
+
+class PrefillChoice(_PrefillChoice, metaclass=_PrefillChoiceEnumTypeWrapper):
+    """Who computes prompts."""
+
+PREFILL_CHOICE_UNSPECIFIED: PrefillChoice.ValueType  # 0
+"""Not said; an error in a request."""
+PREFILL_CHOICE_AUTO: PrefillChoice.ValueType  # 1
+"""Decided for each request, by price or by `--local-prefill-tokens`."""
+PREFILL_CHOICE_LOCAL: PrefillChoice.ValueType  # 2
+"""The decode worker that generates."""
+PREFILL_CHOICE_REMOTE: PrefillChoice.ValueType  # 3
+"""A prefill worker; the decode worker where there is none."""
+Global___PrefillChoice: _TypeAlias = PrefillChoice  # noqa: Y015
+
 @_typing.final
 class GetTopologyRequest(_message.Message):
     """Asks for the topology."""
@@ -151,6 +179,9 @@ class Topology(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     TROUBLES_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    prefill: Global___PrefillChoice.ValueType
+    """Who computes the prompts of requests that do not say so themselves."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
         """In order of role and id."""
@@ -174,10 +205,11 @@ class Topology(_message.Message):
         requests: Global___RequestCounts | None = ...,
         troubles: _abc.Iterable[Global___Trouble] | None = ...,
         gone: _abc.Iterable[Global___GoneWorker] | None = ...,
+        prefill: Global___PrefillChoice.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "requests", b"requests", "troubles", b"troubles", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "prefill", b"prefill", "requests", b"requests", "troubles", b"troubles", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -502,3 +534,47 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class SetPrefillRequest(_message.Message):
+    """Chooses who computes prompts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    choice: Global___PrefillChoice.ValueType
+    """One of those that are specified."""
+    def __init__(
+        self,
+        *,
+        choice: Global___PrefillChoice.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPrefillRequest: _TypeAlias = SetPrefillRequest  # noqa: Y015
+
+@_typing.final
+class SetPrefillResponse(_message.Message):
+    """It holds for whatever is placed from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: _builtins.int
+    before: Global___PrefillChoice.ValueType
+    """What held before."""
+    def __init__(
+        self,
+        *,
+        before: Global___PrefillChoice.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPrefillResponse: _TypeAlias = SetPrefillResponse  # noqa: Y015

@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduling.queue import (
+    MAX_PASSED_S,
     MAX_RUNS,
+    PASSED_TIMES,
     SHELLS_KEPT,
     STRATEGIES,
+    UNSAID_S,
+    YIELD_S,
     QueueEntry,
     QueueFull,
     RequestQueue,
@@ -43,6 +47,7 @@ class NaiveQueue:
         self.num_pushed = 0
         self.clocks = Counter()
         self.charged_to, self.last_start = {}, {}
+        self.have_yielded = set()  # numbers
 
     def push(self, new, is_resumed):
         pushed_out = None
@@ -58,12 +63,14 @@ class NaiveQueue:
         return pushed_out and pushed_out[4]
 
     def rank(self, new):
+        place_s = new.arrived_s + min(PASSED_TIMES * new.prompt_s, MAX_PASSED_S)
         if self.strategy == "fcfs":
-            return new.arrived_s
+            return place_s
         if self.strategy == "priority":
-            return new.arrived_s - AGEING_S * new.level
+            return place_s - AGEING_S * new.level
         if self.strategy == "sla":
-            return new.deadline_s - new.service_s
+            due_s = new.deadline_s - new.service_s if new.due_s is None else new.due_s
+            return place_s + UNSAID_S if math.isinf(due_s) else due_s
         who = new.service_class, new.tenant
         start = max(self.clocks[new.service_class], self.charged_to.get(who, 0.0))
         self.charged_to[who] = start + share(new)
@@ -93,10 +100,17 @@ class NaiveQueue:
                     del book[who]
 
     def expire(self, now_s):
-        late = [item for item in self.waiting if item[0] and item[4].deadline_s - item[4].service_s < now_s]
+        late = [item for item in self.waiting if item[0] and latest_start_s(item[4]) < now_s]
         for item in late:
             self.leave(item)
         return [item[4] for item in late]
+
+    def yield_late(self, now_s):
+        for position, item in enumerate(self.waiting):
+            is_late = item[0] and item[4].promised_s < now_s and item[3] not in self.have_yielded
+            if is_late and self.strategy != "fair":
+                self.have_yielded.add(item[3])
+                self.waiting[position] = (*item[:2], item[2] + YIELD_S, *item[3:])
 
     def remove(self, key):
         for item in self.waiting:
@@ -107,6 +121,11 @@ class NaiveQueue:
 
     def ahead(self, service_class):
         return [item[4] for item in self.waiting if not item[0] or item[1] <= service_class]
+
+
+def latest_start_s(some):
+    """Batch work is turned away for no prediction, so not for that of how long it takes either."""
+    return some.deadline_s - (0.0 if some.service_class == ServiceClass.BATCH else some.service_s)
 
 
 def share(some):
@@ -132,6 +151,9 @@ class QueueMachine(RuleBasedStateMachine):
             deadline_s=st.sampled_from([5.0, 10.0, 15.0, math.inf]),
             service_s=st.integers(0, 3).map(float),
             level=st.integers(-1, 2),
+            prompt_s=st.sampled_from([0.0, 0.25, 0.5, 8.0]),
+            due_s=st.sampled_from([None, 4.0, 8.0, math.inf]),
+            promised_s=st.sampled_from([3.0, 9.0, math.inf]),
         ),
         is_resumed=st.integers(0, 9).map(lambda number: number == 0),
     )
@@ -164,9 +186,14 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(now_s=st.integers(0, 16).map(float))
     def expire(self, now_s):
         expired = self.queue.expire(now_s)
-        latest_starts = [late.deadline_s - late.service_s for late in expired]
+        latest_starts = [latest_start_s(late) for late in expired]
         assert latest_starts == sorted(latest_starts)
         assert {id(late) for late in expired} == {id(late) for late in self.naive.expire(now_s)}
+
+    @rule(now_s=st.integers(0, 16).map(float))
+    def yield_late(self, now_s):
+        self.queue.yield_late(now_s)
+        self.naive.yield_late(now_s)
 
     @invariant()
     def counts_are_right(self):
@@ -178,6 +205,7 @@ class QueueMachine(RuleBasedStateMachine):
             ahead = self.naive.ahead(one)
             assert self.queue.waiting_tokens(one) == sum(other.cost_tokens for other in ahead)
             assert self.queue.num_ahead(one) == len(ahead)
+            assert self.queue.waiting_prompts_s(one) == pytest.approx(sum(other.prompt_s for other in ahead))
 
     def teardown(self):
         if hasattr(self, "queue"):
@@ -218,11 +246,9 @@ def test_a_long_mixed_run_agrees_with_sorting(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_at_the_ends_of_all_numbers_keep_their_order(strategy):
-    times_s = [-math.inf, -1e308, -0.3, -0.0, 0.0, 1e-300, 0.1, 1e308, math.inf]
+    possible = [-math.inf, -1e308, -0.3, -0.0, 0.0, 1e-300, 0.1, 1e308]
     queue = RequestQueue(strategy=strategy, max_waiting=100)
-    is_by_deadline = strategy == "sla"
-    possible = times_s if is_by_deadline else times_s[:-1]  # who arrives at the end of time has no deadline after it
-    fields = [{"deadline_s": time_s} if is_by_deadline else {"arrived_s": time_s} for time_s in possible]
+    fields = [{"deadline_s": time_s} if strategy == "sla" else {"arrived_s": time_s} for time_s in possible]
     for position in random.Random(0).sample(range(len(fields)), len(fields)):
         queue.push(entry(position, **fields[position]))
         queue.push(entry((position, "again"), **fields[position]))
@@ -298,9 +324,93 @@ def test_least_slack_goes_first():
     queue = RequestQueue(strategy="sla", max_waiting=10)
     queue.push(entry("late but long", deadline_s=100.0, service_s=90.0))
     queue.push(entry("soon", deadline_s=20.0))
-    queue.push(entry("never"))
     queue.push(entry("soon but short", deadline_s=20.0, service_s=1.0))
-    assert drained(queue) == ["late but long", "soon but short", "soon", "never"]
+    queue.push(entry("first token soon", due_s=15.0, deadline_s=600.0))
+    assert drained(queue) == ["late but long", "first token soon", "soon but short", "soon"]
+
+
+def test_who_named_no_time_keeps_the_order_of_arrival_and_has_a_turn_among_those_who_did():
+    """The server's own deadline is the same for all: less the service time it would put the longest first."""
+    queue = RequestQueue(strategy="sla", max_waiting=10)
+    for second, service_s in enumerate([1.0, 30.0, 5.0, 60.0]):
+        queue.push(
+            entry(second, arrived_s=second, deadline_s=600.0 + second, service_s=service_s, due_s=math.inf),
+        )
+    queue.push(entry("at once", arrived_s=4.0, deadline_s=10.0, service_s=8.0))
+    queue.push(entry("at leisure", arrived_s=4.0, deadline_s=100.0, service_s=8.0))
+    assert drained(queue) == ["at once", 0, 1, 2, 3, "at leisure"]
+
+
+@pytest.mark.parametrize("strategy", ["fcfs", "priority", "sla"])
+@given(
+    prompts=st.lists(st.tuples(st.floats(0, 3), st.floats(0, 20)), min_size=2, max_size=40),
+    service_s=st.floats(0.05, 3),
+)
+def test_a_prompt_is_passed_by_shorter_ones_only_and_by_none_that_came_much_later(strategy, prompts, service_s):
+    """One place serves all: whoever goes before a prompt that came earlier is shorter, and came soon after it."""
+    queue = RequestQueue(strategy=strategy, max_waiting=1000)
+    now_s, free_s, arrivals = 0.0, 0.0, []
+    for key, (gap_s, prompt_s) in enumerate(prompts):
+        now_s += gap_s
+        arrivals.append(entry(key, arrived_s=now_s, prompt_s=prompt_s))
+    coming, waiting = list(arrivals), {}
+    while coming or waiting:
+        while coming and (not waiting or coming[0].arrived_s <= free_s):
+            one = coming.pop(0)
+            free_s = max(free_s, one.arrived_s) if not waiting else free_s
+            waiting[one.key] = one
+            queue.push(one)
+        gone = waiting.pop(queue.pop().key)
+        for passed in waiting.values():
+            if passed.arrived_s < gone.arrived_s:
+                lead_s = gone.arrived_s - passed.arrived_s
+                assert gone.prompt_s < passed.prompt_s
+                assert lead_s <= min(MAX_PASSED_S, PASSED_TIMES * (passed.prompt_s - gone.prompt_s)) + 1e-6
+        free_s += service_s
+
+
+def test_a_short_prompt_does_not_wait_behind_the_long_ones_that_came_just_before_it():
+    queue = RequestQueue(max_waiting=1000)
+    for number in range(20):
+        queue.push(entry(("long", number), arrived_s=number / 10, prompt_s=4.0))
+    queue.push(entry("short", arrived_s=2.0, prompt_s=0.05))
+    assert queue.pop().key == "short"
+    queue.push(entry("much later", arrived_s=MAX_PASSED_S + 0.1, prompt_s=0.05))
+    assert queue.pop().key == ("long", 0)
+
+
+@pytest.mark.parametrize("strategy", ["fcfs", "priority", "sla"])
+def test_whose_turn_comes_too_late_goes_once_behind_those_who_can_be_in_time(strategy):
+    queue = RequestQueue(strategy=strategy, max_waiting=100)
+    for number in range(3):
+        queue.push(entry(("late", number), arrived_s=number / 10, promised_s=4.0))
+    queue.push(entry("young", arrived_s=5.0, promised_s=9.0))
+    queue.yield_late(5.0)
+    assert queue.peek().key == "young"
+    queue.push(entry("later", arrived_s=YIELD_S + 1.0, promised_s=math.inf))
+    queue.yield_late(8.0)  # nobody yields twice
+    assert queue.remove(("late", 1)) is not None
+    assert drained(queue) == ["young", ("late", 0), ("late", 2), "later"]
+
+
+def test_who_comes_back_keeps_its_place_however_late_it_is():
+    queue = RequestQueue(max_waiting=100)
+    queue.push(entry("late", promised_s=4.0))
+    queue.push(entry("young", arrived_s=3.0))
+    queue.push_back(queue.pop())
+    queue.yield_late(5.0)
+    assert drained(queue) == ["late", "young"]
+
+
+def test_a_long_prompt_has_its_turn_however_many_short_ones_come():
+    """Short ones fill every place for ever: it is passed by those that came within MAX_PASSED_S, and by nobody else."""
+    queue = RequestQueue(max_waiting=10_000)
+    queue.push(entry("long", prompt_s=1000.0))
+    for number in range(1, 1000):
+        queue.push(entry(number, arrived_s=number / 10, prompt_s=0.1))
+        if queue.pop().key == "long":
+            break
+    assert number / 10 == pytest.approx(MAX_PASSED_S, abs=0.5)
 
 
 @given(

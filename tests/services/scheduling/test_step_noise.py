@@ -111,3 +111,20 @@ def test_a_worker_in_steps_of_one_token_comes_out_of_them() -> None:
         worker.scheduler.remove(("gone", key))
     assert worker.compute(0, PROMPT_TOKENS) < 2 * best_fixed_s(CPU)
     assert worker.compute(1, PROMPT_TOKENS) < MAX_RATIO * best_fixed_s(CPU)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 2.0])
+def test_nor_does_it_where_others_come_all_the_time(slowness: float) -> None:
+    """Then steps are as short as they may be, and their floor alone keeps most of the time for tokens."""
+    best_s = best_fixed_s(CPU)
+    worker = Worker(CPU, slowness=slowness, share=0.1, seed=0)
+    for key in range(3):
+        worker.compute(key, PROMPT_TOKENS)
+    worker.scheduler.add("long", num_tokens=PROMPT_TOKENS, now_s=worker.now_s)
+    computed_s = 0.0
+    while len(worker.scheduler):
+        for number in range(20):
+            worker.scheduler.add(("gone", number), num_tokens=1, now_s=worker.now_s)
+            worker.scheduler.remove(("gone", number))
+        computed_s += worker.step()
+    assert computed_s < MAX_RATIO * best_s

@@ -1,0 +1,84 @@
+"""When a client needs its answer, and where it wants its prompt computed: what headers and metadata say of it.
+
+Nothing here changes an answer's tokens. Knows neither HTTP nor gRPC: both give a function that finds a value by name.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from services.runtime.errors import InvalidRequest
+from services.scheduling.disaggregation import PREFILL_CHOICES, PrefillChoice
+from services.scheduling.overload import NO_TARGETS, Targets
+
+TIMEOUT = "X-Request-Timeout-Ms"
+TTFT, TPOT = "X-Slo-Ttft-Ms", "X-Slo-Tpot-Ms"
+"""As llm-d names them."""
+PREFILL = "X-Tandem-Prefill"
+HINTS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
+"""How long OpenAI's clients wait for the next byte, in seconds; they send it unasked."""
+MAX_MS = 24 * 3600 * 1000
+
+_MILLISECONDS = re.compile(r"[0-9]{1,8}(\.[0-9]{1,6})?", re.ASCII)
+
+Find = Callable[[str], str | None]
+"""The value of the header or metadata with this name, in lower case; None: it is absent."""
+
+
+class Wishes(msgspec.Struct, frozen=True):
+    """What a client said besides its request. Seconds.
+
+    `patience_s` is how long it is believed to wait without a token; None: unknown. `prefill` says who computes the
+    prompt; empty: the operator decides.
+    """
+
+    patience_s: float | None = None
+    targets: Targets = NO_TARGETS
+    prefill: PrefillChoice | Literal[""] = ""
+
+
+NO_WISHES = Wishes()
+
+
+def read_wishes(find: Find) -> Wishes:
+    """What a client said. Raises InvalidRequest that names the header and its rule."""
+    ttft_s, tpot_s = read_ms(find, TTFT), read_ms(find, TPOT)
+    patience_s, prefill = _hint_s(find), _prefill(find)
+    if ttft_s is None and tpot_s is None and patience_s is None and not prefill:
+        return NO_WISHES
+    return Wishes(patience_s, Targets(ttft_s, tpot_s), prefill)
+
+
+def read_ms(find: Find, name: str) -> float | None:
+    """A time in milliseconds as seconds; None: it is absent. Raises InvalidRequest."""
+    said = find(name.lower())
+    if said is None:
+        return None
+    if _MILLISECONDS.fullmatch(said) is None or not 0 < float(said) <= MAX_MS:
+        raise InvalidRequest(
+            f"{name} must be a number of milliseconds greater than 0 and at most {MAX_MS}",
+            field=name,
+            code="invalid_value",
+        )
+    return float(said) / 1000
+
+
+def _hint_s(find: Find) -> float | None:
+    """The time limit of a client's own; one that cannot be read says nothing: nobody has asked for it."""
+    for name in HINTS:
+        said = find(name.lower())
+        if said is not None and _MILLISECONDS.fullmatch(said) is not None and float(said) > 0:
+            return float(said)
+    return None
+
+
+def _prefill(find: Find) -> PrefillChoice | Literal[""]:
+    said = find(PREFILL.lower())
+    for choice in PREFILL_CHOICES:
+        if said == choice:
+            return choice
+    if said is None:
+        return ""
+    raise InvalidRequest(f"{PREFILL} must be one of {', '.join(PREFILL_CHOICES)}", field=PREFILL, code="invalid_value")

@@ -1,0 +1,77 @@
+"""A few steps of an engine, timed before anybody asks it. Knows nothing of what becomes of the times."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from services.engine.engine import Engine, EngineParts, TimedStep, load_warm_engine
+from services.engine.sequence import Sampling
+from services.engine.step import NonFiniteLogits
+
+PROMPTS_TOKENS = (16, 64, 16, 64, 32, 64)
+"""Of two lengths at least: what a step costs by itself, and what a token does, are told apart by them."""
+NUM_SEQUENCES = (1, 4)
+NUM_DECODE_STEPS = 4
+MAX_REHEARSAL_S = 1.0
+"""An engine that is so slow is measured by its first requests instead."""
+
+logger = logging.getLogger(__name__)
+
+
+def load_rehearsed_engine(model_dir: str | Path, **settings: Any) -> EngineParts:
+    """`load_warm_engine`, with the times of its first steps.
+
+    Raises:
+        ModelError: the folder cannot be served.
+        ConfigError: a setting is wrong, or the pool would not fit into memory.
+    """
+    parts = load_warm_engine(model_dir, **settings)
+    try:
+        return dataclasses.replace(parts, first_steps=tuple(rehearse(parts)))
+    except NonFiniteLogits:
+        logger.warning("the engine could not be measured: the model's answer is not finite")
+    except BaseException:
+        parts.close()
+        raise
+    return parts
+
+
+def rehearse(parts: EngineParts, *, max_s: float = MAX_REHEARSAL_S) -> Iterator[TimedStep]:
+    """Steps of prompts alone, then of sequences that decode, with their times, until `max_s` seconds have passed.
+
+    Leaves the engine's pages as they were. Raises NonFiniteLogits.
+    """
+    end_s = time.monotonic() + max_s
+    room = parts.max_sequence_tokens
+    for num_tokens in PROMPTS_TOKENS:
+        if num_tokens < room and time.monotonic() < end_s:
+            yield from _timed(parts, [num_tokens], num_new=1)
+    for num in NUM_SEQUENCES:
+        if num * PROMPTS_TOKENS[0] * 2 < room and time.monotonic() < end_s:
+            yield from _timed(parts, [PROMPTS_TOKENS[0]] * num, num_new=1 + NUM_DECODE_STEPS)
+
+
+def _timed(parts: EngineParts, prompts_tokens: list[int], *, num_new: int) -> Iterator[TimedStep]:
+    engine = Engine(parts, chunk_tokens=sum(prompts_tokens))
+    try:
+        sampling = Sampling(max_tokens=num_new)
+        sequences = [engine.add([0] * num_tokens, sampling) for num_tokens in prompts_tokens]
+        while engine.has_work:
+            before = [(one.num_computed_tokens, one.num_prompt_tokens) for one in sequences]
+            began_s = time.monotonic()
+            outputs = engine.step()
+            time_s = time.monotonic() - began_s
+            for output in outputs:
+                if isinstance(output.outcome, NonFiniteLogits):
+                    raise output.outcome
+            work = [
+                (start, sequence.num_computed_tokens - start, start < num_prompt)
+                for sequence, (start, num_prompt) in zip(sequences, before, strict=True)
+                if sequence.num_computed_tokens > start
+            ]
+            yield work, time_s
+    finally:
+        engine.close()
