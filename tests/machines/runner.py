@@ -12,13 +12,13 @@ from tests.faults.load import Reference, gaps_of, make_specs
 from tests.faults.report import Row
 from tests.machines import bed
 from tests.machines.network import Network
-from tests.machines.scenarios import SCENARIOS, Action, Change, Kill, Scenario, Stop
+from tests.machines.scenarios import SCENARIOS, Action, Change, Forget, Kill, Refuse, Scenario, Stop
 
 TOKENS = (32, 128)
 
 
 class Runner:
-    """Runs scenarios on one cluster; those that need links from the start get a cluster of their own."""
+    """Runs scenarios on one cluster, another one for those with TLS, and own ones for those that need them."""
 
     def __init__(self, network: Network, *, seed: int) -> None:
         self._network = network
@@ -48,14 +48,16 @@ class Runner:
 
     async def _run(self, scenario: Scenario) -> Row:
         self._network.reset()
-        if not scenario.start and not scenario.flags:
-            if self._shared is None:
-                self._shared = bed.Bed(network=self._network, kv_pages=1024).__enter__()
+        if not scenario.needs_own_cluster:
+            if self._shared is None or self._shared.has_tls != scenario.has_tls:
+                self.close()
+                self._shared = bed.Bed(network=self._network, kv_pages=1024, has_tls=scenario.has_tls).__enter__()
             return await self._under_load(scenario, self._shared)
         self.close()  # two clusters at once would be in each other's way
         for change in scenario.start:
             self._change(change)
-        with bed.Bed(network=self._network, kv_pages=1024, flags=scenario.flags) as own:
+        own_ways = {"flags": scenario.flags, "has_tls": scenario.has_tls, "clocks": scenario.clocks}
+        with bed.Bed(network=self._network, kv_pages=1024, **own_ways) as own:
             started = time.monotonic()
             await own.ready()
             ready_s = time.monotonic() - started
@@ -99,6 +101,8 @@ class Runner:
 
     async def _act(self, action: Action, opened: Session) -> None:
         cluster = opened.cluster
+        server = cluster.redis
+        assert isinstance(server, bed.MachineRedis)
         if isinstance(action, Change):
             self._change(action)
         elif isinstance(action, Kill):
@@ -112,6 +116,11 @@ class Runner:
                 await asyncio.sleep(action.for_s)
             finally:
                 cluster.kill(action.machine, signal.SIGCONT)
+        elif isinstance(action, Forget):
+            server.flush()
+        elif isinstance(action, Refuse):
+            with server.another_password():
+                await asyncio.sleep(action.for_s)
         else:
             cluster.kill(action.machine, signal.SIGTERM)
             await cluster.ended(action.machine)
