@@ -118,16 +118,15 @@ class _Primary:
 
     def __init__(self, sentinels: Sentinels) -> None:
         limits = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S, "retry": None}
-        self._sentinel = Sentinel(
-            sentinels.addresses, sentinel_kwargs={"ssl": sentinels.has_tls, **limits, **sentinels.sentinel}
-        )  # type: ignore[no-untyped-call]
+        asked = {"ssl": sentinels.has_tls, **limits, **sentinels.sentinel}
+        self._sentinel = Sentinel(sentinels.addresses, sentinel_kwargs=asked)  # type: ignore[no-untyped-call]
         self._service = sentinels.service
         self._address: tuple[str, int] | None = None
         self.pool: Connections | None = None
 
     async def get_master_address(self) -> tuple[str, int]:
         """Asks the sentinels. Connections to an earlier primary that nobody uses are closed. Raises RedisError."""
-        address: tuple[str, int] = await self._sentinel.discover_master(self._service)  # type: ignore[no-untyped-call]
+        address: tuple[str, int] = await self._sentinel.discover_master(self._service)
         if address != self._address:
             self._address = address
             if self.pool is not None:

@@ -231,13 +231,10 @@ def thread_client(url: str) -> "redis.Redis":
     sentinels = sentinels_of(url)
     if sentinels is None:
         return redis.Redis.from_url(url, **limits)
-    asked = redis.sentinel.Sentinel(
-        sentinels.addresses, sentinel_kwargs={"ssl": sentinels.has_tls, **limits, **sentinels.sentinel}
-    )  # type: ignore[no-untyped-call]
-    return cast(
-        redis.Redis,
-        asked.master_for(sentinels.service, ssl=sentinels.has_tls, **{**limits, **sentinels.server}),
-    )
+    asked = {"ssl": sentinels.has_tls, **limits, **sentinels.sentinel}
+    found = redis.sentinel.Sentinel(sentinels.addresses, sentinel_kwargs=asked)  # type: ignore[no-untyped-call]
+    arguments = {**limits, **sentinels.server, "ssl": sentinels.has_tls}
+    return cast(redis.Redis, found.master_for(sentinels.service, **arguments))  # type: ignore[no-untyped-call]
 
 
 def run_script(client: "redis.Redis", script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:

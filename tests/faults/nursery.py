@@ -17,6 +17,7 @@ import select
 import sys
 import time
 import traceback
+import types
 from typing import Any
 
 from services.runtime import clock, process
@@ -89,10 +90,16 @@ def _enter_netns(name: str) -> None:
 
 
 def _set_clock(ahead_s: float) -> None:
-    """Another wall clock for all Python code. What waits does so by the monotonic one, which stays."""
-    now, now_ns = time.time, time.time_ns
-    time.time = lambda: now() + ahead_s
-    time.time_ns = lambda: now_ns() + round(ahead_s * 1e9)
+    """Another wall clock for Python code. What waits does so by the monotonic one, which stays.
+
+    gRPC keeps the system's: it compares Python's time with that of its core.
+    """
+    real = types.SimpleNamespace(**vars(time))
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "grpc" and getattr(module, "time", None) is time:
+            module.time = real  # type: ignore[attr-defined]
+    time.time = lambda: real.time() + ahead_s
+    time.time_ns = lambda: real.time_ns() + round(ahead_s * 1e9)
     clock.SystemClock.unix_ns = staticmethod(time.time_ns)  # type: ignore[assignment]
 
 

@@ -90,7 +90,10 @@ class MachineRedis(EmbeddedRedis):
 class Bed(FaultCluster):
     """G gateways, P prefill and D decode workers, a Redis and the clients, each on a machine of its own."""
 
+    gateways: int = 2
     network: Network = field(kw_only=True)
+    stale: frozenset[str] = frozenset()
+    """Placements of gateways that were killed before; they expire."""
     has_tls: bool = False
     """Mutual TLS between all, with certificates for the names of the machines, by which all are dialled then."""
 
@@ -114,6 +117,9 @@ class Bed(FaultCluster):
             os.kill(self.redis.pid, number)
         else:
             super().kill(name, number)
+
+    async def active_placements(self) -> list[str]:
+        return [placement for placement in await super().active_placements() if placement not in self.stale]
 
     async def replace(self, name: str) -> None:
         if name == REDIS:

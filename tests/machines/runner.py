@@ -20,16 +20,16 @@ TOKENS = (32, 128)
 class Runner:
     """Runs scenarios on one cluster, another one for those with TLS, and own ones for those that need them."""
 
-    def __init__(self, network: Network, *, seed: int) -> None:
+    def __init__(self, network: Network, *, seed: int, num_specs: int = NUM_SPECS) -> None:
         self._network = network
         self._options = Options(seed=seed, is_quiet=True)
-        self._specs = make_specs(random.Random(seed), NUM_SPECS, tokens=TOKENS)
+        self._specs = make_specs(random.Random(seed), num_specs, tokens=TOKENS)
         self._reference: Reference | None = None
         self._shared: bed.Bed | None = None
 
     def run(self, scenario: Scenario) -> Row:
         """One scenario. What breaks off is a row too."""
-        if self._reference is None and scenario.name != "undisturbed":
+        if self._reference is None and (scenario.needs_own_cluster or scenario.has_tls):
             self.run(SCENARIOS["undisturbed"])
         started = time.monotonic()
         try:
@@ -56,8 +56,13 @@ class Runner:
         self.close()  # two clusters at once would be in each other's way
         for change in scenario.start:
             self._change(change)
-        own_ways = {"flags": scenario.flags, "has_tls": scenario.has_tls, "clocks": scenario.clocks}
-        with bed.Bed(network=self._network, kv_pages=1024, **own_ways) as own:
+        with bed.Bed(
+            network=self._network,
+            kv_pages=1024,
+            flags=scenario.flags,
+            has_tls=scenario.has_tls,
+            clocks=scenario.clocks,
+        ) as own:
             started = time.monotonic()
             await own.ready()
             ready_s = time.monotonic() - started
@@ -68,6 +73,7 @@ class Runner:
 
     async def _under_load(self, scenario: Scenario, cluster: bed.Bed) -> Row:
         await cluster.ready()
+        cluster.stale |= frozenset(await cluster.active_placements())
         if scenario.quiet_s:
             await asyncio.sleep(scenario.quiet_s)
         async with under_load(

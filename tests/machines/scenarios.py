@@ -108,7 +108,7 @@ def _silent(machine: str, seconds: float, conditions: Conditions, **ways: bool) 
 def _far_redis(name: str, ms: float, *, at_start: bool) -> Scenario:
     change = Change(GATEWAYS, [REDIS], Conditions(delay_s=ms / 2000))
     if at_start:
-        return Scenario(name, start=[change], short=ms == 80)
+        return Scenario(name, start=[change])
     return Scenario(name, steps=[(0.5, change)])
 
 
@@ -119,7 +119,7 @@ def _all_links(name: str, conditions: Conditions, **more: float) -> Scenario:
 
 
 def _made() -> list[Scenario]:
-    made = [Scenario("undisturbed", short=True)]
+    made = [Scenario("undisturbed")]
     for ms in (1, 10, 24, 40, 80, 200):
         made.append(_far_redis(f"redis {ms} ms from the gateways, from the start", ms, at_start=True))
     for ms in (40, 200):
@@ -203,7 +203,9 @@ def _with_tls(plain: dict[str, Scenario]) -> list[Scenario]:
         "kill redis",
         "rolling replacement",
     )
-    made = [replace(plain[name], name=f"TLS: {name}", has_tls=True, short=name == "kill decode-0") for name in again]
+    made = [replace(plain[name], name=f"TLS: {name}", has_tls=True, short=False) for name in again]
+    far = replace(plain["redis 80 ms from the gateways, from the start"], has_tls=True, short=True)
+    made.append(replace(far, name="TLS: redis 80 ms far, kill decode-0", steps=[(1.0, Kill("decode-0"))]))
     ahead = {"gateway-0": 3600.0, "prefill-0": -3600.0, "decode-1": 3600.0}
     return [*made, Scenario("TLS: clocks 3600 s ahead and behind", clocks=ahead, has_tls=True)]
 

@@ -28,7 +28,7 @@ def test_machines_that_are_far_and_cut_off_give_the_undisturbed_answers(tmp_path
         pytest.skip(done.stdout.removeprefix("skipped:").strip())
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = json.loads(file.read_text())
-    assert len(rows) == len(choose([], short=True)) >= 3
+    assert len(rows) == len(choose([], short=True)) >= 2
     assert all(row["answers"] > 10 for row in rows)
 
 
