@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from services.cluster.probe import probe
 from services.cluster.redis_url import Sentinels, check_url, sentinels_of
 from services.cluster.store import Script, Store, run_script, thread_client
 from services.runtime.config import redacted
@@ -75,6 +76,10 @@ def is_replica(watched: SentinelSet, port: int) -> None:
         while client.info("replication")["role"] != "slave" or client.get("key") != b"and again":
             assert time.monotonic() < end
             time.sleep(0.1)
+
+
+def test_doctor_asks_the_primary(watched: SentinelSet) -> None:
+    assert probe(watched.url).ping_s > 0
 
 
 async def test_a_sentinel_that_is_gone_does_not_matter(watched: SentinelSet) -> None:
