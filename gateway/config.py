@@ -21,6 +21,7 @@ from services.runtime.config import (
     number,
     option,
     path,
+    redis_url,
     secret,
     size_bytes,
     text,
@@ -55,9 +56,7 @@ class GatewayConfig:
     http_port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
     grpc_host: str = option(host_name(), default="127.0.0.1", help="Address of the gRPC API; 0.0.0.0 means all.")
     grpc_port: int = option(integer(0, 65535), default=50051, help="Port of the gRPC API; 0 picks a free one.")
-    redis: str = option(
-        url("redis", "rediss", "unix"), default="redis://127.0.0.1:6379", help="Where the workers register."
-    )
+    redis: str = option(redis_url(), default="redis://127.0.0.1:6379", help="Where the workers register.")
     cluster: str = option(
         text(pattern=CLUSTER_NAME_PATTERN, rule=CLUSTER_NAME_PATTERN),
         default="default",

@@ -26,7 +26,7 @@ from services.cli.status import circuit_line, cut_line
 from services.cluster.memory import EVICTION_ADVICE, may_evict
 from services.cluster.probe import RedisFacts, probe
 from services.engine.config import load_config
-from services.runtime.config import flag, number, option, path, url
+from services.runtime.config import flag, number, option, path, redis_url
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
 from services.runtime.gpu_health import open_gpu
 from services.runtime.version import version
@@ -67,9 +67,7 @@ class Finding:
 class DoctorSettings(GatewaySettings):
     """Checks this machine and a deployment, and says what to do. Exit code 1 if something is wrong."""
 
-    redis: str | None = option(
-        url("redis", "rediss", "unix"), default=None, help="The cluster's Redis; not looked at if not given."
-    )
+    redis: str | None = option(redis_url(), default=None, help="The cluster's Redis; not looked at if not given.")
     model: Path | None = option(path(), default=None, help="Checkpoint folder to look at, before a worker loads it.")
     json: bool = option(flag(), default=False, help="Prints the findings as a JSON list.")
     timeout: float = option(number(0.1, 600), default=5.0, help="Seconds to wait for an answer.")

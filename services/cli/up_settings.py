@@ -18,6 +18,7 @@ from services.runtime.config import (
     number,
     option,
     path,
+    redis_url,
     secret,
     size_bytes,
     text,
@@ -71,9 +72,7 @@ class UpSettings:
     )
     http_port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
     grpc_port: int = option(integer(0, 65535), default=50051, help="Port of the gRPC API; 0 picks a free one.")
-    redis: str | None = option(
-        url("redis", "rediss", "unix"), default=None, help="A Redis or Valkey to use; one of its own if not given."
-    )
+    redis: str | None = option(redis_url(), default=None, help="A Redis or Valkey to use; one of its own if not given.")
     cluster: str = option(
         text(pattern=r"[A-Za-z0-9_.-]{1,64}", rule="1 to 64 of A-Z, a-z, 0-9, _ . and -"),
         default="default",

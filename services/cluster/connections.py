@@ -1,5 +1,7 @@
 """Connections to Redis that are made in the background, and the round trip that they measure. Knows no command of ours.
 
+The server may be the primary that sentinels name; they are asked for each new connection.
+
 redis-py connects within the call that needs the connection. A call that waits for 0.1 s would never get one to a Redis
 that is 40 ms away: connecting takes up to five round trips, and each try would begin again.
 """
@@ -9,12 +11,16 @@ import time
 from typing import Any
 
 from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool
+from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
 
+from services.cluster.redis_url import Sentinels, sentinels_of
 from services.runtime.clock import Deadline
 
 MAX_CONNECTIONS = 8
 CONNECT_TIMEOUT_S = 5.0
 """For each step of connecting, and for each answer that nobody waits for any longer."""
+SENTINEL_TIMEOUT_S = 0.5
+"""For each step of asking one sentinel; then the next one is asked."""
 MAX_ROUND_TRIP_S = 1.0
 """A longer one is a Redis that stood still, not one that is far."""
 
@@ -49,20 +55,29 @@ class Connections(BlockingConnectionPool):
         super().__init__(**arguments)
         self._round_trip = round_trip
         self._connecting: dict[AbstractConnection, asyncio.Task[None]] = {}
+        self._primary: _Primary | None = None
 
     @classmethod
     def to(cls, url: str, round_trip: RoundTrip, *, wait_s: float) -> "Connections":
         """A pool for this URL, of which a call waits `wait_s` for a connection that others use."""
-        return cls.from_url(
-            url,
-            round_trip=round_trip,
-            max_connections=MAX_CONNECTIONS,
-            timeout=wait_s,
-            socket_timeout=CONNECT_TIMEOUT_S,
-            socket_connect_timeout=CONNECT_TIMEOUT_S,
-            retry=None,
-            retry_on_error=[],
-        )
+        arguments: dict[str, Any] = {
+            "round_trip": round_trip,
+            "max_connections": MAX_CONNECTIONS,
+            "timeout": wait_s,
+            "socket_timeout": CONNECT_TIMEOUT_S,
+            "socket_connect_timeout": CONNECT_TIMEOUT_S,
+            "retry": None,
+            "retry_on_error": [],
+        }
+        sentinels = sentinels_of(url)
+        if sentinels is None:
+            return cls.from_url(url, **arguments)
+        kind = SentinelManagedSSLConnection if sentinels.has_tls else SentinelManagedConnection
+        primary = _Primary(sentinels)
+        pool = cls(connection_class=kind, connection_pool=primary, **{**arguments, **sentinels.server})
+        primary.pool = pool
+        pool._primary = primary
+        return pool
 
     async def ensure_connection(self, connection: AbstractConnection) -> None:
         """Waits until the connection stands. Raises RedisError; when it is cancelled, connecting continues."""
@@ -79,6 +94,8 @@ class Connections(BlockingConnectionPool):
         for task in tuple(self._connecting.values()):
             await end_task(task)
         await super().aclose()
+        if self._primary is not None:
+            await self._primary.aclose()
 
     async def _connect(self, connection: AbstractConnection) -> None:
         await connection.connect()  # type: ignore[no-untyped-call]
@@ -91,6 +108,33 @@ class Connections(BlockingConnectionPool):
         self._connecting.pop(connection, None)
         if not task.cancelled():
             task.exception()  # told to the calls that waited; there may have been no such call
+
+
+class _Primary:
+    """Says where the primary is: what redis-py's connections of sentinels ask of their pool."""
+
+    is_master = True
+    check_connection = False
+
+    def __init__(self, sentinels: Sentinels) -> None:
+        limits = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S, "retry": None}
+        asked = {"ssl": sentinels.has_tls, **limits, **sentinels.sentinel}
+        self._sentinel = Sentinel(sentinels.addresses, sentinel_kwargs=asked)  # type: ignore[no-untyped-call]
+        self._service = sentinels.service
+        self._address: tuple[str, int] | None = None
+        self.pool: Connections | None = None
+
+    async def get_master_address(self) -> tuple[str, int]:
+        """Asks the sentinels. Connections to an earlier primary that nobody uses are closed. Raises RedisError."""
+        address: tuple[str, int] = await self._sentinel.discover_master(self._service)
+        if address != self._address:
+            self._address = address
+            if self.pool is not None:
+                await self.pool.disconnect(inuse_connections=False)
+        return address
+
+    async def aclose(self) -> None:
+        await self._sentinel.aclose()
 
 
 async def end_task(task: asyncio.Task[Any], *, timeout_s: float = 2.0) -> None:

@@ -14,14 +14,15 @@ from typing import Any, cast
 
 import redis
 import redis.asyncio
+import redis.sentinel
 from redis.asyncio.client import PubSub
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from services.cluster.connections import Connections, RoundTrip, end_task
 from services.cluster.keys import Keys
+from services.cluster.redis_url import check_url, sentinels_of
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.config import shown
-from services.runtime.errors import ConfigError, StoreUnavailable
+from services.runtime.errors import StoreUnavailable
 
 TIMEOUT_S = 0.1
 """For an answer, on top of what the round trip takes."""
@@ -88,7 +89,7 @@ class Script:
 class Store:
     """One cluster's Redis, for one event loop.
 
-    `url` is redis://, rediss:// or unix://. Raises ConfigError for any other.
+    `url` is redis://, rediss://, unix:// or redis+sentinel:// (see `redis_url`). Raises ConfigError for any other.
     """
 
     def __init__(
@@ -222,27 +223,18 @@ def _has_succeeded(call: asyncio.Task[Any]) -> bool:
     return call.done() and not call.cancelled() and call.exception() is None
 
 
-def check_url(url: str) -> str:
-    """The URL itself, if Redis can be reached by such a one. Raises ConfigError."""
-    try:
-        redis.asyncio.ConnectionPool.from_url(url)
-    except ValueError:  # its text, which may quote a part of the password, is left out
-        raise ConfigError(
-            f"the Redis URL is {shown(url)} but must begin with redis://, rediss:// or unix:// and be well formed"
-        ) from None
-    return url
-
-
 def thread_client(url: str) -> "redis.Redis":
     """A connection for one thread, which sees every error itself. Raises ConfigError for a URL of another kind."""
     check_url(url)
-    return redis.Redis.from_url(
-        url,
-        socket_timeout=THREAD_TIMEOUT_S,
-        socket_connect_timeout=THREAD_TIMEOUT_S,
-        retry=None,
-        retry_on_error=[],
-    )
+    limits: dict[str, Any] = {"socket_timeout": THREAD_TIMEOUT_S, "socket_connect_timeout": THREAD_TIMEOUT_S}
+    limits |= {"retry": None, "retry_on_error": []}
+    sentinels = sentinels_of(url)
+    if sentinels is None:
+        return redis.Redis.from_url(url, **limits)
+    asked = {"ssl": sentinels.has_tls, **limits, **sentinels.sentinel}
+    found = redis.sentinel.Sentinel(sentinels.addresses, sentinel_kwargs=asked)  # type: ignore[no-untyped-call]
+    arguments = {**limits, **sentinels.server, "ssl": sentinels.has_tls}
+    return cast(redis.Redis, found.master_for(sentinels.service, **arguments))  # type: ignore[no-untyped-call]
 
 
 def run_script(client: "redis.Redis", script: Script, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:

@@ -287,6 +287,25 @@ def url(*schemes: str) -> Kind[str]:
     )
 
 
+def redis_url() -> Kind[str]:
+    """Where a Redis is, or the sentinels that know where it is."""
+    schemes = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
+
+    def parse(value: str) -> str:
+        if value.partition("://")[0] in schemes[3:]:
+            parts = urlsplit(value)  # its port is no number, but may be several
+            _require(bool(parts.netloc.rpartition("@")[2] and parts.path.strip("/")))
+            return value
+        return url(*schemes[:3]).parse(value)
+
+    return Kind(
+        parse,
+        "a URL beginning with " + " or ".join(f"{scheme}://" for scheme in schemes) + "; of sentinels "
+        "redis+sentinel://HOST,HOST:PORT/SERVICE",
+        may_hold_secret=True,
+    )
+
+
 def secret() -> Kind[str]:
     """A text that only a variable may hold, and that nobody is shown."""
     return Kind(text().parse, "a text that is not empty", is_secret=True)
@@ -340,7 +359,7 @@ def redacted(value: str) -> str:
     it as little in a log.
     """
     hidden = re.sub(r"://\S*@", "://***@", value)
-    return re.sub(r"(?i)([?&](?:password|username)=)[^&\s]*", r"\1***", hidden)
+    return re.sub(r"(?i)([?&](?:sentinel_)?(?:password|username)=)[^&\s]*", r"\1***", hidden)
 
 
 def shown(value: str) -> str:

@@ -21,6 +21,7 @@ from services.runtime.config import (
     number_set,
     option,
     path,
+    redis_url,
     secret,
     size_bytes,
     text,
@@ -45,7 +46,7 @@ class WorkerConfig:
         text(), default=None, help="What the model is called in the cluster. Not given: the folder's name."
     )
     redis: str | None = option(
-        url("redis", "rediss", "unix"),
+        redis_url(),
         default=None,
         help="Where the cluster's workers register. Without it no gateway finds this worker.",
     )

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +20,8 @@ import msgspec
 from protos import inference_pb2, inference_pb2_grpc
 
 MAX_HEAD_BYTES = 64 * 1024
+_authorities: dict[str, Path] = {}
+"""Files of the CA of addresses that speak TLS."""
 
 
 class Refused(Exception):
@@ -81,11 +85,25 @@ class Answer:
         self.choices.clear()
 
 
+def speak_tls(address: str, ca: Path) -> None:
+    """Clients of this process reach `address` by TLS from now on, and believe only this CA."""
+    _authorities[address] = ca
+
+
+def grpc_channel(address: str, options: list[tuple[str, int]]) -> grpc.aio.Channel:
+    if address not in _authorities:
+        return grpc.aio.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(_authorities[address].read_bytes())
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
 @contextlib.asynccontextmanager
 async def connected(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     host, _, port = address.rpartition(":")
+    ca = _authorities.get(address)
+    context = ssl.create_default_context(cafile=ca) if ca else None
     try:
-        reader, writer = await asyncio.open_connection(host, int(port), limit=2**20)
+        reader, writer = await asyncio.open_connection(host, int(port), limit=2**20, ssl=context)
     except OSError as error:
         raise NotConnected(f"{address}: {error}") from error
     try:

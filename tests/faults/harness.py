@@ -129,6 +129,8 @@ class FaultCluster:
     worker_flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Further arguments by program name."""
     netns: Mapping[str, str] = field(default_factory=dict)
+    clocks: Mapping[str, float] = field(default_factory=dict)
+    """By how many seconds the wall clocks of programs are ahead."""
     model: Path = DEMO_MODEL
 
     def __enter__(self) -> Self:
@@ -186,6 +188,7 @@ class FaultCluster:
             log=str(program.log),
             plan=program.plan,
             netns=program.netns,
+            clock_ahead_s=self.clocks.get(name, 0.0),
         )
         return program.pid
 
@@ -257,7 +260,7 @@ class FaultCluster:
     async def active_placements(self) -> list[str]:
         """Requests that Redis holds for running ones. Those of a killed gateway stay until they expire."""
         keys = Keys(CLUSTER)
-        async with redis.asyncio.Redis.from_url(self.redis.url, decode_responses=True) as client:
+        async with redis.asyncio.Redis.from_url(self._admin_url(), decode_responses=True) as client:
             found = []
             async for key in client.scan_iter(match=glob.escape(keys.request_prefix) + "*", count=1000):
                 state = str(await client.hget(key, "state") or "")
@@ -295,6 +298,10 @@ class FaultCluster:
         with self.programs[name].log.open("rb") as log:
             log.seek(start)
             return log.read().decode(errors="replace").split("\n")[:-1]
+
+    def _admin_url(self) -> str:
+        """Of a user of Redis that may look at all keys."""
+        return self.redis.url
 
     def _make_redis(self) -> EmbeddedRedis:
         return EmbeddedRedis()

@@ -15,7 +15,16 @@ from typing import Any
 import grpc
 
 from protos import inference_pb2
-from tests.faults.client import Answer, Broken, NotConnected, Refused, grpc_generate, http_generate, http_json
+from tests.faults.client import (
+    Answer,
+    Broken,
+    NotConnected,
+    Refused,
+    grpc_channel,
+    grpc_generate,
+    http_generate,
+    http_json,
+)
 from tests.faults.harness import REPOSITORY, FaultCluster
 
 ANSWER_TIMEOUT_S = 90.0
@@ -160,7 +169,7 @@ class Clients:
     def channel(self, gateway: str) -> grpc.aio.Channel:
         if gateway not in self._channels:
             options = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
-            self._channels[gateway] = grpc.aio.insecure_channel(self.cluster[gateway].grpc, options=options)
+            self._channels[gateway] = grpc_channel(self.cluster[gateway].grpc, options)
         return self._channels[gateway]
 
     async def close(self) -> None:

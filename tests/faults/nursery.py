@@ -2,9 +2,9 @@
 
 A replacement for a killed worker must be there before the next trial, and importing torch takes seconds. What runs in
 the child is the program's own `main`, with the arguments of its command line. A plan (see `faulty_worker`) adds
-faults. Commands come as JSON lines on stdin: {"program", "arguments", "log", "plan", "netns"}; the answer is
-{"pid"}. A network namespace is a name or the path of its file. The children end with this process, and this process
-with the one that started it.
+faults. Commands come as JSON lines on stdin: {"program", "arguments", "log", "plan", "netns", "clock_ahead_s"}; the
+answer is {"pid"}. A network namespace is a name or the path of its file. The children end with this process, and this
+process with the one that started it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import json
 import os
 import select
 import sys
+import time
 import traceback
+import types
 from typing import Any
 
-from services.runtime import process
+from services.runtime import clock, process
 
 PROGRAMS = ("gateway", "prefill_worker", "decode_worker")
 _CLONE_NEWNET = 0x40000000
@@ -69,6 +71,8 @@ def _run(order: dict[str, Any], parent: int) -> int:
     os.close(nothing)
     if order.get("netns"):
         _enter_netns(order["netns"])
+    if order.get("clock_ahead_s"):
+        _set_clock(order["clock_ahead_s"])
     sys.argv = [order["program"], *order["arguments"]]
     from tests.faults import faulty_worker
 
@@ -83,6 +87,20 @@ def _enter_netns(name: str) -> None:
     if ctypes.CDLL(None, use_errno=True).setns(fd, _CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "setns failed")
     os.close(fd)
+
+
+def _set_clock(ahead_s: float) -> None:
+    """Another wall clock for Python code. What waits does so by the monotonic one, which stays.
+
+    gRPC keeps the system's: it compares Python's time with that of its core.
+    """
+    real = types.SimpleNamespace(**vars(time))
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "grpc" and getattr(module, "time", None) is time:
+            module.time = real  # type: ignore[attr-defined]
+    time.time = lambda: real.time() + ahead_s
+    time.time_ns = lambda: real.time_ns() + round(ahead_s * 1e9)
+    clock.SystemClock.unix_ns = staticmethod(time.time_ns)  # type: ignore[assignment]
 
 
 def _reap() -> None:

@@ -19,6 +19,9 @@ from tests.machines import bed
 from tests.machines.network import Network, NotPermitted
 from tests.machines.scenarios import SCENARIOS, Scenario
 
+SHORT_SPECS = 16
+"""Requests of the short selection, of which each is answered three times undisturbed first."""
+
 
 def choose(patterns: list[str], *, short: bool) -> list[Scenario]:
     """Scenarios by name or pattern; none: all, or those of the short selection. Raises ValueError."""
@@ -58,9 +61,10 @@ def main() -> int:
         with Network(bed.machine_names()) as network:
             bed.become_clients(network)
             # What it imports starts threads, and those would stay on the machine on which they began.
+            from tests.faults.cases import NUM_SPECS
             from tests.machines.runner import Runner
 
-            runner = Runner(network, seed=settings.seed)
+            runner = Runner(network, seed=settings.seed, num_specs=SHORT_SPECS if settings.short else NUM_SPECS)
             try:
                 for scenario in chosen:
                     rows.append(runner.run(scenario))

@@ -12,24 +12,24 @@ from tests.faults.load import Reference, gaps_of, make_specs
 from tests.faults.report import Row
 from tests.machines import bed
 from tests.machines.network import Network
-from tests.machines.scenarios import SCENARIOS, Action, Change, Kill, Scenario, Stop
+from tests.machines.scenarios import SCENARIOS, Action, Change, Forget, Kill, Refuse, Scenario, Stop
 
 TOKENS = (32, 128)
 
 
 class Runner:
-    """Runs scenarios on one cluster; those that need links from the start get a cluster of their own."""
+    """Runs scenarios on one cluster, another one for those with TLS, and own ones for those that need them."""
 
-    def __init__(self, network: Network, *, seed: int) -> None:
+    def __init__(self, network: Network, *, seed: int, num_specs: int = NUM_SPECS) -> None:
         self._network = network
         self._options = Options(seed=seed, is_quiet=True)
-        self._specs = make_specs(random.Random(seed), NUM_SPECS, tokens=TOKENS)
+        self._specs = make_specs(random.Random(seed), num_specs, tokens=TOKENS)
         self._reference: Reference | None = None
         self._shared: bed.Bed | None = None
 
     def run(self, scenario: Scenario) -> Row:
         """One scenario. What breaks off is a row too."""
-        if self._reference is None and scenario.name != "undisturbed":
+        if self._reference is None and (scenario.needs_own_cluster or scenario.has_tls):
             self.run(SCENARIOS["undisturbed"])
         started = time.monotonic()
         try:
@@ -48,14 +48,21 @@ class Runner:
 
     async def _run(self, scenario: Scenario) -> Row:
         self._network.reset()
-        if not scenario.start and not scenario.flags:
-            if self._shared is None:
-                self._shared = bed.Bed(network=self._network, kv_pages=1024).__enter__()
+        if not scenario.needs_own_cluster:
+            if self._shared is None or self._shared.has_tls != scenario.has_tls:
+                self.close()
+                self._shared = bed.Bed(network=self._network, kv_pages=1024, has_tls=scenario.has_tls).__enter__()
             return await self._under_load(scenario, self._shared)
         self.close()  # two clusters at once would be in each other's way
         for change in scenario.start:
             self._change(change)
-        with bed.Bed(network=self._network, kv_pages=1024, flags=scenario.flags) as own:
+        with bed.Bed(
+            network=self._network,
+            kv_pages=1024,
+            flags=scenario.flags,
+            has_tls=scenario.has_tls,
+            clocks=scenario.clocks,
+        ) as own:
             started = time.monotonic()
             await own.ready()
             ready_s = time.monotonic() - started
@@ -66,6 +73,7 @@ class Runner:
 
     async def _under_load(self, scenario: Scenario, cluster: bed.Bed) -> Row:
         await cluster.ready()
+        cluster.stale |= frozenset(await cluster.active_placements())
         if scenario.quiet_s:
             await asyncio.sleep(scenario.quiet_s)
         async with under_load(
@@ -99,6 +107,8 @@ class Runner:
 
     async def _act(self, action: Action, opened: Session) -> None:
         cluster = opened.cluster
+        server = cluster.redis
+        assert isinstance(server, bed.MachineRedis)
         if isinstance(action, Change):
             self._change(action)
         elif isinstance(action, Kill):
@@ -112,6 +122,11 @@ class Runner:
                 await asyncio.sleep(action.for_s)
             finally:
                 cluster.kill(action.machine, signal.SIGCONT)
+        elif isinstance(action, Forget):
+            server.flush()
+        elif isinstance(action, Refuse):
+            with server.another_password():
+                await asyncio.sleep(action.for_s)
         else:
             cluster.kill(action.machine, signal.SIGTERM)
             await cluster.ended(action.machine)

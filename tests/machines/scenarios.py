@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.machines.bed import CLIENTS, REDIS
 from tests.machines.link import Conditions
@@ -50,7 +50,19 @@ class Replace:
     machine: str
 
 
-Action = Change | Kill | Stop | Replace
+@dataclass(frozen=True)
+class Forget:
+    """Redis loses everything."""
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Redis has another password for a while, and nobody was told."""
+
+    for_s: float
+
+
+Action = Change | Kill | Stop | Replace | Forget | Refuse
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,13 @@ class Scenario:
     short: bool = False
     """Part of the selection that runs in CI."""
     flags: dict[str, Sequence[str]] = field(default_factory=dict)
+    has_tls: bool = False
+    clocks: dict[str, float] = field(default_factory=dict)
+    """By how many seconds the wall clocks of programs are ahead."""
+
+    @property
+    def needs_own_cluster(self) -> bool:
+        return bool(self.start or self.flags or self.clocks)
 
 
 def _silent(machine: str, seconds: float, conditions: Conditions, **ways: bool) -> list[tuple[float, Action]]:
@@ -89,7 +108,7 @@ def _silent(machine: str, seconds: float, conditions: Conditions, **ways: bool) 
 def _far_redis(name: str, ms: float, *, at_start: bool) -> Scenario:
     change = Change(GATEWAYS, [REDIS], Conditions(delay_s=ms / 2000))
     if at_start:
-        return Scenario(name, start=[change], short=ms == 80)
+        return Scenario(name, start=[change])
     return Scenario(name, steps=[(0.5, change)])
 
 
@@ -100,7 +119,7 @@ def _all_links(name: str, conditions: Conditions, **more: float) -> Scenario:
 
 
 def _made() -> list[Scenario]:
-    made = [Scenario("undisturbed", short=True)]
+    made = [Scenario("undisturbed")]
     for ms in (1, 10, 24, 40, 80, 200):
         made.append(_far_redis(f"redis {ms} ms from the gateways, from the start", ms, at_start=True))
     for ms in (40, 200):
@@ -136,9 +155,18 @@ def _made() -> list[Scenario]:
                 run_s=12,
             )
         )
-    for machine in (*GATEWAYS[:1], *PREFILL[:1], *DECODE[:1]):
+    for machine in (*GATEWAYS, *WORKERS, REDIS):
         made.append(Scenario(f"kill {machine}", steps=[(1.0, Kill(machine))], run_s=10))
         made.append(Scenario(f"stop {machine} 4 s", steps=[(1.0, Stop(machine, 4.0))], run_s=12))
+    for machine in ("decode-0", REDIS):
+        silent = _silent(machine, 60.0, Conditions(is_cut=True))
+        made.append(Scenario(f"{machine} cut 60 s", steps=silent, run_s=66))
+    made.append(Scenario("redis emptied", steps=[(1.0 + n, Forget()) for n in range(6)], run_s=12))
+    made.append(Scenario("redis refuses the password 6 s", steps=[(1.0, Refuse(6.0))], run_s=14))
+    for seconds in (30.0, 3600.0):
+        ahead = {machine: seconds * (-1) ** n for n, machine in enumerate((*GATEWAYS, *WORKERS))}
+        made.append(Scenario(f"clocks {seconds:g} s ahead and behind", clocks=ahead))
+    made.append(Scenario("clocks 3600 s apart, kill decode-0", clocks=ahead, steps=[(1.0, Kill("decode-0"))], run_s=10))
     made.append(
         Scenario(
             "a firewall that forgets after 2 s",
@@ -156,7 +184,30 @@ def _made() -> list[Scenario]:
     )
     rolling = [(1.0 + 4.0 * n, Replace(machine)) for n, machine in enumerate((*WORKERS, *GATEWAYS))]
     made.append(Scenario("rolling replacement", steps=rolling, run_s=30))
+    made += _with_tls({scenario.name: scenario for scenario in made})
     return made
+
+
+def _with_tls(plain: dict[str, Scenario]) -> list[Scenario]:
+    """Some again, with mutual TLS between all machines and certificates for their names."""
+    again = (
+        "undisturbed",
+        "20 ms between all",
+        "2 % loss",
+        "decode-0 cut 2 s",
+        "prefill-0 cut 20 s",
+        "decode-0 frozen 6 s",
+        "kill decode-0",
+        "kill prefill-0",
+        "kill gateway-0",
+        "kill redis",
+        "rolling replacement",
+    )
+    made = [replace(plain[name], name=f"TLS: {name}", has_tls=True, short=False) for name in again]
+    far = replace(plain["redis 80 ms from the gateways, from the start"], has_tls=True, short=True)
+    made.append(replace(far, name="TLS: redis 80 ms far, kill decode-0", steps=[(1.0, Kill("decode-0"))]))
+    ahead = {"gateway-0": 3600.0, "prefill-0": -3600.0, "decode-1": 3600.0}
+    return [*made, Scenario("TLS: clocks 3600 s ahead and behind", clocks=ahead, has_tls=True)]
 
 
 SCENARIOS = {scenario.name: scenario for scenario in _made()}

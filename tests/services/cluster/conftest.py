@@ -7,33 +7,37 @@ from typing import Any
 import pytest
 import redis
 
-from services.cluster.embedded import EmbeddedRedis
 from services.cluster.registry import WorkerRecord, new_incarnation
 from services.cluster.store import Store
+from tests.limited_redis import GUIDE, LimitedRedis
 
 
 @pytest.fixture
-def redis_server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
+def redis_server() -> Iterator[LimitedRedis]:
+    """What the product asks of it is within the rights that the guide gives to its user."""
+    with LimitedRedis() as server:
         yield server
+        if server.is_running():
+            refused = server.refused()
+            assert not refused, f"the rights in {GUIDE} do not suffice: {refused}"
 
 
 @pytest.fixture
-def client(redis_server: EmbeddedRedis) -> Iterator["redis.Redis"]:
-    """A plain client, to look at keys and to spoil them."""
-    with redis.Redis.from_url(redis_server.url) as opened:
+def client(redis_server: LimitedRedis) -> Iterator["redis.Redis"]:
+    """A client that may do everything, to look at keys and to spoil them."""
+    with redis.Redis.from_url(redis_server.admin_url) as opened:
         yield opened
 
 
 @pytest.fixture
-async def store(redis_server: EmbeddedRedis) -> AsyncIterator[Store]:
+async def store(redis_server: LimitedRedis) -> AsyncIterator[Store]:
     opened = Store(redis_server.url, cluster="test")
     yield opened
     await opened.close()
 
 
 @pytest.fixture
-async def patient_store(redis_server: EmbeddedRedis) -> AsyncIterator[Store]:
+async def patient_store(redis_server: LimitedRedis) -> AsyncIterator[Store]:
     """Waits longer than in production, for tests that a busy machine must not disturb."""
     opened = Store(redis_server.url, cluster="test", timeout_s=2.0)
     yield opened

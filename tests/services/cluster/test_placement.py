@@ -27,11 +27,11 @@ from services.cluster.placement import (
     can_move,
     can_reach,
 )
-from services.cluster.store import Script, Store
+from services.cluster.store import Store
 from services.runtime.errors import StoreUnavailable
+from tests.limited_redis import LimitedRedis
 
 GATEWAY, OTHER = "a" * 32, "b" * 32
-FLUSH = Script("return redis.call('FLUSHALL')")
 HAPPY = [State.QUEUED, State.ADMITTED, State.PREFILLING, State.TRANSFERRING, State.DECODING, State.FINISHED]
 
 
@@ -94,14 +94,19 @@ updates = st.builds(
 )
 
 
+def forget_everything(server: LimitedRedis) -> None:
+    with redis.Redis.from_url(server.admin_url) as admin:
+        admin.flushall()
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=st.lists(st.lists(updates, max_size=6), max_size=6))
-def test_redis_and_the_rule_agree(batches: list[list[Placement]], redis_server: EmbeddedRedis) -> None:
+def test_redis_and_the_rule_agree(batches: list[list[Placement]], redis_server: LimitedRedis) -> None:
     """Any writes in any order, many at once: Redis takes and refuses exactly what `accepts` says."""
 
     async def run() -> None:
         store = Store(redis_server.url, cluster="test", timeout_s=5)
-        await store.run(FLUSH, (), ())
+        forget_everything(redis_server)
         placements, model = PlacementStore(store), {}
         for batch in batches:
             expected = []
@@ -138,14 +143,14 @@ def test_no_write_ever_goes_back_in_attempts_or_states(first: Placement, writes:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_written_behind_or_not_the_last_state_is_the_same(data: st.DataObject, redis_server: EmbeddedRedis) -> None:
+def test_written_behind_or_not_the_last_state_is_the_same(data: st.DataObject, redis_server: LimitedRedis) -> None:
     """Legal lives of requests, one after the other under one id, posted with random pauses and lost answers."""
     lives = data.draw(st.lists(st.lists(st.sampled_from(["next", "fail_over", "cancel"]), max_size=8), max_size=4))
     flushes = data.draw(st.lists(st.sampled_from(["no", "yes", "answer_lost", "store_away"]), min_size=40, max_size=40))
 
     async def run() -> None:
         store = Store(redis_server.url, cluster="test", timeout_s=5)
-        await store.run(FLUSH, (), ())
+        forget_everything(redis_server)
         placements = Unreliable(store)
         fenced: list[Placement] = []
         writer = PlacementWriter(placements, on_fenced=fenced.append)

@@ -13,10 +13,12 @@ import redis
 
 from services.cluster.embedded import EmbeddedRedis
 from services.cluster.keys import Keys
+from services.cluster.redis_url import check_url
 from services.cluster.registry import watch_workers
-from services.cluster.store import PATIENT_TIMEOUT_S, Breaker, Script, Store, check_url
+from services.cluster.store import PATIENT_TIMEOUT_S, Breaker, Script, Store
 from services.runtime.clock import ManualClock
 from services.runtime.errors import ConfigError, StoreUnavailable
+from tests.limited_redis import LimitedRedis
 
 ECHO = Script("return ARGV[1]")
 
@@ -62,14 +64,14 @@ async def test_a_late_failure_of_an_old_call_does_not_end_a_probe() -> None:
     assert not breaker.try_begin()
 
 
-async def test_scripts_answer_and_survive_a_restart_and_a_flush(store: Store, redis_server: EmbeddedRedis) -> None:
+async def test_scripts_answer_and_survive_a_restart_and_a_flush(store: Store, redis_server: LimitedRedis) -> None:
     assert await store.run(ECHO, (), ("x",)) == b"x"
     redis_server.kill()
     await fails(store)
     redis_server.start()
     await asyncio.sleep(1.01)
     assert await store.run(ECHO, (), ("y",)) == b"y"
-    with redis.Redis.from_url(redis_server.url) as client:
+    with redis.Redis.from_url(redis_server.admin_url) as client:
         client.script_flush()
     assert await store.run(ECHO, (), ("z",)) == b"z"
 
@@ -205,7 +207,7 @@ def test_bad_urls_and_names_are_settings_errors() -> None:
 async def test_connections_that_do_not_say_in_time_that_they_are_closed_are_closed(store: Store) -> None:
     assert await store.run(ECHO, (), ("x",)) == b"x"
     async with contextlib.aclosing(store.subscriber()) as subscription:
-        await subscription.subscribe("channel")
+        await subscription.subscribe(store.keys.workers_changed)
     pools = store._client.connection_pool, store._patient_client.connection_pool
     connections = [connection for pool in pools for connection in pool._available_connections]
     assert len(connections) == 2

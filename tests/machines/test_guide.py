@@ -1,0 +1,37 @@
+"""The guide to several machines, followed word by word: what it starts answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.faults.harness import REPOSITORY
+from tests.machines.guide import GUIDE, blocks, machines_of
+
+TIMEOUT_S = 240
+UNITS = REPOSITORY / "docs" / "systemd"
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_the_commands_of_the_page_make_a_cluster_that_answers() -> None:
+    command = [sys.executable, "-m", "tests.machines.guide"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.stdout.startswith("skipped:"):
+        pytest.skip(done.stdout.removeprefix("skipped:").strip())
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["model"] == "tandem-demo"
+    assert answer["usage"]["completion_tokens"] == 20
+    assert re.search(r"prefill-0 +prefill +ready", done.stdout), done.stdout
+    assert re.search(r"decode-0 +decode +ready", done.stdout), done.stdout
+
+
+def test_the_page_comes_to_every_machine_and_to_every_unit() -> None:
+    page = blocks(GUIDE.read_text())
+    assert machines_of(page) == ["admin", "redis", "prefill-0", "decode-0", "gateway-0"]
+    enabled = {word for block in page for word in re.findall(r"enable --now (\S+)", block.commands)}
+    assert {f"{name}.service" for name in enabled} == {unit.name for unit in UNITS.iterdir()}
