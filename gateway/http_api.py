@@ -514,6 +514,7 @@ class HttpApi:
             "owned_by": "tandem",
             "root": model.name,
             "max_model_len": self._requests.limits(model).context_length_tokens,
+            "sampling_defaults": model.sampling_defaults,
         }
 
     async def _show_no_response(self, request: Request) -> Response:

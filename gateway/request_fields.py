@@ -34,6 +34,7 @@ from gateway.validation import (
     MAX_TOKENS_EVER,
     SERVICE_CLASSES,
 )
+from services.structured.grammar_text import MAX_CHOICES as MAX_CHOICE_TEXTS
 from services.structured.lark import MAX_CALLS
 
 Schema = dict[str, Any]
@@ -191,7 +192,27 @@ _TOOL_CHOICE: Schema = {
 }
 _RESPONSE_FORMAT: Schema = {
     "anyOf": [
-        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+        {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "json_object"}, "schema": {"type": ["object", "null"]}},
+            "required": ["type"],
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
+            "required": ["type", "schema"],
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"const": "regex"}, "pattern": {"type": "string"}},
+            "required": ["type", "pattern"],
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"const": "grammar"}, "grammar": {"type": "string"}},
+            "required": ["type", "grammar"],
+        },
         {
             "type": "object",
             "properties": {
@@ -303,6 +324,52 @@ FIELDS: Mapping[str, Field] = {
         f"The form of the answer. A schema has at most {MAX_SCHEMA_BYTES} bytes and {MAX_SCHEMA_DEPTH} levels.",
         _RESPONSE_FORMAT,
     ),
+    **{
+        name: _bounded(f"{whose} name of `max_tokens`{unless}.", least, MAX_TOKENS_EVER)
+        for name, whose, least, unless in (
+            ("max_new_tokens", "SGLang's", 1, ""),
+            ("max_tokens_to_sample", "An older", 1, ""),
+            ("n_predict", "llama.cpp's", -2, "; below 0: what fits into the context"),
+            ("num_predict", "Ollama's", -2, "; below 0: what fits into the context"),
+        )
+    },
+    "min_new_tokens": _bounded("SGLang's name of `min_tokens`.", 0, MAX_TOKENS_EVER),
+    "repeat_penalty": Field(
+        "llama.cpp's name of `repetition_penalty`.", {"exclusiveMinimum": 0, "maximum": MAX_REPETITION_PENALTY}
+    ),
+    "stop_sequences": Field("Anthropic's name of `stop`.", {"items": _STOP_TEXT, "maxItems": MAX_STOP_TEXTS}),
+    "regex": Field("The answer matches this regular expression as a whole.", {"minLength": 1}),
+    "grammar": Field(
+        "The answer keeps to this grammar, in llguidance's form of Lark, or in that of llama.cpp and XGrammar, whose "
+        "rules have `::=`."
+    ),
+    "ebnf": Field("SGLang's name of `grammar`."),
+    "json_schema": Field("The answer keeps to this JSON schema: an object, or the text of one."),
+    "structured_outputs": Field(
+        "vLLM's object with one of `json`, `json_object`, `regex`, `choice`, `grammar`.",
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {
+                        "json": {"type": ["object", "string", "null"]},
+                        "json_object": {"type": ["boolean", "null"]},
+                        "regex": {"type": ["string", "null"]},
+                        "choice": {"type": ["array", "null"], "items": {"type": "string"}},
+                        "grammar": {"type": ["string", "null"]},
+                    },
+                },
+                {"type": "null"},
+            ]
+        },
+    ),
+    "guided_json": Field("vLLM's older name of `json_schema`."),
+    "guided_regex": Field("vLLM's older name of `regex`.", {"minLength": 1}),
+    "guided_choice": Field(
+        "The answer is one of these texts.",
+        {"items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICE_TEXTS},
+    ),
+    "guided_grammar": Field("vLLM's older name of `grammar`."),
     "logprobs": _flag("Log-probabilities of the answer's tokens."),
     "CompletionRequest.logprobs": _bounded(
         "Log-probabilities of this many likeliest tokens besides the chosen one.", 0, MAX_LOGPROBS

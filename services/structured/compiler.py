@@ -9,11 +9,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import Overloaded
 from services.structured.grammar import Grammars, GrammarState, TooComplex, check_form
+from services.structured.grammar_text import lark_of
 
 NUM_THREADS = 2
 CHECK_TIMEOUT_S = 0.5
@@ -40,6 +41,7 @@ class FormChecks:
         self._timeout_s = timeout_s
         self._threads = _Threads("schema-check")
         self._good: OrderedDict[AnswerForm, None] = OrderedDict()
+        self._written: OrderedDict[str, str] = OrderedDict()
         self._num_waiting = 0
 
     async def check(self, form: AnswerForm) -> None:
@@ -52,19 +54,34 @@ class FormChecks:
         if form in self._good:
             self._good.move_to_end(form)
             return
-        if self._num_waiting >= MAX_WAITING_CHECKS:
-            raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s)
-        self._num_waiting += 1
-        try:
-            await self._run(form)
-        finally:
-            self._num_waiting -= 1
+        await self._run_in_turn(lambda: self._check(form))
         self._good[form] = None
         if len(self._good) > MAX_KNOWN_FORMS:
             self._good.popitem(last=False)
 
-    async def _run(self, form: AnswerForm) -> None:
-        check = _Check(self._check, form)
+    async def written(self, asked: str) -> str:
+        """As `services.structured.grammar_text.lark_of`, beside the event loop; raises what `check` does too."""
+        if not asked.startswith("%"):
+            return asked
+        known = self._written.get(asked)
+        if known is None:
+            known = self._written[asked] = await self._run_in_turn(lambda: lark_of(asked))
+            if len(self._written) > MAX_KNOWN_FORMS:
+                self._written.popitem(last=False)
+        self._written.move_to_end(asked)
+        return known
+
+    async def _run_in_turn(self, work: Callable[[], T]) -> T:
+        if self._num_waiting >= MAX_WAITING_CHECKS:
+            raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s)
+        self._num_waiting += 1
+        try:
+            return await self._run(work)
+        finally:
+            self._num_waiting -= 1
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        check = _Check(work)
         checking = asyncio.wrap_future(self._threads.submit(check))
         try:
             await asyncio.wait((checking,), timeout=self._timeout_s)
@@ -78,27 +95,26 @@ class FormChecks:
                 if time.monotonic() > give_up_s:
                     raise Overloaded("this machine is too busy to check schemas", retry_after_s=self._timeout_s)
                 await asyncio.wait((checking,), timeout=max(left_s, _LOOK_AGAIN_S))
-            checking.result()
+            return checking.result()
         finally:
             # A thread cannot be interrupted: what has begun goes on to its own limits, and nobody waits. What has not
             # is taken back, also where the caller leaves.
             checking.cancel()
 
 
-class _Check:
+class _Check(Generic[T]):
     """One check, for a thread to run, and how long it has had a core."""
 
-    def __init__(self, check: Callable[[AnswerForm], None], form: AnswerForm) -> None:
-        self._check = check
-        self._form = form
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
         self._clock = time.CLOCK_MONOTONIC
         self._begun_s: float | None = None
 
-    def __call__(self) -> None:
+    def __call__(self) -> T:
         if hasattr(time, "pthread_getcpuclockid"):  # not everywhere
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._begun_s = time.clock_gettime(self._clock)
-        self._check(self._form)
+        return self._work()
 
     @property
     def has_begun(self) -> bool:

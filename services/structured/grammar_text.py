@@ -1,4 +1,4 @@
-"""What clients write instead of a JSON schema: a regular expression, choices, a grammar. Checked, and as one kind of text.
+"""What clients write instead of a JSON schema: regular expressions, choices, grammars. Checked, as one kind of text.
 
 That text is a grammar in the grammar library's own language (`services.structured.lark`) whose rules' names begin with
 `u_` or `U_`, so that it can stand beside rules of ours. It travels where a schema does, marked by its first line, which
@@ -16,11 +16,15 @@ from services.structured.keywords import first_mistake
 
 MARK = "%lark\n"
 """The first line of a grammar where a schema could stand."""
+REGEX, CHOICES, GRAMMAR = "%regex\n", "%choices\n", "%grammar\n"
+"""First lines of what clients wrote, until it is a grammar."""
 MAX_CHOICES = 2000
 MAX_NESTING = 500
 """The sum, over all rules, of one and the parentheses within one another: the library recurses so deep at most. It ends
 the process where it recurses too deep; 2000 rules in a row were not too many."""
 MAX_SCHEMA_DEPTH = 64
+MAX_ATTRIBUTE_TOKENS = 32
+"""Of a rule, between its name and its colon."""
 MAX_SHOWN_CHARS = 40
 
 OWN_START = "u_start"
@@ -36,6 +40,18 @@ _TOKEN = re.compile(
 _ATTRIBUTES = frozenset({"capture", "lazy", "max_tokens", "stop", "suffix"})
 _UNICODE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\.", re.DOTALL)
 _DECODER = json.JSONDecoder()
+
+
+def lark_of(asked: str) -> str:
+    """The grammar that a text asks for, whose first line is REGEX, CHOICES or GRAMMAR; any other text stays as it is.
+
+    Raises InvalidRequest that says what is wrong or not supported. Takes up to half a second.
+    """
+    if asked.startswith(REGEX):
+        return lark_of_regex(asked.removeprefix(REGEX))
+    if asked.startswith(CHOICES):
+        return lark_of_choices(json.loads(asked.removeprefix(CHOICES)))
+    return lark_of_grammar(asked.removeprefix(GRAMMAR)) if asked.startswith(GRAMMAR) else asked
 
 
 def lark_of_regex(pattern: str) -> str:
@@ -76,9 +92,8 @@ def rules_in(form_text: str, options: Mapping[str, Any]) -> str:
 
 def _for_literal(pattern: str) -> str:
     """A regular expression as it stands between slashes."""
-    escaped = re.sub(
-        r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern, flags=re.DOTALL
-    )
+    plain = {"/": r"\/", "\n": r"\n"}
+    escaped = re.sub(r"\\.|/|\n", lambda found: plain.get(found[0], found[0]), pattern, flags=re.DOTALL)
     return escaped.replace("\\\n", r"\n").replace("\r", r"\r")
 
 
@@ -108,7 +123,7 @@ def _lark_of_ebnf(text: str) -> str:
 
 
 class _Reader:
-    """Reads a grammar once, as tokens. With `options` it is one that was written here, whose names are changed already."""
+    """Reads a grammar once, as tokens. With `options` it was written here: its names are changed already."""
 
     def __init__(self, text: str, *, options: Mapping[str, Any] | None = None) -> None:
         self._tokens = list(_tokens(text))
@@ -171,7 +186,8 @@ class _Reader:
         """Whether the name before this position is that of a rule which is defined here."""
         position = self._after_space(position)
         if self._is_mark(position, "["):
-            while position < len(self._tokens) and not self._is_mark(position, "]"):
+            most = min(len(self._tokens), position + MAX_ATTRIBUTE_TOKENS)
+            while position < most and not self._is_mark(position, "]"):
                 position += 1
             position = self._after_space(position + 1)
         if self._is_mark(position, ".") and position + 1 < len(self._tokens):

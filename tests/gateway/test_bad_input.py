@@ -122,7 +122,7 @@ BAD_VALUES = {
     "stop_token_ids": [[-1], [10**6], [1.0], [True], ["1"], [0] * 129],
     "typical_p": [0, -1, 0.5, "x"],
     "guided_grammar": ['root ::= root "a"', "(" * 1000],
-    "guided_regex": ["(a+)+$"],
+    "guided_regex": [5, {}],
     "suffix": ["b"],
     "logit_bias": [
         {"1": 1e308},

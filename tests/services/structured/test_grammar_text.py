@@ -1,4 +1,4 @@
-"""Regular expressions, choices and grammars of clients: what they allow, what is refused, and what none of them can do."""
+"""Regular expressions, choices and grammars of clients: what they allow, what is refused, what none of them can do."""
 
 import json
 import subprocess
@@ -28,7 +28,10 @@ NUMBER: INT
 %ignore / +/
 """
 CHESS = 'root ::= "1. " move " " move "\\n"\nmove ::= [a-h] [1-8] | "O-O" "-O"?\n'
-JSON_INSIDE = 'start: "answer: " value\nvalue: %json {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+INSIDE = (
+    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+)
+JSON_INSIDE = f'start: "answer: " value\nvalue: %json {INSIDE}'
 
 
 def accepts(grammars, tokenizer, form, text):
