@@ -224,6 +224,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 Body = TypeVar("Body", bound=RequestBody)
+Value = TypeVar("Value")
 Members = TypeVar("Members", bound=msgspec.Struct)
 
 
@@ -798,7 +799,7 @@ def _agreed_max_tokens(request: RequestBody, *names: str) -> int | None:
     return _agreed(given)
 
 
-def _agreed(given: Mapping[str, Any]) -> Any:
+def _agreed(given: Mapping[str, Value]) -> Value | None:
     """The value of members that mean the same; None where there are none. Raises InvalidRequest where two differ."""
     if not given:
         return None

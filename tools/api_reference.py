@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def page(text: str) -> str:
 
 
 def _table(kind: str, *names: str) -> list[str]:
-    makers = {
+    makers: dict[str, Callable[..., list[str]]] = {
         "routes": _routes,
         "fields": _fields,
         "headers": _headers,

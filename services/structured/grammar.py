@@ -290,9 +290,12 @@ def _compiled(tokenizer: LLTokenizer, form: AnswerForm, mark_token_ids: Mapping[
 def _limits(*, is_grammar: bool) -> LLParserLimits:
     from llguidance import LLParserLimits
 
-    items = {"step_max_items": STEP_MAX_ITEMS, "max_items_in_row": MAX_ITEMS_IN_ROW} if is_grammar else {}
     return LLParserLimits(
-        initial_lexer_fuel=INITIAL_LEXER_FUEL, step_lexer_fuel=STEP_LEXER_FUEL, verbose_errors=False, **items
+        initial_lexer_fuel=INITIAL_LEXER_FUEL,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        step_max_items=STEP_MAX_ITEMS if is_grammar else None,
+        max_items_in_row=MAX_ITEMS_IN_ROW if is_grammar else None,
+        verbose_errors=False,
     )
 
 

@@ -275,7 +275,8 @@ def _depth_of_regex(literal: str) -> int:
 
 
 def _schema_text(schema: Mapping[str, Any]) -> str:
-    depth, level = 0, [schema]
+    depth = 0
+    level: list[Any] = [schema]
     while level:
         depth += 1
         if depth > MAX_SCHEMA_DEPTH:
