@@ -22,7 +22,7 @@ from gateway.openai_types import ChatRequest, parse
 from gateway.openapi import document
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import AnswerParser, Arguments, Content, Reasoning
-from gateway.tool_requests import encode_conversation
+from gateway.tool_requests import check_conversation, closed_objects, encode_conversation
 from protos import inference_pb2, worker_pb2
 from services.runtime import status
 from services.runtime.answer_form import AnswerForm, CalledFunction, ToolCalls, ToolFormat, read_form
@@ -986,6 +986,39 @@ async def test_the_official_client_parses_strict_calls(serve, choice):
     assert attempt.spec.tool_calls.is_optional == (choice == "auto")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_chars", [1, 12, 33])
+async def test_what_is_left_of_a_forced_call_is_no_content(serve, folder_of, stream, num_chars):
+    text = '<tool_call>\n{"name": "weather", '[:num_chars]
+    system = await serve("hermes", text, ends=False)
+    max_tokens = len(folder_of("hermes")[1].encode(text, add_special_tokens=False).ids)
+    response = await ask(system, tool_choice="required", stream=stream, max_tokens=max_tokens)
+    chunks = [event for event, *_ in events_of(response) if event != "[DONE]"] if stream else []
+    made = put_together(chunks) if stream else taken_apart(response.json())
+    assert (made["content"] or "", made["calls"], made["finish_reason"]) == ("", {}, "length")
+    free = await ask(system, tool_choice="auto", max_tokens=max_tokens)
+    assert taken_apart(free.json())["content"]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ('{"city": "Kö', {"city": "Kö"}),
+        ('{"city": "K\\', {}),
+        ('{"city"', {}),
+        ("{", {}),
+        ('{"city": "Köln", "days": [1, {"a": tr', {"city": "Köln", "days": [1, {}]}),
+        ('{"city": "Köln", "da', {"city": "Köln"}),
+        ('{"a": -', {}),
+    ],
+)
+def test_our_own_half_written_arguments_are_taken_back(written, meant):
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": written}}
+    conversation = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    checked = check_conversation(conversation, max_chars=1000)
+    assert checked[1]["tool_calls"][0]["function"]["arguments"] == meant
+
+
 async def test_a_forced_call_that_is_cut_off(serve, folder_of):
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Kx'
     system = await serve("hermes", text, ends=False)
@@ -994,3 +1027,38 @@ async def test_a_forced_call_that_is_cut_off(serve, folder_of):
     made = taken_apart(response.json())
     assert [call[1:] for call in made["calls"].values()] == [["weather", '{"city": "K']]
     assert made["finish_reason"] == "length"
+
+
+OPEN = {"properties": {"a": {}}}
+CLOSED = {**OPEN, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed"),
+    [
+        (OPEN, CLOSED),
+        ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
+        ({"type": "object"}, {"type": "object"}),
+        ({**OPEN, "additionalProperties": True}, {**OPEN, "additionalProperties": True}),
+        ({**OPEN, "additionalProperties": OPEN}, {**OPEN, "additionalProperties": CLOSED}),
+        ({"items": OPEN}, {"items": CLOSED}),
+        ({"$defs": {"x": OPEN}, "$ref": "#/$defs/x"}, {"$defs": {"x": CLOSED}, "$ref": "#/$defs/x"}),
+        ({"anyOf": [OPEN, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        ({**OPEN, "anyOf": [OPEN]}, {**OPEN, "anyOf": [OPEN]}),
+        ({"properties": {"a": {"allOf": [OPEN, OPEN]}}}, {"properties": {"a": {"allOf": [OPEN, OPEN]}}}),
+        ({"default": OPEN, "enum": [OPEN]}, {"default": OPEN, "enum": [OPEN]}),
+    ],
+)
+def test_objects_that_name_properties_take_no_others(schema, closed):
+    before = json.dumps(schema)
+    assert closed_objects(schema) == closed
+    assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}])
+async def test_a_forced_call_of_a_function_without_parameters_invents_none(serve, parameters):
+    system = await serve("hermes", '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
+    tool = {"type": "function", "function": {"name": "clock", "parameters": parameters}}
+    await ask(system, tools=[tool], tool_choice="required")
+    (function,) = system.workers["decode-0"].attempts[-1].spec.tool_calls.functions
+    assert json.loads(function.parameters) == {"type": "object", "properties": {}, "additionalProperties": False}
