@@ -366,7 +366,12 @@ class Acceptance:
         if call.messages is not None:
             prompts: list[Sequence[int]] = [
                 await encode_conversation(
-                    model.tokenizer, call.messages, call.tools, max_chars=max_chars, tenant=call.tenant
+                    model.tokenizer,
+                    call.messages,
+                    call.tools,
+                    max_chars=max_chars,
+                    more=call.template_words,
+                    tenant=call.tenant,
                 )
             ]
         else:

@@ -19,6 +19,7 @@ from gateway.calls import Call, Delta, Usage
 from gateway.catalog import ServedModel
 from gateway.response_format import form_in
 from gateway.sessions import TokenLogprobs
+from gateway.template_words import template_words_in
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning
 from gateway.tool_requests import forced_names, is_named, offered_tools, strict_names
@@ -40,6 +41,9 @@ from services.runtime.errors import InvalidRequest
 DEFAULT_COMPLETION_TOKENS = 16
 """What the completions API generates when max_tokens is absent, as OpenAI's does."""
 
+LEAST_TOP_P = 1e-6
+"""What 0 stands for: the likeliest token alone is kept."""
+
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
 """What may be asked for; what is served is always `default`."""
 
@@ -54,6 +58,12 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class EffortOption(msgspec.Struct, kw_only=True):
+    """`reasoning` of a chat request."""
+
+    effort: str | None = None
 
 
 class _AbstractStruct(msgspec.StructMeta, ABCMeta):
@@ -170,6 +180,11 @@ class ChatRequest(_ChoicesRequest, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning: EffortOption | None = None
+    verbosity: str | None = None
 
     def call(self) -> Call:
         """The call it asks for. Raises InvalidRequest."""
@@ -177,12 +192,15 @@ class ChatRequest(_ChoicesRequest, kw_only=True):
             raise InvalidRequest("messages is missing", field="messages", code="missing_required_parameter")
         max_tokens = _agreed_max_tokens(self, "max_tokens", "max_completion_tokens")
         tools = offered_tools(self.tools, self.tool_choice)
+        words, fields = self._template_words()
         sampling = _sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs())
         return Call(
             operation="chat",
             model=self.model,
             messages=self.messages,
             tools=tools,
+            template_words=words,
+            template_fields=fields,
             must_call=forced_names(tools, self.tool_choice),
             strict_tools=strict_names(self.tools) if tools else frozenset(),
             parallel_tool_calls=self.parallel_tool_calls is not False and not is_named(self.tool_choice),
@@ -196,6 +214,23 @@ class ChatRequest(_ChoicesRequest, kw_only=True):
             allow_fallback=self.allow_fallback,
             prompt_field="messages",
         )
+
+    def _template_words(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """What the chat template is told, where it knows the name, and which member says it. Raises InvalidRequest."""
+        words = template_words_in(self.chat_template_kwargs or {}, "chat_template_kwargs")
+        fields = {name: f"chat_template_kwargs.{name}" for name in words}
+        for name, field, value, asks_nothing in (
+            ("enable_thinking", "enable_thinking", self.enable_thinking, None),
+            ("reasoning_effort", "reasoning_effort", self.reasoning_effort, "none"),
+            ("reasoning_effort", "reasoning.effort", self.reasoning and self.reasoning.effort, "none"),
+            ("verbosity", "verbosity", self.verbosity, "medium"),
+        ):
+            if value is not None and value != asks_nothing:
+                checked = template_words_in({name: value}, field)
+                if words.setdefault(name, value) != checked[name]:
+                    raise InvalidRequest(f"{field} is said twice, and differs", field=field, code="invalid_value")
+                fields.setdefault(name, field)
+        return words, fields
 
     def _num_logprobs(self) -> int | None:
         if self.top_logprobs is None:
@@ -823,7 +858,8 @@ def _add_others_words(given: dict[str, Any], request: RequestBody) -> None:
 
 
 def _stop_texts(request: RequestBody) -> Sequence[str]:
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop
+    # An empty text asks for nothing, as elsewhere.
+    stop = [request.stop] if isinstance(request.stop, str) and request.stop else request.stop or None
     asked = {"stop": stop, "stop_sequences": request.stop_sequences}
     return _agreed({name: texts for name, texts in asked.items() if texts is not None}) or ()
 
@@ -831,6 +867,8 @@ def _stop_texts(request: RequestBody) -> Sequence[str]:
 def _sampling(request: _ChoicesRequest, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
     _add_others_words(given, request)
+    if request.top_p == 0:
+        given["top_p"] = LEAST_TOP_P
     schema, form_field = form_in({name: getattr(request, name) for name in _FORM_WORDS})
     if request.prompt_logprobs is not None:
         _check_whole(request, "prompt_logprobs", field="prompt_logprobs")

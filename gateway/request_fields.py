@@ -10,6 +10,7 @@ from typing import Any
 from gateway.batch_rows import ENDPOINTS as BATCH_ENDPOINTS
 from gateway.openai_types import DEFAULT_COMPLETION_TOKENS, SERVICE_TIERS
 from gateway.responses_types import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
+from gateway.template_words import MAX_WORDS as MAX_TEMPLATE_WORDS
 from gateway.tool_requests import MAX_TOOL_DEPTH, MAX_TOOLS
 from gateway.validation import (
     DEFAULT_SERVICE_CLASS,
@@ -258,8 +259,8 @@ FIELDS: Mapping[str, Field] = {
     "min_tokens": _bounded("No stop before this many tokens; at most `max_tokens`.", 0, MAX_TOKENS_EVER, 0),
     "temperature": _bounded("Below 0.00001 the likeliest token is taken.", 0, MAX_TEMPERATURE, 1),
     "top_p": Field(
-        "The smallest set of likeliest tokens whose probabilities reach this is kept.",
-        {"exclusiveMinimum": 0, "maximum": 1, "default": 1},
+        "The smallest set of likeliest tokens whose probabilities reach this is kept; 0: the likeliest alone.",
+        {"minimum": 0, "maximum": 1, "default": 1},
     ),
     "top_k": _bounded("Only the k likeliest tokens are kept; 0 and -1: all.", -1, MAX_TOKENS_EVER, 0),
     "min_p": _bounded("Tokens less likely than this times the likeliest are dropped.", 0, 1, 0),
@@ -269,7 +270,7 @@ FIELDS: Mapping[str, Field] = {
         f"Generation ends before the first of these texts, each of at most {MAX_STOP_TEXT_BYTES} bytes.",
         {
             "anyOf": [
-                _STOP_TEXT,
+                {"type": "string", "maxLength": MAX_STOP_TEXT_BYTES},
                 {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_TEXTS},
                 {"type": "null"},
             ]
@@ -389,6 +390,16 @@ FIELDS: Mapping[str, Field] = {
         _TOOL_CHOICE,
     ),
     "parallel_tool_calls": _flag("False: one call, or with `auto` the first of an answer.", default=True),
+    "chat_template_kwargs": Field(
+        "Told to the chat template, such as `enable_thinking`: short texts, numbers, flags. Those that it has no "
+        "name for are ignored by name.",
+        {"maxProperties": MAX_TEMPLATE_WORDS},
+    ),
+    "enable_thinking": Field("As in `chat_template_kwargs`."),
+    "ChatRequest.reasoning_effort": Field("As in `chat_template_kwargs`; `none` asks for nothing."),
+    "ChatRequest.reasoning": Field("`effort` is `reasoning_effort`."),
+    "effort": Field("`reasoning_effort`."),
+    "verbosity": Field("As in `chat_template_kwargs`; `medium` asks for nothing."),
     "TokenizeRequest.prompt": Field("A text. Either this or `messages`."),
     "TokenizeRequest.messages": Field(
         "A conversation.", {"items": _ref("Message"), "minItems": 1, "maxItems": MAX_MESSAGES}
@@ -406,8 +417,8 @@ FIELDS: Mapping[str, Field] = {
     "instructions": Field("A system message before the input."),
     "max_output_tokens": _bounded(_MAX_TOKENS + "Absent: what fits into the context.", 1, MAX_TOKENS_EVER),
     "max_tool_calls": Field("Of tools that run on a server, of which there are none."),
-    "text": Field("`format` is the form of the answer, as `response_format` of chats; no verbosity."),
-    "reasoning": Field("How much a model reasons cannot be chosen: only an absent effort, or `none`."),
+    "text": Field("`format` is the form of the answer, as `response_format` of chats; `verbosity` as of chats."),
+    "reasoning": Field("`effort` is told to the chat template as `reasoning_effort`, where it knows that."),
     "include": Field("`message.output_text.logprobs`, `reasoning.encrypted_content`."),
     "metadata": Field("Given back.", _METADATA),
     "store": Field("Nothing is stored, whatever it says."),

@@ -168,9 +168,13 @@ async def encode_conversation(
     tools: Sequence[Mapping[str, Any]] | None,
     *,
     max_chars: int,
+    more: Mapping[str, Any] | None = None,
     tenant: str = "",
 ) -> list[int]:
-    """Token ids of a conversation that is checked first. Raises InvalidRequest, also for a model that has no tools."""
+    """Token ids of a conversation that is checked first; `more` is told to the chat template.
+
+    Raises InvalidRequest, also for a model that has no tools.
+    """
     checked = check_conversation(messages, tools, max_chars=max_chars)
     has_calls = any("tool_calls" in message for message in checked)
     if (tools or has_calls) and tokenizer.tool_format is None:
@@ -179,7 +183,7 @@ async def encode_conversation(
             field="tools" if tools else "messages",
             code="unsupported_parameter",
         )
-    return await tokenizer.encode_chat(checked, tools, tenant=tenant)
+    return await tokenizer.encode_chat(checked, tools, more=more or {}, tenant=tenant)
 
 
 def _checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ MAX_CHOICES = 16
 """Answers to one prompt."""
 MAX_SEQUENCES = 128
 """Answers of one call: prompts times choices."""
-MAX_STOP_TEXTS = 4
+MAX_STOP_TEXTS = 16
 MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
@@ -180,7 +180,8 @@ def complete_sampling(
         top_k=0 if top_k >= limits.vocab_size else max(top_k, 0),
         min_p=0.0 if asked.min_p is None else asked.min_p,
         seed=seed,
-        stop=tuple(asked.stop),
+        # Calls that must be made are no text that could hold one.
+        stop=() if form is not None and form.is_calls_only else tuple(asked.stop),
         stop_token_ids=tuple(asked.stop_token_ids),
         ignore_eos=asked.ignore_eos,
         presence_penalty=asked.presence_penalty,
@@ -215,7 +216,7 @@ def check_with_form(
 ) -> None:
     """An answer that must have a form ends where the form does, and nowhere else. `field_name` asks for the form.
 
-    One that `may_be_text` may end at a stop text, as every text.
+    One that `may_be_text` may end there as every text.
     """
     if num_schema_bytes > MAX_SCHEMA_BYTES:
         asked_by = "response_format" if field_name in ("tools", "tool_choice") else field_name
@@ -223,8 +224,8 @@ def check_with_form(
             f"the schemas of {asked_by} and of tools must have at most {MAX_SCHEMA_BYTES} bytes together",
             field=field_name,
         )
-    for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids"):
-        if getattr(asked, name) and not (may_be_text and name == "stop"):
+    for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
+        if getattr(asked, name):
             what = "strict tools" if may_be_text else f"this {field_name}"
             raise InvalidRequest(
                 f"{prefix}{name} cannot be used with {what}: the answer ends where its JSON does",

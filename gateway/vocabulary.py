@@ -37,7 +37,7 @@ Word = Refused | Harmless
 _NO_TOKENS = "tokens cannot be named by their text or be left out; use logit_bias"
 _NO_SAMPLER = "this server has no such sampler; use temperature, top_k, top_p or min_p"
 _NO_LORA = "adapters are not chosen by requests; name a model of /v1/models"
-_NO_THINKING = "how much a model reasons cannot be chosen here"
+_NO_THINKING = "use reasoning_effort, or enable_thinking in chat_template_kwargs, where the model's template knows them"
 _AS_IS = "reasoning comes apart from the answer, as reasoning_content"
 _USE_FORMAT = "use response_format"
 _TOKENIZE = "use /tokenize"
@@ -57,13 +57,13 @@ _BODY: Mapping[str, Word] = {
     "prediction": Refused("this server predicts by itself"),
     "prompt_cache_options": Harmless("prompts are cached whatever it says"),
     "prompt_cache_retention": Harmless("prompts are cached while there is room"),
-    "reasoning_effort": Refused(_NO_THINKING, ("none",)),
+    "reasoning_effort": Refused("use /v1/chat/completions", ("none",)),
     "safety_identifier": Harmless("nobody is told of it"),
     "store": Harmless("nothing is stored"),
     "suffix": Refused("this server goes on with texts and does not fill gaps", ("",)),
     "tool_choice": Refused("use /v1/chat/completions", ("none",)),
     "tools": Refused("use /v1/chat/completions", ([],)),
-    "verbosity": Refused("say it in the instructions"),
+    "verbosity": Refused("use /v1/chat/completions", ("medium",)),
     "web_search_options": Refused("this server runs no tools"),
     # vLLM's
     "add_generation_prompt": Refused("the prompt ends where the assistant's answer begins", (True,)),
@@ -71,7 +71,7 @@ _BODY: Mapping[str, Word] = {
     "allowed_token_ids": Refused(_NO_TOKENS),
     "bad_words": Refused(_NO_TOKENS, ([],)),
     "chat_template": Refused("the model's own template is used; use /v1/completions with a prompt of your own"),
-    "chat_template_kwargs": Refused("the model's template gets messages and tools, and nothing else", ({},)),
+    "chat_template_kwargs": Refused("use /v1/chat/completions", ({},)),
     "continue_final_message": Refused("use /v1/completions", (False,)),
     "documents": Refused("put them into messages", ([],)),
     "early_stopping": Refused("there is no beam search", (False,)),
@@ -173,11 +173,11 @@ _BODY: Mapping[str, Word] = {
     "anthropic_version": Harmless("this is no version of that API"),
     "betas": Harmless("this is no version of that API"),
     "container": Refused("this server runs no tools"),
-    "enable_thinking": Refused(_NO_THINKING),
+    "enable_thinking": Refused("use /v1/chat/completions"),
     "mcp_servers": Refused("this server runs no tools", ([],)),
     "output_config": Refused(_USE_FORMAT, ({},)),
     "output_format": Refused(_USE_FORMAT),
-    "reasoning": Refused(_NO_THINKING, ({}, {"effort": "none"})),
+    "reasoning": Refused("use /v1/chat/completions", ({}, {"effort": "none"})),
     "system": Refused('use a message with the role "system"', ("", [])),
     "thinking": Refused(_NO_THINKING),
     "thinking_budget": Refused(_NO_THINKING),

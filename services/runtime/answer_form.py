@@ -65,6 +65,11 @@ class AnswerForm:
         return self.tool_calls is not None and self.tool_calls.is_optional
 
     @property
+    def is_calls_only(self) -> bool:
+        """Whether nothing but calls and thoughts can come."""
+        return self.tool_calls is not None and not self.tool_calls.is_optional and not self.json_schema
+
+    @property
     def num_bytes(self) -> int:
         """Of all schemas and names."""
         functions = () if self.tool_calls is None else self.tool_calls.functions

@@ -915,7 +915,7 @@ async def test_schema_at_fault_is_named_where_there_are_tools_too(serve):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("ignore_eos", True), ("min_tokens", 1), ("stop", "x"), ("stop_token_ids", [5])], ids=str
+    ("field", "value"), [("ignore_eos", True), ("min_tokens", 1), ("stop_token_ids", [5])], ids=str
 )
 async def test_what_contradicts_calls_that_must_be_made(serve, field, value):
     system = await serve("hermes", "ok")
@@ -1062,3 +1062,87 @@ async def test_a_forced_call_of_a_function_without_parameters_invents_none(serve
     await ask(system, tools=[tool], tool_choice="required")
     (function,) = system.workers["decode-0"].attempts[-1].spec.tool_calls.functions
     assert json.loads(function.parameters) == {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+# --- what the chat template is told beside messages and tools ---------------------------------------------------------
+
+TOLD_MORE = "{% if enable_thinking is defined %}({{ enable_thinking }}){% endif %}{{ reasoning_effort or '' }}"
+
+
+@pytest.fixture
+async def told(make_system, pair_type, model_folder, tmp_path):
+    shutil.copytree(model_folder, tmp_path / "tiny")
+    (tmp_path / "tiny" / "chat_template.jinja").write_text(TEMPLATES["unknown"] + TOLD_MORE)
+    system = await make_system(model=tmp_path / "tiny")
+    await system.add_pair(pair_type([5, 1]))
+    return system
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "shown", "ignored"),
+    [
+        ("chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}, "(False)", None),
+        ("chat/completions", {"enable_thinking": True, "reasoning_effort": "high"}, "(True)high", None),
+        ("chat/completions", {"reasoning": {"effort": "low"}, "verbosity": "low"}, "low", "verbosity"),
+        ("chat/completions", {"chat_template_kwargs": {"colour": "red"}}, "", "chat_template_kwargs.colour"),
+        ("chat/completions", {"reasoning_effort": "none", "verbosity": "medium"}, "", None),
+        ("responses", {"reasoning": {"effort": "low"}, "text": {"verbosity": "high"}}, "low", "text.verbosity"),
+        ("responses", {"enable_thinking": False, "text": {"verbosity": "medium"}}, "(False)", None),
+    ],
+)
+async def test_what_the_template_is_told(told, path, said, shown, ignored):
+    body = {"messages": ASKED} if path == "chat/completions" else {"input": "How is it?"}
+    response = await told.http.post(f"/v1/{path}", json={**body, **said})
+    assert (response.status_code, response.headers.get("x-tandem-ignored")) == (200, ignored), response.text
+    token_ids = list(told.workers["decode-0"].attempts[-1].spec.prompt_token_ids)
+    prompt = (await told.http.post("/detokenize", json={"tokens": token_ids})).json()["prompt"]
+    assert prompt.endswith(f"<|assistant|>\n{shown}")
+
+
+@pytest.mark.parametrize(
+    ("said", "field"),
+    [
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "<|end|>"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {f"a{n}": n for n in range(17)}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "<|end|>"}, "reasoning_effort"),
+        ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
+        ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens"),
+    ],
+)
+async def test_what_the_template_cannot_be_told(told, said, field):
+    error = (await told.http.post("/v1/chat/completions", json={"messages": ASKED, **said})).json()["error"]
+    assert error["param"] == field
+
+
+# --- stop texts beside forms ------------------------------------------------------------------------------------------
+
+
+async def test_a_stop_text_does_not_end_calls_that_must_be_made(serve):
+    system = await serve("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "a stop"}}\n</tool_call>')
+    response = await ask(system, tool_choice="required", stop=["stop", "Observation:"])
+    made = taken_apart(response.json())
+    assert [call[1:] for call in made["calls"].values()] == [["weather", '{"city": "a stop"}']]
+    assert made["finish_reason"] == "tool_calls"
+
+
+async def test_a_stop_text_cuts_json_and_the_answer_says_so(serve):
+    system = await serve("hermes", '{"a": "x stop y"}')
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    for stop, content, reason in ((["stop"], '{"a": "x ', "length"), (["never"], '{"a": "x stop y"}', "stop")):
+        body = {"messages": ASKED, "response_format": form, "stop": stop}
+        (choice,) = (await system.http.post("/v1/chat/completions", json=body)).json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (content, reason)
+
+
+async def test_zero_and_empty_values_that_others_take(serve):
+    system = await serve("hermes", "hello")
+    for body in ({"top_p": 0}, {"stop": ""}, {"stop": [f"s{n}" for n in range(16)]}):
+        response = await system.http.post("/v1/chat/completions", json={"messages": ASKED, **body})
+        assert (response.status_code, response.json()["choices"][0]["message"]["content"]) == (200, "hello")
+    body = {"input": "How is it?", "truncation": "auto"}
+    assert (await system.http.post("/v1/responses", json=body)).status_code == 200

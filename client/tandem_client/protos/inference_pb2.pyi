@@ -123,7 +123,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def response_format(self) -> Global___ResponseFormat:
         """The form that the answer must have. Absent: any text. The answer ends where the form does, so it cannot be combined
-        with `ignore_eos`, `min_tokens`, `stop` or `stop_token_ids`; one that is cut off by `max_tokens` is not complete.
+        with `ignore_eos`, `min_tokens` or `stop_token_ids`; one that is cut off by `max_tokens` or a stop text is not complete.
         """
 
     def __init__(
@@ -300,7 +300,7 @@ class SamplingParams(_message.Message):
     """The same for the tokens of the prompt, in [0, 20]; the prompt is computed anew for it. Absent: none at all."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """At most 4 texts of at most 256 bytes; generation ends before the first that appears."""
+        """At most 16 texts of at most 256 bytes; generation ends before the first that appears."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
