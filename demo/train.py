@@ -608,8 +608,7 @@ def write_checkpoint(folder: Path, model: Llama, shape: Shape, tokenizer: Tokeni
     (partial / "model.safetensors").chmod(0o644)
     tokenizer.save(str(partial / "tokenizer.json"))
     write_json(partial / "config.json", config_json(shape))
-    write_json(partial / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": [EOS, END], "do_sample": True,
-                                                    "temperature": 0.7, "top_p": 0.95})  # fmt: skip
+    write_json(partial / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": [EOS, END], "do_sample": True})
     write_json(partial / "tokenizer_config.json", tokenizer_config_json())
     write_json(partial / "TRAINING.json", asdict(report))
     old = folder.with_name(folder.name + ".old")

@@ -15,6 +15,7 @@ import msgspec
 from gateway.calls import AcceptedCall, Call, Generation, StoredCall, StoredChoice, TenantTicket, Totals
 from gateway.catalog import ModelCatalog, ServedModel
 from gateway.response_format import answer_form
+from gateway.sampling_defaults import with_defaults
 from gateway.tool_requests import encode_conversation
 from gateway.tracing import RequestSpans, Tracing
 from gateway.validation import (
@@ -317,17 +318,25 @@ class Acceptance:
         """Prompt and sampling of every answer, checked for this model as far as they depend on one another."""
         limits = self.limits(model)
         prompts = await self._token_ids_of(call, model, limits)
-        form = answer_form(call, model.tokenizer, prompts[0])
+        form = answer_form(call, model.tokenizer, prompts[0], schema=await self._schema(call))
         if form is not None:
             await self._check_form(form, call, model)
-        samplings = self._complete_samplings(call, prompts, limits, first_seed, form)
+        samplings = self._complete_samplings(call, model, prompts, first_seed, form)
         return [
             StoredChoice(prompts[choice // call.num_choices], sampling) for choice, sampling in enumerate(samplings)
         ]
 
+    async def _schema(self, call: Call) -> str:
+        """What the answer must keep to, as it travels. Raises InvalidRequest."""
+        try:
+            return await self._forms.written(call.sampling.json_schema, tenant=call.tenant)
+        except InvalidRequest as error:
+            name = call.sampling.form_field
+            raise InvalidRequest(f"{name} cannot be used: {error.message}", field=name, code=error.code) from error
+
     async def _check_form(self, form: AnswerForm, call: Call, model: ServedModel) -> None:
         """Raises InvalidRequest unless answers of this model can be made to have the form."""
-        asked_by = "tool_choice" if call.must_call else "tools" if form.may_be_text else "response_format"
+        asked_by = "tool_choice" if call.must_call else "tools" if form.may_be_text else call.sampling.form_field
         check_with_form(
             call.sampling,
             form.num_bytes,
@@ -340,16 +349,17 @@ class Acceptance:
         try:
             await self._forms.check(form, tenant=call.tenant)
         except UnusableSchema as error:
-            what, field_name, reason = await self._find_unusable(form, error, call.tenant)
+            what, field_name, reason = await self._find_unusable(form, error, call)
             raise InvalidRequest(
                 f"{what} cannot be used: {reason.message}", field=field_name, code=reason.code
             ) from error
 
     async def _find_unusable(
-        self, form: AnswerForm, error: UnusableSchema, tenant: str
+        self, form: AnswerForm, error: UnusableSchema, call: Call
     ) -> tuple[str, str, UnusableSchema]:
         """Which schema of a form it is that cannot be used, the member that holds it, and why."""
-        what, field_name = "the schema in response_format", "response_format"
+        field_name = call.sampling.form_field
+        what = f"the schema in {field_name}" if form.json_schema.startswith("{") else field_name
         if form.tool_calls is None:
             return what, field_name, error
         schemas = [(what, field_name, form.json_schema)] if form.json_schema else []
@@ -357,7 +367,7 @@ class Acceptance:
             schemas.append((f"the schema of the parameters of {function.name}", "tools", function.parameters))
         for what, field_name, schema in schemas:
             try:
-                await self._forms.check(AnswerForm(schema), tenant=tenant)
+                await self._forms.check(AnswerForm(schema), tenant=call.tenant)
             except UnusableSchema as reason:
                 return what, field_name, reason
         return "the schemas of tools, taken together,", "tools", error
@@ -368,7 +378,12 @@ class Acceptance:
         if call.messages is not None:
             prompts: list[Sequence[int]] = [
                 await encode_conversation(
-                    model.tokenizer, call.messages, call.tools, max_chars=max_chars, tenant=call.tenant
+                    model.tokenizer,
+                    call.messages,
+                    call.tools,
+                    max_chars=max_chars,
+                    more=call.template_words,
+                    tenant=call.tenant,
                 )
             ]
         else:
@@ -386,8 +401,8 @@ class Acceptance:
     def _complete_samplings(
         self,
         call: Call,
+        model: ServedModel,
         prompts: Sequence[Sequence[int]],
-        limits: ModelLimits,
         first_seed: int,
         form: AnswerForm | None,
     ) -> list[Sampling]:
@@ -395,7 +410,8 @@ class Acceptance:
 
         The first choice of each prompt reports it, for all of them.
         """
-        asked = call.sampling
+        limits = self.limits(model)
+        asked = with_defaults(call.sampling, model.sampling_defaults)
         silent = msgspec.structs.replace(asked, prompt_logprobs=None)
         samplings = [
             complete_sampling(

@@ -15,7 +15,8 @@ class AnswerParts:
     """What to look for in a call's chat answers: calls of these tools, and reasoning where the model's template has it.
 
     `prompts` holds the token ids of each answer's prompt. `is_strict`: some of the tools are; where a token begins
-    calls, nothing else does then, because an answer's form keeps only what follows that token to a schema.
+    calls, nothing else does then, because an answer's form keeps only what follows that token to a schema. `is_forced`:
+    the answers are calls and nothing else.
     """
 
     def __init__(
@@ -26,12 +27,14 @@ class AnswerParts:
         request_id: str,
         prompts: Sequence[Sequence[int]],
         is_strict: bool = False,
+        is_forced: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._tool_format = tokenizer.tool_format if tools else None
         self._tool_names = names_of(tools or ())
         self._request_id = request_id
         self._prompts = prompts
+        self._is_forced = is_forced and self._tool_format is not None
         self._has_marks = is_strict and bool(tools) and tokenizer.has_call_token
         self.are_looked_for = self._tool_format is not None or tokenizer.has_reasoning
 
@@ -42,6 +45,7 @@ class AnswerParts:
             names=self._tool_names,
             has_reasoning=self._tokenizer.has_reasoning,
             is_reasoning=self._tokenizer.opens_reasoning(self._prompts[index]),
+            is_forced=self._is_forced,
             marks=CallMarks(self._tokenizer) if self._has_marks else None,
         )
 

@@ -19,6 +19,8 @@ class Taken(msgspec.Struct, frozen=True):
     num_tokens: int
     text: str
     is_stopped: bool
+    is_cut: bool = False
+    """A stop text has ended it."""
 
 
 class AnswerText:
@@ -75,7 +77,7 @@ class AnswerText:
             cut = self._find_stop(text) if is_past_minimum else -1
             if cut >= 0:
                 self._held = ""
-                return Taken(position + 1, "".join(pieces) + text[:cut], True)
+                return Taken(position + 1, "".join(pieces) + text[:cut], True, is_cut=True)
             num_certain = self._num_certain(text) if is_past_minimum else len(text)
             pieces.append(text[:num_certain])
             self._held = text[num_certain:]

@@ -367,6 +367,8 @@ class Model(_Exact):
     owned_by: str
     root: str
     max_model_len: int
+    sampling_defaults: dict[str, float]
+    """For requests that do not say it, by the names of the fields."""
 
 
 class ModelList(_Exact):

@@ -70,6 +70,10 @@ class Call(msgspec.Struct, kw_only=True):
     prompts: Sequence[str | Sequence[int]] = ()
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    template_words: Mapping[str, Any] = {}
+    """What the chat template is told beside them, as far as it knows the names."""
+    template_fields: Mapping[str, str] = {}
+    """Which members of the request say that, by the same names."""
     must_call: Set[str] = frozenset()
     strict_tools: Set[str] = frozenset()
     parallel_tool_calls: bool = True

@@ -3,12 +3,13 @@
 Knows no worker and no request. Nothing changes after the start.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from gateway.catalog_file import DEFAULT_FALLBACK_AFTER_S, ModelEntry
 from gateway.model_files import read_model_files
+from gateway.sampling_defaults import AUTO, read_defaults
 from gateway.tokenization import ModelTokenizer
 from gateway.turns import Turns
 from gateway.validation import MAX_NAME_CHARS, ModelLimits, check_text
@@ -35,6 +36,8 @@ class ServedModel:
     aliases: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     fallback_after_s: float = DEFAULT_FALLBACK_AFTER_S
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """For requests that do not say it, by the names of the fields."""
 
 
 class ModelCatalog:
@@ -88,10 +91,16 @@ class ModelCatalog:
         return model
 
 
-def load_catalog(entries: Sequence[ModelEntry], *, max_tokenize_chars: int = MAX_TOKENIZE_CHARS) -> ModelCatalog:
-    """Reads every model's folder. Raises ModelError with one sentence that says what to do."""
+def load_catalog(
+    entries: Sequence[ModelEntry], *, max_tokenize_chars: int = MAX_TOKENIZE_CHARS, generation_config: str = AUTO
+) -> ModelCatalog:
+    """Reads every model's folder. Raises ModelError with one sentence that says what to do.
+
+    `generation_config` says where defaults of sampling come from, as for `gateway.sampling_defaults.read_defaults`.
+    """
     turns = Turns()
-    return ModelCatalog([_load(entry, turns) for entry in entries], max_tokenize_chars=max_tokenize_chars)
+    models = [_load(entry, turns, generation_config) for entry in entries]
+    return ModelCatalog(models, max_tokenize_chars=max_tokenize_chars)
 
 
 def header_value(text: str) -> str:
@@ -102,7 +111,7 @@ def header_value(text: str) -> str:
 _SAFE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
 
-def _load(entry: ModelEntry, turns: Turns) -> ServedModel:
+def _load(entry: ModelEntry, turns: Turns, generation_config: str) -> ServedModel:
     files = read_model_files(entry.path)
     return ServedModel(
         name=entry.name,
@@ -114,4 +123,5 @@ def _load(entry: ModelEntry, turns: Turns) -> ServedModel:
         aliases=entry.aliases,
         fallbacks=entry.fallbacks,
         fallback_after_s=entry.fallback_after_s,
+        sampling_defaults=read_defaults(entry.path, generation_config),
     )

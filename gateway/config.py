@@ -53,6 +53,12 @@ class GatewayConfig:
         path(), default=None, help="TOML file of several models, instead of --model and --model-name."
     )
     http_host: str = option(host_name(), default="127.0.0.1", help="Address of the HTTP API; 0.0.0.0 means all.")
+    generation_config: str = option(
+        text(),
+        default="auto",
+        help="Where temperature, top_p, top_k, min_p and repetition_penalty of requests without them come from: "
+        "auto, the model's generation_config.json, if it has one; none; or another folder that has one.",
+    )
     http_port: int = option(integer(0, 65535), default=8000, help="Port of the HTTP API; 0 picks a free one.")
     grpc_host: str = option(host_name(), default="127.0.0.1", help="Address of the gRPC API; 0.0.0.0 means all.")
     grpc_port: int = option(integer(0, 65535), default=50051, help="Port of the gRPC API; 0 picks a free one.")

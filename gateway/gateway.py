@@ -100,7 +100,13 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig, *, secrets: Secrets | None = None) -> None:
         entries = _entries(config)
-        catalog = load_catalog(entries, max_tokenize_chars=config.max_tokenize_chars)
+        catalog = load_catalog(
+            entries, max_tokenize_chars=config.max_tokenize_chars, generation_config=config.generation_config
+        )
+        for model in catalog:
+            if model.sampling_defaults:
+                defaults = dict(model.sampling_defaults)
+                logger.info("sampling defaults of a model", extra={"model": model.name, "defaults": defaults})
         self.incarnation = new_incarnation()
         self.http_port = 0
         self.grpc_port = 0

@@ -412,8 +412,9 @@ def _sampling(request: inference_pb2.GenerateRequest) -> AskedSampling:
     given = {name: getattr(params, name) for name in _OPTIONAL_FIELDS if params.HasField(name)}
     return AskedSampling(
         min_tokens=params.min_tokens,
-        top_k=params.top_k,
-        min_p=params.min_p,
+        # Zero is absent: the model's own, which -1 turns off.
+        top_k=params.top_k or None,
+        min_p=params.min_p or None,
         stop=list(params.stop),
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=params.ignore_eos,

@@ -51,9 +51,10 @@ from gateway.openai_types import (
 from gateway.openapi import document_bytes
 from gateway.presence import Gone
 from gateway.request_log import code_of
-from gateway.responses_types import ResponsesRequest, own_words
+from gateway.responses_types import ResponsesRequest, in_own_words, own_words
 from gateway.responses_writer import ResponsesWriter
 from gateway.sessions import TokenLogprobs
+from gateway.template_words import unknown_fields
 from gateway.tool_requests import encode_conversation, offered_tools
 from gateway.topology import Member, Topology
 from gateway.troubles import Troubles
@@ -362,6 +363,7 @@ class HttpApi:
         call.traceparent = exchange.header(b"traceparent")
         call.tracestate = ",".join(exchange.all_headers(b"tracestate"))
         ask = _ask(exchange, call, digest, request, writer_type)
+        ignored = [*ignored, *self._unknown_to_template(call)]
         if ignored:
             exchange.add_header(b"x-tandem-ignored", ",".join(ignored))
         if ask is not None:
@@ -393,6 +395,17 @@ class HttpApi:
                         pairs = zip(accepted.generations, streams, strict=True)
                         answers = await all_of([self._whole(generation, stream) for generation, stream in pairs])
                         await exchange.answer(200, await self._body(writer, answers, accepted.generations))
+
+    def _unknown_to_template(self, call: Call) -> list[str]:
+        """The members of a request that the chat template of its model knows nothing of."""
+        if not call.template_fields:
+            return []
+        try:
+            model = self._requests.catalog.resolve(call.model)
+        except InvalidRequest:
+            return []  # it is told when the call is accepted
+        unknown = unknown_fields(call.template_fields, model.tokenizer.template_names)
+        return [in_own_words(field) if call.prompt_field == "input" else field for field in unknown]
 
     async def _answer_named(self, exchange: Exchange, reader: Reader, request: Body, writer_type: type[Writer]) -> None:
         """The answer of a request with a name, which others may read too."""
@@ -525,6 +538,7 @@ class HttpApi:
             "owned_by": "tandem",
             "root": model.name,
             "max_model_len": self._requests.limits(model).context_length_tokens,
+            "sampling_defaults": model.sampling_defaults,
         }
 
     async def _show_no_response(self, request: Request) -> Response:

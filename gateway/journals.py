@@ -944,7 +944,8 @@ def _end_of(answer: Answer, sampling: Sampling) -> bytes:
 def _is_repeatable(call: Call) -> bool:
     """Whether the call gives the same answer wherever and whenever it runs."""
     sampling = call.sampling
-    return bool(call.idempotency_key) or sampling.seed is not None or sampling.temperature < GREEDY_TEMPERATURE
+    is_greedy = sampling.temperature is not None and sampling.temperature < GREEDY_TEMPERATURE
+    return bool(call.idempotency_key) or sampling.seed is not None or is_greedy
 
 
 @contextlib.asynccontextmanager

@@ -544,7 +544,7 @@ class Requests:
         self.log.note_refusal(error, call=call, model=model, arrived_s=arrived_s)
         if telemetry.is_on():
             parent = telemetry.extract(call.traceparent, call.tracestate)
-            said = {"gen_ai.operation.name": call.operation, "gen_ai.request.model": model}
+            said = {"gen_ai.operation.name": call.operation, "gen_ai.request.model": model or call.model or ""}
             self.tracing.refuse(parent, error, arrived_s=arrived_s, attributes=said)
         service_class = call.service_class or DEFAULT_SERVICE_CLASS
         if model and service_class in SERVICE_CLASSES:

@@ -17,26 +17,32 @@ import msgspec
 from gateway.answer_parts import AnswerParts, ReasoningTokens
 from gateway.calls import Call, Delta, Usage
 from gateway.catalog import ServedModel
-from gateway.response_format import json_schema_of
+from gateway.response_format import form_in
 from gateway.sessions import TokenLogprobs
+from gateway.template_words import template_words_in
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning
 from gateway.tool_requests import forced_names, is_named, offered_tools, strict_names
 from gateway.validation import (
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
+    MAX_REPETITION_PENALTY,
     MAX_TOKENS_EVER,
     AskedSampling,
     check_affinity_key,
     check_cache_salt,
     check_integer,
-    check_not_refused,
+    check_positive_number,
     prompt_form_error,
 )
+from gateway.vocabulary import ignored_members
 from services.runtime.errors import InvalidRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What the completions API generates when max_tokens is absent, as OpenAI's does."""
+
+LEAST_TOP_P = 1e-6
+"""What 0 stands for: the likeliest token alone is kept."""
 
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
 """What may be asked for; what is served is always `default`."""
@@ -52,6 +58,12 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class EffortOption(msgspec.Struct, kw_only=True):
+    """`reasoning` of a chat request."""
+
+    effort: str | None = None
 
 
 class _AbstractStruct(msgspec.StructMeta, ABCMeta):
@@ -86,6 +98,22 @@ class RequestBody(msgspec.Struct, kw_only=True, metaclass=_AbstractStruct):
     cache_salt: str | None = None
     allow_fallback: bool | None = None
     request_timeout_ms: int | None = None
+    max_new_tokens: int | None = None
+    n_predict: int | None = None
+    num_predict: int | None = None
+    max_tokens_to_sample: int | None = None
+    min_new_tokens: int | None = None
+    repeat_penalty: float | None = None
+    stop_sequences: list[str] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[Any] | None = None
+    guided_grammar: str | None = None
 
     @abstractmethod
     def call(self) -> Call:
@@ -118,13 +146,14 @@ class CompletionRequest(_ChoicesRequest, kw_only=True):
             raise InvalidRequest(
                 "best_of is only supported with the value of n", field="best_of", code="unsupported_parameter"
             )
-        sampling = _sampling(self, max_tokens=self.max_tokens, logprobs=self.logprobs)
+        max_tokens = _agreed_max_tokens(self, "max_tokens")
+        sampling = _sampling(self, max_tokens=max_tokens, logprobs=self.logprobs)
         prompt_logprobs_field = "prompt_logprobs"
         if self.echo and self.logprobs is not None:
             _check_whole(self, "echo with logprobs", field="echo")
             if self.prompt_logprobs is None or self.logprobs > self.prompt_logprobs:
                 sampling.prompt_logprobs, prompt_logprobs_field = self.logprobs, "logprobs"
-        if self.max_tokens is None:
+        if sampling.max_tokens is None and not _is_unbounded(self):
             sampling.max_tokens = min(max(DEFAULT_COMPLETION_TOKENS, sampling.min_tokens), MAX_TOKENS_EVER)
         return Call(
             operation="text_completion",
@@ -152,26 +181,27 @@ class ChatRequest(_ChoicesRequest, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning: EffortOption | None = None
+    verbosity: str | None = None
 
     def call(self) -> Call:
         """The call it asks for. Raises InvalidRequest."""
         if self.messages is None:
             raise InvalidRequest("messages is missing", field="messages", code="missing_required_parameter")
-        if self.max_completion_tokens is not None:
-            # By the name that the client used.
-            check_integer(self.max_completion_tokens, "max_completion_tokens", minimum=1, maximum=MAX_TOKENS_EVER)
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if self.max_tokens is not None and max_tokens != self.max_tokens:
-            raise InvalidRequest(
-                "max_tokens and max_completion_tokens mean the same and differ", field="max_completion_tokens"
-            )
+        max_tokens = _agreed_max_tokens(self, "max_tokens", "max_completion_tokens")
         tools = offered_tools(self.tools, self.tool_choice)
+        words, fields = self._template_words()
         sampling = _sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs())
         return Call(
             operation="chat",
             model=self.model,
             messages=self.messages,
             tools=tools,
+            template_words=words,
+            template_fields=fields,
             must_call=forced_names(tools, self.tool_choice),
             strict_tools=strict_names(self.tools) if tools else frozenset(),
             parallel_tool_calls=self.parallel_tool_calls is not False and not is_named(self.tool_choice),
@@ -185,6 +215,23 @@ class ChatRequest(_ChoicesRequest, kw_only=True):
             allow_fallback=self.allow_fallback,
             prompt_field="messages",
         )
+
+    def _template_words(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """What the chat template is told, where it knows the name, and which member says it. Raises InvalidRequest."""
+        words = template_words_in(self.chat_template_kwargs or {}, "chat_template_kwargs")
+        fields = {name: f"chat_template_kwargs.{name}" for name in words}
+        for name, field, value, asks_nothing in (
+            ("enable_thinking", "enable_thinking", self.enable_thinking, None),
+            ("reasoning_effort", "reasoning_effort", self.reasoning_effort, "none"),
+            ("reasoning_effort", "reasoning.effort", self.reasoning and self.reasoning.effort, "none"),
+            ("verbosity", "verbosity", self.verbosity, "medium"),
+        ):
+            if value is not None and value != asks_nothing:
+                checked = template_words_in({name: value}, field)
+                if words.setdefault(name, value) != checked[name]:
+                    raise InvalidRequest(f"{field} is said twice, and differs", field=field, code="invalid_value")
+                fields.setdefault(name, field)
+        return words, fields
 
     def _num_logprobs(self) -> int | None:
         if self.top_logprobs is None:
@@ -213,6 +260,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 Body = TypeVar("Body", bound=RequestBody)
+Value = TypeVar("Value")
 Members = TypeVar("Members", bound=msgspec.Struct)
 
 
@@ -245,8 +293,7 @@ def _converted(members: dict[str, Any], body_type: type[Members]) -> tuple[Membe
             field="model",
             code="invalid_value",
         )
-    unread = {name: value for name, value in members.items() if name not in body_type.__struct_fields__}
-    return request, check_not_refused(unread)
+    return request, ignored_members(members, body_type.__struct_fields__)
 
 
 def _parsed(members: dict[str, Any], body_type: type[Body]) -> tuple[Body, list[str]]:
@@ -441,6 +488,10 @@ class ChoicesWriter(Writer):
             return self._prefix + choice + b'],"usage":' + _encode(usage_sum([(usage, ())])) + b"}\n\n"
         return self._prefix + choice + self._suffix
 
+    def _no_usage_yet(self, index: int) -> Usage | None:
+        """Before the first token; None where not every event tells the usage."""
+        return Usage(len(self._prompts[index]), 0, 0, 0.0, 0.0, 0.0, 0.0) if self.is_usage_continuous else None
+
     def _find_around_text(self, index: int) -> tuple[bytes, bytes]:
         """What comes before and after the text in the event for a text alone, which nearly all are."""
         event = self._event(self._text_choice(index, Delta(0, [], _GAP)), None)
@@ -474,7 +525,14 @@ class ChatWriter(ChoicesWriter):
         super().__init__(tokenizer, request, head=head, prompts=prompts)
         tools = offered_tools(request.tools, request.tool_choice)
         is_strict = bool(strict_names(request.tools))
-        self._parts = AnswerParts(tokenizer, tools, request_id=head.request_id, prompts=prompts, is_strict=is_strict)
+        self._parts = AnswerParts(
+            tokenizer,
+            tools,
+            request_id=head.request_id,
+            prompts=prompts,
+            is_strict=is_strict,
+            is_forced=bool(forced_names(tools, request.tool_choice)),
+        )
         self._is_parallel = request.parallel_tool_calls is not False
         self._parsers: dict[int, AnswerParser] = {}
         self._reasoning: dict[int, ReasoningTokens] = {}
@@ -488,7 +546,8 @@ class ChatWriter(ChoicesWriter):
     def opening(self, index: int) -> bytes:
         """The event that names the role."""
         delta = b'{"role":"assistant","content":""}'
-        return self._event(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta), None)
+        choice = b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta)
+        return self._event(choice, self._no_usage_yet(index))
 
     def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
         """What the parser has held back until the end comes with the reason of the end."""
@@ -634,7 +693,8 @@ class CompletionWriter(ChoicesWriter):
         text = _encode(self._echo(index))
         if text == b'""':
             return b""
-        return self._event(b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text), None)
+        choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text)
+        return self._event(choice, self._no_usage_yet(index))
 
     def _echo(self, index: int) -> str:
         if not self._echoed:
@@ -702,7 +762,8 @@ class CompletionWriter(ChoicesWriter):
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": [
                 {self._tokenizer.token_text(token_id): _finite(logprob) for token_id, logprob in entry.top}
-                for entry in entries
+                | {text: _finite(entry.logprob)}
+                for text, entry in zip(texts, entries, strict=True)
             ],
             "text_offset": offsets,
         }
@@ -747,17 +808,78 @@ def with_event_id(event: bytes, event_id: str) -> bytes:
     return b"%bid: %b\n\n" % (event.removesuffix(b"\n"), event_id.encode())
 
 
+_MAX_TOKENS_WORDS = ("max_new_tokens", "n_predict", "num_predict", "max_tokens_to_sample")
+_NO_BOUND: Mapping[str, tuple[int, ...]] = {"n_predict": (-1, -2), "num_predict": (-1, -2)}
+"""What llama.cpp and Ollama write for as many as fit."""
+_FORM_WORDS = (
+    *("response_format", "regex", "ebnf", "grammar", "json_schema", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
+def _is_unbounded(request: RequestBody) -> bool:
+    return any(getattr(request, name) in values for name, values in _NO_BOUND.items())
+
+
+def _agreed_max_tokens(request: RequestBody, *names: str) -> int | None:
+    """What the names of one thing, and other servers' names of it, say. Raises InvalidRequest where two differ."""
+    given: dict[str, int] = {}
+    for name in (*names, *_MAX_TOKENS_WORDS):
+        value = getattr(request, name)
+        if value is not None and value not in _NO_BOUND.get(name, ()):
+            # By the name that the client used.
+            check_integer(value, name, minimum=1, maximum=MAX_TOKENS_EVER)
+            given[name] = value
+    if given and _is_unbounded(request):
+        raise InvalidRequest("one member bounds the answer and another asks for no bound", field=next(iter(given)))
+    return _agreed(given)
+
+
+def _agreed(given: Mapping[str, Value]) -> Value | None:
+    """The value of members that mean the same; None where there are none. Raises InvalidRequest where two differ."""
+    if not given:
+        return None
+    first, *others = given
+    for name in others:
+        if given[name] != given[first]:
+            raise InvalidRequest(f"{first} and {name} mean the same and differ", field=name, code="invalid_value")
+    return given[first]
+
+
+def _add_others_words(given: dict[str, Any], request: RequestBody) -> None:
+    """Adds what was asked for in the words of other servers, checked under the names that the client used."""
+    if request.min_new_tokens is not None:
+        check_integer(request.min_new_tokens, "min_new_tokens", minimum=0, maximum=MAX_TOKENS_EVER)
+    if request.repeat_penalty is not None:
+        check_positive_number(request.repeat_penalty, "repeat_penalty", MAX_REPETITION_PENALTY)
+    for name, other in (("min_tokens", "min_new_tokens"), ("repetition_penalty", "repeat_penalty")):
+        value = getattr(request, other)
+        if value is not None:
+            given[name] = _agreed({**({name: given[name]} if name in given else {}), other: value})
+
+
+def _stop_texts(request: RequestBody) -> Sequence[str]:
+    # An empty text asks for nothing, as elsewhere.
+    stop = [request.stop] if isinstance(request.stop, str) and request.stop else request.stop or None
+    asked = {"stop": stop, "stop_sequences": request.stop_sequences}
+    return _agreed({name: texts for name, texts in asked.items() if texts is not None}) or ()
+
+
 def _sampling(request: _ChoicesRequest, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
-    stop = request.stop
+    _add_others_words(given, request)
+    if request.top_p == 0:
+        given["top_p"] = LEAST_TOP_P
+    schema, form_field = form_in({name: getattr(request, name) for name in _FORM_WORDS})
     if request.prompt_logprobs is not None:
         _check_whole(request, "prompt_logprobs", field="prompt_logprobs")
     return AskedSampling(
         max_tokens=max_tokens,
         logprobs=logprobs,
-        stop=() if stop is None else (stop,) if isinstance(stop, str) else stop,
+        stop=_stop_texts(request),
         logit_bias=_logit_bias(request.logit_bias) if request.logit_bias else {},
-        json_schema=json_schema_of(request.response_format),
+        json_schema=schema,
+        form_field=form_field,
         **given,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 from gateway.batch_rows import ENDPOINTS as BATCH_ENDPOINTS
 from gateway.openai_types import DEFAULT_COMPLETION_TOKENS, SERVICE_TIERS
 from gateway.responses_types import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
+from gateway.template_words import MAX_WORDS as MAX_TEMPLATE_WORDS
 from gateway.tool_requests import MAX_TOOL_DEPTH, MAX_TOOLS
 from gateway.validation import (
     DEFAULT_SERVICE_CLASS,
@@ -35,6 +36,7 @@ from gateway.validation import (
     SERVICE_CLASSES,
 )
 from gateway.wishes import MAX_MS
+from services.structured.grammar_text import MAX_CHOICES as MAX_CHOICE_TEXTS
 from services.structured.lark import MAX_CALLS
 
 Schema = dict[str, Any]
@@ -192,7 +194,27 @@ _TOOL_CHOICE: Schema = {
 }
 _RESPONSE_FORMAT: Schema = {
     "anyOf": [
-        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+        {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "json_object"}, "schema": {"type": ["object", "null"]}},
+            "required": ["type"],
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
+            "required": ["type", "schema"],
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"const": "regex"}, "pattern": {"type": "string"}},
+            "required": ["type", "pattern"],
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"const": "grammar"}, "grammar": {"type": "string"}},
+            "required": ["type", "grammar"],
+        },
         {
             "type": "object",
             "properties": {
@@ -238,8 +260,8 @@ FIELDS: Mapping[str, Field] = {
     "min_tokens": _bounded("No stop before this many tokens; at most `max_tokens`.", 0, MAX_TOKENS_EVER, 0),
     "temperature": _bounded("Below 0.00001 the likeliest token is taken.", 0, MAX_TEMPERATURE, 1),
     "top_p": Field(
-        "The smallest set of likeliest tokens whose probabilities reach this is kept.",
-        {"exclusiveMinimum": 0, "maximum": 1, "default": 1},
+        "The smallest set of likeliest tokens whose probabilities reach this is kept; 0: the likeliest alone.",
+        {"minimum": 0, "maximum": 1, "default": 1},
     ),
     "top_k": _bounded("Only the k likeliest tokens are kept; 0 and -1: all.", -1, MAX_TOKENS_EVER, 0),
     "min_p": _bounded("Tokens less likely than this times the likeliest are dropped.", 0, 1, 0),
@@ -249,7 +271,7 @@ FIELDS: Mapping[str, Field] = {
         f"Generation ends before the first of these texts, each of at most {MAX_STOP_TEXT_BYTES} bytes.",
         {
             "anyOf": [
-                _STOP_TEXT,
+                {"type": "string", "maxLength": MAX_STOP_TEXT_BYTES},
                 {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_TEXTS},
                 {"type": "null"},
             ]
@@ -309,6 +331,52 @@ FIELDS: Mapping[str, Field] = {
         f"The form of the answer. A schema has at most {MAX_SCHEMA_BYTES} bytes and {MAX_SCHEMA_DEPTH} levels.",
         _RESPONSE_FORMAT,
     ),
+    **{
+        name: _bounded(f"{whose} name of `max_tokens`{unless}.", least, MAX_TOKENS_EVER)
+        for name, whose, least, unless in (
+            ("max_new_tokens", "SGLang's", 1, ""),
+            ("max_tokens_to_sample", "An older", 1, ""),
+            ("n_predict", "llama.cpp's", -2, "; below 0: what fits into the context"),
+            ("num_predict", "Ollama's", -2, "; below 0: what fits into the context"),
+        )
+    },
+    "min_new_tokens": _bounded("SGLang's name of `min_tokens`.", 0, MAX_TOKENS_EVER),
+    "repeat_penalty": Field(
+        "llama.cpp's name of `repetition_penalty`.", {"exclusiveMinimum": 0, "maximum": MAX_REPETITION_PENALTY}
+    ),
+    "stop_sequences": Field("Anthropic's name of `stop`.", {"items": _STOP_TEXT, "maxItems": MAX_STOP_TEXTS}),
+    "regex": Field("The answer matches this regular expression as a whole.", {"minLength": 1}),
+    "grammar": Field(
+        "The answer keeps to this grammar, in llguidance's form of Lark, or in that of llama.cpp and XGrammar, whose "
+        "rules have `::=`."
+    ),
+    "ebnf": Field("SGLang's name of `grammar`."),
+    "json_schema": Field("The answer keeps to this JSON schema: an object, or the text of one."),
+    "structured_outputs": Field(
+        "vLLM's object with one of `json`, `json_object`, `regex`, `choice`, `grammar`.",
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {
+                        "json": {"type": ["object", "string", "null"]},
+                        "json_object": {"type": ["boolean", "null"]},
+                        "regex": {"type": ["string", "null"]},
+                        "choice": {"type": ["array", "null"], "items": {"type": "string"}},
+                        "grammar": {"type": ["string", "null"]},
+                    },
+                },
+                {"type": "null"},
+            ]
+        },
+    ),
+    "guided_json": Field("vLLM's older name of `json_schema`."),
+    "guided_regex": Field("vLLM's older name of `regex`.", {"minLength": 1}),
+    "guided_choice": Field(
+        "The answer is one of these texts.",
+        {"items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICE_TEXTS},
+    ),
+    "guided_grammar": Field("vLLM's older name of `grammar`."),
     "logprobs": _flag("Log-probabilities of the answer's tokens."),
     "CompletionRequest.logprobs": _bounded(
         "Log-probabilities of this many likeliest tokens besides the chosen one.", 0, MAX_LOGPROBS
@@ -328,6 +396,16 @@ FIELDS: Mapping[str, Field] = {
         _TOOL_CHOICE,
     ),
     "parallel_tool_calls": _flag("False: one call, or with `auto` the first of an answer.", default=True),
+    "chat_template_kwargs": Field(
+        "Told to the chat template, such as `enable_thinking`: short texts, numbers, flags. Those that it has no "
+        "name for are ignored by name.",
+        {"maxProperties": MAX_TEMPLATE_WORDS},
+    ),
+    "enable_thinking": Field("As in `chat_template_kwargs`."),
+    "ChatRequest.reasoning_effort": Field("As in `chat_template_kwargs`; `none` asks for nothing."),
+    "ChatRequest.reasoning": Field("`effort` is `reasoning_effort`."),
+    "effort": Field("`reasoning_effort`."),
+    "verbosity": Field("As in `chat_template_kwargs`; `medium` asks for nothing."),
     "TokenizeRequest.prompt": Field("A text. Either this or `messages`."),
     "TokenizeRequest.messages": Field(
         "A conversation.", {"items": _ref("Message"), "minItems": 1, "maxItems": MAX_MESSAGES}
@@ -345,8 +423,8 @@ FIELDS: Mapping[str, Field] = {
     "instructions": Field("A system message before the input."),
     "max_output_tokens": _bounded(_MAX_TOKENS + "Absent: what fits into the context.", 1, MAX_TOKENS_EVER),
     "max_tool_calls": Field("Of tools that run on a server, of which there are none."),
-    "text": Field("`format` is the form of the answer, as `response_format` of chats; no verbosity."),
-    "reasoning": Field("How much a model reasons cannot be chosen: only an absent effort, or `none`."),
+    "text": Field("`format` is the form of the answer, as `response_format` of chats; `verbosity` as of chats."),
+    "reasoning": Field("`effort` is told to the chat template as `reasoning_effort`, where it knows that."),
     "include": Field("`message.output_text.logprobs`, `reasoning.encrypted_content`."),
     "metadata": Field("Given back.", _METADATA),
     "store": Field("Nothing is stored, whatever it says."),

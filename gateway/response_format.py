@@ -1,26 +1,28 @@
 """`response_format` and forced calls: from what a client wrote to the form that its answer must have.
 
 A schema is one text from here to the workers, with white space removed and the order of members kept, which is the
-order of the answer's; JSON mode is the schema of any object, and an empty text is no schema. Whether a form can be
-compiled is asked when the call is accepted (`services.structured.compiler`).
+order of the answer's; JSON mode is the schema of any object, and an empty text is no schema. Regular expressions,
+choices and grammars are texts too, whose first line says what they are (`services.structured.grammar_text`). Whether a
+form can be compiled is asked when the call is accepted (`services.structured.compiler`).
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gateway.calls import Call
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_requests import called_functions, names_of
-from gateway.validation import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
+from gateway.validation import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, check_text
 from services.runtime.answer_form import AnswerForm, Reasoning, ToolCalls
 from services.runtime.errors import InvalidRequest
 from services.structured.grammar import ANY_OBJECT
+from services.structured.grammar_text import CHOICES, GRAMMAR, REGEX
 
 FIELD = "response_format"
 
-_TYPES = ("text", "json_object", "json_schema")
+_TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -33,19 +35,123 @@ def json_schema_of(response_format: Any) -> str:
     kind = response_format.get("type")
     if kind not in _TYPES:
         raise _invalid(f"response_format.type must be one of {', '.join(_TYPES)}")
+    schema = response_format.get("schema")
+    if schema is not None and kind not in ("json_object", "json_schema"):
+        raise _invalid(f"response_format.schema does not go with the type {kind}")
     if kind == "text":
         return ""
-    return ANY_OBJECT if kind == "json_object" else _named_schema(response_format.get("json_schema"))
+    if kind == "regex":
+        return _regex(response_format.get("pattern"), "response_format.pattern")
+    if kind == "grammar":
+        return _grammar(response_format.get("grammar"), "response_format.grammar")
+    if kind == "json_object":
+        return ANY_OBJECT if schema is None else _normalised(schema)
+    described = response_format.get("json_schema")
+    if described is None and schema is not None:
+        return _normalised(schema)
+    if schema is not None:
+        raise _invalid("response_format.schema and response_format.json_schema cannot be used together")
+    return _named_schema(described)
 
 
-def answer_form(call: Call, tokenizer: ModelTokenizer, prompt_token_ids: Sequence[int]) -> AnswerForm | None:
+def form_in(members: Mapping[str, Any]) -> tuple[str, str]:
+    """What the answer must keep to, and the one of these members of a request that asks for it; empty texts: none does.
+
+    Raises InvalidRequest that names the member, also where two of them ask.
+    """
+    asked = [(name, text) for name, value in members.items() if value is not None and (text := _read(name, value))]
+    if len(asked) > 1:
+        raise InvalidRequest(
+            f"{asked[0][0]} and {asked[1][0]} both ask for a form of the answer; it can have one",
+            field=asked[1][0],
+            code="invalid_value",
+        )
+    return (asked[0][1], asked[0][0]) if asked else ("", FIELD)
+
+
+def _read(name: str, value: Any) -> str:
+    if name == FIELD:
+        return json_schema_of(value)
+    if name == "structured_outputs":
+        return _structured(value)
+    if name in ("json_schema", "guided_json"):
+        return _schema(value, name)
+    if name == "guided_choice":
+        return _choices(value, name)
+    return (_regex if name in ("regex", "guided_regex") else _grammar)(value, name)
+
+
+def _structured(value: Any) -> str:
+    """`structured_outputs`, as vLLM has it. Others of its members were looked at before."""
+    name = "structured_outputs"
+    if not isinstance(value, Mapping):
+        raise _wrong(name, "an object")
+    given = [kind for kind in _STRUCTURED if value.get(kind) not in (None, False)]
+    if len(given) != 1:
+        raise _wrong(name, f"an object with one of {', '.join(_STRUCTURED)}")
+    inner = value[given[0]]
+    if given[0] == "json_object":
+        return ANY_OBJECT
+    return _STRUCTURED[given[0]](inner, f"{name}.{given[0]}")
+
+
+def _schema(value: Any, name: str) -> str:
+    """A schema as an object, or as the JSON text of one."""
+    try:
+        return json_schema_in(value) if isinstance(value, str) else _normalised(value)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message.replace(FIELD, name), field=name, code=error.code) from error
+
+
+def _choices(value: Any, name: str) -> str:
+    if not isinstance(value, list):
+        raise _wrong(name, "a list of texts")
+    return _bounded(CHOICES + json.dumps(value), name)
+
+
+def _regex(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, "a regular expression, which is a text")
+    return _bounded(REGEX + value, name)
+
+
+def _grammar(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, "a grammar, which is a text")
+    return _bounded(GRAMMAR + value, name)
+
+
+def _bounded(text: str, name: str) -> str:
+    check_text(text, field_name=name)
+    if len(text.encode()) > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(f"{name} must have at most {MAX_SCHEMA_BYTES} bytes", field=name, code="invalid_value")
+    return text
+
+
+_STRUCTURED: Mapping[str, Callable[[Any, str], str]] = {
+    "json": _schema,
+    "json_object": _schema,
+    "regex": _regex,
+    "choice": _choices,
+    "grammar": _grammar,
+}
+
+
+def _wrong(name: str, rule: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} must be {rule}", field=name, code="invalid_value")
+
+
+def answer_form(
+    call: Call, tokenizer: ModelTokenizer, prompt_token_ids: Sequence[int], *, schema: str
+) -> AnswerForm | None:
     """The form of the call's answers, as this model writes calls and thoughts; None: they may be any text.
 
     Calls that must be made leave no room for anything else. A schema beside tools leaves the choice to the model, as it
     has it without a schema. Strict tools are kept to where a token begins calls, which tells them from text. Raises
-    InvalidRequest for tools whose arguments cannot be made to have a form.
+    InvalidRequest for tools whose arguments cannot be made to have a form. `schema` is what the call asks for, as it
+    travels.
     """
-    schema = "" if call.must_call else call.sampling.json_schema
+    schema = "" if call.must_call else schema
     calls = None
     if call.tools and tokenizer.tool_format is not None:
         is_optional = not schema and not call.must_call

@@ -12,7 +12,7 @@ from typing import Any, Never
 import msgspec
 
 from gateway.calls import Call
-from gateway.openai_types import ChatRequest, RequestBody
+from gateway.openai_types import ChatRequest, EffortOption, RequestBody
 from gateway.tool_requests import check_conversation
 from gateway.validation import MAX_BODY_BYTES, check_affinity_key, check_text
 from services.runtime.errors import InvalidRequest
@@ -36,7 +36,7 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "a response is one answer; send several requests"),
     "previous_response_id": ((), "this server stores no responses; send the conversation so far as input"),
     "prompt": ((), "this server stores no prompts; use instructions and input"),
-    "truncation": (("disabled",), "an input that is too long is refused, and not cut"),
+    "truncation": (("auto", "disabled"), "an input that is too long is refused, and not cut"),
 }
 """Members that ask for what is not served: values that ask for nothing, and why."""
 
@@ -55,6 +55,7 @@ _RENAMED = (
     (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
     (re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b"), r"\1"),
     (re.compile(r"^messages\b"), "input"),
+    (re.compile(r"^verbosity\b"), "text.verbosity"),
 )
 """Names of members in errors of the chat API, and the names that they have here."""
 
@@ -102,6 +103,8 @@ class ResponsesRequest(RequestBody, kw_only=True):
     top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
     safety_identifier: str | None = None
     background: Any = None
     context_management: Any = None
@@ -130,6 +133,10 @@ class ResponsesRequest(RequestBody, kw_only=True):
             tool_choice=self.chat_tool_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._response_format(),
+            chat_template_kwargs=self.chat_template_kwargs,
+            enable_thinking=self.enable_thinking,
+            reasoning=None if self.reasoning is None else EffortOption(effort=self.reasoning.effort),
+            verbosity=None if self.text is None else self.text.verbosity,
             logprobs=self.has_logprobs,
             top_logprobs=self.top_logprobs if self.has_logprobs else None,
         )
@@ -186,13 +193,9 @@ class ResponsesRequest(RequestBody, kw_only=True):
             if value is not None and value not in neutral:
                 raise _unsupported(name, reason)
         if self.reasoning is not None:
-            if self.reasoning.effort not in (None, "none"):
-                raise _unsupported("reasoning.effort", "how much a model reasons cannot be chosen here")
             for name in ("summary", "generate_summary"):
                 if getattr(self.reasoning, name) not in (None, "auto"):
                     raise _unsupported(f"reasoning.{name}", "reasoning comes as it is, without summaries")
-        if self.text is not None and self.text.verbosity is not None:
-            raise _unsupported("text.verbosity", "say it in the instructions")
 
     def _check_options(self) -> None:
         if self.safety_identifier:

@@ -21,7 +21,7 @@ from gateway.responses_types import ResponsesRequest, in_own_words
 from gateway.sessions import TokenLogprobs
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import Arguments, CallStart, Piece, Reasoning
-from gateway.tool_requests import offered_tools, strict_names
+from gateway.tool_requests import forced_names, offered_tools, strict_names
 
 _MARK = re.compile(r"(.*);(0|[1-9][0-9]{0,9})\.(0|[1-9][0-9]{0,9})")
 """The id of an event: the journal's, the event's number, and its place."""
@@ -87,7 +87,14 @@ class ResponsesWriter(Writer):
     ) -> None:
         tools = offered_tools(request.chat_tools(), request.chat_tool_choice())
         is_strict = bool(strict_names(request.chat_tools()))
-        parts = AnswerParts(tokenizer, tools, request_id=head.request_id, prompts=prompts, is_strict=is_strict)
+        parts = AnswerParts(
+            tokenizer,
+            tools,
+            request_id=head.request_id,
+            prompts=prompts,
+            is_strict=is_strict,
+            is_forced=bool(forced_names(tools, request.chat_tool_choice())),
+        )
         self._request_id = head.request_id
         self._head = _head(request, head)
         self._call_id = parts.call_id

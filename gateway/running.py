@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gateway.admission import Lane
-from gateway.answer_text import AnswerText
+from gateway.answer_text import AnswerText, Taken
 from gateway.attempts import Arrived, Attempt, Fault, FinishReason, Giver, Mailbox, TokenLog
 from gateway.bookings import Bookings
 from gateway.calls import Delta, Generation, Usage
@@ -233,7 +233,7 @@ class RunningRequest:
         taken = self._text.push(token_ids)
         text, reason = taken.text, arrived.finish_reason
         if taken.is_stopped:
-            reason = "stop"
+            reason = self._reason_of(taken)
             token_ids = token_ids[: taken.num_tokens]
             logprobs = None if logprobs is None else logprobs[: taken.num_tokens]
         elif reason is not None or self.log.is_full:
@@ -267,10 +267,15 @@ class RunningRequest:
         taken = self._text.push(token_ids)
         self.num_tokens = taken.num_tokens
         if taken.is_stopped:
-            self.finish_reason = "stop"
+            self.finish_reason = self._reason_of(taken)
         elif self.log.is_full:
             self.finish_reason = "length"
             self._unsent_text = self._text.finish()
+
+    def _reason_of(self, taken: Taken) -> FinishReason:
+        """A stop text cuts an answer that has a form before the form is complete."""
+        form = self.generation.sampling.form
+        return "length" if taken.is_cut and form is not None and not form.may_be_text else "stop"
 
     def _note_token_time(self) -> None:
         now_s = self._clock.monotonic()

@@ -14,13 +14,14 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from datetime import datetime
 from typing import Any, Protocol, cast
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from gateway.model_files import ModelFiles
+from gateway.template_words import OWN
 from gateway.text_pieces import PIECE_CHARS, can_be_cut, pieces
 from gateway.tool_calls import MARKERS, has_reasoning, tool_format_of
 from gateway.turns import Steps, Turns
@@ -41,6 +42,9 @@ ChatMessage = Mapping[str, Any]
 
 REASONING_TAIL_TOKENS = 8
 """More than any tokenizer needs for `<think>` and a line break."""
+
+
+_NOTHING: Mapping[str, Any] = {}
 
 
 class Detokenizer(Protocol):
@@ -71,6 +75,8 @@ class ModelTokenizer:
         self._decoder_kind = _decoder_kind(files.tokenizer_json)
         source = files.chat_template
         self._template = None if source is None else _compile_template(source)
+        self.template_names = frozenset() if source is None else _names_in(source) - OWN
+        """What a client may tell the chat template beside messages and tools."""
         self.tool_format = None if source is None or not _reads_tools(source) else tool_format_of(source)
         """How the model writes calls; None: its template has no tools, or teaches a format that is not known here."""
         self.call_token = _call_token(self._tokenizer, self.tool_format)
@@ -113,9 +119,12 @@ class ModelTokenizer:
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
+        more: Mapping[str, Any] = _NOTHING,
         tenant: str = "",
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's next message; `tools` are those it may call.
+
+        `more` is told to the template as it is, as far as it knows the names.
 
         Special tokens of the template count as such; the same texts inside messages and tools are encoded as ordinary
         text. Raises InvalidRequest where the template refuses the messages.
@@ -126,8 +135,8 @@ class ModelTokenizer:
                 {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
             ]
         if _is_long(messages) or self._holds_special_text(messages) or self._holds_special_text(tools):
-            return await self.turns.run(self._encode_chat_steps(messages, tools), tenant=tenant)
-        text = self._render(messages, tools)
+            return await self.turns.run(self._encode_chat_steps(messages, tools, more), tenant=tenant)
+        text = self._render(messages, tools, more)
         return await self.encode(text, add_special_tokens=False, tenant=tenant)
 
     async def decode_long(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, tenant: str = "") -> str:
@@ -197,16 +206,16 @@ class ModelTokenizer:
         return token_ids + behind
 
     def _encode_chat_steps(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, more: Mapping[str, Any]
     ) -> Steps[list[int]]:
         if self._holds_special_text(messages) or self._holds_special_text(tools):
-            return (yield from self._encode_guarded_chat(messages, tools))
-        text = self._render(messages, tools)
+            return (yield from self._encode_guarded_chat(messages, tools, more))
+        text = self._render(messages, tools, more)
         yield
         return (yield from self._encode_steps(text, False))
 
     def _encode_guarded_chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, more: Mapping[str, Any]
     ) -> Steps[list[int]]:
         """Renders with marks in place of special texts, then encodes each stretch by its own rule."""
         nonce = secrets.token_hex(8)
@@ -223,7 +232,7 @@ class ModelTokenizer:
                 return {guarded(key): guarded(inner) for key, inner in value.items()}
             return [guarded(inner) for inner in value] if isinstance(value, Sequence) else value
 
-        text = self._render(guarded(messages), guarded(tools))
+        text = self._render(guarded(messages), guarded(tools), more)
         yield
         stretches = re.split(f"\ue000{nonce}:([0-9]+)\ue001", text)
         token_ids: list[int] = []
@@ -253,13 +262,14 @@ class ModelTokenizer:
         tokenizer.encode_special_tokens = True
         return tokenizer
 
-    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _render(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, more: Mapping[str, Any]
+    ) -> str:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", field="messages")
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=True, tools=tools, **self._files.special_tokens
-            )
+            own = {"messages": messages, "tools": tools, **self._files.special_tokens}
+            return self._template.render(**{"add_generation_prompt": True, **more, **own})
         except TemplateError as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error.message}", field="messages"
@@ -447,6 +457,15 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _names_in(source: str) -> frozenset[str]:
+    """The names that a chat template reads and does not set itself."""
+    try:
+        environment = _template_environment()
+        return frozenset(meta.find_undeclared_variables(environment.parse(source))) - environment.globals.keys()
+    except TemplateError:
+        return frozenset()
 
 
 def _compile_template(source: str) -> _Template:

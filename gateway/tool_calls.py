@@ -113,8 +113,9 @@ class AnswerParser:
     """One answer's text as pieces.
 
     `tool_format` None: there are no calls to look for. `names` are the tools that may be called. `has_reasoning`: the
-    answer may begin with it; `is_reasoning`: the prompt has opened it already. `marks` finds those marks that came as
-    tokens: then calls begin only there, and `push` needs the tokens.
+    answer may begin with it; `is_reasoning`: the prompt has opened it already. `is_forced`: the answer is calls and
+    nothing else, so what is left of it when it was cut is no content. `marks` finds those marks that came as tokens:
+    then calls begin only there, and `push` needs the tokens.
     """
 
     def __init__(
@@ -124,9 +125,11 @@ class AnswerParser:
         names: Set[str] = frozenset(),
         has_reasoning: bool = False,
         is_reasoning: bool = False,
+        is_forced: bool = False,
         marks: Marks | None = None,
     ) -> None:
         self.reasoning = ReasoningParser(is_inside=is_reasoning) if has_reasoning else None
+        self._is_forced = is_forced
         self._calls = None
         self._marker = ""
         self._marks = None
@@ -151,7 +154,7 @@ class AnswerParser:
         pieces = [] if self._marks is None else self._push(self._marks.finish())
         pieces += [] if self.reasoning is None else self._with_calls(self.reasoning.finish())
         pieces += [] if self._calls is None else self._calls.finish()
-        return [self._shown(piece) for piece in pieces]
+        return [self._shown(piece) for piece in pieces if not (self._is_forced and isinstance(piece, Content))]
 
     def _push(self, text: str) -> list[Piece]:
         if not text:
@@ -571,6 +574,12 @@ class _CallReader:
         if then is not None:
             self._read_char = then
         return True
+
+
+def begins_object(text: str) -> bool:
+    """Whether a JSON object can begin like this."""
+    checker = _ObjectChecker()
+    return all(not checker.is_complete and checker.take(char) for char in text)
 
 
 class _ObjectChecker:

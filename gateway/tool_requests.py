@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Never
 
 from gateway.tokenization import ModelTokenizer
+from gateway.tool_calls import begins_object
 from gateway.validation import MAX_MESSAGES, MAX_NAME_CHARS, check_messages, check_text
 from services.runtime.answer_form import CalledFunction
 from services.runtime.errors import InvalidRequest
@@ -78,11 +79,54 @@ def called_functions(
 
 
 def _parameters(function: Mapping[str, Any]) -> str:
-    parameters = function.get("parameters", _NO_PARAMETERS)
+    parameters = function.get("parameters") or _NO_PARAMETERS
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         _fail("tools", f"functions whose parameters are an object, which those of {function['name']} are not")
-    return json.dumps({**parameters, "type": "object"}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    closed = closed_objects({**parameters, "type": "object"})
+    return json.dumps(closed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def closed_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema whose objects that name properties allow no others, unless they say what they do.
+
+    Where several schemas hold for one object, none of them names all properties: those stay as they are, and so does a
+    schema with `allOf`, whose definitions may be parts of such.
+    """
+    return {**schema} if _has_word(schema, "allOf") else _closed(schema)
+
+
+def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    closed = {**schema}
+    is_whole = _COMBINING.isdisjoint(schema)
+    if is_whole and isinstance(schema.get("properties"), dict) and _OPENING.isdisjoint(schema):
+        closed["additionalProperties"] = False
+    for word, value in schema.items():
+        if word in _MAPS_OF_SCHEMAS and isinstance(value, dict):
+            closed[word] = {name: _closed_value(inner) for name, inner in value.items()}
+        elif word in _LISTS_OF_SCHEMAS and isinstance(value, list) and "properties" not in schema:
+            closed[word] = [_closed_value(inner) for inner in value]
+        elif word in _SCHEMAS:
+            closed[word] = _closed_value(value)
+    return closed
+
+
+def _closed_value(value: Any) -> Any:
+    return _closed(value) if isinstance(value, dict) else value
+
+
+def _has_word(value: Any, word: str) -> bool:
+    """In any object of it; how deep it can be was checked before."""
+    if isinstance(value, dict):
+        return word in value or any(_has_word(inner, word) for inner in value.values())
+    return isinstance(value, list) and any(_has_word(inner, word) for inner in value)
+
+
+_COMBINING = frozenset({"anyOf", "oneOf", "$ref", "not", "if", "dependentSchemas"})
+_OPENING = frozenset({"additionalProperties", "unevaluatedProperties"})
+_MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_LISTS_OF_SCHEMAS = frozenset({"anyOf", "oneOf", "prefixItems"})
+_SCHEMAS = frozenset({"items", "additionalProperties"})
 
 
 def names_of(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
@@ -124,9 +168,13 @@ async def encode_conversation(
     tools: Sequence[Mapping[str, Any]] | None,
     *,
     max_chars: int,
+    more: Mapping[str, Any] | None = None,
     tenant: str = "",
 ) -> list[int]:
-    """Token ids of a conversation that is checked first. Raises InvalidRequest, also for a model that has no tools."""
+    """Token ids of a conversation that is checked first; `more` is told to the chat template.
+
+    Raises InvalidRequest, also for a model that has no tools.
+    """
     checked = check_conversation(messages, tools, max_chars=max_chars)
     has_calls = any("tool_calls" in message for message in checked)
     if (tools or has_calls) and tokenizer.tool_format is None:
@@ -135,7 +183,7 @@ async def encode_conversation(
             field="tools" if tools else "messages",
             code="unsupported_parameter",
         )
-    return await tokenizer.encode_chat(checked, tools, tenant=tenant)
+    return await tokenizer.encode_chat(checked, tools, more=more or {}, tenant=tenant)
 
 
 def _checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
@@ -267,11 +315,44 @@ def _arguments(text: Any, name: str) -> dict[str, Any]:
         # Models and clients write none for a function without parameters.
         value = json.loads(text or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        value = None
+        value = _completed(text)
     if not isinstance(value, dict):
         _fail(name, "a text that holds a JSON object")
     _text(value, name)
     return value
+
+
+def _completed(text: str) -> dict[str, Any] | None:
+    """The object that begins like this, as far as its values are complete; None: none does.
+
+    An answer that `max_tokens` cut ends within a call, and comes back with the conversation.
+    """
+    if not begins_object(text):
+        return None
+    closers: list[str] = []
+    cuts: list[tuple[int, str]] = []
+    is_in_string = is_escaped = False
+    for position, char in enumerate(text):
+        if is_in_string:
+            is_in_string = is_escaped or char != '"'
+            is_escaped = char == "\\" and not is_escaped
+        elif char == '"':
+            is_in_string = True
+        elif char in "{[":
+            closers.append("}" if char == "{" else "]")
+        elif char in "}]":
+            closers.pop()
+        if not is_in_string and char in "{[}],":
+            cuts.append((position + (char != ","), "".join(reversed(closers))))
+            del cuts[:-2]
+    whole = text + ('"' if is_in_string and not is_escaped else "") + "".join(reversed(closers))
+    for attempt in (whole, *(text[:end] + ending for end, ending in reversed(cuts))):
+        try:
+            value = json.loads(attempt, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            continue
+        return value if isinstance(value, dict) else None
+    return {}
 
 
 def _refuse_constant(name: str) -> Never:

@@ -25,7 +25,7 @@ MAX_CHOICES = 16
 """Answers to one prompt."""
 MAX_SEQUENCES = 128
 """Answers of one call: prompts times choices."""
-MAX_STOP_TEXTS = 4
+MAX_STOP_TEXTS = 16
 MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
@@ -50,52 +50,12 @@ SERVICE_CLASSES = tuple(one.name.lower() for one in ServiceClass)
 """From the most to the least urgent."""
 DEFAULT_SERVICE_CLASS = ServiceClass.NORMAL.name.lower()
 MAX_TOKENS_EVER = 2**31 - 1
-MAX_REPORTED_FIELDS = 16
 
 GRPC_PREFIX = "sampling."
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
-_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-
-REFUSED_UNLESS: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_embeds": (),
-    "reasoning_effort": ("none",),
-    "skip_special_tokens": (True,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "verbosity": (),
-    "web_search_options": (),
-}
-"""Fields that would change the answer and are not served. Null and these values, which ask for nothing, pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +71,24 @@ class AskedSampling(msgspec.Struct, kw_only=True):
 
     max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     json_schema: str = ""
     """What the answer must keep to, as `gateway.response_format` writes it; empty: any text will do."""
+    form_field: str = "response_format"
+    """Which member of the request asks for that."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,15 +120,20 @@ def check_sampling(asked: AskedSampling | Sampling, limits: ModelLimits, *, pref
     check_integer(asked.min_tokens, prefix + "min_tokens", minimum=0, maximum=MAX_TOKENS_EVER)
     if asked.max_tokens is not None and asked.min_tokens > asked.max_tokens:
         raise _invalid(prefix + "min_tokens", asked.min_tokens, f"at most max_tokens, which is {asked.max_tokens}")
-    _check_number(asked.temperature, prefix + "temperature", 0.0, MAX_TEMPERATURE)
-    _check_positive_number(asked.top_p, prefix + "top_p", 1.0)
-    check_integer(asked.top_k, prefix + "top_k", minimum=-1, maximum=MAX_TOKENS_EVER)
-    _check_number(asked.min_p, prefix + "min_p", 0.0, 1.0)
+    if asked.temperature is not None:
+        _check_number(asked.temperature, prefix + "temperature", 0.0, MAX_TEMPERATURE)
+    if asked.top_p is not None:
+        check_positive_number(asked.top_p, prefix + "top_p", 1.0)
+    if asked.top_k is not None:
+        check_integer(asked.top_k, prefix + "top_k", minimum=-1, maximum=MAX_TOKENS_EVER)
+    if asked.min_p is not None:
+        _check_number(asked.min_p, prefix + "min_p", 0.0, 1.0)
     if asked.seed is not None:
         check_integer(asked.seed, prefix + "seed", minimum=-(2**63), maximum=2**63 - 1)
     _check_number(asked.presence_penalty, prefix + "presence_penalty", -MAX_PENALTY, MAX_PENALTY)
     _check_number(asked.frequency_penalty, prefix + "frequency_penalty", -MAX_PENALTY, MAX_PENALTY)
-    _check_positive_number(asked.repetition_penalty, prefix + "repetition_penalty", MAX_REPETITION_PENALTY)
+    if asked.repetition_penalty is not None:
+        check_positive_number(asked.repetition_penalty, prefix + "repetition_penalty", MAX_REPETITION_PENALTY)
     if asked.logprobs is not None:
         check_integer(asked.logprobs, prefix + "logprobs", minimum=0, maximum=MAX_LOGPROBS)
     if asked.prompt_logprobs is not None:
@@ -183,7 +150,7 @@ def check_sampling(asked: AskedSampling | Sampling, limits: ModelLimits, *, pref
             is_free = asked.form.may_be_text
             check_with_form(asked, asked.form.num_bytes, prefix=prefix, may_be_text=is_free)
     elif asked.json_schema:
-        check_with_form(asked, len(asked.json_schema.encode()), prefix=prefix)
+        check_with_form(asked, len(asked.json_schema.encode()), prefix=prefix, field_name=asked.form_field)
 
 
 def complete_sampling(
@@ -204,20 +171,22 @@ def complete_sampling(
     if room < 1 or max_tokens > room or asked.min_tokens > max_tokens:
         num_wanted = max(asked.max_tokens or 1, asked.min_tokens)
         raise _context_length_exceeded(num_prompt_tokens, num_wanted, limits, field_name)
+    top_k = asked.top_k or 0
     return Sampling(
         max_tokens=max_tokens,
         min_tokens=asked.min_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=0 if asked.top_k >= limits.vocab_size else max(asked.top_k, 0),
-        min_p=asked.min_p,
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        top_k=0 if top_k >= limits.vocab_size else max(top_k, 0),
+        min_p=0.0 if asked.min_p is None else asked.min_p,
         seed=seed,
-        stop=tuple(asked.stop),
+        # Calls that must be made are no text that could hold one.
+        stop=() if form is not None and form.is_calls_only else tuple(asked.stop),
         stop_token_ids=tuple(asked.stop_token_ids),
         ignore_eos=asked.ignore_eos,
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,
-        repetition_penalty=asked.repetition_penalty,
+        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
         logit_bias=asked.logit_bias,
         logprobs=asked.logprobs,
         prompt_logprobs=asked.prompt_logprobs,
@@ -247,15 +216,16 @@ def check_with_form(
 ) -> None:
     """An answer that must have a form ends where the form does, and nowhere else. `field_name` asks for the form.
 
-    One that `may_be_text` may end at a stop text, as every text.
+    One that `may_be_text` may end there as every text.
     """
     if num_schema_bytes > MAX_SCHEMA_BYTES:
+        asked_by = "response_format" if field_name in ("tools", "tool_choice") else field_name
         raise InvalidRequest(
-            f"the schemas of response_format and of tools must have at most {MAX_SCHEMA_BYTES} bytes together",
+            f"the schemas of {asked_by} and of tools must have at most {MAX_SCHEMA_BYTES} bytes together",
             field=field_name,
         )
-    for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids"):
-        if getattr(asked, name) and not (may_be_text and name == "stop"):
+    for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
+        if getattr(asked, name):
             what = "strict tools" if may_be_text else f"this {field_name}"
             raise InvalidRequest(
                 f"{prefix}{name} cannot be used with {what}: the answer ends where its JSON does",
@@ -386,21 +356,6 @@ def check_affinity_key(key: str, *, field_name: str) -> None:
     check_text(key, field_name=field_name)
 
 
-def check_not_refused(unread: Mapping[str, Any]) -> list[str]:
-    """Refuses fields that would change the answer and are not served.
-
-    `unread`: the members of the request that nobody reads. Returns the names of those that are simply ignored.
-    """
-    ignored = []
-    for name, value in unread.items():
-        neutral = REFUSED_UNLESS.get(name)
-        if neutral is None:
-            ignored.append(name)
-        elif value is not None and value not in neutral:
-            raise InvalidRequest(f"{name} is not supported by this server", field=name, code="unsupported_parameter")
-    return [name for name in ignored if _FIELD_NAME.fullmatch(name)][:MAX_REPORTED_FIELDS]
-
-
 def check_integer(value: Any, field_name: str, *, minimum: int, maximum: int) -> None:
     """An integer in [minimum, maximum]; true and 1.0 are none."""
     if type(value) is not int or not minimum <= value <= maximum:
@@ -412,7 +367,8 @@ def _check_number(value: Any, field_name: str, minimum: float, maximum: float) -
         raise _invalid(field_name, value, f"a number in [{minimum:g}, {maximum:g}]")
 
 
-def _check_positive_number(value: Any, field_name: str, maximum: float) -> None:
+def check_positive_number(value: Any, field_name: str, maximum: float) -> None:
+    """A number in (0, maximum]."""
     if not _is_number(value) or not 0 < value <= maximum:
         raise _invalid(field_name, value, f"a number in (0, {maximum:g}]")
 

@@ -123,7 +123,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def response_format(self) -> Global___ResponseFormat:
         """The form that the answer must have. Absent: any text. The answer ends where the form does, so it cannot be combined
-        with `ignore_eos`, `min_tokens`, `stop` or `stop_token_ids`; one that is cut off by `max_tokens` is not complete.
+        with `ignore_eos`, `min_tokens` or `stop_token_ids`; one that is cut off by `max_tokens` or a stop text is not complete.
         """
 
     def __init__(
@@ -277,13 +277,13 @@ class SamplingParams(_message.Message):
     min_tokens: _builtins.int
     """No stop before this many tokens, at most max_tokens. Zero: no minimum."""
     temperature: _builtins.float
-    """In [0, 2]; below 1e-5 is greedy. Absent: 1."""
+    """In [0, 2]; below 1e-5 is greedy. Absent: the model's own default, else 1."""
     top_p: _builtins.float
-    """Smallest set of most likely tokens whose probabilities reach this is kept, in (0, 1]. Absent: 1 (all)."""
+    """Smallest set of most likely tokens whose probabilities reach this is kept, in (0, 1]. Absent: the model's own default, else 1 (all)."""
     top_k: _builtins.int
-    """Only the k most likely tokens are kept. Zero: all."""
+    """Only the k most likely tokens are kept; -1: all. Zero: the model's own default, else all."""
     min_p: _builtins.float
-    """Tokens less likely than min_p times the likeliest are dropped, in [0, 1]. Zero: none."""
+    """Tokens less likely than min_p times the likeliest are dropped, in [0, 1]. Zero: the model's own default, else none."""
     seed: _builtins.int
     """Seed of the noise; equal seeds give equal answers. Absent: the gateway draws one."""
     ignore_eos: _builtins.bool
@@ -293,14 +293,14 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted once per earlier generated occurrence, in [-2, 2]."""
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of tokens in prompt or answer, in (0, 10]. Absent: 1 (off)."""
+    """Divides positive and multiplies negative logits of tokens in prompt or answer, in (0, 10]. Absent: the model's own default, else 1 (off)."""
     logprobs: _builtins.int
     """Log-probabilities of this many likeliest tokens besides the chosen one, in [0, 20]. Absent: none at all."""
     prompt_logprobs: _builtins.int
     """The same for the tokens of the prompt, in [0, 20]; the prompt is computed anew for it. Absent: none at all."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """At most 4 texts of at most 256 bytes; generation ends before the first that appears."""
+        """At most 16 texts of at most 256 bytes; generation ends before the first that appears."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

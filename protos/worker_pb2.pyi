@@ -352,7 +352,8 @@ class SequenceSpec(_message.Message):
     """How urgent it is: 0 critical, 1 interactive, 2 normal, 3 low, 4 batch. Absent: 2."""
     json_schema: _builtins.str
     """JSON schema that the answer must keep to, as normalised JSON text; whoever samples allows nothing else. The gateway
-    has checked that it can be compiled. Empty: any text. At least one of `eos_token_ids` is set with it.
+    has checked that it can be compiled. A text that begins with `%lark` is a grammar instead, in llguidance's language.
+    Empty: any text. At least one of `eos_token_ids` is set with it.
     """
     reasoning: _builtins.str
     """Whether thoughts come before what `json_schema` and `tool_calls` ask for, between <think> and </think>: `may_come`, or

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gateway.openapi import ANSWER_HEADERS, OPERATIONS, REQUEST_HEADERS, document  # noqa: E402 - the path comes first
-from gateway.validation import REFUSED_UNLESS  # noqa: E402
+from gateway.vocabulary import WORDS, Refused  # noqa: E402
 
 PAGE = ROOT / "docs" / "api.md"
 SCHEMAS: dict[str, Any] = document(asks_for_keys=False)["components"]["schemas"]
@@ -37,7 +37,14 @@ def page(text: str) -> str:
 
 
 def _table(kind: str, *names: str) -> list[str]:
-    makers = {"routes": _routes, "fields": _fields, "headers": _headers, "refused": _refused, "grpc": _grpc}
+    makers: dict[str, Callable[..., list[str]]] = {
+        "routes": _routes,
+        "fields": _fields,
+        "headers": _headers,
+        "refused": _refused,
+        "harmless": _harmless,
+        "grpc": _grpc,
+    }
     return makers[kind](*names)
 
 
@@ -145,7 +152,31 @@ def _headers(which: str) -> list[str]:
 
 
 def _refused() -> list[str]:
-    return [", ".join(f"`{name}`" for name in REFUSED_UNLESS)]
+    return _rows(
+        ("member", "passes", "what to do instead"),
+        (
+            (
+                f"`{place}.{name}`" if place else f"`{name}`",
+                " ".join(f"`{json.dumps(value)}`" for value in word.passes),
+                word.instead,
+            )
+            for place, words in WORDS.items()
+            for name, word in words.items()
+            if isinstance(word, Refused)
+        ),
+    )
+
+
+def _harmless() -> list[str]:
+    return _rows(
+        ("member", "why it changes nothing"),
+        (
+            (f"`{place}.{name}`" if place else f"`{name}`", word.because)
+            for place, words in WORDS.items()
+            for name, word in words.items()
+            if not isinstance(word, Refused)
+        ),
+    )
 
 
 def _grpc(*names: str) -> list[str]:

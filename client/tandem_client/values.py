@@ -64,7 +64,7 @@ class Request:
     seed: int | None = None
     """Equal seeds give equal answers; the gateway draws one if None."""
     stop: Sequence[str] = ()
-    """At most 4 texts; generation ends before the first that appears."""
+    """At most 16 texts; generation ends before the first that appears."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the generation."""
     ignore_eos: bool = False

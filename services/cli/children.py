@@ -128,6 +128,7 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
         ("admin-socket", settings.admin_socket),
         ("allowed-hosts", settings.allowed_hosts),
         ("cors-origins", settings.cors_origins),
+        ("generation-config", settings.generation_config),
         *_tls_flags(settings),
         ("trace-sample", settings.trace_sample),
         ("seed", settings.seed),

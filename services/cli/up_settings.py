@@ -57,6 +57,12 @@ class UpSettings:
         default=None,
         help="TOML file of several models and the workers of each, instead of --model and --model-name.",
     )
+    generation_config: str = option(
+        text(),
+        default="auto",
+        help="Where temperature, top_p, top_k, min_p and repetition_penalty of requests without them come from: "
+        "auto, the model's generation_config.json, if it has one; none; or another folder that has one.",
+    )
     prefill: int = option(
         integer(0, 256), default=1, help="Number of prefill workers, of each model; 0 leaves prompts to decode."
     )

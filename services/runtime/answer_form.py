@@ -51,7 +51,8 @@ class ToolCalls:
 class AnswerForm:
     """JSON that keeps to `json_schema`, or calls; where both are set either of them, and at least one is.
 
-    The schema is JSON text. Equal forms are equal values on all machines, so a form is the key of what is made of it.
+    The schema is JSON text, or a grammar that `services.structured.grammar_text` wrote, which no JSON begins as. Equal
+    forms are equal values on all machines, so a form is the key of what is made of it.
     """
 
     json_schema: str = ""
@@ -62,6 +63,11 @@ class AnswerForm:
     def may_be_text(self) -> bool:
         """Whether anything but calls is free."""
         return self.tool_calls is not None and self.tool_calls.is_optional
+
+    @property
+    def is_calls_only(self) -> bool:
+        """Whether nothing but calls and thoughts can come."""
+        return self.tool_calls is not None and not self.tool_calls.is_optional and not self.json_schema
 
     @property
     def num_bytes(self) -> int:

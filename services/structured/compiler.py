@@ -10,11 +10,12 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import Overloaded
 from services.structured.grammar import Grammars, GrammarState, TooComplex, check_form
+from services.structured.grammar_text import lark_of
 
 NUM_THREADS = 2
 CHECK_TIMEOUT_S = 0.5
@@ -49,6 +50,7 @@ class FormChecks:
         self._places = _Places(NUM_THREADS)
         self._good: OrderedDict[tuple[str, AnswerForm], None] = OrderedDict()
         """Of each tenant, those that were used last behind."""
+        self._written: OrderedDict[str, str] = OrderedDict()
 
     async def check(self, form: AnswerForm, *, tenant: str = "") -> None:
         """Return if it can be served.
@@ -61,7 +63,7 @@ class FormChecks:
         if key in self._good:
             self._good.move_to_end(key)
             return
-        await self._run(form, tenant)
+        await self._run(lambda: self._check(form), tenant)
         self._good[key] = None
         own = [other for other in self._good if other[0] == tenant] if tenant else []
         if len(own) > MAX_KNOWN_FORMS_OF_TENANT:
@@ -69,13 +71,25 @@ class FormChecks:
         elif len(self._good) > MAX_KNOWN_FORMS:
             self._good.popitem(last=False)
 
-    async def _run(self, form: AnswerForm, tenant: str) -> None:
+    async def written(self, asked: str, *, tenant: str = "") -> str:
+        """As `services.structured.grammar_text.lark_of`, beside the event loop; raises what `check` does too."""
+        if not asked.startswith("%"):
+            return asked
+        known = self._written.get(asked)
+        if known is None:
+            known = self._written[asked] = await self._run(lambda: lark_of(asked), tenant)
+            if len(self._written) > MAX_KNOWN_FORMS:
+                self._written.popitem(last=False)
+        self._written.move_to_end(asked)
+        return known
+
+    async def _run(self, work: Callable[[], T], tenant: str) -> T:
         if not await self._places.take(tenant, timeout_s=self._timeout_s):
             raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s)
-        check, loop = _Check(self._check, form), asyncio.get_running_loop()
+        check, loop = _Check(work), asyncio.get_running_loop()
         beginning = self._threads.submit(check)
-        # A thread cannot be interrupted: what has begun goes on to its own limits, has its place until then, and nobody
-        # waits.
+        # A thread cannot be interrupted: what has begun runs to its own limits and keeps its place until then, and
+        # nobody waits.
         beginning.add_done_callback(lambda _: _call_on(loop, self._places.give_back, tenant))
         checking = asyncio.wrap_future(beginning)
         try:
@@ -87,7 +101,7 @@ class FormChecks:
                 if time.monotonic() > give_up_s:
                     raise Overloaded("this machine is too busy to check schemas", retry_after_s=self._timeout_s)
                 await asyncio.wait((checking,), timeout=max(left_s, _LOOK_AGAIN_S))
-            checking.result()
+            return checking.result()
         finally:
             checking.cancel()
 
@@ -153,20 +167,19 @@ class _Places:
         return self._held.total() < self._num_places and self._held[tenant] < most
 
 
-class _Check:
+class _Check(Generic[T]):
     """One check, for a thread to run, and how long it has had a core."""
 
-    def __init__(self, check: Callable[[AnswerForm], None], form: AnswerForm) -> None:
-        self._check = check
-        self._form = form
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
         self._clock = time.CLOCK_MONOTONIC
         self._begun_s: float | None = None
 
-    def __call__(self) -> None:
+    def __call__(self) -> T:
         if hasattr(time, "pthread_getcpuclockid"):  # not everywhere
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._begun_s = time.clock_gettime(self._clock)
-        self._check(self._form)
+        return self._work()
 
     @property
     def spent_s(self) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.runtime.answer_form import AnswerForm, Reasoning, ToolCalls, ToolFormat
+from services.structured.grammar_text import MARK, OWN_START, rules_in
 
 MAX_CALLS = 128
 """In one answer: as many as a conversation may have in one message."""
@@ -37,11 +38,13 @@ def lark_of(
 
     `is_forced`: where only one text is possible, only the tokens that the tokenizer makes of it are allowed.
 
-    Raises ValueError for a schema that is no JSON object, and RecursionError.
+    Raises ValueError for a schema that is no JSON object, RecursionError, and InvalidRequest for a grammar.
     """
     head = "%llguidance {}" if is_forced else '%llguidance {"no_forcing": true}'
     rules = [head, f"start: {_start(form)}", r"TEXT: /(.|\n)*/"]
-    if form.json_schema:
+    if form.json_schema.startswith(MARK):
+        rules += [f"value: {OWN_START}", rules_in(form.json_schema, options)]
+    elif form.json_schema:
         rules.append(f"value: {_json(form.json_schema, options)}")
     if form.tool_calls is not None:
         rules += _call_rules(form.tool_calls, mark_token_ids, options)

@@ -22,7 +22,7 @@ from gateway.openai_types import ChatRequest, parse
 from gateway.openapi import document
 from gateway.tokenization import ModelTokenizer
 from gateway.tool_calls import AnswerParser, Arguments, Content, Reasoning
-from gateway.tool_requests import encode_conversation
+from gateway.tool_requests import check_conversation, closed_objects, encode_conversation
 from protos import inference_pb2, worker_pb2
 from services.runtime import status
 from services.runtime.answer_form import AnswerForm, CalledFunction, ToolCalls, ToolFormat, read_form
@@ -915,7 +915,7 @@ async def test_schema_at_fault_is_named_where_there_are_tools_too(serve):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("ignore_eos", True), ("min_tokens", 1), ("stop", "x"), ("stop_token_ids", [5])], ids=str
+    ("field", "value"), [("ignore_eos", True), ("min_tokens", 1), ("stop_token_ids", [5])], ids=str
 )
 async def test_what_contradicts_calls_that_must_be_made(serve, field, value):
     system = await serve("hermes", "ok")
@@ -986,6 +986,39 @@ async def test_the_official_client_parses_strict_calls(serve, choice):
     assert attempt.spec.tool_calls.is_optional == (choice == "auto")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_chars", [1, 12, 33])
+async def test_what_is_left_of_a_forced_call_is_no_content(serve, folder_of, stream, num_chars):
+    text = '<tool_call>\n{"name": "weather", '[:num_chars]
+    system = await serve("hermes", text, ends=False)
+    max_tokens = len(folder_of("hermes")[1].encode(text, add_special_tokens=False).ids)
+    response = await ask(system, tool_choice="required", stream=stream, max_tokens=max_tokens)
+    chunks = [event for event, *_ in events_of(response) if event != "[DONE]"] if stream else []
+    made = put_together(chunks) if stream else taken_apart(response.json())
+    assert (made["content"] or "", made["calls"], made["finish_reason"]) == ("", {}, "length")
+    free = await ask(system, tool_choice="auto", max_tokens=max_tokens)
+    assert taken_apart(free.json())["content"]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ('{"city": "Kö', {"city": "Kö"}),
+        ('{"city": "K\\', {}),
+        ('{"city"', {}),
+        ("{", {}),
+        ('{"city": "Köln", "days": [1, {"a": tr', {"city": "Köln", "days": [1, {}]}),
+        ('{"city": "Köln", "da', {"city": "Köln"}),
+        ('{"a": -', {}),
+    ],
+)
+def test_our_own_half_written_arguments_are_taken_back(written, meant):
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": written}}
+    conversation = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    checked = check_conversation(conversation, max_chars=1000)
+    assert checked[1]["tool_calls"][0]["function"]["arguments"] == meant
+
+
 async def test_a_forced_call_that_is_cut_off(serve, folder_of):
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Kx'
     system = await serve("hermes", text, ends=False)
@@ -994,3 +1027,122 @@ async def test_a_forced_call_that_is_cut_off(serve, folder_of):
     made = taken_apart(response.json())
     assert [call[1:] for call in made["calls"].values()] == [["weather", '{"city": "K']]
     assert made["finish_reason"] == "length"
+
+
+OPEN = {"properties": {"a": {}}}
+CLOSED = {**OPEN, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed"),
+    [
+        (OPEN, CLOSED),
+        ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
+        ({"type": "object"}, {"type": "object"}),
+        ({**OPEN, "additionalProperties": True}, {**OPEN, "additionalProperties": True}),
+        ({**OPEN, "additionalProperties": OPEN}, {**OPEN, "additionalProperties": CLOSED}),
+        ({"items": OPEN}, {"items": CLOSED}),
+        ({"$defs": {"x": OPEN}, "$ref": "#/$defs/x"}, {"$defs": {"x": CLOSED}, "$ref": "#/$defs/x"}),
+        ({"anyOf": [OPEN, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        ({**OPEN, "anyOf": [OPEN]}, {**OPEN, "anyOf": [OPEN]}),
+        ({"properties": {"a": {"allOf": [OPEN, OPEN]}}}, {"properties": {"a": {"allOf": [OPEN, OPEN]}}}),
+        ({"default": OPEN, "enum": [OPEN]}, {"default": OPEN, "enum": [OPEN]}),
+    ],
+)
+def test_objects_that_name_properties_take_no_others(schema, closed):
+    before = json.dumps(schema)
+    assert closed_objects(schema) == closed
+    assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}])
+async def test_a_forced_call_of_a_function_without_parameters_invents_none(serve, parameters):
+    system = await serve("hermes", '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
+    tool = {"type": "function", "function": {"name": "clock", "parameters": parameters}}
+    await ask(system, tools=[tool], tool_choice="required")
+    (function,) = system.workers["decode-0"].attempts[-1].spec.tool_calls.functions
+    assert json.loads(function.parameters) == {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+# --- what the chat template is told beside messages and tools ---------------------------------------------------------
+
+TOLD_MORE = "{% if enable_thinking is defined %}({{ enable_thinking }}){% endif %}{{ reasoning_effort or '' }}"
+
+
+@pytest.fixture
+async def told(make_system, pair_type, model_folder, tmp_path):
+    shutil.copytree(model_folder, tmp_path / "tiny")
+    (tmp_path / "tiny" / "chat_template.jinja").write_text(TEMPLATES["unknown"] + TOLD_MORE)
+    system = await make_system(model=tmp_path / "tiny")
+    await system.add_pair(pair_type([5, 1]))
+    return system
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "shown", "ignored"),
+    [
+        ("chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}, "(False)", None),
+        ("chat/completions", {"enable_thinking": True, "reasoning_effort": "high"}, "(True)high", None),
+        ("chat/completions", {"reasoning": {"effort": "low"}, "verbosity": "low"}, "low", "verbosity"),
+        ("chat/completions", {"chat_template_kwargs": {"colour": "red"}}, "", "chat_template_kwargs.colour"),
+        ("chat/completions", {"reasoning_effort": "none", "verbosity": "medium"}, "", None),
+        ("responses", {"reasoning": {"effort": "low"}, "text": {"verbosity": "high"}}, "low", "text.verbosity"),
+        ("responses", {"enable_thinking": False, "text": {"verbosity": "medium"}}, "(False)", None),
+    ],
+)
+async def test_what_the_template_is_told(told, path, said, shown, ignored):
+    body = {"messages": ASKED} if path == "chat/completions" else {"input": "How is it?"}
+    response = await told.http.post(f"/v1/{path}", json={**body, **said})
+    assert (response.status_code, response.headers.get("x-tandem-ignored")) == (200, ignored), response.text
+    token_ids = list(told.workers["decode-0"].attempts[-1].spec.prompt_token_ids)
+    prompt = (await told.http.post("/detokenize", json={"tokens": token_ids})).json()["prompt"]
+    assert prompt.endswith(f"<|assistant|>\n{shown}")
+
+
+@pytest.mark.parametrize(
+    ("said", "field"),
+    [
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "<|end|>"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {f"a{n}": n for n in range(17)}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "<|end|>"}, "reasoning_effort"),
+        ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
+        ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens"),
+    ],
+)
+async def test_what_the_template_cannot_be_told(told, said, field):
+    error = (await told.http.post("/v1/chat/completions", json={"messages": ASKED, **said})).json()["error"]
+    assert error["param"] == field
+
+
+# --- stop texts beside forms ------------------------------------------------------------------------------------------
+
+
+async def test_a_stop_text_does_not_end_calls_that_must_be_made(serve):
+    system = await serve("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "a stop"}}\n</tool_call>')
+    response = await ask(system, tool_choice="required", stop=["stop", "Observation:"])
+    made = taken_apart(response.json())
+    assert [call[1:] for call in made["calls"].values()] == [["weather", '{"city": "a stop"}']]
+    assert made["finish_reason"] == "tool_calls"
+
+
+async def test_a_stop_text_cuts_json_and_the_answer_says_so(serve):
+    system = await serve("hermes", '{"a": "x stop y"}')
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    for stop, content, reason in ((["stop"], '{"a": "x ', "length"), (["never"], '{"a": "x stop y"}', "stop")):
+        body = {"messages": ASKED, "response_format": form, "stop": stop}
+        (choice,) = (await system.http.post("/v1/chat/completions", json=body)).json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (content, reason)
+
+
+async def test_zero_and_empty_values_that_others_take(serve):
+    system = await serve("hermes", "hello")
+    for body in ({"top_p": 0}, {"stop": ""}, {"stop": [f"s{n}" for n in range(16)]}):
+        response = await system.http.post("/v1/chat/completions", json={"messages": ASKED, **body})
+        assert (response.status_code, response.json()["choices"][0]["message"]["content"]) == (200, "hello")
+    body = {"input": "How is it?", "truncation": "auto"}
+    assert (await system.http.post("/v1/responses", json=body)).status_code == 200

@@ -621,10 +621,8 @@ REFUSED = {
     "top_logprobs": ({"top_logprobs": 21}, "top_logprobs", "invalid_value"),
     "top_logprobs-tools": ({"top_logprobs": 2, "tools": TOOLS}, "top_logprobs", UNSUPPORTED),
     "logprobs-tools": ({"include": [LOGPROBS], "tools": TOOLS}, "include", UNSUPPORTED),
-    "truncation": ({"truncation": "auto"}, "truncation", UNSUPPORTED),
-    "effort": ({"reasoning": {"effort": "high"}}, "reasoning.effort", UNSUPPORTED),
+    "truncation": ({"truncation": "middle"}, "truncation", UNSUPPORTED),
     "summary": ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", UNSUPPORTED),
-    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", UNSUPPORTED),
     "obfuscation": (
         {"stream": True, "stream_options": {"include_obfuscation": True}},
         "stream_options.include_obfuscation",

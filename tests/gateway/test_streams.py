@@ -215,11 +215,27 @@ async def test_logprobs_of_both_apis(make_system, pair_type, answer, tokenizer):
     assert completion["tokens"] == texts
     assert completion["token_logprobs"] == [-0.5] * 4
     assert completion["text_offset"] == [0, *[sum(map(len, texts[: n + 1])) for n in range(3)]]
-    assert completion["top_logprobs"][0] == {tokenizer.decode([7]): -1.5}
+    assert completion["top_logprobs"][0] == {tokenizer.decode([7]): -1.5, texts[0]: -0.5}
+    chosen_only = (await system.complete(max_tokens=4, logprobs=0)).json()["choices"][0]["logprobs"]
+    assert chosen_only["top_logprobs"] == [{text: -0.5} for text in texts]
     chat = (await system.chat(max_tokens=4, logprobs=True, top_logprobs=1)).json()["choices"][0]["logprobs"]
     assert [entry["token"] for entry in chat["content"]] == texts
     assert chat["content"][0]["top_logprobs"][0]["logprob"] == -1.5
     assert bytes(chat["content"][0]["bytes"]).decode() == texts[0]
+
+
+@pytest.mark.parametrize("others", [{}, {"include_usage": True}], ids=["alone", "with-the-last"])
+async def test_every_event_tells_the_usage_where_that_is_asked_for(make_system, pair_type, answer, read_sse, others):
+    system = await make_system()
+    await system.add_pair(pair_type(answer))
+    asked = {"max_tokens": 3, "stream": True, "stream_options": {"continuous_usage_stats": True, **others}}
+    for response in (await system.chat(**asked), await system.complete(prompt="a", echo=True, **asked)):
+        *events, done = read_sse(response.text)
+        assert done == "[DONE]"
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert (counts[0], counts[-1]) == (0, 3)
+        assert counts == sorted(counts)
+        assert all(event["usage"]["prompt_tokens"] > 0 for event in events)
 
 
 async def test_models_health_readiness_metrics_cluster(make_system, pair_type, answer):

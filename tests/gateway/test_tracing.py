@@ -127,6 +127,12 @@ async def test_workers_are_told_the_ids_of_the_phases_that_they_have_a_part_in(s
         assert telemetry.sibling(told, DECODE_SPAN) == by_name["decode"]
 
 
+async def test_a_request_for_an_unknown_model_says_which_was_asked_for(system, spans):
+    assert (await system.chat("a", model="nope")).status_code == 404
+    request, _ = await trace_of(system, spans)
+    assert request.attributes["gen_ai.request.model"] == "nope"
+
+
 async def test_the_request_is_told_by_the_conventions_and_without_texts(system, spans):
     body = {"max_tokens": 50, "seed": 3, "temperature": 0.5, "stop": ["a secret stop"], "user": "someone"}
     response = await system.chat("a secret prompt", **body)
