@@ -11,11 +11,9 @@ from gateway.catalog_file import DEFAULT_FALLBACK_AFTER_S, ModelEntry
 from gateway.model_files import read_model_files
 from gateway.tokenization import ModelTokenizer
 from gateway.turns import Turns
-from gateway.validation import MAX_NAME_CHARS, ModelLimits, check_text
+from gateway.validation import MAX_NAME_CHARS, MAX_TOKENIZE_CHARS, ModelLimits, check_text
 from services.runtime.errors import InvalidRequest, NotFound
 from services.runtime.model_facts import ModelFacts
-
-MAX_TOKENIZE_CHARS = 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
