@@ -27,10 +27,9 @@ from dataclasses import dataclass, field
 
 from gateway.sessions import HandedOff, PrefillStarted
 from services.runtime import telemetry
-from services.runtime.attempts import DECODE_SPAN, KV_TRANSFER_SPAN
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InternalError, RequestCancelled, TandemError
-from services.runtime.telemetry import Event, Link, Span, TraceContext, Value
+from services.runtime.telemetry import DECODE_SPAN, KV_TRANSFER_SPAN, Event, Link, Span, TraceContext, Value
 from services.scheduling.routing import Route
 
 MAX_EVENTS = 64
