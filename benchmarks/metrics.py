@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from benchmarks.report import add_arguments, leave
 from gateway.calls import AcceptedCall, Generation, Totals
 from gateway.metrics import LONG_GAPS_S, TOKEN_BUCKETS_S, Metrics
-from gateway.request_log import RequestLog
+from gateway.request_log import CallFacts, RequestLog
 from gateway.tracing import NO_TRACE
 from gateway.validation import SERVICE_CLASSES, Sampling
 from services.runtime import logs
@@ -96,8 +96,15 @@ def lines() -> Round:
     def work() -> int:
         for number in range(NUM_REQUESTS):
             generation = _generation(number)
-            with log.open(_call(generation)):
-                trace = log.trace(generation)
+            told = dict(
+                arrived_s=generation.arrived_s, service_class=generation.service_class, tenant=generation.tenant
+            )
+            opened = log.open([generation.request_id], **told)
+            call = _call(generation)
+            facts = CallFacts(generation.request_id, "", call.model, generation.service_class, generation.tenant)
+            call.on_end(lambda error, opened=opened, facts=facts: log.note_end(opened, facts, error))
+            with call:
+                trace = log.trace(generation.request_id, **told)
                 trace.num_attempts = 1
                 trace.note_workers("prefill-0", "decode-0")
                 trace.enter("prefill")

@@ -25,7 +25,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -40,9 +39,8 @@ from opentelemetry.trace.propagation import set_span_in_context
 
 from benchmarks.cluster import Cluster, request, running_cluster
 from demo import DEMO_MODEL
-from gateway.attempts import Attempt
 from gateway.sessions import HandedOff, PrefillStarted
-from gateway.tracing import RequestSpans, Tracing
+from gateway.tracing import AttemptFacts, RequestSpans, Tracing
 from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.telemetry import Span
@@ -264,23 +262,19 @@ def write_down(route: Route) -> None:
 TRACING = Tracing(clock=SYSTEM_CLOCK)
 
 
-def some_attempt(request: RequestSpans) -> Attempt:
-    """As much of an attempt as spans look at."""
-    order = SimpleNamespace(
+def some_attempt(request: RequestSpans) -> AttemptFacts:
+    """An attempt that a prefill and a decode worker have taken."""
+    return AttemptFacts(
+        number=1,
         trace=request.for_attempt(),
-        key=SimpleNamespace(attempt=1),
-        prompt_token_ids=range(PROMPT_TOKENS),
-        emitted_token_ids=(),
-    )
-    attempt = SimpleNamespace(
-        order=order,
-        decode=SimpleNamespace(peer=SimpleNamespace(worker_id="decode-0")),
-        prefill=SimpleNamespace(peer=SimpleNamespace(worker_id="prefill-0")),
+        num_prompt_tokens=PROMPT_TOKENS,
+        num_replayed_tokens=0,
+        decode_worker="decode-0",
+        is_move=False,
+        prefill_worker="prefill-0",
         prefill_started=PrefillStarted(0.001, 0),
         handed_off=HandedOff(3, 98_304, 0.001, "shm"),
-        is_move=False,
     )
-    return cast(Attempt, attempt)
 
 
 def with_the_sdk(spans: list[Span]) -> tuple[float, float]:

@@ -43,7 +43,6 @@ from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
 from services.runtime.answer_form import AnswerForm
 from services.runtime.attempts import (
-    DECODE_SPAN,
     AttemptKey,
     AttemptSpec,
     AttemptTable,
@@ -174,7 +173,7 @@ class _Attempt:
             return
         telemetry.record(
             "decode.steps",
-            telemetry.sibling(self.trace, DECODE_SPAN),
+            telemetry.sibling(self.trace, telemetry.DECODE_SPAN),
             self.decoding_since_unix_ns,
             end_unix_ns,
             attributes={
@@ -562,7 +561,7 @@ class DecodeWorker:
         self, attempt: _Attempt, *, sent: HandoffStats | None = None, error: BaseException | None = None
     ) -> None:
         if attempt.trace is not None and attempt.sending_since_unix_ns:
-            trace = telemetry.sibling(attempt.trace, DECODE_SPAN)
+            trace = telemetry.sibling(attempt.trace, telemetry.DECODE_SPAN)
             record_sending(trace, attempt.sending_since_unix_ns, self._clock.unix_ns(), sent=sent, error=error)
 
     def _on_aborted(self, attempt: _Attempt, abort: "asyncio.Task[None]") -> None:

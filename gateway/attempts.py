@@ -34,6 +34,7 @@ from gateway.sessions import (
     Unfit,
     WorkerSession,
 )
+from gateway.tracing import AttemptFacts
 from gateway.worker_watch import AttemptWatch
 from services.runtime.errors import (
     InternalError,
@@ -221,8 +222,6 @@ class Attempt:
         self.order = order
         self.decode = decode
         self.prefill: PrefillSession | None = None
-        self.handed_off: HandedOff | None = None
-        self.prefill_started: PrefillStarted | None = None
         self.fault: Fault | None = None
         self.probes: set[Hashable] = set()
         """Circuit breakers whose probe this attempt is."""
@@ -230,6 +229,14 @@ class Attempt:
         self.prompt_done_at_s: float | None = None
         """When the prefill worker last had all pages of the prompt, by the event loop's time."""
         self._giver = giver
+        self.facts = AttemptFacts(
+            number=order.key.attempt,
+            trace=order.trace,
+            num_prompt_tokens=len(order.prompt_token_ids),
+            num_replayed_tokens=len(order.emitted_token_ids),
+            decode_worker=decode.peer.worker_id,
+            is_move=giver is not None,
+        )
         self._mailbox = mailbox
         self._log = log
         self._spare_prefills: list[PrefillSession] = []
@@ -309,6 +316,16 @@ class Attempt:
         if isinstance(self._ended_by, Overloaded):
             raise CrowdedOut(self._ended_by.message) from self._ended_by
         raise self._ended_by
+
+    @property
+    def handed_off(self) -> HandedOff | None:
+        """What was said of its handoff, once that is complete."""
+        return self.facts.handed_off
+
+    @property
+    def prefill_started(self) -> PrefillStarted | None:
+        """What was said when its prompt was begun."""
+        return self.facts.prefill_started
 
     @property
     def is_over(self) -> bool:
@@ -478,7 +495,7 @@ class Attempt:
             self._is_paused = True
         if isinstance(event, PrefillStarted):
             self._is_begun = True
-            self.prefill_started = event
+            self.facts.prefill_started = event
             self._log.note_prefill(event.num_cached_tokens)
         if not isinstance(event, Finished):
             return
@@ -491,7 +508,7 @@ class Attempt:
     def _take_from_prefill(self, event: Event) -> None:
         if isinstance(event, PrefillStarted):
             self._is_begun = True
-            self.prefill_started = event
+            self.facts.prefill_started = event
             self._log.note_prefill(event.num_cached_tokens)
             if event.num_cached_tokens >= len(self.order.prompt_token_ids):
                 self._note_prompt_done()
@@ -503,7 +520,7 @@ class Attempt:
             self._release_held()
         elif isinstance(event, HandedOff):
             self._note_prompt_done()
-            self.handed_off = event
+            self.facts.handed_off = event
             self._leave_prefill()
         elif isinstance(event, Finished):
             self._leave_prefill()
@@ -520,7 +537,7 @@ class Attempt:
 
     def _take_from_giver(self, event: Event) -> None:
         if isinstance(event, HandedOff):
-            self.handed_off = event
+            self.facts.handed_off = event
             self._is_at_giver = False
         elif isinstance(event, Failed | Refused | Finished):
             self._is_at_giver = False
@@ -566,6 +583,7 @@ class Attempt:
             if self.prefill is not None:
                 self.prefill.close(self.order.key)
             self.prefill = self._spare_prefills.pop(0)
+            self.facts.prefill_worker = self.prefill.peer.worker_id
             try:
                 self.prefill.open(self.order.key, self._mailbox)
                 self.prefill.prefill(self.order, decode=self.decode.peer)

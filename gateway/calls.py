@@ -259,6 +259,11 @@ class AcceptedCall:
         self.is_resumed = False
         """It was let in before, and its prompt was paid then."""
         self._close = close
+        self._on_end: list[Callable[[BaseException | None], None]] = []
+
+    def on_end(self, told: Callable[[BaseException | None], None]) -> None:
+        """Has `told` called with the call's error, or None, when the `with` block is left."""
+        self._on_end.append(told)
 
     def to_stored(self) -> StoredCall:
         """The call as `Requests.adopt` takes it, without any token that came after it was accepted."""
@@ -297,10 +302,14 @@ class AcceptedCall:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.span.finish(error, self._described)
-        self._close()
-        if self.ticket is not None:
-            self._leave(self.ticket, error)
+        try:
+            self.span.finish(error, self._described)
+            self._close()
+            if self.ticket is not None:
+                self._leave(self.ticket, error)
+        finally:
+            for told in self._on_end:
+                told(error)
 
     def _leave(self, ticket: TenantTicket, error: BaseException | None) -> None:
         """What was refused for want of room, or was never begun, costs its tenant nothing."""

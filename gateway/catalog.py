@@ -12,11 +12,9 @@ from gateway.model_files import read_model_files
 from gateway.sampling_defaults import AUTO, read_defaults
 from gateway.tokenization import ModelTokenizer
 from gateway.turns import Turns
-from gateway.validation import MAX_NAME_CHARS, ModelLimits, check_text
+from gateway.validation import MAX_NAME_CHARS, MAX_TOKENIZE_CHARS, ModelLimits, check_text
 from services.runtime.errors import InvalidRequest, NotFound
 from services.runtime.model_facts import ModelFacts
-
-MAX_TOKENIZE_CHARS = 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.catalog import MAX_TOKENIZE_CHARS
+from gateway.validation import MAX_TOKENIZE_CHARS, SLOW_REQUEST_S
 from services.cluster.keys import CLUSTER_NAME_PATTERN
 from services.runtime.cluster_secret import Secrets
 from services.runtime.config import (
@@ -32,9 +32,6 @@ from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
 from services.scheduling.queue import STRATEGIES
 from services.scheduling.routing import POLICY_NAMES
-
-SLOW_REQUEST_S = 10.0
-"""Requests that take so long get words about where the time went."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from gateway.attempts import Attempt, CrowdedOut
 from gateway.calls import AcceptedCall, Call, Delta, Generation, StoredCall
 from gateway.candidates import Candidates, CutPair, PrefixHints, RoomLimits
 from gateway.catalog import ModelCatalog, ServedModel
-from gateway.config import SLOW_REQUEST_S
 from gateway.delivery import Delivery
 from gateway.history import History
 from gateway.metrics import STATES, Metrics, RequestFigures
@@ -32,12 +31,12 @@ from gateway.monitor import Monitor
 from gateway.moves import Moves
 from gateway.promises import Promises
 from gateway.recovery import QuarantineList, Recovery
-from gateway.request_log import AnswerTrace, Phase, RequestLog, code_of, outcome_of
+from gateway.request_log import AnswerTrace, CallFacts, Phase, RequestLog, code_of, outcome_of
 from gateway.running import RunningRequest
 from gateway.sessions import HandedOff, PrefillSession
 from gateway.topology import Topology
 from gateway.tracing import AnswerSpans, Tracing
-from gateway.validation import DEFAULT_SERVICE_CLASS, SERVICE_CLASSES, ModelLimits
+from gateway.validation import DEFAULT_SERVICE_CLASS, SERVICE_CLASSES, SLOW_REQUEST_S, ModelLimits
 from gateway.worker_watch import CircuitReport
 from services.cluster.placement import Placement, State
 from services.cluster.registry import LEASE_TTL_S
@@ -231,7 +230,7 @@ class Requests:
             self._note_refusal(call, error, arrived_s)
             raise
         self._recovery.note_accepted()
-        return self.log.open(accepted)
+        return self._follow(accepted)
 
     def adopt(self, stored: StoredCall, call: Call | None = None) -> AcceptedCall:
         """Goes on with a call that a gateway accepted before; each answer continues after its emitted tokens.
@@ -240,13 +239,13 @@ class Requests:
         the call runs here, DeadlineExceeded, and InvalidRequest where the stored call does not fit its model: it may
         come from a store that anybody can write. Overloaded: the gateway is leaving.
         """
-        return self.log.open(self._accepting.adopt(stored, call))
+        return self._follow(self._accepting.adopt(stored, call))
 
     async def prepare_fallback(self, accepted: AcceptedCall) -> list[Generation] | None:
         """The call's answers for the next of its models that can take them; None: there is none."""
         generations = await self._accepting.fall_back(accepted)
         if generations is not None:
-            self.log.add(accepted, generations)
+            self.log.add(accepted.generations[0].request_id, [one.request_id for one in generations])
         return generations
 
     def fallback_after_s(self, model: str) -> float:
@@ -298,7 +297,13 @@ class Requests:
         )
         figures = self._metrics.of(generation.model, generation.service_class)
         spans = generation.span.answer(generation.choice, generation.model)
-        observed = _Observed(figures, self.log.trace(generation), spans)
+        trace = self.log.trace(
+            generation.request_id,
+            arrived_s=generation.arrived_s,
+            service_class=generation.service_class,
+            tenant=generation.tenant,
+        )
+        observed = _Observed(figures, trace, spans)
         timer = asyncio.get_running_loop().call_later(generation.deadline.remaining_s(), request.expire)
         error: BaseException | None = None
         self._open[request] = observed
@@ -535,16 +540,30 @@ class Requests:
                 counts[request.generation.model, request.generation.service_class, "running"] += 1
         return counts
 
+    def _follow(self, accepted: AcceptedCall) -> AcceptedCall:
+        """Has a line written for the call when it ends."""
+        first = accepted.generations[0]
+        opened = self.log.open(
+            [generation.request_id for generation in accepted.generations],
+            arrived_s=first.arrived_s,
+            service_class=first.service_class,
+            tenant=first.tenant,
+        )
+        accepted.on_end(lambda error: self.log.note_end(opened, _facts(accepted), error))
+        return accepted
+
     def _note_refusal(self, call: Call, error: BaseException, arrived_s: float) -> None:
         """A call was not accepted. It counts as its model's where it named one, with a class that there is."""
         try:
             model = self.catalog.resolve(call.model).name
         except InvalidRequest:
             model = ""
-        self.log.note_refusal(error, call=call, model=model, arrived_s=arrived_s)
+        name = model or call.model or ""
+        facts = CallFacts(call.request_id or "", call.traceparent, name, call.service_class, call.tenant)
+        self.log.note_refusal(error, facts=facts, arrived_s=arrived_s)
         if telemetry.is_on():
             parent = telemetry.extract(call.traceparent, call.tracestate)
-            said = {"gen_ai.operation.name": call.operation, "gen_ai.request.model": model or call.model or ""}
+            said = {"gen_ai.operation.name": call.operation, "gen_ai.request.model": name}
             self.tracing.refuse(parent, error, arrived_s=arrived_s, attributes=said)
         service_class = call.service_class or DEFAULT_SERVICE_CLASS
         if model and service_class in SERVICE_CLASSES:
@@ -621,7 +640,7 @@ class Requests:
         self._note_taken(request, attempt, observed)
         if observed.spans is not None:
             predicted_queue_s = None if admitted is None else admitted.queue_delay_s
-            observed.spans.placed(attempt, route, asked_s=asked_s, predicted_queue_s=predicted_queue_s)
+            observed.spans.placed(attempt.facts, route, asked_s=asked_s, predicted_queue_s=predicted_queue_s)
         self._note_route(request, attempt, route, asked_s)
         self._candidates.note_sent(request, route)
         self.num_running += request.count_as_running()
@@ -746,14 +765,14 @@ class Requests:
         if observed.attempt is not attempt:
             trace.num_moves += 1
             if spans is not None:
-                spans.moves(attempt, to=attempt.decode.peer.worker_id, num_tokens=num_tokens)
+                spans.moves(attempt.facts, to=attempt.decode.peer.worker_id, num_tokens=num_tokens)
             if observed.attempt is not None:
                 self._note_handoff(request, observed.attempt.handed_off, observed)
             observed.attempt = attempt
             trace.story.note_move(attempt.decode.peer.worker_id, trace.waterfall.steps[-1][1])
         else:
             if spans is not None:
-                spans.goes_on(_SPANS[phase], attempt, num_tokens=num_tokens, num_new=num_new)
+                spans.goes_on(_SPANS[phase], attempt.facts, num_tokens=num_tokens, num_new=num_new)
             if left == "prefill":
                 waited_s = attempt.prefill_started.queue_s if attempt.prefill_started is not None else 0.0
                 trace.story.note_prompt(attempt.prefill.peer.worker_id if attempt.prefill is not None else "", waited_s)
@@ -862,3 +881,16 @@ def _outcome(error: BaseException | None) -> State:
         return State.FINISHED
     is_cancelled = isinstance(error, GeneratorExit | asyncio.CancelledError | RequestCancelled)
     return State.CANCELLED if is_cancelled else State.FAILED
+
+
+def _facts(accepted: AcceptedCall) -> CallFacts:
+    first = accepted.generations[0]
+    return CallFacts(
+        accepted.request_id,
+        accepted.span.traceparent,
+        accepted.model,
+        first.service_class,
+        first.tenant,
+        accepted.fallback,
+        tuple(generation.request_id for generation in accepted.generations),
+    )

@@ -20,14 +20,12 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal
 from weakref import WeakSet
 
-from gateway.calls import AcceptedCall, Call, Generation
-from gateway.config import SLOW_REQUEST_S
 from gateway.history import MAX_STEPS, AnswerStory, History, Row
 from gateway.metrics import Metrics
+from gateway.validation import SLOW_REQUEST_S
 from services.runtime import status
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, Overloaded, RequestCancelled, TandemError
@@ -93,7 +91,7 @@ class AnswerTrace:
         *("overload", "prompt_tokens", "story", "waterfall", "workers", "_log", "_opened"),
     )
 
-    def __init__(self, name: str, arrived_s: float, log: "RequestLog", opened: "_OpenCall") -> None:
+    def __init__(self, name: str, arrived_s: float, log: "RequestLog", opened: "OpenCall") -> None:
         self.name = name
         self.waterfall = Waterfall(arrived_s)
         self.story = AnswerStory(self.waterfall.steps)
@@ -137,8 +135,21 @@ class AnswerTrace:
         self._log.has_line(error)
 
 
+@dataclass(frozen=True, slots=True)
+class CallFacts:
+    """What a line says of a call beside what became of its answers. `answers` are their names towards workers."""
+
+    request_id: str
+    traceparent: str
+    model: str
+    service_class: str
+    tenant: str
+    fallback: str = ""
+    answers: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
-class _OpenCall:
+class OpenCall:
     """What is known of a call until its line is written."""
 
     arrived_s: float
@@ -176,21 +187,6 @@ class Summary:
         return sum(self.phases_us.values())
 
 
-class LoggedCall(AcceptedCall):
-    """An accepted call that has its line written when its `with` block is left; takes the place of `accepted`."""
-
-    def __init__(self, accepted: AcceptedCall, log: "RequestLog", opened: _OpenCall) -> None:
-        vars(self).update(vars(accepted))
-        self._log = log
-        self._opened = opened
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
-            super().__exit__(kind, error, at)
-        finally:
-            self._log.note_end(self, self._opened, error)
-
-
 class RequestLog:
     """All requests of one gateway. `slow_s`: from when on there are words about one; 0: never.
 
@@ -204,7 +200,7 @@ class RequestLog:
         self._metrics = metrics
         self._clock = clock
         self._slow_us = round(slow_s * 1e6)
-        self._calls: dict[str, _OpenCall] = {}
+        self._calls: dict[str, OpenCall] = {}
         """By the names of their answers."""
         self._noted: WeakSet[BaseException] = WeakSet()
         """Errors whose requests have had their line, or were counted: an edge meets them once more."""
@@ -214,32 +210,31 @@ class RequestLog:
         self._num_slow_left_out = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def open(self, accepted: AcceptedCall) -> LoggedCall:
-        """Follows a call from here to its end. To be used instead of `accepted`."""
-        first = accepted.generations[0]
-        opened = _OpenCall(first.arrived_s, first.service_class, first.tenant)
-        self._add(opened, accepted.generations)
-        return LoggedCall(accepted, self, opened)
+    def open(self, names: Iterable[str], *, arrived_s: float, service_class: str, tenant: str) -> OpenCall:
+        """Follows a call from here until `note_end`; `names` are those of its answers."""
+        opened = OpenCall(arrived_s, service_class, tenant)
+        self._add(opened, names)
+        return opened
 
-    def add(self, accepted: AcceptedCall, generations: Iterable[Generation]) -> None:
-        """More answers of the same call: those of another model."""
-        opened = self._calls.get(accepted.generations[0].request_id)
+    def add(self, known: str, names: Iterable[str]) -> None:
+        """Adds answers to the call that has the answer `known`: those of another model."""
+        opened = self._calls.get(known)
         if opened is not None:
-            self._add(opened, generations)
+            self._add(opened, names)
 
-    def trace(self, generation: Generation) -> AnswerTrace:
+    def trace(self, name: str, *, arrived_s: float, service_class: str, tenant: str) -> AnswerTrace:
         """Where `run` writes down what becomes of one answer."""
-        opened = self._calls.get(generation.request_id)
+        opened = self._calls.get(name)
         if opened is None:  # Its call is over, so nobody reads it.
-            opened = _OpenCall(generation.arrived_s, generation.service_class, generation.tenant)
-        return AnswerTrace(generation.request_id, generation.arrived_s, self, opened)
+            opened = OpenCall(arrived_s, service_class, tenant)
+        return AnswerTrace(name, arrived_s, self, opened)
 
     def note_refusal(
-        self, error: BaseException, *, call: Call | None = None, model: str = "", arrived_s: float | None = None
+        self, error: BaseException, *, facts: CallFacts | None = None, arrived_s: float | None = None
     ) -> None:
         """A call ended with an error before it was accepted; once for each error, however many meet it.
 
-        `model` is the own name of the model where it is served here. No `call`: nothing was read of it.
+        Its `facts` may hold names that nobody has checked. None: nothing was read of the call.
         """
         if error in self._noted:
             return
@@ -247,35 +242,31 @@ class RequestLog:
         total_us = 0 if arrived_s is None else max(0, round((self.now_s() - arrived_s) * 1e6))
         phases: dict[Phase, int] = {"queue": total_us, "prefill": 0, "transfer": 0, "decode": 0}
         summary = Summary(outcome_of(error, was_placed=False), code_of(error), phases, overload=overload_of(error))
-        names = {}
-        if call is not None:
-            names = _names(call.request_id or "", call.traceparent, model or call.model or "", call.service_class)
-            names["tenant"] = call.tenant
+        names = {} if facts is None else _names(facts)
         self._write(summary, {name: value[:MAX_NAME_CHARS] for name, value in names.items()}, num_answers=0)
 
-    def note_end(self, call: AcceptedCall, opened: _OpenCall, error: BaseException | None) -> None:
+    def note_end(self, opened: OpenCall, facts: CallFacts, error: BaseException | None) -> None:
         """A call that was accepted is over. An error that its client was told in the middle of an answer is known."""
         for name in opened.names:
             self._calls.pop(name, None)
         self.has_line(error)
         if not opened.ended and error is None:
-            return  # Nothing was left to do, or it goes on as another call.
-        summary = _summary(call, opened, error, self.now_s())
+            return  # Nothing was left to do, or another call continues it.
+        summary = _summary(set(facts.answers), opened, error, self.now_s())
         phases_s: dict[str, float] = {phase: spent_us / 1e6 for phase, spent_us in summary.phases_us.items()}
         self._metrics.note_end(
-            call.model,
-            opened.service_class,
+            facts.model,
+            facts.service_class,
             summary.outcome,
             total_s=summary.total_us / 1e6,
             phases_s=phases_s if summary.num_attempts else None,
         )
-        names = _names(call.request_id, call.span.traceparent, call.model, opened.service_class)
-        names["tenant"] = opened.tenant
-        if call.fallback:
-            names["fallback"] = call.fallback
-        self._write(summary, names, num_answers=len(call.generations))
+        names = _names(facts)
+        if facts.fallback:
+            names["fallback"] = facts.fallback
+        self._write(summary, names, num_answers=len(facts.answers))
         if 0 < self._slow_us <= summary.total_us:
-            self._say_slow(summary, {"request_id": call.request_id, "model": call.model})
+            self._say_slow(summary, {"request_id": facts.request_id, "model": facts.model})
 
     def has_line(self, error: BaseException | None) -> None:
         """The request that ended with this error has its line or will have it, whoever else meets the error."""
@@ -292,10 +283,10 @@ class RequestLog:
             self._timer.cancel()
             self._count_left_out()
 
-    def _add(self, opened: _OpenCall, generations: Iterable[Generation]) -> None:
-        for generation in generations:
-            opened.names.append(generation.request_id)
-            self._calls[generation.request_id] = opened
+    def _add(self, opened: OpenCall, names: Iterable[str]) -> None:
+        for name in names:
+            opened.names.append(name)
+            self._calls[name] = opened
 
     def _write(self, summary: Summary, names: dict[str, str], *, num_answers: int) -> None:
         """The line, or one more in the count of those that have none."""
@@ -435,13 +426,12 @@ def _kept(summary: Summary) -> str:
     )
 
 
-def _summary(call: AcceptedCall, opened: _OpenCall, error: BaseException | None, now_s: float) -> Summary:
-    """Attempts and workers are those of all answers; the rest is of those of the model that answers."""
+def _summary(current: set[str], opened: OpenCall, error: BaseException | None, now_s: float) -> Summary:
+    """Attempts and workers are those of all answers; the rest is of the `current` ones, of the model that answers."""
     ended = opened.ended
     summary = Summary("finished", "", (ended[-1].waterfall if ended else Waterfall(opened.arrived_s)).until(now_s))
     if ended:
         ended[-1].story.ended_us = summary.total_us
-    current = {generation.request_id for generation in call.generations}
     reasons: dict[str, None] = {}
     workers: dict[str, None] = {}
     answers: list[AnswerStory] = []
@@ -469,9 +459,9 @@ def _summary(call: AcceptedCall, opened: _OpenCall, error: BaseException | None,
     return summary
 
 
-def _names(request_id: str, traceparent: str, model: str, service_class: str) -> dict[str, str]:
-    names = {"request_id": request_id}
-    if traceparent:
-        names["trace_id"] = request_fields(request_id, 0, traceparent).get("trace_id", "")
-    names["model"], names["service_class"] = model, service_class
+def _names(facts: CallFacts) -> dict[str, str]:
+    names = {"request_id": facts.request_id}
+    if facts.traceparent:
+        names["trace_id"] = request_fields(facts.request_id, 0, facts.traceparent).get("trace_id", "")
+    names["model"], names["service_class"], names["tenant"] = facts.model, facts.service_class, facts.tenant
     return names

@@ -25,17 +25,32 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from gateway.attempts import Attempt
+from gateway.sessions import HandedOff, PrefillStarted
 from services.runtime import telemetry
-from services.runtime.attempts import DECODE_SPAN, KV_TRANSFER_SPAN
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InternalError, RequestCancelled, TandemError
-from services.runtime.telemetry import Event, Link, Span, TraceContext, Value
+from services.runtime.telemetry import DECODE_SPAN, KV_TRANSFER_SPAN, Event, Link, Span, TraceContext, Value
 from services.scheduling.routing import Route
 
 MAX_EVENTS = 64
 MAX_LINKS = 32
 """Of a request: any number of clients may attach to one with a name."""
+
+
+@dataclass(slots=True)
+class AttemptFacts:
+    """What spans tell of an attempt. The attempt keeps the facts from `prefill_worker` on up to date while it runs."""
+
+    number: int
+    trace: TraceContext | None
+    num_prompt_tokens: int
+    num_replayed_tokens: int
+    decode_worker: str
+    is_move: bool
+    prefill_worker: str = ""
+    """Empty while no prefill worker was asked."""
+    prefill_started: PrefillStarted | None = None
+    handed_off: HandedOff | None = None
 
 
 class Tracing:
@@ -259,7 +274,7 @@ class _Phase:
     start_s: float
     end_s: float = 0.0
     predicted_s: float | None = None
-    attempt: Attempt | None = None
+    attempt: AttemptFacts | None = None
     route: Route | None = None
     follows: "_Follows | None" = None
     error_type: str = ""
@@ -301,9 +316,9 @@ class AnswerSpans:
         """It has to stand in the queue, and so many go before it."""
         self.phases[-1].attributes |= {"tandem.queue_position": num_ahead, "tandem.service_class": service_class}
 
-    def placed(self, attempt: Attempt, route: Route, *, asked_s: float, predicted_queue_s: float | None) -> None:
+    def placed(self, attempt: AttemptFacts, route: Route, *, asked_s: float, predicted_queue_s: float | None) -> None:
         """Workers have taken it, after they were asked at `asked_s`."""
-        now_s, number = self._request.now_s(), attempt.order.key.attempt
+        now_s, number = self._request.now_s(), attempt.number
         queue = self.phases[-1]
         queue.end_s, queue.attempt_number, queue.predicted_s = asked_s, number, predicted_queue_s
         if not self.was_placed:
@@ -320,7 +335,7 @@ class AnswerSpans:
         phase = self._begin("prefill", attempt, now_s)
         phase.route, phase.predicted_s = route, route.predicted_ttft_s
 
-    def goes_on(self, name: str, attempt: Attempt, *, num_tokens: int, num_new: int = 0) -> None:
+    def goes_on(self, name: str, attempt: AttemptFacts, *, num_tokens: int, num_new: int = 0) -> None:
         """From now on it is in the phase `kv_transfer` or `decode`.
 
         So many tokens are there, the new ones of which came with the news of the phase: they belong to decoding, but
@@ -329,18 +344,18 @@ class AnswerSpans:
         now_s, last = self._request.now_s(), self.phases[-1]
         num_before = max(num_tokens - num_new, 1) if name == "decode" else num_tokens
         self._leave(now_s, num_before)
-        if name == "decode" and last.name == "prefill" and attempt.prefill is not None:
+        if name == "decode" and last.name == "prefill" and attempt.prefill_worker:
             # The pages were there as soon as this gateway heard of the first token: no part of it was to be seen.
             self._begin("kv_transfer", attempt, now_s).end_s = now_s
         self._begin(name, attempt, now_s)
 
-    def moves(self, attempt: Attempt, *, to: str, num_tokens: int) -> None:
+    def moves(self, attempt: AttemptFacts, *, to: str, num_tokens: int) -> None:
         """Its pages go from the decode worker of the last phase to that of `attempt`."""
         giver = self.phases[-1]
         self._follows = _Follows(giver, "moved")
         self.goes_on("kv_transfer", attempt, num_tokens=num_tokens)
-        source = giver.attempt.decode.peer.worker_id if giver.attempt is not None else ""
-        number = attempt.order.key.attempt
+        source = giver.attempt.decode_worker if giver.attempt is not None else ""
+        number = attempt.number
         said: dict[str, Value] = {"tandem.attempt": number, "tandem.from": source, "tandem.to": to}
         self._request.add_event("move", said)
 
@@ -398,13 +413,13 @@ class AnswerSpans:
             for phase in self.phases
         ]
 
-    def _begin(self, name: str, attempt: Attempt, now_s: float) -> _Phase:
-        trace, span_id = attempt.order.trace, 0
+    def _begin(self, name: str, attempt: AttemptFacts, now_s: float) -> _Phase:
+        trace, span_id = attempt.trace, 0
         if trace is not None:
             span_id = telemetry.sibling(trace, _SIBLINGS[name]).span_id
         if not span_id or any(phase.span_id == span_id for phase in self.phases):
             span_id = telemetry.new_span_id()
-        phase = _Phase(name, span_id, attempt.order.key.attempt, now_s, attempt=attempt, follows=self._follows)
+        phase = _Phase(name, span_id, attempt.number, now_s, attempt=attempt, follows=self._follows)
         if name == "kv_transfer" and not attempt.is_move:
             phase.predicted_s = self._predicted_transfer_s
         self.phases.append(phase)
@@ -430,11 +445,11 @@ class AnswerSpans:
         return said
 
 
-def _describe_route(attempt: Attempt, route: Route | None) -> dict[str, Value]:
+def _describe_route(attempt: AttemptFacts, route: Route | None) -> dict[str, Value]:
     assert route is not None, "who is asked is on the way"
     return {
-        "tandem.decode_worker": attempt.decode.peer.worker_id,
-        "tandem.prefill_worker": attempt.prefill.peer.worker_id if attempt.prefill else "",
+        "tandem.decode_worker": attempt.decode_worker,
+        "tandem.prefill_worker": attempt.prefill_worker,
         "tandem.is_remote_prefill": route.is_remote,
         "tandem.reason": route.reason,
         "tandem.cached_tokens": route.num_cached_tokens,
@@ -445,11 +460,11 @@ def _describe_route(attempt: Attempt, route: Route | None) -> dict[str, Value]:
     }
 
 
-def _describe_prefill(attempt: Attempt, route: Route | None) -> dict[str, Value]:
+def _describe_prefill(attempt: AttemptFacts, route: Route | None) -> dict[str, Value]:
     said: dict[str, Value] = {
-        "tandem.worker": (attempt.prefill or attempt.decode).peer.worker_id,
-        "tandem.prompt_tokens": len(attempt.order.prompt_token_ids),
-        "tandem.replayed_tokens": len(attempt.order.emitted_token_ids),
+        "tandem.worker": attempt.prefill_worker or attempt.decode_worker,
+        "tandem.prompt_tokens": attempt.num_prompt_tokens,
+        "tandem.replayed_tokens": attempt.num_replayed_tokens,
     }
     if attempt.prefill_started is not None:
         said["tandem.cached_tokens"] = attempt.prefill_started.num_cached_tokens
@@ -457,10 +472,10 @@ def _describe_prefill(attempt: Attempt, route: Route | None) -> dict[str, Value]
     return said
 
 
-def _describe_transfer(attempt: Attempt, route: Route | None) -> dict[str, Value]:
-    said: dict[str, Value] = {"tandem.to": attempt.decode.peer.worker_id}
-    if attempt.prefill is not None:
-        said["tandem.from"] = attempt.prefill.peer.worker_id
+def _describe_transfer(attempt: AttemptFacts, route: Route | None) -> dict[str, Value]:
+    said: dict[str, Value] = {"tandem.to": attempt.decode_worker}
+    if attempt.prefill_worker:
+        said["tandem.from"] = attempt.prefill_worker
     moved = attempt.handed_off
     if moved is not None:
         said |= {
@@ -472,8 +487,8 @@ def _describe_transfer(attempt: Attempt, route: Route | None) -> dict[str, Value
     return said
 
 
-def _describe_decode(attempt: Attempt, route: Route | None) -> dict[str, Value]:
-    return {"tandem.worker": attempt.decode.peer.worker_id}
+def _describe_decode(attempt: AttemptFacts, route: Route | None) -> dict[str, Value]:
+    return {"tandem.worker": attempt.decode_worker}
 
 
 _DESCRIPTIONS = {

@@ -42,6 +42,9 @@ MAX_PRIORITY = 100
 MAX_NAME_CHARS = 64
 MAX_KEY_CHARS = 255
 MAX_AFFINITY_CHARS = 256
+MAX_TOKENIZE_CHARS = 2**20
+SLOW_REQUEST_S = 10.0
+"""The log says of a request that takes longer where its time went."""
 MAX_SCHEMA_BYTES = 64 * 1024
 """Of a JSON schema for the answer, without white space."""
 MAX_SCHEMA_DEPTH = 64

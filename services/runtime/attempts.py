@@ -14,9 +14,6 @@ DEFAULT_SERVICE_CLASS = 2
 """Of five, 0 to 4: of an attempt that names none."""
 NUM_SERVICE_CLASSES = 5
 
-KV_TRANSFER_SPAN, DECODE_SPAN = 1, 2
-"""An attempt's `traceparent` names its span `prefill`; the ids of the spans `kv_transfer` and `decode` follow it."""
-
 S = TypeVar("S")
 A = TypeVar("A")
 

@@ -36,6 +36,8 @@ MAX_TEXT_CHARS = 256
 """Of a text in a span; the rest is cut off."""
 MAX_STATE_CHARS = 512
 """Of a `tracestate`; W3C asks for no more to be passed on."""
+KV_TRANSFER_SPAN, DECODE_SPAN = 1, 2
+"""An attempt's `traceparent` names its span `prefill`; the ids of the spans `kv_transfer` and `decode` follow it."""
 
 Value = str | bool | int | float | Sequence[str]
 """Of an attribute."""

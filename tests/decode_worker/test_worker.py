@@ -9,7 +9,6 @@ from decode_worker.speculation import Speculator
 from kv_transfer.protocol.messages import TransferId
 from protos import inference_pb2, worker_pb2
 from services.engine.step import SampledToken, SampledTokens, StepItem
-from services.runtime.attempts import DECODE_SPAN
 from services.runtime.clock import ManualClock
 from services.runtime.errors import (
     DeadlineExceeded,
@@ -20,6 +19,7 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 from services.runtime.session import SessionLimits
+from services.runtime.telemetry import DECODE_SPAN
 from services.scheduling.speedometer import MIN_STEPS
 from tests.kept_spans import KeptSpans
 

@@ -11,9 +11,9 @@ import pytest
 from gateway.tracing import Tracing
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import telemetry
-from services.runtime.attempts import DECODE_SPAN, KV_TRANSFER_SPAN
 from services.runtime.clock import ManualClock
 from services.runtime.errors import Overloaded, TransferFailed
+from services.runtime.telemetry import DECODE_SPAN, KV_TRANSFER_SPAN
 from tests.kept_spans import KeptSpans, events_of
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
