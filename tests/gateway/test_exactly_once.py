@@ -465,6 +465,22 @@ async def test_same_id_without_a_position_is_a_new_request(make_system, worker_t
     assert len(worker.attempts) == 2
 
 
+async def test_an_id_is_taken_for_its_own_tenant_only(make_system, worker_type, answer):
+    pair = GatedPair(answer, 5)
+    system = await make_system()
+    worker = await system.add(worker_type("decode", "decode-0", pair.decode))
+    read_by = {tenant: Events() for tenant in ("a", "b")}
+    reading = [
+        asyncio.create_task(read(system, events, {"x-request-id": "order-1"}, stream_body(tenant=tenant)))
+        for tenant, events in read_by.items()
+    ]
+    await system.until(lambda: all(len(events.tokens()) == 5 or task.done() for events, task in
+                                   zip(read_by.values(), reading, strict=True)))  # fmt: skip
+    pair.open()
+    assert [response.status_code for response in await asyncio.gather(*reading)] == [200, 200]
+    assert len(worker.attempts) == 2
+
+
 async def test_failed_request_with_a_key_can_be_tried_again(make_system, worker_type, answer):
     system = await make_system()
     body, headers = {"prompt": [5]}, {"idempotency-key": "k"}
