@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 class Books:
     """Of one session: prompts to be computed there, requests to be admitted, and pages to be promised to them.
 
-    A prompt is (service class, tokens), which is the order in which workers compute prompts. `sending` are bytes of
-    handoffs from there that have not arrived yet, by the id of the worker that they go to.
+    A prompt is (service class, tokens), which is the order in which workers compute prompts. `sending` are bytes
+    of handoffs that will go from there when those prompts are computed, by the id of the worker that they go to.
     """
 
     prompts: "dict[Bookings, tuple[int, int]]" = field(default_factory=dict)
@@ -82,13 +82,10 @@ class Bookings:
             self._decode = None
 
     def note_prompt_done(self) -> None:
-        """Nothing of the prompt waits to be computed."""
+        """Nothing of the prompt waits to be computed, and its worker says itself what is on its way from there."""
         if self._computes is not None:
             del self._computes.prompts[self]
             self._computes = None
-
-    def note_arrived(self) -> None:
-        """Its pages are no longer on their way."""
         if self._sends is not None:
             books, worker_id, num_bytes = self._sends
             self._sends = None
@@ -100,4 +97,3 @@ class Bookings:
         """Gives back whatever is still booked."""
         self.note_admitted()
         self.note_prompt_done()
-        self.note_arrived()

@@ -163,7 +163,7 @@ class Candidates:
             computes.books,
             num_pages=-(-request.expected_num_tokens // route.decode.page_size),
             prompt=(request.queue_entry.service_class, max(0, request.num_known_tokens - route.num_cached_tokens)),
-            handoff=(route.decode.worker_id, int(route.inputs["handoff_bytes"])) if route.is_remote else None,
+            handoff=(route.decode.worker_id, int(route.inputs.get("handoff_bytes", 0))) if route.is_remote else None,
         )
 
     def routes(self, request: RunningRequest, kept: Set[str] = frozenset()) -> Sequence[Route]:

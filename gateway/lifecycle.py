@@ -704,7 +704,6 @@ class Requests:
         if delta.token_ids or attempt.prompt_done_at_s is not None:
             watch.note_prompt_done()
         if attempt.is_decoding:
-            request.bookings.note_arrived()
             watch.note_answer(len(delta.token_ids), is_finished=request.is_finished)
         state = _state_of(attempt)
         # A prompt that the decode worker computed itself is at its end with the first token, before that says so.
@@ -783,7 +782,6 @@ class Requests:
         if handed_off is None or handed_off is observed.seen_handoff:
             return
         observed.seen_handoff = handed_off
-        request.bookings.note_arrived()
         observed.trace.story.note_handoff(
             num_pages=handed_off.num_pages,
             num_bytes=handed_off.num_bytes,

@@ -754,13 +754,11 @@ def _new_view(
 
 
 def _links(session: WorkerSession, usual: LinkSpeed) -> PeerLinks:
-    """As its worker has measured them, with what is on its way there by the worker's word or by our own books."""
+    """As its worker has measured them, with what is on its way there and what of ours will be before long."""
     links = {worker_id: _own_link(link, usual) for worker_id, link in session.links.items()}
     for worker_id, num_bytes in session.books.sending.items():
         link = links.get(worker_id) or PeerLink(usual.latency_s, usual.bytes_per_s)
-        # Ours are counted there too, once they have left.
-        underway = max(link.underway_bytes, num_bytes)
-        links[worker_id] = PeerLink(link.latency_s, link.bytes_per_s, underway)
+        links[worker_id] = PeerLink(link.latency_s, link.bytes_per_s, link.underway_bytes + num_bytes)
     return PeerLinks(links)
 
 

@@ -680,7 +680,7 @@ class _SendLink:
                 case ReportCommitted():
                     self._handles[action.id]._on_ended(action, self._meter.arrived(action.id, self.now()))
                 case ReportFailed():
-                    self._meter.lost(action.id, self.now())
+                    self._meter.lost(action.id, self.now(), is_cut=self.is_lost)
                     self._handles[action.id]._on_ended(action.error)
                 case ReportReleased():
                     self._poster.forget(action.id)

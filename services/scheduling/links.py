@@ -261,12 +261,15 @@ class LinkMeter:
             self._drop_points(one.end, now_s)
         return carried
 
-    def lost(self, key: Hashable, now_s: float) -> None:
-        """The handoff has failed or was given up; some of its bytes may never have been sent."""
+    def lost(self, key: Hashable, now_s: float, *, is_cut: bool = False) -> None:
+        """The handoff has failed or was given up; some of its bytes may never have been sent.
+
+        `is_cut`: the link broke, or whoever is at its other end, so that its silence says nothing of its rate.
+        """
         one = self._open.get(key)
         if one is None:
             return
-        if one.is_sealed and one.first >= self._tainted_until:
+        if one.is_sealed and one.first >= self._tainted_until and not is_cut:
             carried = self._carried(one.end, now_s)
             # It would have taken longer still: that it is slow must not be forgotten with the handoff.
             if carried is not None and carried.time_s > self.opinion.speed.time_s(carried.num_bytes):
@@ -360,9 +363,10 @@ class LinkMeters:
         return meter
 
     def usual(self) -> LinkSpeed | None:
-        """That of the median link; None: nothing was seen yet."""
+        """That of the median link; None: nothing was seen yet. May be called in any thread."""
+        opinions = [meter.opinion for meter in tuple(self._meters.values())]
         speeds = sorted(
-            (meter.opinion.speed for meter in self._meters.values() if meter.is_known),
+            (opinion.speed for opinion in opinions if opinion.seen_s > -math.inf),
             key=lambda speed: speed.time_s(SAMPLE_BYTES),
         )
         return speeds[(len(speeds) - 1) // 2] if speeds else None

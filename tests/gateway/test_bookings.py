@@ -38,17 +38,15 @@ def test_only_shorter_prompts_of_no_worse_class_are_ahead():
     assert [books.num_less_urgent(service_class) for service_class in range(4)] == [4, 3, 1, 0]
 
 
-def test_bytes_on_their_way_are_booked_for_the_pair_until_they_have_arrived():
+def test_bytes_are_booked_for_the_pair_until_the_prompt_is_computed():
     prefill, mine, other = Books(), Bookings(), Bookings()
     mine.enter(Books(), prefill, num_pages=1, prompt=(2, 10), handoff=("d-0", 700))
     other.enter(Books(), prefill, num_pages=1, prompt=(2, 10), handoff=("d-0", 300))
     assert prefill.sending == {"d-0": 1000}
-    for bookings in (mine, other):
-        bookings.note_admitted()
-        bookings.note_prompt_done()
-    # The prompts are computed, and their pages are still on the link.
-    assert not prefill.is_empty
-    mine.note_arrived()
+    mine.note_admitted()
+    assert prefill.sending == {"d-0": 1000}
+    # From here on its worker says what is on its way.
+    mine.note_prompt_done()
     mine.leave()
     assert prefill.sending == {"d-0": 300}
     other.enter(Books(), prefill, num_pages=1, prompt=(2, 10), handoff=("d-1", 300))

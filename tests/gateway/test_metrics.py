@@ -355,6 +355,7 @@ def all_moved():
     metrics.note_first_token("tiny", prompt_tokens=3, cached_tokens=1)
     metrics.note_answer("tiny", "normal", prompt_tokens=3, tokens=2, finish_reason="stop")
     metrics.note_end("tiny", "normal", "finished", total_s=1.0, phases_s={"queue": 1.0})
+    metrics.note_prediction("m", "second", 0.2, 0.3)
     metrics.note_handoff("tiny", "a new way", num_bytes=5, exposed_s=0.1)
     metrics.note_retry("worker_lost")
     metrics.note_failover("tiny")

@@ -112,7 +112,7 @@ async def test_a_view_has_the_links_of_its_worker_and_what_is_on_its_way(make_to
     # As fast as is usual: of two that differ by chance one would get everything.
     assert link("d-1") == PeerLink(DEFAULT_LINK.latency_s, DEFAULT_LINK.bytes_per_s)
     bookings = Bookings()
-    for worker_id, num_bytes, underway in (("d-0", 10, 1000), ("d-0", 5000, 5000), ("d-2", 7, 7)):
+    for worker_id, num_bytes, underway in (("d-0", 10, 1010), ("d-0", 5000, 6000), ("d-2", 7, 7)):
         bookings.enter(Books(), member.session.books, num_pages=1, prompt=PROMPT, handoff=(worker_id, num_bytes))
         assert link(worker_id).underway_bytes == underway
     bookings.leave()

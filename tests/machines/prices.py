@@ -103,7 +103,7 @@ async def ask(cluster: bed.Bed, num_tokens: int, chance: random.Random) -> Seen:
         num_tokens,
         attempt["prefill"],
         attempt["decode"],
-        attempt["bytes"] > 0,
+        bool(attempt["prefill"]),
         attempt["predicted_second_us"] / 1e6,
         attempt["actual_second_us"] / 1e6,
         attempt["predicted_exposed_us"] / 1e6,

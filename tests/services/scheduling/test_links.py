@@ -109,6 +109,17 @@ def test_a_handoff_that_is_late_says_so_before_it_is_there():
     assert meter.speed(20.0).time_s(92_000_000) > 18
 
 
+def test_a_worker_that_died_is_no_slow_link():
+    meter = learnt(LinkSpeed(0.001, 1e9))
+    for key in range(5):
+        meter.sent(key, 10 * MIB, 1.0)
+        meter.sealed(key)
+    for key in range(5):
+        meter.lost(key, 4.0, is_cut=True)
+    assert meter.speed(4.0).time_s(10 * MIB) < 0.02
+    assert meter.underway_bytes(4.0) == 0
+
+
 def test_what_was_left_out_teaches_nothing():
     meter = LinkMeter()
     meter.sent("a", 50 * MIB, 0.0)
