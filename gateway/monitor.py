@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterable
+from functools import partial
 
 from gateway.attempts import Attempt, Mailbox, TokenLog
 from gateway.candidates import Candidates
@@ -91,9 +92,9 @@ class Monitor:
             if worker_id not in self._trials and now_s >= self._next_at_s.get(worker_id, now_s):
                 trial = asyncio.create_task(self._try(role, model, worker_id), name=f"trial-{worker_id}")
                 self._trials[worker_id] = trial
-                trial.add_done_callback(lambda _, worker_id=worker_id: self._end(worker_id))
+                trial.add_done_callback(partial(self._end, worker_id))
 
-    def _end(self, worker_id: str) -> None:
+    def _end(self, worker_id: str, _: "asyncio.Task[None]") -> None:
         self._trials.pop(worker_id, None)
         now_s = self._clock.monotonic()
         self._next_at_s = {one: at_s for one, at_s in self._next_at_s.items() if at_s > now_s}

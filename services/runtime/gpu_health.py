@@ -38,8 +38,8 @@ class GpuFacts:
     `temperature_c` of the chip, and `slowdown_c`, where it throttles itself. `num_uncorrected` counts memory errors
     since the driver was loaded that could not be corrected. `is_remap_pending`: rows of memory are to be replaced at
     the next reset; `has_remap_failed`: none are left to replace them. `throttle_reasons`: keys of `THROTTLE_REASONS`.
-    `xids`: the driver's numbers of critical faults since the reader was opened; they stay, since what ran on the GPU then
-    does not come back by itself. `is_lost`: it does not answer, or has not answered often enough since.
+    `xids`: the driver's numbers of critical faults since the reader was opened; they stay, since what ran on the GPU
+    then does not come back by itself. `is_lost`: it does not answer, or has not answered often enough since.
     """
 
     temperature_c: float | None = None
@@ -145,7 +145,7 @@ class GpuReader:
             log.info("NVML did not shut down: %s", error)
 
     def _judge_loss(self, *, has_answered: bool) -> None:
-        """Lost at once; back when it has answered for a while, and not for want of somebody who says that it is lost."""
+        """Lost at once; back when it has answered for a while, and not because nobody says that it is lost."""
         if self._is_lost_now:
             self._is_lost, self._num_good = True, 0
         elif self._is_lost and has_answered:
