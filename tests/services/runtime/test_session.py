@@ -375,7 +375,8 @@ async def test_what_the_gpu_says_comes_first_and_when_it_is_another(served: tupl
 
 async def test_counts_come_first_and_when_they_are_others_once_a_second_at_most(served: tuple[Worker, Any]) -> None:
     worker, stub = served
-    call = await opened(stub)
+    call = stub.Session()
+    await call.write(batch(hello()))
     assert (await call.read()).counts.preemptions == {"place": 1}
     worker.sessions.load_changed()
     assert not (await call.read()).HasField("counts")
