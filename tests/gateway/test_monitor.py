@@ -75,7 +75,7 @@ async def test_who_is_kept_from_work_is_tried_without_clients(breakable, caplog,
     assert (await system.complete(prompt=[5, 6, 7], max_tokens=3)).status_code == 200
     text = (await system.http.get("/metrics")).text
     assert 'tandem_circuit_openings{cause="erring"} 1.0' in text
-    assert "tandem_open_breakers 0.0" in text
+    assert f'tandem_worker_circuit{{role="{role}",state="closed",worker="{bad}"}} 1.0' in text
 
 
 async def test_who_should_get_no_work_and_does_is_not_shown_as_open(breakable, caplog):
