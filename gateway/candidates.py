@@ -101,7 +101,7 @@ class Candidates:
         """Those that are tried alone after a death (`gateway.recovery`): each goes where no other one is, if it can."""
         self.watch = WorkerWatch(clock, topology.pace)
         topology.watch_gpus(self.watch.note_gpu)
-        topology.watch_leaving(self.watch.forget)
+        topology.watch_leaving(self.watch.note_gone)
         self._breakers = Breakers()
         """Of pairs: (prefill worker, decode worker)."""
         self._why_cut: dict[tuple[str, str], str] = {}

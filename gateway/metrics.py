@@ -365,7 +365,7 @@ class Metrics:
         self._circuits = Gauge(
             "tandem_worker_circuit",
             "1 for the state of a worker's circuit: closed, open (kept from work), half_open (kept from work and "
-            "tried), suspected (it should get no work, and does, since half of its role is kept from work).",
+            "tried), suspected (it should get no work, and does, since no more of its role can be spared).",
             (*worker, "state"),
             registry=registry,
         )

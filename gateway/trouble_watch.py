@@ -51,7 +51,7 @@ CIRCUIT_WORDS: Mapping[CircuitState, str] = {
     "closed": "gets work",
     "open": "is kept from work",
     "half_open": "is kept from work, and tried",
-    "suspected": "should get no work, and does, since half of its role is kept from work",
+    "suspected": "should get no work, and does, since no more of its role can be spared",
 }
 CIRCUIT_REMEDIES = {
     "slow": "see what else uses its machine or its GPU; it gets work again when the gateway's trials come in time",

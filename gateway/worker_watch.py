@@ -21,6 +21,8 @@ from services.scheduling.health import Circuit, GpuJudgement, WorkerHealth
 
 FLOOR_S = 0.01
 """Added to what was expected and to what it took, before the two are compared."""
+PROBE_FLOOR_S = 0.05
+"""The same for a probe, which is small and decides alone: a busy machine must not keep out who has recovered."""
 LEAST_WEIGHT = 0.1
 """Of a GPU that is out, and used since too many are: it gets what others cannot take soon."""
 MAX_ENDED_STAGES = 64
@@ -109,9 +111,9 @@ class WorkerWatch:
         """What the worker's GPU is judged to be from now on."""
         self._health.note_gpu(worker_id, judgement, self._clock.monotonic())
 
-    def forget(self, worker_id: str) -> None:
-        """The worker is not registered any more."""
-        self._health.forget(worker_id)
+    def note_gone(self, worker_id: str) -> None:
+        """The worker is neither registered nor connected any more."""
+        self._health.note_gone(worker_id, self._clock.monotonic())
 
     def gpu_weights(self, group: Sequence[str]) -> Mapping[str, float]:
         """What share of its speed each that is slower is taken to have, by what its GPU says, against the best one.
@@ -151,7 +153,8 @@ class WorkerWatch:
     def came(self, stage: Stage) -> None:
         """It is there."""
         now_s = self._clock.monotonic()
-        ratio = (now_s - stage.began_s + FLOOR_S) / (stage.expected_s + self._pace.hold_s + FLOOR_S)
+        floor_s = PROBE_FLOOR_S if stage.probe else FLOOR_S
+        ratio = (now_s - stage.began_s + floor_s) / (stage.expected_s + self._pace.hold_s + floor_s)
         self._end(stage)
         self._health.note_success(stage.worker_id, ratio, now_s, probe=stage.probe)
 
@@ -178,13 +181,13 @@ class WorkerWatch:
         cause, for_s = change.cause, round(self._clock.monotonic() - change.since_s, 1)
         facts = {"worker": change.worker_id, "cause": cause.kind, "found": cause.words, **_rounded(cause.figures)}
         if change.state == "closed":
-            logger.info("a worker gets work again", extra={**facts, "after_s": for_s})
+            logger.info("a worker is well again", extra={**facts, "after_s": for_s})
             return
         what = "a worker is kept from work"
         if change.state == "open":
             self.num_openings[cause.kind] += 1
         else:
-            what = "a worker should get no work, and does: half of its role is kept from work already"
+            what = "a worker should get no work, and does: no more of its role can be spared"
         logger.warning(what, extra={**facts, "times": change.num_openings})
 
     def _end(self, stage: Stage) -> None:

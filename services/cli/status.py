@@ -95,7 +95,7 @@ def circuit_line(worker: Mapping[str, Any]) -> str:
     if not circuit:
         return ""
     what = {"open": "is kept from work", "half_open": "is kept from work, and tried"}.get(
-        str(circuit.get("state")), "should get no work, and does, as half of its role is kept from work"
+        str(circuit.get("state")), "should get no work, and does, as no more of its role can be spared"
     )
     times = int(circuit.get("num_openings", 1))
     again = f", {times} times lately" if times > 1 else ""

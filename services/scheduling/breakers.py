@@ -21,8 +21,8 @@ from typing import Literal, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 CircuitState = Literal["closed", "suspected", "open", "half_open"]
-"""`open` and `half_open` (it is being tried) get no work. `suspected` should get none, and does, since half of its role
-is kept from work already."""
+"""`open` and `half_open` (it is being tried) get no work. `suspected` should get none, and does, since no more of
+its role can be spared."""
 
 MAX_ERRORS = 3
 WINDOW_S = 10.0

@@ -259,6 +259,8 @@ class WorkerHealth:
         self._known: dict[str, Circuit] = {}
         """Those that are not closed, as of the last look at their group."""
         self._changes: list[Circuit] = []
+        self._gone_s: dict[str, float] = {}
+        """When workers left that have not been seen in a group since."""
 
     @property
     def num_ejected(self) -> int:
@@ -347,6 +349,8 @@ class WorkerHealth:
             self._judge(group, now_s)
         if not self._gpu_out and not self._breakers.num_open and not self._known:
             return frozenset()
+        for worker_id in self._gone_s.keys() & set(group) if self._gone_s else ():
+            del self._gone_s[worker_id]
         bad = [worker_id for worker_id in group if worker_id in self._gpu_out]
         bad += [worker_id for worker_id in self._breakers.opened(group) if worker_id not in self._gpu_out]
         left_alone = frozenset(bad[: len(group) // 2])
@@ -373,17 +377,24 @@ class WorkerHealth:
         return "half_open" if known.state == "open" and self._breakers.is_probing(worker_id) else known.state
 
     def circuits(self) -> list[Circuit]:
-        """All that are not closed, as of the last look at their groups."""
-        return [replace(known, state=self.circuit(known.worker_id)) for known in self._known.values()]
+        """All that are not closed, as of the last look at their groups, without those that have left."""
+        return [
+            replace(known, state=self.circuit(known.worker_id))
+            for known in self._known.values()
+            if known.worker_id not in self._gone_s
+        ]
 
     def take_changes(self) -> list[Circuit]:
         """What has become of circuits since the last call, in order. One that is tried has not changed."""
         changes, self._changes = self._changes, []
         return changes
 
-    def forget(self, worker_id: str) -> None:
-        """The worker is gone, and nobody keeps it from work; what is known of its faults stays for its return."""
-        self._known.pop(worker_id, None)
+    def note_gone(self, worker_id: str, now_s: float) -> None:
+        """The worker has left: nobody keeps it from work. What is known of it stays a while, as it may be back."""
+        self._gone_s[worker_id] = now_s
+        for one in [one for one, at_s in self._gone_s.items() if now_s - at_s > FORGET_AFTER_S]:
+            del self._gone_s[one]
+            self._known.pop(one, None)
 
     def _note_circuits(self, group: Sequence[str], bad: Sequence[str], left_alone: frozenset[str]) -> None:
         for worker_id in bad:

@@ -71,11 +71,11 @@ async def test_who_is_kept_from_work_is_tried_without_clients(breakable, caplog,
     broken.clear()
     await until_circuit(system, bad, "closed")
     assert sum(not is_trial(attempt) for attempt in worker.attempts) == num_clients
-    assert lines(caplog, bad)[1:] == [("INFO", "a worker gets work again", "erring")]
+    assert lines(caplog, bad)[1:] == [("INFO", "a worker is well again", "erring")]
     assert (await system.complete(prompt=[5, 6, 7], max_tokens=3)).status_code == 200
     text = (await system.http.get("/metrics")).text
     assert 'tandem_circuit_openings{cause="erring"} 1.0' in text
-    assert "tandem_open_breakers 0.0" in text
+    assert f'tandem_worker_circuit{{role="{role}",state="closed",worker="{bad}"}} 1.0' in text
 
 
 async def test_who_should_get_no_work_and_does_is_not_shown_as_open(breakable, caplog):
@@ -95,7 +95,7 @@ async def test_who_should_get_no_work_and_does_is_not_shown_as_open(breakable, c
     found = {message for worker_id in ("decode-0", "decode-1") for _, message, _ in lines(caplog, worker_id)}
     assert found >= {
         "a worker is kept from work",
-        "a worker should get no work, and does: half of its role is kept from work already",
+        "a worker should get no work, and does: no more of its role can be spared",
     }
     for worker_id in ("decode-0", "decode-1"):
         await until_circuit(system, worker_id, "closed")

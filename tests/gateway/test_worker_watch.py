@@ -90,6 +90,25 @@ def test_a_probe_is_not_late_because_tokens_wait_here():
     assert answers.watch.num_ejected == 0
 
 
+@pytest.mark.parametrize(("took_s", "is_good"), [(0.06, True), (0.2, False)])
+def test_a_probe_of_some_milliseconds_may_take_some_more(took_s, is_good):
+    clock = Clock()
+    watch = WorkerWatch(clock)
+    for _ in range(3):
+        watch.failed("a", [])
+    clock.now_s += 1.0
+    for _ in range(4):
+        attempt = AttemptWatch(watch, "decode", token_s=0.01)
+        attempt.sent("a", 0.01)
+        attempt.prompt_sent("a", 0.01)
+        clock.now_s += took_s
+        attempt.note_prompt_done()
+        attempt.end()
+        clock.now_s += 1.0
+    watch.usable(GROUP)
+    assert (watch.circuit("a") == "closed") == is_good
+
+
 def test_stages_that_end_otherwise_are_not_waited_for():
     clock = Clock()
     watch = WorkerWatch(clock)
@@ -186,8 +205,7 @@ async def test_a_slow_worker_gets_no_new_work_and_is_back_when_it_has_recovered(
             assert answer.status_code == 200
 
     def is_left_alone():
-        text = system.gateway.metrics.render([]).decode()
-        return "tandem_open_breakers 1.0" in text.splitlines()
+        return system.gateway.metrics.circuit(worker_id) in ("open", "half_open")
 
     await ask_until(lambda: len(worker.attempts) >= 10, 5)
     assert not is_left_alone()

@@ -123,6 +123,6 @@ def test_who_gets_no_work_is_named_with_cause_and_figures(api: Any, capsys: pyte
     text = capsys.readouterr().out
     why = "slow: what comes takes 6.1 times as long as expected (since 12 s, 2 times lately)"
     assert f"d0 is kept from work: {why}\n" in text
-    assert f"d1 should get no work, and does, as half of its role is kept from work: {why}\n" in text
+    assert f"d1 should get no work, and does, as no more of its role can be spared: {why}\n" in text
     assert "the way from p0 to d0 is avoided: no connection (since 4 s)\n" in text
     assert "d2 " not in text.split("\n\n")[1]

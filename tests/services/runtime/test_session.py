@@ -406,7 +406,8 @@ async def test_links_are_told_where_something_else_is_to_be_said(served: tuple[W
 
 async def test_counts_come_first_and_when_they_are_others_once_a_second_at_most(served: tuple[Worker, Any]) -> None:
     worker, stub = served
-    call = await opened(stub)
+    call = stub.Session()
+    await call.write(batch(hello()))
     assert (await call.read()).counts.preemptions == {"place": 1}
     worker.sessions.load_changed()
     assert not (await call.read()).HasField("counts")

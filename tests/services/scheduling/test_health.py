@@ -123,6 +123,23 @@ def test_what_is_told_of_a_circuit():
     assert worker.cause.figures == {"errors": 2, "answers": 2}
 
 
+def test_who_leaves_and_is_back_is_told_once():
+    health = WorkerHealth()
+    for _ in range(2):
+        health.note_error("a", 1.0)
+    assert health.out_of_rotation(GROUP, 1.0) == {"a"}
+    assert [one.state for one in health.take_changes()] == ["open"]
+    health.note_gone("a", 1.1)
+    assert health.out_of_rotation(GROUP[1:], 1.2) == set()
+    assert health.circuits() == []
+    assert health.out_of_rotation(GROUP, 1.3) == {"a"}
+    assert [one.worker_id for one in health.circuits()] == ["a"]
+    assert health.take_changes() == []
+    health.note_gone("a", 2.0)
+    health.note_gone("b", 700.0)
+    assert health._known == {}
+
+
 def test_figures_of_who_is_slow_and_who_is_silent():
     health = WorkerHealth()
     seen(health, 0.0, a=6.1, b=2.0, c=2.0, d=1.0)
