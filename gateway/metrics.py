@@ -514,8 +514,8 @@ class Metrics:
             vanished = self._vanished.labels(role)
             vanished.inc(presence.num_vanished[role] - self._shown_vanished[role])
             self._shown_vanished[role] = presence.num_vanished[role]
-        for role, expected in presence.expected.items():
-            self._expected_workers.labels(role).set(expected)
+        for name, expected in presence.expected.items():
+            self._expected_workers.labels(name).set(expected)
         for kind, num_troubles in self._trouble_counts().items():
             self._troubles.labels(kind).set(num_troubles)
 

@@ -1,5 +1,6 @@
 """Why a worker cannot be reached, from what gRPC itself writes when it meets each obstacle."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ from tests.certificates import Authority
 
 
 @pytest.fixture(autouse=True)
-def without_identity() -> None:
+def without_identity() -> Iterator[None]:
     yield
     rpc.set_identity(None)
 
