@@ -56,7 +56,7 @@ _KNOWN: tuple[tuple[tuple[str, ...], Obstacle], ...] = (
     (("no route to host", "network is unreachable", "host is unreachable"), NO_ROUTE),
     (("errors resolving", "dns resolution failed", "domain name not found", "name resolution failure"), NO_NAME),
     (("connection reset",), RESET),
-    (("timed out", "timeout", "deadline exceeded", "handshake shutdown"), SILENT),
+    (("timed out", "timeout", "deadline exceeded", "handshaker shutdown"), SILENT),
 )
 
 

@@ -53,7 +53,8 @@ async def test_each_obstacle_is_named(tmp_path: Path) -> None:
         ("failed to connect to all addresses; last error: UNAVAILABLE: Socket closed", True, reach.CLOSED_TO_TLS),
         ("connect: No route to host (113)", False, reach.NO_ROUTE),
         ("Connection reset by peer", False, reach.RESET),
-        ("FD Shutdown: connection attempt timed out before receiving SETTINGS frame", False, reach.SILENT),
+        ("last error: UNKNOWN: ipv4:10.0.0.1:1: tcp handshaker shutdown", False, reach.SILENT),
+        ("connection attempt timed out before receiving SETTINGS frame", False, reach.SILENT),
     ],
 )
 def test_what_is_known_by_its_text(details: str, has_tls: bool, found: reach.Obstacle) -> None:
