@@ -51,6 +51,7 @@ async def test_each_obstacle_is_named(tmp_path: Path) -> None:
     [
         ("... CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", True, reach.EXPIRED),
         ("failed to connect to all addresses; last error: UNAVAILABLE: Socket closed", True, reach.CLOSED_TO_TLS),
+        ("Socket closed", True, reach.ENDED),
         ("connect: No route to host (113)", False, reach.NO_ROUTE),
         ("Connection reset by peer", False, reach.RESET),
         ("last error: UNKNOWN: ipv4:10.0.0.1:1: tcp handshaker shutdown", False, reach.SILENT),
