@@ -44,6 +44,9 @@ NO_NAME = Obstacle(
     "the name of its host cannot be resolved", "set --advertise-host to a name or an address that the gateway knows"
 )
 RESET = Obstacle("the connection was reset", NETWORK)
+ENDED = Obstacle(
+    "it ended the connection: its process has ended or is ending", "see whether the worker runs, and its log"
+)
 SILENT = Obstacle("nothing answers: packets are lost on the way, or its machine is gone or stopped", NETWORK)
 OTHER_CLUSTER = "give all processes of the cluster the same --cluster-secret-file, or the same --redis"
 
@@ -56,7 +59,7 @@ _KNOWN: tuple[tuple[tuple[str, ...], Obstacle], ...] = (
     (("no route to host", "network is unreachable", "host is unreachable"), NO_ROUTE),
     (("errors resolving", "dns resolution failed", "domain name not found", "name resolution failure"), NO_NAME),
     (("connection reset",), RESET),
-    (("timed out", "timeout", "deadline exceeded", "handshake shutdown"), SILENT),
+    (("timed out", "timeout", "deadline exceeded", "handshaker shutdown"), SILENT),
 )
 
 
@@ -68,4 +71,6 @@ def obstacle(details: str, *, code: str, has_tls: bool) -> Obstacle:
             return known
     if "failed to connect" in lowered and "socket closed" in lowered:
         return CLOSED_TO_TLS if has_tls else CLOSED_TO_PLAIN
+    if "socket closed" in lowered:
+        return ENDED
     return Obstacle(f"the connection fails ({code})", NETWORK)

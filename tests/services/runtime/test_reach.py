@@ -1,5 +1,6 @@
 """Why a worker cannot be reached, from what gRPC itself writes when it meets each obstacle."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ from tests.certificates import Authority
 
 
 @pytest.fixture(autouse=True)
-def without_identity() -> None:
+def without_identity() -> Iterator[None]:
     yield
     rpc.set_identity(None)
 
@@ -50,9 +51,11 @@ async def test_each_obstacle_is_named(tmp_path: Path) -> None:
     [
         ("... CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", True, reach.EXPIRED),
         ("failed to connect to all addresses; last error: UNAVAILABLE: Socket closed", True, reach.CLOSED_TO_TLS),
+        ("Socket closed", True, reach.ENDED),
         ("connect: No route to host (113)", False, reach.NO_ROUTE),
         ("Connection reset by peer", False, reach.RESET),
-        ("FD Shutdown: connection attempt timed out before receiving SETTINGS frame", False, reach.SILENT),
+        ("last error: UNKNOWN: ipv4:10.0.0.1:1: tcp handshaker shutdown", False, reach.SILENT),
+        ("connection attempt timed out before receiving SETTINGS frame", False, reach.SILENT),
     ],
 )
 def test_what_is_known_by_its_text(details: str, has_tls: bool, found: reach.Obstacle) -> None:
