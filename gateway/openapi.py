@@ -24,7 +24,7 @@ from gateway.validation import (
     MAX_UPLOAD_S,
     SERVICE_CLASSES,
 )
-from gateway.wishes import MAX_MS, PREFILL, TIMEOUT, TPOT, TTFT
+from gateway.wishes import MAX_MS, MIN_MS, PREFILL, TIMEOUT, TPOT, TTFT
 from services.runtime.version import version
 from services.scheduling.disaggregation import PREFILL_CHOICES
 
@@ -76,15 +76,15 @@ REQUEST_HEADERS: Mapping[str, tuple[str, Schema]] = {
     "X-Service-Class": ("As the field `service_class`.", {"type": "string", "enum": [*SERVICE_CLASSES, ""]}),
     TIMEOUT: (
         "As the field `request_timeout_ms`.",
-        {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MS},
+        {"type": "number", "minimum": MIN_MS, "maximum": MAX_MS},
     ),
     TTFT: (
         "The first token is needed within this time; it counts where it is less than `--ttft-target-s`.",
-        {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MS},
+        {"type": "number", "minimum": MIN_MS, "maximum": MAX_MS},
     ),
     TPOT: (
         "The same for each further token and `--itl-target-s`.",
-        {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MS},
+        {"type": "number", "minimum": MIN_MS, "maximum": MAX_MS},
     ),
     PREFILL: (
         "Who computes the prompt: the decode worker, a prefill worker, or whoever does it sooner. Needs a key with "

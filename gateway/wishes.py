@@ -19,6 +19,7 @@ TTFT, TPOT = "X-Slo-Ttft-Ms", "X-Slo-Tpot-Ms"
 PREFILL = "X-Tandem-Prefill"
 HINTS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
 """How long OpenAI's clients wait for the next byte, in seconds; they send it unasked."""
+MIN_MS = 0.001
 MAX_MS = 24 * 3600 * 1000
 
 _MILLISECONDS = re.compile(r"[0-9]{1,8}(\.[0-9]{1,6})?", re.ASCII)
@@ -56,9 +57,9 @@ def read_ms(find: Find, name: str) -> float | None:
     said = find(name.lower())
     if said is None:
         return None
-    if _MILLISECONDS.fullmatch(said) is None or not 0 < float(said) <= MAX_MS:
+    if _MILLISECONDS.fullmatch(said) is None or not MIN_MS <= float(said) <= MAX_MS:
         raise InvalidRequest(
-            f"{name} must be a number of milliseconds greater than 0 and at most {MAX_MS}",
+            f"{name} must be a number of milliseconds in [{MIN_MS}, {MAX_MS}]",
             field=name,
             code="invalid_value",
         )

@@ -20,9 +20,9 @@ def test_a_worker_knows_its_speeds_before_its_first_request(parts):
     assert speedometer.prefill is not None
     assert speedometer.decode is not None
     assert 0 < speedometer.decode.step_s(1) < 60
-    work = [work for work, _ in parts.first_steps]
-    assert [(0, num, True) for num in PROMPTS_TOKENS] == [one for (one,) in work if one[2]][: len(PROMPTS_TOKENS)]
-    assert any(len(step) > 1 and not any(is_prompt for _, _, is_prompt in step) for step in work)
+    steps = [work for work, _ in parts.first_steps]
+    assert [step[0] for step in steps[: len(PROMPTS_TOKENS)]] == [(0, num, True) for num in PROMPTS_TOKENS]
+    assert any(len(step) > 1 and not any(is_prompt for _, _, is_prompt in step) for step in steps)
 
 
 def test_it_leaves_the_pages_as_they_were(parts):
