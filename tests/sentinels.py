@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,11 @@ import redis
 
 from services.cluster.embedded import _LAUNCHER, _binary
 from tests.faults.harness import free_port
+from tests.limited_redis import GUIDE, PASSWORD, USER, documented_rules
 
-SERVICE, PASSWORD = "tandem", "sesame"
+SERVICE = "tandem"
+ADMIN = "admin"
+"""May do everything, and needs no password."""
 START_TIMEOUT_S = 20.0
 FAILOVER_TIMEOUT_S = 30.0
 
@@ -32,7 +36,7 @@ class SentinelSet:
     @property
     def url(self) -> str:
         hosts = ",".join(f"127.0.0.1:{port}" for port in self.sentinels)
-        return f"redis+sentinel://:{PASSWORD}@{hosts}/{SERVICE}?sentinel_password={PASSWORD}s"
+        return f"redis+sentinel://{USER}:{PASSWORD}@{hosts}/{SERVICE}?sentinel_password={PASSWORD}s"
 
     @property
     def primary(self) -> int:
@@ -48,7 +52,8 @@ class SentinelSet:
             file.write_text(
                 f"port {port}\nbind 127.0.0.1\nrequirepass {PASSWORD}s\nsentinel sentinel-pass {PASSWORD}s\n"
                 f"sentinel monitor {SERVICE} 127.0.0.1 {self.servers[0]} 2\n"
-                f"sentinel auth-pass {SERVICE} {PASSWORD}\nsentinel down-after-milliseconds {SERVICE} 1000\n"
+                f"sentinel auth-user {SERVICE} sentinel\nsentinel auth-pass {SERVICE} {PASSWORD}\n"
+                f"sentinel down-after-milliseconds {SERVICE} 1000\n"
                 f"sentinel failover-timeout {SERVICE} 4000\n"
             )
             self._run(port, str(file), "--sentinel")
@@ -58,7 +63,11 @@ class SentinelSet:
             time.sleep(0.1)
 
     def start_server(self, port: int, *, is_replica: bool) -> None:
-        arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--requirepass", PASSWORD]
+        arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--masteruser", "replica"]
+        users = {USER: documented_rules()} | {name: _documented(name) for name in ("replica", "sentinel")}
+        arguments += ["--user", "default", "off", "--user", ADMIN, "on", "nopass", "~*", "&*", "+@all"]
+        for name, rules in users.items():
+            arguments += ["--user", name, "on", f">{PASSWORD}", *rules]
         of = ["--replicaof", "127.0.0.1", str(self.servers[0])] if is_replica else []
         self._run(port, *arguments, "--masterauth", PASSWORD, "--repl-diskless-sync-delay", "0", *of)
 
@@ -89,6 +98,12 @@ class SentinelSet:
         except redis.RedisError:
             return False
         return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1 and state["is_master"])
+
+
+def _documented(name: str) -> list[str]:
+    found = re.search(rf"^user {name} on >PASSWORD (.+)$", GUIDE.read_text(), re.MULTILINE)
+    assert found, f"the guide has no user {name}"
+    return found[1].split()
 
 
 @contextlib.contextmanager

@@ -204,8 +204,9 @@ def _with_tls(plain: dict[str, Scenario]) -> list[Scenario]:
         "rolling replacement",
     )
     made = [replace(plain[name], name=f"TLS: {name}", has_tls=True, short=False) for name in again]
-    far = replace(plain["redis 80 ms from the gateways, from the start"], has_tls=True, short=True)
-    made.append(replace(far, name="TLS: redis 80 ms far, kill decode-0", steps=[(1.0, Kill("decode-0"))]))
+    far = Change((*GATEWAYS, *WORKERS), [REDIS], Conditions(delay_s=0.04))
+    kill = Scenario("TLS: redis 80 ms far, kill decode-0", start=[far], steps=[(1.0, Kill("decode-0"))], run_s=10)
+    made.append(replace(kill, has_tls=True, short=True))
     ahead = {"gateway-0": 3600.0, "prefill-0": -3600.0, "decode-1": 3600.0}
     return [*made, Scenario("TLS: clocks 3600 s ahead and behind", clocks=ahead, has_tls=True)]
 

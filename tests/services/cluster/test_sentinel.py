@@ -13,7 +13,7 @@ from services.cluster.redis_url import Sentinels, check_url, sentinels_of
 from services.cluster.store import Script, Store, run_script, thread_client
 from services.runtime.config import redacted
 from services.runtime.errors import ConfigError, StoreUnavailable
-from tests.sentinels import SentinelSet, sentinel_set
+from tests.sentinels import ADMIN, SentinelSet, sentinel_set
 
 SET = Script("redis.call('SET', KEYS[1], ARGV[1]) return ARGV[1]")
 PATIENCE_S = 30.0
@@ -29,7 +29,7 @@ async def until_written(store: Store, value: str) -> None:
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
-            assert await store.run(SET, ("key",), (value,)) == value.encode()
+            assert await store.run(SET, ("tandem:{c}:key",), (value,)) == value.encode()
             return
         except StoreUnavailable:
             assert time.monotonic() < end, f"never: {store.last_failure}"
@@ -40,7 +40,7 @@ def write_from_thread(client: "redis.Redis", value: str) -> None:
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
-            assert run_script(client, SET, ("key",), (value,)) == value.encode()
+            assert run_script(client, SET, ("tandem:{c}:key",), (value,)) == value.encode()
             return
         except redis.RedisError:
             if time.monotonic() > end:
@@ -71,15 +71,17 @@ async def test_both_clients_find_the_next_primary(watched: SentinelSet, number: 
 
 
 def is_replica(watched: SentinelSet, port: int) -> None:
-    with redis.Redis(port=port, password="sesame", socket_timeout=5.0) as client:
+    with redis.Redis(port=port, username=ADMIN, password="", socket_timeout=5.0) as client:
         end = time.monotonic() + PATIENCE_S
-        while client.info("replication")["role"] != "slave" or client.get("key") != b"and again":
+        while client.info("replication")["role"] != "slave" or client.get("tandem:{c}:key") != b"and again":
             assert time.monotonic() < end
             time.sleep(0.1)
 
 
-def test_doctor_asks_the_primary(watched: SentinelSet) -> None:
+def test_doctor_asks_the_primary_and_nobody_was_refused(watched: SentinelSet) -> None:
     assert probe(watched.url).ping_s > 0
+    with redis.Redis(port=watched.primary, username=ADMIN, password="") as admin:
+        assert admin.acl_log() == [], "the users of the guide"
 
 
 async def test_a_sentinel_that_is_gone_does_not_matter(watched: SentinelSet) -> None:

@@ -17,6 +17,7 @@ from services.runtime.config import (
     number_set,
     option,
     path,
+    redis_url,
     size_bytes,
     split_host_port,
     text,
@@ -176,3 +177,19 @@ def test_what_prints_settings_shows_no_password() -> None:
     assert "s3cret" not in repr(read)
     assert "t0ken" not in repr(read)
     assert "name='n'" in repr(read)
+
+
+def test_a_redis_url_is_of_one_server_or_of_sentinels() -> None:
+    kind = redis_url()
+    for good in ("redis://h", "rediss://u:p@h:1/2", "unix:///s", "redis+sentinel://u:p@a,b:1,[::1]:2/service?x=y"):
+        assert kind.parse(good) == good
+    for bad in (
+        "http://h",
+        "redis://",
+        "redis://h:port",
+        "redis+sentinel://a,b",
+        "redis+sentinel:///s",
+        "sentinel://a/s",
+    ):
+        with pytest.raises(ValueError, match=r"rule|Port"):
+            kind.parse(bad)
