@@ -64,7 +64,7 @@ _BODY: Mapping[str, Word] = {
     "suffix": Refused("this server goes on with texts and does not fill gaps", ("",)),
     "tool_choice": Refused("use /v1/chat/completions", ("none",)),
     "tools": Refused("use /v1/chat/completions", ([],)),
-    "verbosity": Refused("use /v1/chat/completions", ("medium",)),
+    "verbosity": Refused("use /v1/chat/completions, or text.verbosity of /v1/responses", ("medium",)),
     "web_search_options": Refused("this server runs no tools"),
     # vLLM's
     "add_generation_prompt": Refused("the prompt ends where the assistant's answer begins", (True,)),
