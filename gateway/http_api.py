@@ -51,7 +51,7 @@ from gateway.openai_types import (
 from gateway.openapi import document_bytes
 from gateway.presence import Gone
 from gateway.request_log import code_of
-from gateway.responses_types import ResponsesRequest, in_own_words, own_words
+from gateway.responses_types import TEMPLATE_FIELDS, ResponsesRequest, own_words
 from gateway.responses_writer import ResponsesWriter
 from gateway.sessions import TokenLogprobs
 from gateway.template_words import unknown_fields
@@ -405,7 +405,7 @@ class HttpApi:
         except InvalidRequest:
             return []  # it is told when the call is accepted
         unknown = unknown_fields(call.template_fields, model.tokenizer.template_names)
-        return [in_own_words(field) if call.prompt_field == "input" else field for field in unknown]
+        return [TEMPLATE_FIELDS.get(field, field) if call.prompt_field == "input" else field for field in unknown]
 
     async def _answer_named(self, exchange: Exchange, reader: Reader, request: Body, writer_type: type[Writer]) -> None:
         """The answer of a request with a name, which others may read too."""

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 import re
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -218,6 +219,8 @@ class ChatRequest(_ChoicesRequest, kw_only=True):
 
     def _template_words(self) -> tuple[dict[str, Any], dict[str, str]]:
         """What the chat template is told, where it knows the name, and which member says it. Raises InvalidRequest."""
+        if _told_to_template(self) == _NOTHING_TOLD:
+            return {}, {}
         words = template_words_in(self.chat_template_kwargs or {}, "chat_template_kwargs")
         fields = {name: f"chat_template_kwargs.{name}" for name in words}
         for name, field, value, asks_nothing in (
@@ -240,6 +243,11 @@ class ChatRequest(_ChoicesRequest, kw_only=True):
         if not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
         return self.top_logprobs
+
+
+_TOLD = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "reasoning", "verbosity")
+_told_to_template = operator.attrgetter(*_TOLD)
+_NOTHING_TOLD = (None,) * len(_TOLD)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -817,6 +825,13 @@ _FORM_WORDS = (
 )
 
 
+_others_words = operator.attrgetter(*_MAX_TOKENS_WORDS, "min_new_tokens", "repeat_penalty", "stop_sequences")
+_NO_OTHERS_WORDS = (None,) * (len(_MAX_TOKENS_WORDS) + 3)
+_forms_asked = operator.attrgetter(*_FORM_WORDS)
+_NO_FORM = (None,) * len(_FORM_WORDS)
+"""Nearly all requests have none of these words, and are not looked at for each."""
+
+
 def _is_unbounded(request: RequestBody) -> bool:
     return any(getattr(request, name) in values for name, values in _NO_BOUND.items())
 
@@ -824,13 +839,14 @@ def _is_unbounded(request: RequestBody) -> bool:
 def _agreed_max_tokens(request: RequestBody, *names: str) -> int | None:
     """What the names of one thing, and other servers' names of it, say. Raises InvalidRequest where two differ."""
     given: dict[str, int] = {}
-    for name in (*names, *_MAX_TOKENS_WORDS):
+    has_others = _others_words(request) != _NO_OTHERS_WORDS
+    for name in (*names, *_MAX_TOKENS_WORDS) if has_others else names:
         value = getattr(request, name)
         if value is not None and value not in _NO_BOUND.get(name, ()):
             # By the name that the client used.
             check_integer(value, name, minimum=1, maximum=MAX_TOKENS_EVER)
             given[name] = value
-    if given and _is_unbounded(request):
+    if given and has_others and _is_unbounded(request):
         raise InvalidRequest("one member bounds the answer and another asks for no bound", field=next(iter(given)))
     return _agreed(given)
 
@@ -867,10 +883,14 @@ def _stop_texts(request: RequestBody) -> Sequence[str]:
 
 def _sampling(request: _ChoicesRequest, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
-    _add_others_words(given, request)
+    if _others_words(request) != _NO_OTHERS_WORDS:
+        _add_others_words(given, request)
     if request.top_p == 0:
         given["top_p"] = LEAST_TOP_P
-    schema, form_field = form_in({name: getattr(request, name) for name in _FORM_WORDS})
+    forms = _forms_asked(request)
+    schema, form_field = (
+        ("", "response_format") if forms == _NO_FORM else form_in(dict(zip(_FORM_WORDS, forms, strict=True)))
+    )
     if request.prompt_logprobs is not None:
         _check_whole(request, "prompt_logprobs", field="prompt_logprobs")
     return AskedSampling(

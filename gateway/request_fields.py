@@ -404,7 +404,6 @@ FIELDS: Mapping[str, Field] = {
     "enable_thinking": Field("As in `chat_template_kwargs`."),
     "ChatRequest.reasoning_effort": Field("As in `chat_template_kwargs`; `none` asks for nothing."),
     "ChatRequest.reasoning": Field("`effort` is `reasoning_effort`."),
-    "effort": Field("`reasoning_effort`."),
     "verbosity": Field("As in `chat_template_kwargs`; `medium` asks for nothing."),
     "TokenizeRequest.prompt": Field("A text. Either this or `messages`."),
     "TokenizeRequest.messages": Field(

@@ -55,9 +55,12 @@ _RENAMED = (
     (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
     (re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b"), r"\1"),
     (re.compile(r"^messages\b"), "input"),
-    (re.compile(r"^verbosity\b"), "text.verbosity"),
 )
 """Names of members in errors of the chat API, and the names that they have here."""
+
+
+TEMPLATE_FIELDS: Mapping[str, str] = {"verbosity": "text.verbosity"}
+"""Members of the chat API that are told to the chat template, where they have other names here."""
 
 
 class _MovedMember(InvalidRequest):

@@ -5,8 +5,9 @@ routes. What is served has a field in the types of requests; what stands neither
 server that we know gives it a meaning. What is ignored is named in a header of the answer. Pure: members in, names out.
 """
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ _BODY: Mapping[str, Word] = {
     "suffix": Refused("this server goes on with texts and does not fill gaps", ("",)),
     "tool_choice": Refused("use /v1/chat/completions", ("none",)),
     "tools": Refused("use /v1/chat/completions", ([],)),
-    "verbosity": Refused("use /v1/chat/completions", ("medium",)),
+    "verbosity": Refused("use /v1/chat/completions, or text.verbosity of /v1/responses", ("medium",)),
     "web_search_options": Refused("this server runs no tools"),
     # vLLM's
     "add_generation_prompt": Refused("the prompt ends where the assistant's answer begins", (True,)),
@@ -251,42 +252,46 @@ INNER_FIELDS: Mapping[str, frozenset[str]] = {
 }
 """What is read of objects that are checked by hand. Those of `tools.function` are shown to the model, all of them."""
 
-_OWN_TOOLS = frozenset({"type", "name", "description", "parameters", "strict"})
-"""Of tools on /v1/responses."""
 
-
-def ignored_members(members: Mapping[str, Any], fields: Sequence[str]) -> list[str]:
+def ignored_members(members: Mapping[str, Any], fields: tuple[str, ...]) -> list[str]:
     """The names of those that are ignored, of a body whose type has these fields; inner ones as `messages.name`.
 
     Raises InvalidRequest for those that would change the answer.
     """
-    has_own_tools = "input" in fields
-    known = frozenset(fields)
-    ignored = _ignored_in("", {name: value for name, value in members.items() if name not in known})
+    known = _known(fields)
+    ignored: list[str] = []
+    if not members.keys() <= known:
+        ignored += _ignored_in("", {name: value for name, value in members.items() if name not in known})
     for name in _WITH_INNER & members.keys() & known:
         value = members[name]
-        if isinstance(value, dict):
-            value = [value]
-        if isinstance(value, list):
-            own = _OWN_TOOLS if has_own_tools and name == "tools" else None
-            _look_into(name, value, ignored, own)
+        has_own = name == "tools" and "input" in known
+        _look_into(_OWN_TOOLS if has_own else _PLACES[name], [value] if isinstance(value, dict) else value, ignored)
+    if not ignored:
+        return ignored
     shown = dict.fromkeys(name for name in ignored if _FIELD_NAME.fullmatch(name))
     return list(shown)[:MAX_REPORTED_FIELDS]
 
 
-def _look_into(place: str, values: Sequence[Any], ignored: list[str], own: frozenset[str] | None = None) -> None:
-    known = INNER_FIELDS[place] if own is None else own
-    deeper = [name for name in _INNER.get(place, ()) if own is None]
+@functools.cache
+def _known(fields: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(fields)
+
+
+def _look_into(place: "_Place", values: Any, ignored: list[str]) -> None:
+    if type(values) is not list:
+        return
     for number, value in enumerate(values):
-        if not isinstance(value, dict):
+        if type(value) is not dict:
             continue
-        if not value.keys() <= known:
-            unread = {name: inner for name, inner in value.items() if name not in known and inner not in (None, [], {})}
-            ignored += _ignored_in(place, unread, number)
-        for name in deeper:
+        if not value.keys() <= place.fields:
+            unread = {
+                name: inner for name, inner in value.items() if name not in place.fields and inner not in (None, [], {})
+            }
+            ignored += _ignored_in(place.name, unread, number)
+        for name, inner_place in place.inner:
             inner = value.get(name)
-            if isinstance(inner, dict | list):
-                _look_into(f"{place}.{name}", [inner] if isinstance(inner, dict) else inner, ignored)
+            if type(inner) is list or type(inner) is dict:
+                _look_into(inner_place, [inner] if type(inner) is dict else inner, ignored)
 
 
 def _ignored_in(place: str, unread: Mapping[str, Any], number: int = 0) -> list[str]:
@@ -308,7 +313,22 @@ def _ignored_in(place: str, unread: Mapping[str, Any], number: int = 0) -> list[
 
 _LISTS = frozenset({"messages", "tools", "input"})
 _WITH_INNER = frozenset(place for place in INNER_FIELDS if "." not in place)
-_INNER: Mapping[str, Sequence[str]] = {
-    place: [inner.removeprefix(f"{place}.") for inner in INNER_FIELDS if inner.rpartition(".")[0] == place]
-    for place in INNER_FIELDS
-}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One kind of inner object: its name, what is read of it, and the objects in it."""
+
+    name: str
+    fields: frozenset[str]
+    inner: tuple[tuple[str, "_Place"], ...] = ()
+
+
+def _place(name: str) -> _Place:
+    inner = [one for one in INNER_FIELDS if one.rpartition(".")[0] == name]
+    return _Place(name, INNER_FIELDS[name], tuple((one.rpartition(".")[2], _place(one)) for one in inner))
+
+
+_PLACES = {name: _place(name) for name in _WITH_INNER}
+_OWN_TOOLS = _Place("tools", frozenset({"type", "name", "description", "parameters", "strict"}))
+"""Of tools on /v1/responses."""

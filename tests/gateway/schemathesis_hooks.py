@@ -8,7 +8,13 @@ from typing import Any
 import schemathesis
 
 MAX_TOKENS = 20
-APART = ("best_of", "min_tokens", "model", "response_format", "stop_token_ids", "tool_choice", "tools")
+APART = (
+    *("best_of", "min_tokens", "model", "response_format", "stop_token_ids", "tool_choice", "tools"),
+    *("max_new_tokens", "max_tokens_to_sample", "n_predict", "num_predict", "min_new_tokens", "repeat_penalty"),
+    *("stop_sequences", "regex", "ebnf", "grammar", "json_schema", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("chat_template_kwargs", "enable_thinking", "reasoning_effort", "reasoning", "verbosity"),
+)
 """Depend on the model, or on one another in more ways than are worth following here."""
 
 

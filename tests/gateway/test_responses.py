@@ -757,7 +757,11 @@ REFUSED_LATER = {
         "text.format",
         "text.format",
     ),
-    "stop-and-schema": ({"stop": "a", "text": {"format": {"type": "json_object"}}}, "stop", "this text.format"),
+    "stop-ids-and-schema": (
+        {"stop_token_ids": [5], "text": {"format": {"type": "json_object"}}},
+        "stop_token_ids",
+        "this text.format",
+    ),
     "tools": ({"tools": TOOLS}, "tools", "chat template"),
     "calls": ({"input": [USER, call_item("1")]}, "input", "chat template"),
 }
