@@ -268,6 +268,7 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
             allocator=allocator,
             runner=runner,
             model=SimpleNamespace(exact=exact),
+            first_steps=(),
             fingerprint="a model",
             tier=None,
             loss=None,

@@ -186,6 +186,7 @@ async def make_bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
             allocator=allocator,
             runner=runner,
             fingerprint="a model",
+            first_steps=(),
             tier=None,
             loss=None,
         )
