@@ -12,7 +12,7 @@ from tests.faults.load import Reference, gaps_of, make_specs
 from tests.faults.report import Row
 from tests.machines import bed
 from tests.machines.network import Network
-from tests.machines.scenarios import SCENARIOS, Action, Change, Forget, Kill, Refuse, Scenario, Stop
+from tests.machines.scenarios import SCENARIOS, Action, Change, Forget, Kill, Refuse, Replace, Scenario, Stop
 
 TOKENS = (32, 128)
 
@@ -101,7 +101,10 @@ class Runner:
         pending = []
         for at_s, action in scenario.steps:
             await asyncio.sleep(max(0.0, started + at_s - time.monotonic()))
-            pending.append(asyncio.create_task(self._act(action, opened)))
+            doing = asyncio.create_task(self._act(action, opened))
+            pending.append(doing)
+            if isinstance(action, Replace):  # as an operator does: the next one when this one serves
+                await doing
         await asyncio.sleep(max(0.0, started + scenario.run_s - time.monotonic()))
         await asyncio.gather(*pending)
 
@@ -131,6 +134,7 @@ class Runner:
             cluster.kill(action.machine, signal.SIGTERM)
             await cluster.ended(action.machine)
             cluster.start(action.machine)
+            await cluster.ready()
 
     def _change(self, change: Change) -> None:
         self._network.set(change.sources, change.targets, change.conditions, both=change.way_back)

@@ -45,7 +45,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Replace:
-    """SIGTERM of what runs on a machine, and its start when it has ended."""
+    """SIGTERM of what runs on a machine, its start when it has ended, and the next step when it serves."""
 
     machine: str
 
