@@ -843,8 +843,8 @@ def _agreed_max_tokens(request: RequestBody, *names: str) -> int | None:
     for name in (*names, *_MAX_TOKENS_WORDS) if has_others else names:
         value = getattr(request, name)
         if value is not None and value not in _NO_BOUND.get(name, ()):
-            # By the name that the client used.
-            check_integer(value, name, minimum=1, maximum=MAX_TOKENS_EVER)
+            if name != "max_tokens":  # which is checked under its own name when the call is accepted
+                check_integer(value, name, minimum=1, maximum=MAX_TOKENS_EVER)
             given[name] = value
     if given and has_others and _is_unbounded(request):
         raise InvalidRequest("one member bounds the answer and another asks for no bound", field=next(iter(given)))

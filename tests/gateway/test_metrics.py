@@ -15,7 +15,9 @@ from gateway.bodies import Bodies
 from gateway.connections import Connections
 from gateway.http_metrics import HttpUse
 from gateway.metrics import Metrics
+from gateway.presence import Presence
 from gateway.sessions import Load
+from gateway.troubles import Troubles
 from gateway.validation import SERVICE_CLASSES
 from gateway.worker_counts import Counts, HostTier
 from protos import worker_pb2
@@ -372,6 +374,7 @@ def all_moved():
     metrics.watch_http(HttpUse(Connections(), Bodies(0)))
     metrics.watch_requests(lambda: {("tiny", "normal", "queued"): 1})
     metrics.watch_breakers(lambda: 0, lambda worker_id: "closed", {})
+    metrics.watch_troubles(Troubles(), Presence({"decode": 1}))
     facts = GpuFacts(temperature_c=60.0, free_bytes=4, total_bytes=5, num_uncorrected=0)
     return metrics.render([member("decode", "d-0", facts)]).decode()
 

@@ -93,7 +93,7 @@ async def test_a_redis_that_does_not_answer_is_named_without_its_password() -> N
 
 def test_a_password_on_the_command_line_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    load(WorkerConfig, ["--id=a", "--model=m", f"--redis={URL}"], prog="test", environ={})
+    load(WorkerConfig, ["--id=a", "--model=m", "--host=10.0.0.1", f"--redis={URL}"], prog="test", environ={})
     (record,) = caplog.records
     assert "--redis has a password on the command line" in record.getMessage()
     assert "TANDEM_REDIS" in record.getMessage()
@@ -101,7 +101,7 @@ def test_a_password_on_the_command_line_is_warned_about(caplog: pytest.LogCaptur
     caplog.clear()
     load(
         WorkerConfig,
-        ["--id=a", "--model=m", "--redis=redis://h"],
+        ["--id=a", "--model=m", "--host=10.0.0.1", "--redis=redis://h"],
         prog="test",
         environ={"TANDEM_OTLP": f"http://a:b@{PASSWORD}"},
     )
@@ -142,7 +142,7 @@ def test_which_secret_a_process_proves(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("f" * 32)
     tls = ["--tls-cert=c", "--tls-key=k", "--tls-ca=a"]
-    redis = ["--redis=redis://h"]
+    redis = ["--redis=redis://h", "--advertise-host=w"]
 
     def worker(*flags: str) -> Any:
         return load(WorkerConfig, [*WORKER, *flags], prog="test", environ={}).secrets
