@@ -93,7 +93,7 @@ async def test_a_redis_that_does_not_answer_is_named_without_its_password() -> N
 
 def test_a_password_on_the_command_line_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    load(WorkerConfig, ["--id=a", "--model=m", "--host=10.0.0.1", f"--redis={URL}"], prog="test", environ={})
+    load(WorkerConfig, ["--id=a", "--model=m", "--advertise-host=127.0.0.1", f"--redis={URL}"], prog="test", environ={})
     (record,) = caplog.records
     assert "--redis has a password on the command line" in record.getMessage()
     assert "TANDEM_REDIS" in record.getMessage()
@@ -101,7 +101,7 @@ def test_a_password_on_the_command_line_is_warned_about(caplog: pytest.LogCaptur
     caplog.clear()
     load(
         WorkerConfig,
-        ["--id=a", "--model=m", "--host=10.0.0.1", "--redis=redis://h"],
+        ["--id=a", "--model=m", "--advertise-host=127.0.0.1", "--redis=redis://h"],
         prog="test",
         environ={"TANDEM_OTLP": f"http://a:b@{PASSWORD}"},
     )
