@@ -766,7 +766,9 @@ async def test_an_answer_that_ends_in_a_mark_keeps_it(serve):
 
 # --- calls that must be made -----------------------------------------------------------------------------------------
 
-WEATHER_FORM = CalledFunction("weather", json.dumps(WEATHER["function"]["parameters"], separators=(",", ":")))
+CLOSED = {**WEATHER["function"]["parameters"], "additionalProperties": False}
+"""Members that a schema does not name are not invented, where it says nothing of others."""
+WEATHER_FORM = CalledFunction("weather", json.dumps(CLOSED, separators=(",", ":")))
 CLOCK_FORM = CalledFunction("clock", '{"type":"object","properties":{},"additionalProperties":false}')
 NAMED = {"tool_choice": {"type": "function", "function": {"name": "clock"}}}
 YES = '{"const":"yes"}'

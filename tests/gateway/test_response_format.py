@@ -279,7 +279,7 @@ async def test_what_contradicts_a_schema_over_grpc(system):
 
 
 async def test_a_check_that_is_too_busy_is_an_overload(system, monkeypatch):
-    async def busy(self, schema):
+    async def busy(self, schema, *, tenant=""):
         raise Overloaded("too many schemas are being checked", retry_after_s=2.0)
 
     monkeypatch.setattr(FormChecks, "check", busy)

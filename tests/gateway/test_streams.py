@@ -257,7 +257,7 @@ async def test_models_health_readiness_metrics_cluster(make_system, pair_type, a
     assert set(cluster["workers"][0]) == {
         *("id", "role", "pid", "host", "address", "incarnation", "state", "model", "exact", "pages"),
         *("running", "waiting", "arithmetic", "layout", "gpu", "version", "clock_ahead_s", "channels"),
-        *("tensor_parallel", "pipeline_parallel", "identity", "left_out"),
+        *("tensor_parallel", "pipeline_parallel", "identity", "left_out", "unreachable", "circuit", "counts"),
     }
     assert cluster["workers"][0]["gpu"] is None
     assert cluster["workers"][0]["pages"] == {"total": 100, "free": 100, "cached": 0, "reserved": 0, "used": 0}
