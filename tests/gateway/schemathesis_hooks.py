@@ -3,11 +3,13 @@
 Loaded by schemathesis itself, in its own process. What was made to be refused is left alone.
 """
 
+import re
 from typing import Any
 
 import schemathesis
 
 MAX_TOKENS = 20
+TIMES = ("X-Request-Timeout-Ms", "X-Slo-Ttft-Ms", "X-Slo-Tpot-Ms")
 APART = (
     *("best_of", "min_tokens", "model", "response_format", "stop_token_ids", "tool_choice", "tools"),
     *("max_new_tokens", "max_tokens_to_sample", "n_predict", "num_predict", "min_new_tokens", "repeat_penalty"),
@@ -22,6 +24,12 @@ APART = (
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """Changes a case that was made to be accepted."""
     body = case.body
+    # A millisecond is allowed, and not enough for any answer.
+    for header in TIMES:
+        if re.fullmatch(r"[0-9.]+", str(case.headers.get(header, ""))):
+            del case.headers[header]
+    if isinstance(body, dict) and isinstance(body.get("request_timeout_ms"), int) and body["request_timeout_ms"] > 0:
+        del body["request_timeout_ms"]
     if not isinstance(body, dict) or case.meta is None or not case.meta.generation.mode.is_positive:
         return
     if not body.keys() & {"prompt", "messages", "tokens"}:

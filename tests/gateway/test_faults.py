@@ -1047,10 +1047,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_alone_and_comes_back(
         await ask()
     assert num_asked() == num_attempts
     is_broken = False
-    async with asyncio.timeout(20):
-        while total(system, "tandem_open_breakers"):
-            await ask()
-            await asyncio.sleep(0.05)
+    await system.until(lambda: not total(system, "tandem_open_breakers"), timeout_s=20.0)
     assert num_asked() == num_attempts, "the gateway tries it itself"
     await ask()
     await ask()
