@@ -4,7 +4,7 @@ On one cluster (the demo model), with real processes:
 
 1. cold: a burst before anything else, so that nothing has been seen to drain;
 2. for each factor, the capacity (closed loops of batch work, before and after) and an open loop at that many times the
-   capacity, half of it batch work, three tenths of the rest interactive. Whoever is refused does not come back;
+   capacity, half of it batch work, three tenths of the rest interactive. A refused request is not sent again;
 3. stall: bursts that are served in time, all decode workers stopped for some seconds under one of them, the same bursts
    again.
 

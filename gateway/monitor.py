@@ -32,7 +32,7 @@ LIMIT_FACTOR = 16.0
 """A trial ends after so many times what it should take; it has failed long before."""
 SHARERS = "trial"
 SERVICE_CLASS = 1
-"""Interactive: it is a word or two, and whoever waits for it is every client."""
+"""Interactive: a trial is a few tokens, and every client waits for its result."""
 
 _SAMPLING = Sampling(
     max_tokens=NUM_TOKENS,

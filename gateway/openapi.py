@@ -87,7 +87,7 @@ REQUEST_HEADERS: Mapping[str, tuple[str, Schema]] = {
         {"type": "number", "minimum": MIN_MS, "maximum": MAX_MS},
     ),
     PREFILL: (
-        "Who computes the prompt: the decode worker, a prefill worker, or whoever does it sooner. Needs a key with "
+        "Who computes the prompt: the decode worker, a prefill worker, or the faster of the two. Needs a key with "
         "`choose_prefill`.",
         {"type": "string", "enum": [*PREFILL_CHOICES]},
     ),

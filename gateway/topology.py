@@ -83,7 +83,7 @@ class Member:
     last_state: State | None = None
     """Its state when its session last came up, broke or said something."""
     obstacle: Obstacle | None = None
-    """Why its session ended that broke last, where there is none now."""
+    """Why its last session ended, while it has none."""
     has_worked: bool = False
     """It was ready once."""
     is_leaving: bool = False
@@ -190,7 +190,7 @@ class Topology:
         self._note_gpu = note
 
     def watch_leaving(self, note: Callable[[str], None]) -> None:
-        """Calls `note(worker_id)` when a worker is neither registered nor connected any more."""
+        """Calls `note(worker_id)` when a worker is no longer registered or connected."""
         self._note_leaving = note
 
     def watch_handoffs(self, note: Callable[[str, str, int | TransferFailed], None]) -> None:
