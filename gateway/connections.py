@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import uvicorn.protocols.http.httptools_impl as httptools_impl
 
+from gateway.reading_turns import ReadingTurns
+
 EXTENSION = "tandem"
 """The ASGI extension in which a request finds its connection."""
 MAX_CONNECTIONS = 10_000
@@ -114,6 +116,7 @@ class Connections:
         """New ones that were refused, as no other was idle."""
         self.unread = Budget(MAX_UNREAD_BYTES)
         self.later = Budget(MAX_LATER_BYTES)
+        self.turns = ReadingTurns()
         self._silent: dict[Abortable, None] = {}
         self._idle: dict[Abortable, None] = {}
 

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.connections import EXTENSION, Connection, Connections
+from gateway.reading_turns import Flow
 
 MAX_HEAD_BYTES = 16 * 1024
 """Request line and headers together."""
@@ -66,6 +67,7 @@ class HttpProtocol(HttpToolsProtocol):
     """httptools itself reads a head, trailers and whatever is between chunks without any bound."""
 
     cycle: "_Cycle"
+    flow: Flow
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -93,6 +95,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """A client is there; the head of its first request is expected."""
         super().connection_made(transport)
+        self.flow = Flow(transport)
         if self._all.enter(self):
             self._expect_head()
         else:
@@ -106,6 +109,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._end_linger_timer()
         self._drop_later()
         self._all.leave(self)
+        self._all.turns.leave(self.flow)
         self._connection.lose()
         if self.cycle is not None:
             self._drop_body(self.cycle)
@@ -120,6 +124,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Bytes of a client, which are parsed where it is their turn."""
         self._unset_keepalive_if_required()
         if self._is_deaf:
+            self._all.turns.note_read(self.flow, len(data), is_wanted=False)
             return
         if self._later:
             self._put_off(data)
@@ -144,6 +149,7 @@ class HttpProtocol(HttpToolsProtocol):
             if not self.cycle.is_wanted and not self.cycle.response_complete:
                 # The door is asked first. What was read with the head is all that is held until then.
                 self.flow.pause_reading()
+            self._all.turns.note_read(self.flow, size, is_wanted=not self.cycle.response_started)
         elif not self._is_answer_owed():
             self._expect_head()
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import grpc
 import httpx
 
 from protos import inference_pb2, inference_pb2_grpc
-from tests.attack.base import ADMIN, ATTACKER, VICTIM, Row, Target, attack
+from tests.attack.base import ADMIN, ATTACKER, REPOSITORY, VICTIM, Row, Target, attack
 
 MOST_RATIO = 1.5
 NUM_ROUNDS, SIDE_S = 5, 5.0
@@ -177,22 +178,14 @@ def _posting(
 
 
 async def _holding_bodies(target: Target) -> None:
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += f"Authorization: Bearer {target.keys.get(ATTACKER, '')}\r\nContent-Length: {8 * MIB}\r\n\r\n"
-    data = head.encode() + b" " * (8 * MIB - 1)
-
-    async def hold() -> None:
-        while True:
-            with contextlib.suppress(OSError):
-                reader, writer = await asyncio.open_connection(*target.address)
-                try:
-                    writer.write(data)
-                    await reader.read(1)
-                finally:
-                    writer.transport.abort()
-            await asyncio.sleep(RETRY_S)
-
-    await asyncio.gather(*(hold() for _ in range(40)))
+    host, port = target.address
+    command = (sys.executable, "-m", "tests.attack.bodies", host, str(port), "40", "8")
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, cwd=REPOSITORY)
+    try:
+        await process.communicate(f"{target.keys.get(ATTACKER, '')}\n".encode())
+    finally:
+        process.kill()
+        await process.wait()
 
 
 async def _compared(target: Target, what: str, *, worst: Load, ordinary: Load) -> list[Row]:

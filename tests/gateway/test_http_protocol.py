@@ -232,6 +232,27 @@ async def test_bodies_that_nobody_has_asked_for_have_a_bound(system):
     assert connections.unread.num_bytes == 0
 
 
+async def test_long_bodies_wait_for_their_turn_and_whole_requests_do_not(system):
+    turns = system.gateway._http.connections.turns
+    rate, turns._bytes_per_s = turns._bytes_per_s, 1.0
+    async with Caller(system) as read, Caller(system) as dropped, Caller(system) as whole:
+        read.send(LINE + b"content-length: 4000\r\n\r\n" + b" " * 2000)
+        await system.until(lambda: len(turns._wanted) == 1)
+        dropped.send(head_of(MAX_HEAD_BYTES + 1))
+        assert (await dropped.answer())[0] == 431
+        dropped.send(b" " * 2000)
+        await system.until(lambda: len(turns._dropped) == 1)
+        whole.send(WHOLE)
+        assert (await whole.answer())[0] == 200
+        assert len(turns._wanted) == len(turns._dropped) == 1
+        turns._bytes_per_s, turns._paid_until_s = rate, 0.0
+        turns._timer.cancel()
+        turns._give()
+        read.send(b" " * (2000 - len(BODY)) + BODY)
+        assert (await read.answer())[0] == 200
+    await system.until(lambda: not turns._wanted and not turns._dropped)
+
+
 async def test_the_body_of_a_request_that_has_none_is_dropped(system):
     async with Caller(system) as caller:
         caller.send(

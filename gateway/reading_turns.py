@@ -1,0 +1,92 @@
+"""Turns of connections at reading bodies, so that what some send leaves the event loop time for everybody's answers.
+
+Receiving costs the loop about as much time per megabyte whoever sends it and whether or not anybody wants it. So all
+bodies that do not come whole share a rate: whoever goes over it stops being read, and the client's own system holds its
+bytes back (TCP's flow control). A body that came in one read with its head never waits. Knows no HTTP.
+"""
+
+import asyncio
+
+from uvicorn.protocols.http.flow_control import FlowControl
+
+BYTES_PER_S = 64 * 2**20
+"""Of all bodies together; receiving this much takes about an eighth of one core."""
+BURST_S = 0.05
+"""As much as the rate gives in this time may come at once after a pause."""
+MIN_READ_BYTES = 4 * 1024
+"""What a read counts at least: a byte costs the loop nearly as much."""
+TURN_S = 1e-3
+"""Least time between two turns: what was read in the first is known before the second."""
+
+
+class Flow(FlowControl):
+    """Reads where its protocol wishes it and it has its turn."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._is_wished = True
+        self._has_turn = True
+
+    def pause_reading(self) -> None:
+        """The protocol wishes for no more."""
+        self._is_wished = False
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        """The protocol wishes for more."""
+        self._is_wished = True
+        if self._has_turn:
+            super().resume_reading()
+
+    def lose_turn(self) -> None:
+        """It has to wait until `gain_turn`."""
+        self._has_turn = False
+        super().pause_reading()
+
+    def gain_turn(self) -> None:
+        """It may read on where the protocol wishes it."""
+        self._has_turn = True
+        if self._is_wished:
+            super().resume_reading()
+
+
+class ReadingTurns:
+    """Gives turns at `bytes_per_s`, to those whose bytes somebody wants before those whose bytes are dropped."""
+
+    def __init__(self, bytes_per_s: float = BYTES_PER_S) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._paid_until_s = 0.0
+        """Until when what was read takes the rate."""
+        self._wanted: dict[Flow, None] = {}
+        self._dropped: dict[Flow, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note_read(self, flow: Flow, num_bytes: int, *, is_wanted: bool) -> None:
+        """A connection has read a part of a body, and more is to come."""
+        now_s = asyncio.get_running_loop().time()
+        cost_s = max(num_bytes, MIN_READ_BYTES) / self._bytes_per_s
+        self._paid_until_s = max(self._paid_until_s, now_s - BURST_S) + cost_s
+        if self._paid_until_s > now_s:
+            flow.lose_turn()
+            (self._wanted if is_wanted else self._dropped)[flow] = None
+            self._set_timer()
+
+    def leave(self, flow: Flow) -> None:
+        """A connection has ended."""
+        self._wanted.pop(flow, None)
+        self._dropped.pop(flow, None)
+
+    def _set_timer(self) -> None:
+        if self._timer is None and (self._wanted or self._dropped):
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(self._paid_until_s, loop.time() + TURN_S), self._give)
+
+    def _give(self) -> None:
+        self._timer = None
+        queue = self._wanted or self._dropped
+        # The turn before this one may have taken more than was known when the timer was set.
+        if queue and self._paid_until_s <= asyncio.get_running_loop().time():
+            flow = next(iter(queue))
+            del queue[flow]
+            flow.gain_turn()
+        self._set_timer()
