@@ -5,6 +5,8 @@ texts keep busy must not hold that up.
 """
 
 import asyncio
+import os
+import sys
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,19 +15,27 @@ from typing import Any, TypeVar
 NUM_THREADS = 2
 """While one of them is in a step that cannot be divided, the other one serves the short ones."""
 
+NICENESS = 19
+"""Added to the process's own. A gateway goes before the workers of its machine, and these threads must not."""
+
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """Work that yields wherever others may have their turn, and returns its result."""
 
 
 class Turns:
-    """A few threads. To be used on one event loop."""
+    """A few threads. To be used on one event loop.
+
+    Work that was not over after its first step is long: it never has all of them, so that short work finds one and the
+    rest of the machine keeps a core.
+    """
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self.num_threads = num_threads
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="turns")
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="turns", initializer=_give_way)
         self._num_running = 0
-        self._waiting: dict[str, deque[_Job]] = {}
+        self._num_long_running = 0
+        self._waiting: dict[str, _Waiting] = {}
         """By tenant, the one whose turn is next first."""
 
     @property
@@ -45,24 +55,31 @@ class Turns:
         """The same for work that is one step."""
         return await self.run(_one_step(work), tenant=tenant)
 
-    def _queue(self, job: "_Job") -> None:
-        self._waiting.setdefault(job.tenant, deque()).append(job)
-
     def _start_next(self) -> None:
-        while self._waiting and self._num_running < self.num_threads:
-            tenant = next(iter(self._waiting))
-            jobs = self._waiting.pop(tenant)
-            job = jobs.popleft()
-            if jobs:
-                self._waiting[tenant] = jobs  # behind all others
-            if job.future.done():
-                continue
+        while self._num_running < self.num_threads and (job := self._take()):
             self._num_running += 1
+            self._num_long_running += job.is_long
             step = asyncio.get_running_loop().run_in_executor(self._threads, job.step)
             step.add_done_callback(lambda done, job=job: self._end_step(job, done))  # type: ignore[misc]
 
+    def _queue(self, job: "_Job") -> None:
+        self._waiting.setdefault(job.tenant, _Waiting()).add(job)
+
+    def _take(self) -> "_Job | None":
+        may_be_long = self._num_long_running < max(1, self.num_threads - 1)
+        for tenant, waiting in list(self._waiting.items()):
+            job = waiting.take(may_be_long=may_be_long)
+            if job is not None or not len(waiting):
+                del self._waiting[tenant]
+                if len(waiting):
+                    self._waiting[tenant] = waiting  # behind all others
+            if job is not None:
+                return job
+        return None
+
     def _end_step(self, job: "_Job", step: "asyncio.Future[bool]") -> None:
         self._num_running -= 1
+        self._num_long_running -= job.is_long
         if not job.future.done():
             error = step.exception()
             if error is not None:
@@ -70,17 +87,51 @@ class Turns:
             elif step.result():
                 job.future.set_result(job.result)
             else:
+                job.is_long = True
                 self._queue(job)
         self._start_next()
 
 
+class _Waiting:
+    """One tenant's work that is not on a thread; its new work and its long work take turns."""
+
+    def __init__(self) -> None:
+        self._next: deque[_Job] = deque()
+        """Of the kind whose turn it is."""
+        self._other: deque[_Job] = deque()
+        self._is_long = False
+        """Whether that kind is long work."""
+
+    def __len__(self) -> int:
+        return len(self._next) + len(self._other)
+
+    def add(self, job: "_Job") -> None:
+        """Puts it behind the others of its kind."""
+        (self._next if job.is_long is self._is_long else self._other).append(job)
+
+    def take(self, *, may_be_long: bool) -> "_Job | None":
+        """The next one for which somebody waits."""
+        for _ in range(2):
+            while self._next and (may_be_long or not self._is_long):
+                job = self._next.popleft()
+                if not job.future.done():
+                    self._turn()
+                    return job
+            self._turn()
+        return None
+
+    def _turn(self) -> None:
+        self._next, self._other, self._is_long = self._other, self._next, not self._is_long
+
+
 class _Job:
-    __slots__ = ("future", "result", "steps", "tenant")
+    __slots__ = ("future", "is_long", "result", "steps", "tenant")
 
     def __init__(self, steps: Steps[Any], tenant: str, future: "asyncio.Future[Any]") -> None:
         self.steps = steps
         self.tenant = tenant
         self.future = future
+        self.is_long = False
         self.result: Any = None
 
     def step(self) -> bool:
@@ -91,6 +142,12 @@ class _Job:
             self.result = end.value
             return True
         return False
+
+
+def _give_way() -> None:
+    # Linux has a niceness for each thread; elsewhere it would be that of the event loop too.
+    if sys.platform == "linux":
+        os.nice(NICENESS)
 
 
 def _one_step(work: Callable[[], T]) -> Steps[T]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -45,6 +46,27 @@ async def test_a_tenants_own_short_work_does_not_wait_for_its_long_one():
     assert await asyncio.wait_for(turns.call(lambda: "short"), LIMIT_S) == "short"
     assert not long.done()
     long.cancel()
+
+
+async def test_long_work_never_has_all_threads():
+    turns, order, running, most = Turns(2), [], 0, 0
+
+    def long(name):
+        nonlocal running, most
+        yield
+        for _ in range(20):
+            running += 1
+            most = max(most, running)
+            order.append(name)
+            time.sleep(0.001)
+            running -= 1
+            yield
+        return name
+
+    async with asyncio.timeout(LIMIT_S):
+        assert await asyncio.gather(*(turns.run(long(name)) for name in "abc")) == ["a", "b", "c"]
+    assert most == 1
+    assert len(set(order[:6])) == 3
 
 
 async def test_what_a_step_raises_comes_back():
