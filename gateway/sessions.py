@@ -626,12 +626,23 @@ def _blamed(error: TandemError) -> TandemError:
 
 def _read_tokens(event: worker_pb2.Tokens) -> Tokens:
     logprobs = _read_logprobs(event.logprobs) if event.logprobs else None
-    prompt_logprobs = _read_logprobs(event.prompt_logprobs) if event.prompt_logprobs else None
+    prompt_logprobs = _read_prompt_logprobs(event.prompt_logprobs) if event.HasField("prompt_logprobs") else None
     return Tokens(event.first_index, list(event.token_ids), logprobs, prompt_logprobs)
 
 
 def _read_logprobs(entries: Iterable[inference_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
     return [TokenLogprobs(entry.logprob, [(top.token_id, top.logprob) for top in entry.top]) for entry in entries]
+
+
+def _read_prompt_logprobs(columns: worker_pb2.PromptLogprobs) -> list[TokenLogprobs]:
+    tops = list(zip(columns.top_token_ids, columns.top_logprobs, strict=False))
+    num_top, num_more = divmod(len(columns.top_token_ids), len(columns.logprobs) or 1)
+    if num_more or len(columns.top_logprobs) != len(tops):
+        raise WorkerUnavailable("a worker told log-probabilities of a prompt that do not fit each other")
+    return [
+        TokenLogprobs(logprob, tops[place * num_top : (place + 1) * num_top])
+        for place, logprob in enumerate(columns.logprobs)
+    ]
 
 
 def _read_finished(event: worker_pb2.Finished) -> Finished | Failed:

@@ -88,6 +88,7 @@ class ModelTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes: dict[int, bytes] = {}
+        self._token_texts: dict[int, str] = {}
         self.whole_texts: dict[int, str] = {}
         """Texts of tokens that are whole characters, as far as they were asked for: the same wherever they follow whole
         characters."""
@@ -165,7 +166,10 @@ class ModelTokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token's text, special tokens shown, as log-probabilities present it."""
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        known = self._token_texts.get(token_id)
+        if known is None:
+            known = self._token_texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return known
 
     def token_bytes(self, token_id: int) -> bytes:
         """One token's bytes, where the vocabulary is byte-level; none for special tokens that answers do not show."""

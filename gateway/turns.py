@@ -5,8 +5,6 @@ texts keep busy must not hold that up.
 """
 
 import asyncio
-import os
-import sys
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +12,6 @@ from typing import Any, TypeVar
 
 NUM_THREADS = 2
 """While one of them is in a step that cannot be divided, the other one serves the short ones."""
-
-NICENESS = 19
-"""Added to the process's own. A gateway goes before the workers of its machine, and these threads must not."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -32,7 +27,7 @@ class Turns:
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self.num_threads = num_threads
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="turns", initializer=_give_way)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="turns")
         self._num_running = 0
         self._num_long_running = 0
         self._waiting: dict[str, _Waiting] = {}
@@ -142,12 +137,6 @@ class _Job:
             self.result = end.value
             return True
         return False
-
-
-def _give_way() -> None:
-    # Linux has a niceness for each thread; elsewhere it would be that of the event loop too.
-    if sys.platform == "linux":
-        os.nice(NICENESS)
 
 
 def _one_step(work: Callable[[], T]) -> Steps[T]:

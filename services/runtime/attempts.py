@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from protos import inference_pb2, worker_pb2
 from services.runtime.answer_form import AnswerForm, read_form
@@ -148,7 +148,11 @@ def tokens_message(index: int, *tokens: Sampled) -> NewTokens | worker_pb2.Token
     if tokens[0].logprob is not None:
         message.logprobs.extend(map(_logprobs_message, tokens))
     if tokens[0].prompt:
-        message.prompt_logprobs.extend(map(_logprobs_message, tokens[0].prompt))
+        prompt = tokens[0].prompt
+        columns = message.prompt_logprobs
+        columns.logprobs.extend([cast("float", token.logprob) for token in prompt])
+        columns.top_token_ids.extend([token_id for token in prompt for token_id, _ in token.top])
+        columns.top_logprobs.extend([logprob for token in prompt for _, logprob in token.top])
     return message
 
 

@@ -72,8 +72,8 @@ async def log_probabilities_of_long_prompts(target: Target) -> Sequence[Row]:
     return await _compared(
         target,
         "prompts of 2,000 tokens with prompt_logprobs 20",
-        worst=_posting("/v1/completions", body | {"prompt_logprobs": 20}),
-        ordinary=_posting("/v1/completions", body, is_new=True),
+        worst=_posting("/v1/completions", body | {"prompt_logprobs": 20}, num_clients=4),
+        ordinary=_posting("/v1/completions", body, num_clients=4, is_new=True),
     )
 
 

@@ -139,8 +139,10 @@ class Attempt:
         if first_index == 0 and self.spec.sampling.HasField("prompt_logprobs"):
             top = [inference_pb2.TopLogprob(token_id=7, logprob=-1.5)] * min(1, self.spec.sampling.prompt_logprobs)
             for position in range(1, len(self.spec.prompt_token_ids)):
-                message.prompt_logprobs.add(logprob=-float(position), top=top)
-        if self.handle and len(token_ids) == 1 and not message.logprobs and not message.prompt_logprobs:
+                message.prompt_logprobs.logprobs.append(-float(position))
+                message.prompt_logprobs.top_token_ids.extend(one.token_id for one in top)
+                message.prompt_logprobs.top_logprobs.extend(one.logprob for one in top)
+        if self.handle and len(token_ids) == 1 and not message.logprobs and not message.HasField("prompt_logprobs"):
             step = StepTokens([self.handle], [first_index], list(token_ids))
             self.worker.sessions.emit_step(self.session, step)
             return
