@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 import time
 
@@ -1170,6 +1171,35 @@ async def test_a_leaving_gateway_takes_requests_for_a_moment_and_then_none(make_
     assert answers[1::2] == [ANSWER_TEXT] * 2
     assert answers[2].headers["connection"] == "close"
     await stopping
+
+
+async def test_how_long_few_answers_may_still_run_is_known(make_system, worker_type, pair):
+    system = await make_system()
+
+    async def begins(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        attempt.tokens(0, pair.answer[:3])
+
+    decode = await system.add(worker_type("decode", "decode-0", begins))
+    session = system.gateway.topology.decode_session("decode-0")
+    assert session.steps_left() == math.inf
+    streams = [asyncio.create_task(system.complete(max_tokens=number)) for number in (5, 20)]
+    await system.until(lambda: len(decode.attempts) == 2)
+    decode.load.running = 2
+    decode.sessions.load_changed()
+    await system.until(lambda: session.steps_left() == 17)
+    (view,) = system.gateway.topology.decode_views(None, prompt=(2, 10))
+    assert (view.num_running, view.steps_left) == (2, 17)
+    decode.load.running = 3  # one of another gateway
+    decode.sessions.load_changed()
+    await system.until(lambda: session.steps_left() == math.inf)
+    for stream in streams:
+        stream.cancel()
+    decode.load.running = 1
+    decode.sessions.load_changed()
+    await system.until(lambda: session.num_open_attempts == 0)
+    assert session.steps_left() == math.inf
 
 
 async def _is_listening(port):
