@@ -302,6 +302,7 @@ class DecodeLoop:
     def step(self) -> bool:
         """Schedule, prepare, report the last step, compute, apply. Returns whether there is more to compute."""
         speeds = self.speedometer
+        began_unix_ns = self._clock.unix_ns()
         step = self._scheduler.next_step(
             self._memory,
             prefill=speeds.prefill,
@@ -335,9 +336,12 @@ class DecodeLoop:
             num_accepted = sum(advance.num_accepted for advance in advances)
             self._speculator.end_step(num_accepted, is_comparable=is_decoding_only)
         paused = tuple(self._take_out(sequence) for sequence in self._due_to_pause())
-        if is_usual:
-            speeds.observe_step(rows, (end_unix_ns - proposed_unix_ns) / 1e9, end_unix_ns / 1e9)
         self._unsent = self._report(start_unix_ns, advances, paused)
+        if is_usual:
+            # All that a step costs this thread is a part of what the next ones will take, but for what was proposed.
+            done_unix_ns = self._clock.unix_ns()
+            spent_ns = done_unix_ns - began_unix_ns - (proposed_unix_ns - start_unix_ns)
+            speeds.observe_step(rows, spent_ns / 1e9, done_unix_ns / 1e9)
         has_more = self._scheduler.has_any
         if not has_more:
             self._send()

@@ -298,8 +298,8 @@ class DecodeWorker:
             running=self._num_running,
             waiting=max(0, len(self._book) - self._num_running),
             speeds=Speeds(
-                prefill=numbers(self._speedometer.prefill),
-                decode=numbers(self._speedometer.decode),
+                prefill=numbers(self._speedometer.prefill_now),
+                decode=numbers(self._speedometer.decode_now),
                 link=numbers(self._speedometer.link),
             ),
             waiting_tokens=self._waiting_tokens,

@@ -106,6 +106,10 @@ class TokenLog:
         """Whether there are max_tokens tokens."""
         return len(self.token_ids) >= self._max_tokens
 
+    def num_left(self) -> int:
+        """Tokens that may come at most."""
+        return self._max_tokens - len(self.token_ids)
+
     def note_prefill(self, num_cached_tokens: int) -> None:
         """An attempt computes the prompt but for its first tokens."""
         # What one attempt computed, the next may find as pages: the request has computed it all the same.
@@ -261,7 +265,7 @@ class Attempt:
         if self._giver is None:
             self._mailbox.clear()
         self._is_local = is_local_prefill
-        self.decode.open(self.order.key, self._mailbox)
+        self.decode.open(self.order.key, self._mailbox, num_left=self._log.num_left)
         self._is_at_decode = True
         self.decode.admit(self.order, is_local_prefill=is_local_prefill, is_from_decode=self._giver is not None)
         while True:

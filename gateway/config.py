@@ -229,7 +229,7 @@ class GatewayConfig:
     )
     linger_s: float = option(
         number(0, 3600),
-        default=0.0,
+        default=2.0,
         help="Part of the drain in which new requests are still taken, until load balancers have noticed, in seconds.",
     )
     api_keys: Path | None = option(

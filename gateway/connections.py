@@ -114,6 +114,8 @@ class Connections:
         """Idle ones that were ended for new ones."""
         self.num_refused = 0
         """New ones that were refused, as no other was idle."""
+        self.is_leaving = False
+        """Each connection ends with its next answer, which says so: its client then makes another one, elsewhere."""
         self.unread = Budget(MAX_UNREAD_BYTES)
         self.later = Budget(MAX_LATER_BYTES)
         self.turns = ReadingTurns()

@@ -348,16 +348,21 @@ class Gateway:
     async def stop(self) -> None:
         """Leaves without losing a request, as far as `drain_s` allows; who still waits then gets an error.
 
-        Not ready from now on. Whoever sends requests here learns that a moment later, so they are taken for
-        `linger_s` more; then new ones are refused while the running ones end.
+        Not ready from now on. Whoever sends requests here learns that a moment later, so all is served as before for
+        `linger_s` more. Then nobody listens for HTTP any more, which load balancers and clients take for a reason to go
+        elsewhere, and what still comes on connections that were open is refused while the running requests end.
         """
         self._is_leaving = True
         leaving = Overloaded("the gateway is leaving", retry_after_s=LEAVING_RETRY_S)
         deadline = Deadline.after(self._config.drain_s)
+        self._http.begin_to_leave()
         await self._grpc.set_serving(False)
         leaving_batches = asyncio.create_task(self.batches.close(timeout_s=min(LEAVE_S, self._config.drain_s)))
         await asyncio.sleep(min(self._config.linger_s, self._config.drain_s))
         await leaving_batches
+        self._http.close_listener()
+        # gRPC's listener stays until the end: the library closes it by cancelling the calls that are on their way,
+        # which is no reason for clients to try again, as a refusal is.
         self.requests.refuse_new(leaving)
         if not await self.requests.wait_until_idle(timeout_s=deadline.remaining_s()):
             self.requests.end_all(leaving)

@@ -278,7 +278,10 @@ class HttpProtocol(HttpToolsProtocol):
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
             expect_100_continue=self.expect_100_continue,
-            keep_alive=http_version != "1.0" and parser.should_keep_alive() and method != "CONNECT",
+            keep_alive=http_version != "1.0"
+            and parser.should_keep_alive()
+            and method != "CONNECT"
+            and not self._all.is_leaving,
             on_response=self.on_response_complete,
         )
         self.cycle.unread = self._all.unread

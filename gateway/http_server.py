@@ -69,6 +69,15 @@ class HttpServer:
         async with asyncio.timeout(STARTUP_TIMEOUT_S):
             await self._server.listening.wait()
 
+    def begin_to_leave(self) -> None:
+        """Still takes connections and requests; each answer now says that its connection ends with it."""
+        self.connections.is_leaving = True
+
+    def close_listener(self) -> None:
+        """Takes no new connection: whoever dials is refused by the kernel."""
+        for server in self._server.servers:
+            server.close()
+
     async def stop(self, grace_s: float) -> None:
         """Takes no new connection, waits up to `grace_s` for running requests, then cancels them."""
         if self._task is None:

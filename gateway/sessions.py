@@ -50,6 +50,9 @@ MAX_OUTGOING_COMMANDS = 16_384
 MAX_COMMANDS_BYTES = 2**20
 """Commands that wait together go down in one message, until it is this large."""
 
+FEW_RUNNING = 8
+"""Answers of which it is worth while to ask how long each may still take."""
+
 _HANDLES = itertools.count(1)
 
 logger = logging.getLogger(__name__)
@@ -248,6 +251,7 @@ class WorkerSession(ABC):
         )
         self._on_change = on_change
         self._routes: dict[tuple[str, int], Route] = {}
+        self._num_left: dict[AttemptKey, Callable[[], int]] = {}
         self._handles: dict[AttemptKey, int] = {}
         """Of open attempts whose tokens may come together with others'."""
         self._routes_by_handle: dict[int, Route] = {}
@@ -292,16 +296,31 @@ class WorkerSession(ABC):
             self._break(error)
         raise error
 
-    def open(self, key: AttemptKey, route: Route) -> None:
-        """Sends the attempt's events to `route` from now on. Raises WorkerUnavailable if the stream is broken."""
+    def steps_left(self) -> float:
+        """After how many steps what runs there has ended by its limits.
+
+        Infinity: nobody knows, as some are other gateways', or so many run that others come for those that end.
+        """
+        if not 0 < self.load.running <= min(FEW_RUNNING, len(self._num_left)) or len(self._num_left) > FEW_RUNNING:
+            return math.inf
+        return max(num_left() for num_left in self._num_left.values())
+
+    def open(self, key: AttemptKey, route: Route, *, num_left: Callable[[], int] | None = None) -> None:
+        """Sends the attempt's events to `route` from now on. Raises WorkerUnavailable if the stream is broken.
+
+        `num_left` says how many tokens an answer may have yet that is generated there.
+        """
         if not self.is_up:
             raise WorkerUnavailable(f"{self.peer.worker_id} is not connected")
         self._routes[key] = route
+        if num_left is not None:
+            self._num_left[key] = num_left
 
     def close(self, key: AttemptKey) -> None:
         """Drops whatever still comes for the attempt."""
         handle = self._handles.pop(key, 0)
         self._routes.pop(key, None)
+        self._num_left.pop(key, None)
         self._routes_by_handle.pop(handle, None)
         self._held.pop(handle, None)
 
@@ -492,6 +511,7 @@ class WorkerSession(ABC):
         self._release_all()
         was_up, self.is_up = self.is_up, False
         routes, self._routes = self._routes, {}
+        self._num_left.clear()
         self._handles.clear()
         self._routes_by_handle.clear()
         self._outgoing.clear()

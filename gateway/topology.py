@@ -720,7 +720,8 @@ def _view(
     books, is_fresh = session.books, session.has_worked_since(fresh_since_s)
     if books.is_empty:
         # As with nearly all of many workers at any moment. Then it looks the same to every request.
-        state = (load, usual, prefill, is_fresh, session.num_open_attempts, member.record, session.links)
+        steps_left, links = session.steps_left(), session.links
+        state = (load, usual, prefill, is_fresh, session.num_open_attempts, member.record, links, steps_left)
         if member.seen is None or member.seen[0] != state:
             member.seen = state, _new_view(member, usual, prefill, prompt, is_fresh=is_fresh)
         return member.seen[1]
@@ -742,6 +743,7 @@ def _new_view(
         waiting_tokens=books.tokens_ahead(prompt, load.waiting_tokens),
         max_sequence_tokens=record.max_sequence_tokens,
         num_running=load.running,
+        steps_left=session.steps_left(),
         context_tokens=load.context_tokens,
         region=record.region,
         tenants=frozenset(record.tenants),
@@ -750,6 +752,7 @@ def _new_view(
         decode_speed=_own(load.decode_speed, usual.decode, _step_s) if is_fresh else usual.decode,
         link_speed=_own(load.link_speed, usual.link, _transfer_s) if is_fresh else usual.link,
         links=_links(session, usual.link) if session.links or books.sending else session.links,
+        measured=load.prefill_speed if is_fresh else None,
     )
 
 

@@ -242,8 +242,8 @@ class PrefillWorker:
             running=self._queue.num_inside,
             waiting=self._queue.num_waiting,
             speeds=Speeds(
-                prefill=numbers(self._loop.speedometer.prefill),
-                decode=numbers(self._loop.speedometer.decode),
+                prefill=numbers(self._loop.speedometer.prefill_now),
+                decode=numbers(self._loop.speedometer.decode_now),
                 link=numbers(self._links.meters.usual()),
             ),
             waiting_tokens=self._queue.waiting_tokens,

@@ -147,7 +147,7 @@ class Course:
         self._has_news = False
         if self._has_shown and self._naming in (Naming.ID, Naming.KEY):
             self.resumes = True
-        if error.code is grpc.StatusCode.UNAVAILABLE:
+        if _is_gone(error):
             self.address = (self.address + 1) % self._num_addresses
         return delay_s
 
@@ -169,7 +169,7 @@ class Course:
     def _may_be_repeated(self, failure: Failure) -> bool:
         if self._naming is Naming.NONE and self._has_shown:
             return False
-        if failure.error.code is grpc.StatusCode.UNAVAILABLE:
+        if _is_gone(failure.error):
             return True
         # Without a pushback it is a message that is too large, and will be the next time too.
         return failure.error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and failure.pushback_s is not None
@@ -184,3 +184,12 @@ class Course:
             return 0.0
         limit_s = self._policy.initial_backoff_s * 2.0 ** (self._num_failures - self._num_addresses)
         return draw * min(self._policy.max_backoff_s, limit_s)
+
+
+def _is_gone(error: TandemError) -> bool:
+    """Whether the gateway cannot be had.
+
+    gRPC's servers end calls that reach them while they stop with a CANCELLED that has no details; one that somebody
+    has cancelled has.
+    """
+    return error.code is grpc.StatusCode.UNAVAILABLE or (error.code is grpc.StatusCode.CANCELLED and not error.reason)

@@ -136,6 +136,7 @@ def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mappin
         ("min-decode", 1),
         ("expect", _expected(settings)),
         ("drain-s", settings.stop_grace),
+        ("linger-s", 0),  # there is no other gateway to which requests could go
         ("nice", GATEWAY_NICENESS),
         ("log-level", settings.log_level),
     ]

@@ -168,6 +168,17 @@ def stretch_s(busy_s: float, targets: StepTargets = DEFAULT_TARGETS) -> float:
     return max(targets.shared_s, BUSY_SHARE * busy_s)
 
 
+def more_steps_s(
+    empty_s: float, work_s: float, num_tokens: int, *, chunk_tokens: int, targets: StepTargets = DEFAULT_TARGETS
+) -> float:
+    """What the steps of a prompt that is computed alone cost beyond the first, each of them what an empty one takes.
+
+    `work_s`: what its `num_tokens` tokens take without that. A step has at most `chunk_tokens` of them.
+    """
+    num_steps = max(work_s / (targets.part_s(empty_s, 0.0) - empty_s), num_tokens / chunk_tokens)
+    return empty_s * max(0.0, num_steps - 1.0)
+
+
 @dataclass(slots=True)
 class _Arrivals:
     """How many prompts of a class have come lately, an older one counting less, and which was the newest."""

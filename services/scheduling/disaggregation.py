@@ -8,10 +8,11 @@ Both ways are priced in seconds that requests have to wait, and the cheaper one 
              + itl_weight · itl_cost_s
 
 D computes prompts beside the tokens of its sequences, a few milliseconds in each step (`chunks`): a prompt for which an
-idle worker needs 100 ms takes many steps of a busy one. `itl_cost_s` is what a local prefill takes from the others:
-every sequence of D's batch waits once for each step, so together they lose prefill_D · (sequences, at least
-`min_disturbed`). That is why a long prompt goes away even from an idle decode worker: somebody will come while it is
-computed. A short prompt, and one whose tokens D holds, costs less than the handoff and stays.
+idle worker needs 100 ms takes many steps of a busy one, until what it generates has come to its end. `itl_cost_s` is
+what a local prefill takes from the others: every sequence of D's batch waits once for each step, so together they lose
+prefill_D · (sequences, at least `min_disturbed`). That is why a long prompt goes away even from an idle decode worker:
+somebody will come while it is computed. A short prompt, and one whose tokens D holds, costs less than the handoff and
+stays.
 
 `redone_*` is the worker's time for tokens that the cluster would compute twice: of a local prefill those that another
 worker holds, of a remote one those that a decode worker holds and no prefill worker does, the last answer of a
@@ -23,6 +24,7 @@ disaggregated router; the price in predicted seconds is ours.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,10 +88,10 @@ class PrefillWays:
     """What the decision looks at, for one prompt, one decode worker and the prefill worker that would compute it.
 
     Tokens and seconds. `transfer_s` is the time of the pages that D lacks; `num_running` and `step_s` are the sequences
-    that D's steps have now, and how long such a step takes; `remote_extra_s` is what else speaks against the prefill
-    worker (another region, few pages). `cached_on_any_prefill` and `cached_anywhere` are the most that any prefill
-    worker, and any worker, has cached. Cached counts are at most `num_prompt_tokens` - 1: the last token is always
-    computed.
+    that D's steps have now, and how long such a step takes, `steps_left` after how many of them all those have ended;
+    `remote_extra_s` is what else speaks against the prefill worker (another region, few pages).
+    `cached_on_any_prefill` and `cached_anywhere` are the most that any prefill worker, and any worker, has cached.
+    Cached counts are at most `num_prompt_tokens` - 1: the last token is always computed.
     """
 
     num_prompt_tokens: int
@@ -105,6 +107,7 @@ class PrefillWays:
     transfer_s: float = 0.0
     remote_extra_s: float = 0.0
     num_running: int = 0
+    steps_left: float = math.inf
     step_s: float = 0.0
 
 
@@ -138,7 +141,8 @@ def decide(ways: PrefillWays, settings: DisaggregationSettings) -> Disaggregatio
     if ways.num_running:
         step_s, num_chunks = ways.step_s, 1 + (lacking_on_d - 1) // settings.chunk_tokens
         num_steps = max(num_chunks, (local_s - ways.local_speed.overhead_s) / stretch_s(step_s))
-    local_ttft_s = ways.decode_queue_s + local_s + num_steps * step_s
+    # Those that run stretch it until they have ended.
+    local_ttft_s = ways.decode_queue_s + local_s + min(num_steps, ways.steps_left) * step_s
     itl_cost_s = local_s * max(settings.min_disturbed, ways.num_running)
     local_itl_s = step_s + local_s / num_steps
     remote_ttft_s = ways.prefill_queue_s + ways.prefill_speed.time_s(lacking_on_p, ways.cached_on_prefill)

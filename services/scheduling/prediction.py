@@ -4,6 +4,11 @@ The law of a prompt is that of DistServe (Zhong et al., OSDI 2024, appendix A) w
 cost the same for every token, attention costs each new token as much as there are tokens before it. The law of a
 decode step is linear in the sequences of the batch and in the tokens that they look back on. A transfer is a latency
 and a bandwidth. Seconds, tokens and bytes throughout; the caller says what time it is.
+
+A law changes slowly, because its shape is found from work of many sizes. A machine does not: a neighbour takes a half
+of it from one second to the next. So computations have a pace beside their law, the time that the last seconds' work
+took in all over the time that the law gave it. It also takes away what a fit over relative errors is too short by
+where a few steps take much longer than most: a prompt waits for the sum of its steps.
 """
 
 import math
@@ -22,6 +27,10 @@ NUM_TO_CHANGE = 8
 """So many outliers in a row on the same side are no outliers: the past is dropped."""
 SOLVE_AFTER = 8
 """Of many observations within a second only every eighth moves the factors: a step of a batch may take 1 ms."""
+PACE_S = 3.0
+"""What a machine did this long ago counts 1/e in its pace: how much longer work takes just now than the law says."""
+PACE_PRIOR_S = 0.1
+"""So many seconds of work that took just as long as the law says are always a part of the pace."""
 PRIOR_OBSERVATIONS = 0.2
 """What the default's shape counts for; it decides only what observations leave open."""
 
@@ -98,6 +107,11 @@ class PrefillMeter:
         """The best guess so far; before the first observation the default."""
         return self._speed
 
+    @property
+    def speed_now(self) -> PrefillSpeed:
+        """The same at the pace of the last seconds."""
+        return self._speed.times(self._fit.pace)
+
     def observe(self, num_tokens: int, num_cached_tokens: int, time_s: float, now_s: float) -> None:
         """`num_tokens` tokens after `num_cached_tokens` computed ones took `time_s` seconds, and were done at `now_s`.
 
@@ -120,6 +134,11 @@ class DecodeMeter:
     def speed(self) -> DecodeSpeed:
         """The best guess so far; before the first observation the default."""
         return self._speed
+
+    @property
+    def speed_now(self) -> DecodeSpeed:
+        """The same at the pace of the last seconds."""
+        return self._speed.times(self._fit.pace)
 
     def observe(self, num_sequences: int, context_tokens: int, time_s: float, now_s: float) -> None:
         """A step over `num_sequences` sequences took `time_s` seconds, and was done at `now_s`.
@@ -178,10 +197,18 @@ class _Fit:
         """How many in a row until now: positive, those too slow; negative, those too fast."""
         self._drop_past()
 
+    @property
+    def pace(self) -> float:
+        """How many times as long as the law says work took in the last seconds."""
+        return (self._took_s + PACE_PRIOR_S) / (self._lawful_s + PACE_PRIOR_S)
+
     def observe(self, amounts: Sequence[float], time_s: float, now_s: float) -> None:
         expected_s = max(_dot(self.factors, amounts), 1e-9)
         time_s = self._without_outliers(time_s, expected_s)
         self._forget(now_s)
+        if self._num >= NUM_BEFORE_DOUBT:
+            self._took_s += time_s
+            self._lawful_s += expected_s
         # Relative errors: a short prompt says as much as a long one. By the larger of both times, so that neither
         # what is far too slow nor a bad first guess gets more to say than the rest.
         weight = 1 / max(time_s, expected_s) ** 2
@@ -211,12 +238,15 @@ class _Fit:
     def _drop_past(self) -> None:
         size = len(self._default)
         self._num = 0.0
+        self._took_s = self._lawful_s = 0.0
         self._squares = [[0.0] * size for _ in range(size)]
         self._products = [0.0] * size
 
     def _forget(self, now_s: float) -> None:
         passed_s = max(0.0, now_s - self._last_s)
         self._last_s = max(self._last_s, now_s)
+        keep = math.exp(-passed_s / PACE_S)
+        self._took_s, self._lawful_s = self._took_s * keep, self._lawful_s * keep
         keep = math.exp(-passed_s / self._time_constant_s)
         if self._num * keep < MIN_REMEMBERED:
             keep = min(1.0, MIN_REMEMBERED / self._num) if self._num else 1.0

@@ -54,7 +54,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import overload
 
-from services.scheduling.chunks import stretch_s
+from services.scheduling.chunks import more_steps_s, stretch_s
 from services.scheduling.disaggregation import (
     INTERFERENCE,
     DisaggregationSettings,
@@ -83,9 +83,11 @@ class WorkerView:
     `pages_available` counts pages that are free or only cached, less those promised to admitted requests.
     `num_requests` counts requests that run or wait there, those that the worker has not yet reported included,
     `num_less_urgent` those of them that wait for whoever asks; `num_running` those in a decode worker's steps, with
-    `context_tokens` tokens between them. `waiting_tokens` counts prompt tokens that wait for computation there. Who
-    knows better how long that takes says so in `queue_s`. `links` are those to decode workers that were measured, and
-    `link_speed` that to any other. `tenants`: the only ones it works for; empty: everybody.
+    `context_tokens` tokens between them, all of which have ended after `steps_left` steps. `waiting_tokens` counts
+    prompt tokens that wait for computation there. Who knows better how long that takes says so in `queue_s`. `links`
+    are those to decode workers that were measured, and `link_speed` that to any other. `tenants`: the only ones it
+    works for; empty: everybody. `measured` is its own speed with prompts just now, for what is predicted: of two
+    workers that are alike one would get everything if prices went by it.
     """
 
     worker_id: str
@@ -96,6 +98,7 @@ class WorkerView:
     waiting_tokens: int
     max_sequence_tokens: int
     num_running: int = 0
+    steps_left: float = math.inf
     context_tokens: int = 0
     model: str = ""
     region: str = ""
@@ -107,6 +110,7 @@ class WorkerView:
     links: PeerLinks = field(default_factory=lambda: NO_LINKS)
     queue_s: float | None = None
     num_less_urgent: int = 0
+    measured: PrefillSpeed | None = None
 
 
 class Views(Sequence[WorkerView]):
@@ -510,6 +514,25 @@ class _Case:
             work_s=speed.time_s(num_lacking, cached),
         )
 
+    def at_own_pace_s(self, view: WorkerView, first_s: float) -> float:
+        """A first token after `first_s` by the speeds that prices go by, as the worker itself works.
+
+        That takes as much longer as it has measured, and what all of the prompt's steps cost and not only the first,
+        but for those that others are in: of them that is known.
+        """
+        cached, speed = self.cached(view), view.prefill_speed
+        num_tokens = self.request.num_prompt_tokens - cached
+        work_s = alone_s = speed.time_s(num_tokens, cached) - speed.overhead_s
+        if view.num_running and view.context_tokens:
+            step_s = view.decode_speed.step_s(view.num_running, view.context_tokens)
+            alone_s = max(0.0, work_s - view.steps_left * stretch_s(step_s))
+        num_alone = round(num_tokens * alone_s / work_s) if work_s else 0
+        chunk_tokens = self.settings.disaggregation.chunk_tokens
+        first_s += more_steps_s(speed.overhead_s, alone_s, num_alone, chunk_tokens=chunk_tokens)
+        if view.measured is None:
+            return first_s
+        return first_s * view.measured.time_s(num_tokens, cached) / max(speed.time_s(num_tokens, cached), 1e-9)
+
     def prefill_load_s(self, view: WorkerView) -> float:
         """How long a prefill worker has to do, for policies that look at nothing else."""
         return self.queue_s(view) + self.pressure_s(view, self.request.num_prompt_tokens)
@@ -676,7 +699,7 @@ class _Case:
                 num_chunks = 1 + (lacking - 1) // chunk_tokens
                 if num_chunks > num_steps:
                     num_steps = num_chunks
-                local += num_steps * step_s
+                local += (num_steps if num_steps < view.steps_left else view.steps_left) * step_s
                 is_too_long = max_itl_s is not None and step_s + (overhead_s + local_s) / num_steps > max_itl_s
             local_s += overhead_s
             local += local_s * (1 + itl_weight * (running if running > min_disturbed else min_disturbed))
@@ -732,6 +755,7 @@ class _Case:
                 decode_queue_s=decode_queue_s,
                 local_speed=decode.prefill_speed,
                 num_running=running,
+                steps_left=decode.steps_left,
                 step_s=now_step_s,
             )
         else:
@@ -755,6 +779,7 @@ class _Case:
                 transfer_s=transfer_s,
                 remote_extra_s=displaced_s + hot_s + prefill_pressure_s + prefill_place_s,
                 num_running=running,
+                steps_left=decode.steps_left,
                 step_s=now_step_s,
             )
             inputs |= {
@@ -773,7 +798,10 @@ class _Case:
             }
         decision = decide(ways, self.settings.disaggregation)
         way_s = decision.remote_cost_s if decision.is_remote else decision.local_cost_s
-        first_s = decision.remote_ttft_s if decision.is_remote else decision.local_ttft_s
+        if decision.is_remote and prefill is not None:
+            first_s = self.at_own_pace_s(prefill, decision.remote_ttft_s)
+        else:
+            first_s = self.at_own_pace_s(decode, decision.local_ttft_s)
         inputs |= {
             "price_s": self.new_tokens * step_s + pressure_s + place_s + way_s,
             "remote_cost_s": decision.remote_cost_s,

@@ -45,6 +45,19 @@ class Speedometer:
         return None if self._decode.speed is DEFAULT_DECODE else self._decode.speed
 
     @property
+    def prefill_now(self) -> PrefillSpeed | None:
+        """At the pace of the last seconds, for those who predict when work will be done; None as for `prefill`.
+
+        Steps are not made by it: they would become shorter whenever the machine is busy with something else.
+        """
+        return None if self.prefill is None else self._prefill.speed_now
+
+    @property
+    def decode_now(self) -> DecodeSpeed | None:
+        """The same of decode steps."""
+        return None if self.decode is None else self._decode.speed_now
+
+    @property
     def link(self) -> LinkSpeed | None:
         """None: nothing was measured yet."""
         return None if self._link.speed is DEFAULT_LINK else self._link.speed

@@ -42,6 +42,7 @@ from services.runtime import errors
 from tests.client.conftest import FakeGateway, aborts, hangs, message, says
 from tests.stopwatch import Stopwatch
 
+CANCELLED = grpc.StatusCode.CANCELLED
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 UNAVAILABLE, EXHAUSTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
 USAGE = inference_pb2.Usage(prompt_tokens=5, cached_tokens=4, completion_tokens=3, queue_s=0.25)
@@ -442,6 +443,21 @@ async def test_another_gateway_answers_when_the_first_cannot_be_reached(
     # The budget pays for one change: after it the client stays with the gateway that answers.
     for _ in range(3):
         assert (await client.generate(Request("hello"))).token_ids == (1,)
+
+
+@pytest.mark.parametrize(
+    "leaving",
+    [says(then=errors.Overloaded("the gateway is leaving", retry_after_s=0.05)), aborts(code=CANCELLED)],
+    ids=["refused", "on its way when it stopped"],
+)
+async def test_another_gateway_answers_when_the_first_leaves(start: Start, connect: Connect, leaving: Any) -> None:
+    first, second = await start(), await start()
+    first.steps.append(leaving)
+    second.steps.extend([says(message(0, 9, end=STOP))] * 3)
+    client = connect(first.address, second.address)
+    for _ in range(3):
+        assert (await client.generate(Request("x"))).token_ids == (9,)
+    assert first.methods == ["GenerateUnary"]
 
 
 async def test_nobody_there_is_unavailable(connect: Connect, unused_address: str) -> None:

@@ -422,6 +422,7 @@ async def make_system(
 
         async def make(**settings: Any) -> System:
             defaults = {"http_port": 0, "grpc_port": 0, "drain_s": 0.2, "seed": 1, "failover_wait_s": 5.0}
+            defaults["linger_s"] = 0.0  # nobody asks whether it is ready
             defaults["local_prefill_tokens"] = 0  # scripted workers have their parts
             defaults["redis"] = redis_url
             if "models" not in settings:

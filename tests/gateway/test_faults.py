@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 import time
 
@@ -1133,7 +1134,7 @@ async def test_workers_are_exact_only_together(make_system, worker_type, pair):
 
 
 async def test_a_leaving_gateway_takes_requests_for_a_moment_and_then_none(make_system, worker_type, pair):
-    system = await make_system(drain_s=20.0, linger_s=1.5)
+    system = await make_system(drain_s=20.0, linger_s=1.0)
     release = asyncio.Event()
 
     async def waits(attempt):
@@ -1141,26 +1142,73 @@ async def test_a_leaving_gateway_takes_requests_for_a_moment_and_then_none(make_
         await pair.decode(attempt)
 
     decode = await system.add(worker_type("decode", "decode-0", waits))
-    first = asyncio.create_task(system.complete(max_tokens=100))
-    await system.until(lambda: len(decode.attempts) == 1)
-    stopping = asyncio.create_task(system.gateway.stop())
-    await asyncio.sleep(0)
-    assert (await system.http.get("/ready")).status_code == 503
-    second = asyncio.create_task(system.complete(max_tokens=100))
-    await system.until(lambda: len(decode.attempts) == 2)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        sampling = inference_pb2.SamplingParams(max_tokens=100)
 
-    async def is_refused():
-        response = await system.complete(model="another", max_tokens=100)
-        assert response.status_code in (404, 503)
-        return response.status_code == 503 and "leaving" in response.json()["error"]["message"]
+        async def call():
+            stream = stub.Generate(inference_pb2.GenerateRequest(text="x", sampling=sampling), timeout=20)
+            return "".join([message.text async for message in stream])
 
-    async with asyncio.timeout(10):
-        while not await is_refused():  # noqa: ASYNC110 - across sockets
-            await asyncio.sleep(0.1)
-    release.set()
-    for request in (first, second):
-        assert (await request).json()["choices"][0]["text"] == ANSWER_TEXT
+        requests = [asyncio.create_task(system.complete(max_tokens=100)), asyncio.create_task(call())]
+        await system.until(lambda: len(decode.attempts) == 2)
+        stopping = asyncio.create_task(system.gateway.stop())
+        await asyncio.sleep(0)
+        ready = await system.http.get("/ready")
+        assert (ready.status_code, ready.headers["connection"]) == (503, "close")
+        requests += [asyncio.create_task(system.complete(max_tokens=100)), asyncio.create_task(call())]
+        await system.until(lambda: len(decode.attempts) == 4)
+        async with asyncio.timeout(10):
+            while await _is_listening(system.gateway.http_port):  # noqa: ASYNC110 - across sockets
+                await asyncio.sleep(0.05)
+        with pytest.raises(httpx.ConnectError):
+            await system.complete(max_tokens=100)
+        with pytest.raises(grpc.aio.AioRpcError, match="leaving"):
+            await call()
+        release.set()
+        answers = [await request for request in requests]
+    assert [answer.json()["choices"][0]["text"] for answer in answers[::2]] == [ANSWER_TEXT] * 2
+    assert answers[1::2] == [ANSWER_TEXT] * 2
+    assert answers[2].headers["connection"] == "close"
     await stopping
+
+
+async def test_how_long_few_answers_may_still_run_is_known(make_system, worker_type, pair):
+    system = await make_system()
+
+    async def begins(attempt):
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        attempt.tokens(0, pair.answer[:3])
+
+    decode = await system.add(worker_type("decode", "decode-0", begins))
+    session = system.gateway.topology.decode_session("decode-0")
+    assert session.steps_left() == math.inf
+    streams = [asyncio.create_task(system.complete(max_tokens=number)) for number in (5, 20)]
+    await system.until(lambda: len(decode.attempts) == 2)
+    decode.load.running = 2
+    decode.sessions.load_changed()
+    await system.until(lambda: session.steps_left() == 17)
+    (view,) = system.gateway.topology.decode_views(None, prompt=(2, 10))
+    assert (view.num_running, view.steps_left) == (2, 17)
+    decode.load.running = 3  # one of another gateway
+    decode.sessions.load_changed()
+    await system.until(lambda: session.steps_left() == math.inf)
+    for stream in streams:
+        stream.cancel()
+    decode.load.running = 1
+    decode.sessions.load_changed()
+    await system.until(lambda: session.num_open_attempts == 0)
+    assert session.steps_left() == math.inf
+
+
+async def _is_listening(port):
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    return True
 
 
 def _free_port() -> int:

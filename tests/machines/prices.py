@@ -40,12 +40,18 @@ SLOW, FAST = "decode-0", "decode-1"
 
 @dataclass(frozen=True)
 class Seen:
-    """What became of one request; seconds since its workers were chosen, and of the pages' way, predicted and seen."""
+    """What became of one request: seconds since its workers were chosen until each token, of its wait for the prompts
+    before it, and of the pages' way; predicted and seen.
+    """
 
     num_tokens: int
     prefill: str
     decode: str
     is_remote: bool
+    predicted_queue_s: float
+    queue_s: float
+    predicted_first_s: float
+    first_s: float
     predicted_s: float
     seen_s: float
     transfer_s: float
@@ -104,6 +110,10 @@ async def ask(cluster: bed.Bed, num_tokens: int, chance: random.Random) -> Seen:
         attempt["prefill"],
         attempt["decode"],
         bool(attempt["prefill"]),
+        attempt["parts_us"].get("prefill_queue_s" if attempt["prefill"] else "decode_queue_s", 0) / 1e6,
+        attempt["waited_us"] / 1e6,
+        attempt["predicted_ttft_us"] / 1e6,
+        attempt["actual_ttft_us"] / 1e6,
         attempt["predicted_second_us"] / 1e6,
         attempt["actual_second_us"] / 1e6,
         attempt["predicted_exposed_us"] / 1e6,

@@ -20,6 +20,7 @@ from services.scheduling.chunks import (
     Chunk,
     ChunkScheduler,
     StepTargets,
+    more_steps_s,
 )
 from services.scheduling.prediction import PrefillSpeed
 
@@ -656,3 +657,18 @@ def test_where_others_decode_prompts_stretch_the_step_by_little(busy_s: float, r
     assert chunk.num_tokens == 7
     (chunk,) = scheduler.next_step(speed=speed, now_s=200.0)
     assert chunk.num_tokens == pytest.approx(180, abs=1), "20 ms less an empty step"
+
+
+@pytest.mark.parametrize("empty_s", [0.0, 0.0002, 0.0017, 0.02])
+@pytest.mark.parametrize("num_tokens", [100, 1200, 2500])
+@pytest.mark.parametrize("chunk_tokens", [128, 512])
+def test_what_the_steps_of_a_lone_prompt_cost_is_foreseen(empty_s: float, num_tokens: int, chunk_tokens: int) -> None:
+    speed = PrefillSpeed(empty_s, 5e-5, 7e-8)
+    scheduler = ChunkScheduler(chunk_tokens=chunk_tokens)
+    scheduler.add("prompt", num_tokens=num_tokens)
+    took_s = 0.0
+    while chunks := scheduler.next_step(speed=speed):
+        took_s += sum(speed.time_s(chunk.num_tokens, chunk.start) for chunk in chunks)
+    work_s = speed.time_s(num_tokens) - empty_s
+    more_s = more_steps_s(empty_s, work_s, num_tokens, chunk_tokens=chunk_tokens)
+    assert speed.time_s(num_tokens) + more_s == pytest.approx(took_s, rel=0.08)

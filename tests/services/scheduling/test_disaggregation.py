@@ -169,3 +169,10 @@ def test_what_speaks_for_a_way_never_turns_the_decision_against_it(ways, data):
         assert decide(to_remote, BY_PRICE).is_remote
     elif here.remote_cost_s > here.local_cost_s + tolerance_s:
         assert not decide(to_local, BY_PRICE).is_remote
+
+
+def test_answers_that_are_about_to_end_do_not_stretch_a_whole_prompt():
+    busy = dataclasses.replace(IDLE, num_running=1, step_s=0.02)
+    for steps_left, num_stretched in [(0, 0), (7, 7), (1000, 40)]:
+        decided = decide(dataclasses.replace(busy, steps_left=steps_left), BY_PRICE)
+        assert decided.local_ttft_s == pytest.approx(0.01 + 0.4 + num_stretched * 0.02)

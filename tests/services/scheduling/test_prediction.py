@@ -169,3 +169,24 @@ def test_predictions_stay_within_what_was_seen(seen):
     low, high = (pick(factor for _, factor in seen) for pick in (min, max))
     predicted = meter.speed.time_s(num_tokens) / GPU.time_s(num_tokens)
     assert 0.99 * low <= predicted <= 1.01 * high
+
+
+def test_the_pace_follows_a_machine_within_seconds_and_the_law_does_not():
+    meter = PrefillMeter()
+    fed(meter, prefills(GPU, num=600, noise=0.1))
+    for num_tokens, num_cached, time_s, now_s in prefills(GPU, num=60, seed=1, noise=0.1, start_s=30.0):
+        meter.observe(num_tokens, num_cached, 2 * time_s, now_s)
+    assert meter.speed_now.time_s(1200) == pytest.approx(2 * GPU.time_s(1200), rel=0.2)
+    assert meter.speed.time_s(1200) < 1.5 * GPU.time_s(1200)
+    fed(meter, prefills(GPU, num=100, seed=2, noise=0.1, start_s=60.0))
+    assert meter.speed_now.time_s(1200) == pytest.approx(GPU.time_s(1200), rel=0.15)
+
+
+def test_at_the_pace_a_sum_of_uneven_steps_is_right_where_the_law_is_too_short():
+    rng, meter, took_s = random.Random(3), PrefillMeter(), 0.0
+    for step in range(400):
+        time_s = GPU.time_s(300) * (3.0 if rng.random() < 0.2 else 1.0)
+        took_s += time_s
+        meter.observe(300, 0, time_s, step * 0.05)
+    assert meter.speed.time_s(300) < 0.9 * took_s / 400
+    assert meter.speed_now.time_s(300) == pytest.approx(took_s / 400, rel=0.15)

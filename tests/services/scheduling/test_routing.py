@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -348,7 +349,7 @@ def test_a_slow_link_is_left_and_a_fast_one_to_another_worker_is_not():
     # Whose second token would come late is told, and whose pages arrive while others are computed is not blamed.
     remote = RoutingSettings(disaggregation=DisaggregationSettings(local_prefill_tokens=0))
     (route,) = Router(settings=remote).route(asked, [p], [ds[0]], now_s=0)
-    assert route.predicted_ttft_s == pytest.approx(0.26)
+    assert route.predicted_ttft_s == pytest.approx(0.26 + 0.01 * (2500 / 512 - 1))
     assert 24.5 < route.predicted_second_s < 25
 
 
@@ -575,3 +576,28 @@ def test_a_crowd_keeps_requests_where_their_prefix_is():
     # Those who wait for it anyway are no crowd.
     many = [replace(one, num_less_urgent=6) for one in many]
     assert router.route(asked, many, [view("d")], now_s=0.0)[0].prefills[0].worker_id == "idle"
+
+
+def test_what_is_predicted_goes_by_the_workers_own_speed_and_the_price_does_not():
+    remote = RoutingSettings(disaggregation=DisaggregationSettings(local_prefill_tokens=0))
+    asked, measured = request(num_prompt_tokens=2500, kv_bytes_per_token=1), PrefillSpeed(0.02, 1.3e-4)
+    for how, place in [(remote, 0), (RoutingSettings(), 1)]:
+        workers = [[view("p"), view("d")] for _ in range(2)]
+        workers[1][place] = dataclasses.replace(workers[1][place], measured=measured)
+        usual, own = (Router(settings=how).route(asked, [p] if place == 0 else [], [d], now_s=0)[0] for p, d in workers)
+        assert own.inputs["price_s"] == usual.inputs["price_s"]
+        assert own.predicted_ttft_s == pytest.approx(
+            usual.predicted_ttft_s * measured.time_s(2500) / PrefillSpeed(0.01, 1e-4).time_s(2500)
+        )
+
+
+def test_the_steps_of_a_local_prompt_are_stretched_only_until_those_that_run_have_ended():
+    asked = request(num_prompt_tokens=2000)
+    busy = [view("d", num_running=1, context_tokens=100, steps_left=left) for left in (math.inf, 5, 0)]
+    routes = [Router().route(asked, [], [d], now_s=0)[0] for d in busy]
+    first, second, third = (route.predicted_ttft_s for route in routes)
+    step_s = DecodeSpeed(0.010, 1e-4, 2e-8).step_s(1, 100)
+    assert second - third == pytest.approx(5 * step_s, rel=0.25)
+    assert first - third > 30 * step_s
+    prices = [float(route.inputs["price_s"]) for route in routes]
+    assert prices[0] > prices[1] > prices[2]

@@ -84,3 +84,19 @@ def test_a_chunk_of_one_token_says_what_an_empty_step_of_prompts_takes() -> None
     assert speedometer.decode is None
     assert speedometer.prefill is not None
     assert speedometer.prefill.time_s(1) == pytest.approx(PREFILL.time_s(1), rel=0.02)
+
+
+def test_what_is_told_is_at_the_pace_of_the_last_seconds_and_steps_are_made_by_the_law() -> None:
+    speedometer = Speedometer()
+    assert (speedometer.prefill_now, speedometer.decode_now) == (None, None)
+    for number in range(300):
+        slowness = 1.0 if number < 200 else 2.0
+        chunk = (64, 16 + 61 * number % 500, True)
+        speedometer.observe_step([chunk], slowness * PREFILL.time_s(chunk[1], chunk[0]), number * 0.02)
+        speedometer.observe_step([(100, 1, False)], slowness * 0.01, number * 0.02)
+    assert speedometer.prefill is not None
+    assert speedometer.prefill_now is not None
+    assert speedometer.prefill_now.time_s(300) > 1.6 * PREFILL.time_s(300) > speedometer.prefill.time_s(300)
+    assert speedometer.decode is not None
+    assert speedometer.decode_now is not None
+    assert speedometer.decode_now.step_s(1, 100) > speedometer.decode.step_s(1, 100)
