@@ -34,7 +34,7 @@ class Session:
         self.sent, self.cancelled, self.is_open = [], 0, False
         self.load = Load()
 
-    def open(self, key, route):
+    def open(self, key, route, *, num_left=None):
         self.is_open = True
 
     def close(self, key):

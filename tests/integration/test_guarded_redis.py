@@ -23,6 +23,8 @@ from tests.sentinels import SentinelSet, sentinel_set
 OPTIONS = cases.Options(seed=7, is_quiet=True)
 ROWS = 6
 BATCH_TIMEOUT_S = 60.0
+FAILOVER_S = 20.0
+"""Most time until each gateway writes to the next primary."""
 
 
 @dataclass
@@ -75,15 +77,17 @@ async def test_a_failover_under_load_loses_no_answer_and_changes_none(watched: S
             first = watched.primary
             watched.kill(first, signal.SIGKILL)
             await asyncio.to_thread(watched.failed_over, first)
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(2.0)  # some of the load goes by on the next primary
             await cluster.ready()
-            state = [await cluster.topology(name) for name in cluster.names("gateway")]
+            async with asyncio.timeout(FAILOVER_S):
+                for name in cluster.names("gateway"):
+                    while not (await cluster.topology(name))["redis"]["available"]:  # noqa: ASYNC110 - of another process
+                        await asyncio.sleep(0.1)
             cluster.kill("gateway-0")  # what it has told the next primary is how the other one continues
             await cluster.replace("gateway-0")
             await cluster.ready()
     assert opened.row.answers > 10
     assert opened.row.is_good, table([opened.row])
-    assert [gateway["redis"]["available"] for gateway in state] == [True, True]
 
 
 @pytest.mark.timeout(240)
