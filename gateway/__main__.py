@@ -14,10 +14,6 @@ COLLECT_AFTER = (5_000, 20, 10)
 """New objects, and collections of these, before the collector looks at them. With Python's 700, 10 and 10 it takes a
 tenth of a busy gateway's time, mostly to find that requests under way are still in use."""
 
-SWITCH_INTERVAL_S = 2e-4
-"""How long the event loop waits at most for a thread that makes a long answer's text; Python's own 5 ms are longer than
-a step of the workers."""
-
 
 def main() -> None:
     """Runs a gateway until SIGTERM or SIGINT."""
@@ -26,7 +22,6 @@ def main() -> None:
     logs.setup(settings.log_level, service="gateway")
     process.be_nice(settings.nice)
     heap.give_back_free_memory()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     rpc.set_identity(None if settings.tls is None else Identity(settings.tls, roles=("gateway",)))
     if settings.secrets is not None:
         rpc.set_member(Member(settings.secrets, "gateway"))
