@@ -348,9 +348,9 @@ class Gateway:
     async def stop(self) -> None:
         """Leaves without losing a request, as far as `drain_s` allows; who still waits then gets an error.
 
-        Not ready from now on. Whoever sends requests here learns that a moment later, so all is served as before for
-        `linger_s` more. Then nobody listens for HTTP any more, which load balancers and clients take for a reason to go
-        elsewhere, and what still comes on connections that were open is refused while the running requests end.
+        The gateway says at once that it is not ready. Load balancers notice that a moment later, so it serves
+        everything as before for `linger_s`. Then it closes its HTTP port, which sends load balancers and clients
+        elsewhere, and refuses new requests on open connections while the running ones end.
         """
         self._is_leaving = True
         leaving = Overloaded("the gateway is leaving", retry_after_s=LEAVING_RETRY_S)

@@ -74,7 +74,7 @@ class HttpServer:
         self.connections.is_leaving = True
 
     def close_listener(self) -> None:
-        """Takes no new connection: whoever dials is refused by the kernel."""
+        """Closes the port: the kernel refuses new connections, and open ones stay."""
         for server in self._server.servers:
             server.close()
 

@@ -1,8 +1,8 @@
 """Turns of connections at reading bodies, so that what some send leaves the event loop time for everybody's answers.
 
-Receiving costs the loop about as much time per megabyte whoever sends it and whether or not anybody wants it. So all
-bodies that do not come whole share a rate: whoever goes over it stops being read, and the client's own system holds its
-bytes back (TCP's flow control). A body that came in one read with its head never waits. Knows no HTTP.
+Receiving a megabyte takes the loop the same time whether it is used or dropped. All bodies that need several reads
+therefore share one rate. Above it the gateway stops reading, and TCP's flow control holds the client's bytes back. A
+body that came in one read with its head never waits. Knows no HTTP.
 """
 
 import asyncio

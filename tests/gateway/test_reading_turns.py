@@ -1,4 +1,4 @@
-"""Who of those that send long bodies may read on, in time that the test moves itself."""
+"""Which connections may read on, in time that the test moves itself."""
 
 import heapq
 from types import SimpleNamespace

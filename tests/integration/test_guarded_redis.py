@@ -101,8 +101,9 @@ async def test_the_rights_of_the_guide_suffice_for_everything() -> None:
             cluster.kill("gateway-0")
             await cluster.replace("gateway-0")
             await cluster.ready()
+        address = cluster["gateway-1"].http
         async with asyncio.timeout(FAILOVER_S):
-            while "tandem_redis_up 1.0" not in await http_json(cluster["gateway-1"].http, "/metrics"):  # noqa: ASYNC110
+            while "tandem_redis_up 1.0" not in await http_json(address, "/metrics"):  # noqa: ASYNC110 - of another process
                 await asyncio.sleep(0.1)
         doctor = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.cli.main", "doctor", f"--redis={server.url}", "--json"),
