@@ -32,13 +32,13 @@ install-dev: install ## add what tests and checks need; does nothing the second 
 	@$(if $(filter command%,$(origin PYTHON_IN)),:,tools/install.sh dev)
 
 run: install ## serve the demo model on this machine: gateway, 1 prefill and 1 decode worker (ARGS: flags of tandem up)
-	@exec $(PYTHON_IN) -m services.cli.main up $(ARGS)
+	@exec $(PYTHON_IN) -m cli.main up $(ARGS)
 
 status: install ## show the workers of the running cluster
-	@$(PYTHON_IN) -m services.cli.main status $(ARGS)
+	@$(PYTHON_IN) -m cli.main status $(ARGS)
 
 chat: install ## talk to the running cluster
-	@$(PYTHON_IN) -m services.cli.main chat $(ARGS)
+	@$(PYTHON_IN) -m cli.main chat $(ARGS)
 
 test: install-dev ## the tests that every change must pass (ARGS: flags of pytest)
 	$(NO_GPU) $(PYTEST) -q -n $(TEST_WORKERS) -m "not slow and not gpu" $(ARGS)

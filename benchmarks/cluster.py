@@ -77,7 +77,7 @@ def running_cluster(
     """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    command = [sys.executable, "-m", "services.cli.main", "up"]
+    command = [sys.executable, "-m", "cli.main", "up"]
     command += ["--prefill", str(prefill), "--decode", str(decode), "--http-port", "0", "--grpc-port", "0"]
     command += ["--model", str(model)] if model is not None else []
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:

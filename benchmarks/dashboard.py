@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from benchmarks.report import add_arguments, leave
 from gateway.dashboard.feed import Feed, GatewayFacts
-from gateway.history import AnswerStory, History, Query, Row
-from gateway.metrics import Metrics
-from gateway.sessions import Load
-from gateway.validation import SERVICE_CLASSES
+from gateway.limits import SERVICE_CLASSES
+from gateway.observability.history import AnswerStory, History, Query, Row
+from gateway.observability.metrics import Metrics
+from gateway.topology.session import Load
 from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_PREFILL
 from services.scheduling.routing import Router, RouteRequest, WorkerView
 

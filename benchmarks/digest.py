@@ -30,7 +30,7 @@ import msgspec
 
 from benchmarks.cluster import Answer, collect, request
 from protos import inference_pb2_grpc
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.runtime import process
 
 MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
@@ -159,7 +159,8 @@ def _wait_until_ready(url: str, children: list[subprocess.Popen[bytes]], log: Pa
 
 def run_worker_without_digest(program: str, arguments: list[str]) -> None:
     """Runs a worker's own main in this process, with a digest that looks at nothing."""
-    from kv_transfer import placing, posting
+    from kv_transfer import receive_thread as placing
+    from kv_transfer import send_thread as posting
     from kv_transfer.protocol import messages
 
     class Nothing:

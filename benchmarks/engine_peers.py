@@ -50,7 +50,7 @@ def main() -> None:
 def load_ours(model: Path, dtype: str, threads: int) -> tuple[Run, str]:
     """This project's engine loop in one process."""
     from services.engine.engine import Engine, load_engine
-    from services.engine.sequence import Sampling
+    from services.engine.steps.sequence import Sampling
 
     parts = load_engine(model, dtype=dtype, device="cpu", threads=threads, kv_memory_bytes=POOL_BYTES)
     engine = Engine(parts, chunk_tokens=1024)

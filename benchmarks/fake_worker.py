@@ -22,7 +22,7 @@ from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.cluster_secret import Secrets
 from services.runtime.membership import Member
-from services.runtime.session import Emission, Session, SessionServer, StepTokens
+from worker.sessions import Emission, Session, SessionServer, StepTokens
 
 NUM_PAGES = 1_000_000
 FIRST_TOKEN_ID = 300

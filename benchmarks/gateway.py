@@ -29,7 +29,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.report import Ratio, add_arguments, leave
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 
 MODEL = Path(__file__).parent.parent / "demo" / "model"
 CLUSTER = "bench-gateway"

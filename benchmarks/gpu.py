@@ -27,17 +27,17 @@ from pathlib import Path
 import torch
 import triton
 
-from services.engine.attention import AttentionBatch
-from services.engine.config import ModelConfig
-from services.engine.decoder import DecoderStep
+from services.engine.cache.pages import PageLayout, PagePool
 from services.engine.gpu.attention_triton import DecodeRows, DecodeScratch, decode_attention, split_starts
 from services.engine.gpu.decoder import TritonDecoder
 from services.engine.gpu.graphs import DecodeGraphs, Row
 from services.engine.gpu.matmul import forbid_split_k
-from services.engine.linear import TorchLinear
-from services.engine.pages import PageLayout, PagePool
-from services.engine.rope import RopeTable
-from services.engine.weights import LayerWeights, ModelWeights
+from services.engine.reference.attention import AttentionBatch
+from services.engine.reference.decoder import DecoderStep
+from services.engine.reference.rope import RopeTable
+from services.engine.weights.config import ModelConfig
+from services.engine.weights.linear import TorchLinear
+from services.engine.weights.load import LayerWeights, ModelWeights
 
 DTYPE = torch.bfloat16
 PAGE_SIZE = 16

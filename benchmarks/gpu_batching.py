@@ -181,7 +181,7 @@ def measure(run: Run, workload: Workload, prompts: list[list[int]]) -> Figures:
 def our_engine(folder: Path, device: str, workload: Workload) -> Iterator[Run]:
     """This project's engine loop in one process."""
     from services.engine.engine import Engine, load_engine
-    from services.engine.sequence import Sampling
+    from services.engine.steps.sequence import Sampling
 
     num_tokens = workload.requests * (workload.prompt_tokens + workload.new_tokens + 32)
     parts = load_engine(folder, device=device, num_pages=num_tokens // 16)

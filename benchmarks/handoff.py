@@ -32,7 +32,6 @@ import torch
 
 from benchmarks.report import Ratio, add_arguments, leave
 from kv_transfer.device_pages import DevicePages
-from kv_transfer.link import SERVICE_NAME, LinkIdentity
 from kv_transfer.page_bytes import Destination, PageReader, PageWriter, wire_layout
 from kv_transfer.protocol.messages import TransferId, pages_per_frame
 from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
@@ -46,8 +45,9 @@ from kv_transfer.transports.base import (
     Transport,
 )
 from kv_transfer.transports.registry import DEVICE_NAMES, Transports
+from kv_transfer.wire import SERVICE_NAME, LinkIdentity
 from protos import link_pb2_grpc
-from services.engine.pages import PageAllocator, PageLayout, PagePool
+from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
 from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError
 from services.runtime.rpc import make_server

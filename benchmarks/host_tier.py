@@ -20,9 +20,9 @@ import torch
 
 from demo import DEMO_MODEL
 from prefill_worker.engine_loop import PrefillLoop
+from services.engine.cache.pages import num_pages_for
 from services.engine.engine import EngineParts, load_warm_engine
-from services.engine.pages import num_pages_for
-from services.engine.sequence import Sampling, Sequence
+from services.engine.steps.sequence import Sampling, Sequence
 from services.runtime.clock import Clock
 
 SALT = bytes(32)

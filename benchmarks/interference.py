@@ -37,8 +37,8 @@ from benchmarks.load import Endpoint, Targets, Timing, ask_at, ours, percentile,
 from benchmarks.plot import Chart, svg_file
 from benchmarks.random_model import FIRST_TOKEN_ID, make_served_model
 from benchmarks.report import Ratio, add_arguments, leave
-from services.cli.cores import this_machine
-from services.simulator.html_report import Curve
+from cli.cores import this_machine
+from planning.simulator.html_report import Curve
 
 PROMPT_TOKENS, NEW_TOKENS = 1000, 64
 STREAM_PROMPT_TOKENS, STREAM_TOKENS = 64, 512

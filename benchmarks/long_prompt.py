@@ -38,7 +38,7 @@ from demo import DEMO_MODEL
 from prefill_worker.engine_loop import PrefillLoop, StepReport
 from protos import inference_pb2_grpc
 from services.engine.engine import EngineParts, load_engine
-from services.engine.sequence import Sampling, Sequence
+from services.engine.steps.sequence import Sampling, Sequence
 
 SHORT_TOKENS = (64, 128)
 SALT = bytes(32)

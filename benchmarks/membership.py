@@ -31,9 +31,9 @@ from kv_transfer.transports.tls import TlsTransport
 from protos import worker_pb2, worker_pb2_grpc
 from services.runtime import rpc
 from services.runtime.membership import Guard, Member, is_signed, sign_record
-from services.runtime.session import SessionServer
 from services.runtime.tls import Identity
 from tests.certificates import Authority
+from worker.sessions import SessionServer
 
 METHOD = "/tandem.v1.DecodeWorker/Session"
 INCARNATION = "a" * 32

@@ -4,7 +4,7 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.simulator.html_report import HEIGHT, STYLE, WIDTH, Curve, drawing
+from planning.simulator.html_report import HEIGHT, STYLE, WIDTH, Curve, drawing
 
 PER_ROW = 2
 TITLE_HEIGHT = 28

@@ -19,11 +19,11 @@ from multiprocessing.connection import Connection
 
 import redis
 
-from gateway.prefix_view import PrefixView
-from services.cluster.embedded import EmbeddedRedis
+from gateway.topology.prefix_view import PrefixView
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.prefix_index import FLUSH_KEYS, KEY_BYTES, PrefixIndex, PrefixPublisher
+from services.cluster.redis_store import Script, Store
 from services.cluster.registry import WorkerRecord, new_incarnation
-from services.cluster.store import Script, Store
 
 ROUNDS = 200
 PATIENT_S = 120.0

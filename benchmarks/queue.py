@@ -27,8 +27,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.report import Ratio, add_arguments, leave
-from gateway.admission import GATHER_S, AdmissionQueue, Lane, WaitingPlace
-from gateway.overload import OverloadGuard
+from gateway.requests.admission import GATHER_S, AdmissionQueue, Lane, WaitingPlace
+from gateway.requests.overload import OverloadGuard
 from services.runtime.clock import SYSTEM_CLOCK
 from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Targets
 from services.scheduling.queue import STRATEGIES, QueueEntry, RequestQueue, ServiceClass
@@ -266,7 +266,7 @@ def main() -> None:
     )
     share, shares = gateway_second(waiting)
     print(f"with admission and its event loop: {share:.2%} of a core, of which")
-    for file in ("scheduling/queue.py", "scheduling/overload.py", "gateway/admission.py", "asyncio/"):
+    for file in ("scheduling/queue.py", "scheduling/overload.py", "gateway/requests/admission.py", "asyncio/"):
         print(f"{sum(one for name, one in shares.items() if name.startswith(file)):8.3%}  {file}, without what is in C")
     for name, own_share in list(shares.items())[:NUM_PROFILED]:
         print(f"{own_share:8.3%}  {name}")

@@ -14,8 +14,8 @@ import random
 import time
 from collections.abc import Callable
 
-from gateway.sessions import Load
-from gateway.topology import Topology
+from gateway.topology.members import Topology
+from gateway.topology.session import Load
 from services.cluster.registry import WorkerRecord
 from services.scheduling.health import WorkerHealth
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed

@@ -32,9 +32,9 @@ from decode_worker.engine_loop import DecodeLoop, StepReport
 from decode_worker.scheduler import BatchScheduler
 from decode_worker.speculation import Speculator
 from demo import DEMO_DRAFT, DEMO_MODEL
-from services.engine.draft import DraftModel
 from services.engine.engine import EngineParts, load_engine
-from services.engine.sequence import Sampling, Sequence
+from services.engine.speculation.draft import DraftModel
+from services.engine.steps.sequence import Sampling, Sequence
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 
 MODES = ("off", "ngram", "draft", "auto")

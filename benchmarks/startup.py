@@ -49,7 +49,7 @@ print(json.dumps(parts))
 """
 _REDIS = """
 import json, time
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 begin, cpu = time.perf_counter(), time.process_time()
 server = EmbeddedRedis()
 server.start()
@@ -59,7 +59,7 @@ server.stop()
 IMPORTS = {
     "interpreter": "pass",
     "import torch": "import torch",
-    "import tandem up": "import services.cli.main, services.cli.up",
+    "import tandem up": "import cli.main, cli.up",
     "import gateway": "import gateway.__main__",
     "import prefill worker": "import prefill_worker.__main__",
     "import decode worker": "import decode_worker.__main__",
@@ -113,7 +113,7 @@ def measure_parts(rounds: int) -> list[Part]:
 
 def measure_start(cache: str) -> Start:
     """A cluster with the demo model, ended as soon as it is ready. `cache` is where compiled kernels are kept."""
-    command = [sys.executable, "-m", "services.cli.main", "up", "--http-port", "0", "--grpc-port", "0"]
+    command = [sys.executable, "-m", "cli.main", "up", "--http-port", "0", "--grpc-port", "0"]
     environment = {**os.environ, "XDG_CACHE_HOME": cache}
     begin_s = time.perf_counter()
     process = subprocess.Popen(
@@ -142,7 +142,7 @@ def _name(pid: int) -> str:
     if "-m" not in words:
         return Path(words[0].split()[0]).name
     module = words[words.index("-m") + 1]
-    return "tandem up" if module == "services.cli.main" else module
+    return "tandem up" if module == "cli.main" else module
 
 
 def _cpu_s(pid: int) -> float:

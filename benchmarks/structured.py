@@ -18,12 +18,12 @@ import torch
 
 from benchmarks.report import Ratio, add_arguments, leave
 from demo import DEMO_MODEL
-from services.engine.config import load_config
 from services.engine.engine import Engine, EngineParts, load_engine
 from services.engine.sampling import sample
-from services.engine.sequence import Sampling, Sequence
-from services.engine.step import SampledToken
-from services.runtime.answer_form import AnswerForm
+from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.step import SampledToken
+from services.engine.weights.config import load_config
+from services.structured.form import AnswerForm
 from services.structured.grammar import Grammars, GrammarState
 
 BATCHES = (1, 8, 32)

@@ -25,8 +25,8 @@ from benchmarks.cluster import Cluster, request, running_cluster, stream
 from benchmarks.structured import Bench, measure_steps
 from demo import DEMO_MODEL
 from protos import inference_pb2, inference_pb2_grpc
-from services.engine.config import load_config
-from services.runtime.answer_form import AnswerForm
+from services.engine.weights.config import load_config
+from services.structured.form import AnswerForm
 from services.structured.grammar import Grammars
 from tests.json_schema import keeps_to
 from tests.schemas import COLOURS, PERSON

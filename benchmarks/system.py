@@ -28,8 +28,8 @@ from benchmarks.load import percentile
 from benchmarks.report import Ratio, add_arguments, leave
 from demo import DEMO_MODEL
 from services.engine.engine import EngineParts, load_engine
-from services.engine.sequence import Sampling, Sequence
-from services.engine.step import SampledToken, StepItem, StepPlan
+from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.step import SampledToken, StepItem, StepPlan
 
 BATCH = 16
 PROMPT_TOKENS = 64

@@ -39,8 +39,8 @@ from opentelemetry.trace.propagation import set_span_in_context
 
 from benchmarks.cluster import Cluster, request, running_cluster
 from demo import DEMO_MODEL
-from gateway.sessions import HandedOff, PrefillStarted
-from gateway.tracing import AttemptFacts, RequestSpans, Tracing
+from gateway.observability.tracing import AttemptFacts, RequestSpans, Tracing
+from gateway.topology.session import HandedOff, PrefillStarted
 from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.telemetry import Span
@@ -245,7 +245,7 @@ def some_route() -> Route:
 
 
 def write_down(route: Route) -> None:
-    """What `gateway.lifecycle` does for one answer, from its arrival to its end."""
+    """What `gateway.requests.lifecycle` does for one answer, from its arrival to its end."""
     arrived_s = SYSTEM_CLOCK.monotonic()
     request = TRACING.begin(None, arrived_s=arrived_s, arrived_unix_ns=SYSTEM_CLOCK.unix_ns())
     answer = request.answer(0, "demo")

@@ -10,25 +10,25 @@ import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it 
 from decode_worker.config import DecodeWorkerConfig
 from decode_worker.speculation import Speculator
 from decode_worker.worker import DecodeWorker, Limits, Servicer
-from kv_transfer.link import SERVICE_NAME as LINK_SERVICE_NAME
-from kv_transfer.link import LinkIdentity
 from kv_transfer.protocol.counters import Counters
 from kv_transfer.receiving import LinkReceiver
 from kv_transfer.sending import SendLinks
+from kv_transfer.wire import SERVICE_NAME as LINK_SERVICE_NAME
+from kv_transfer.wire import LinkIdentity
 from protos import link_pb2_grpc, worker_pb2_grpc
 from services.cluster.prefix_index import PrefixPublisher
 from services.cluster.registry import WorkerLease, WorkerRecord, named_channels, new_incarnation
-from services.engine.draft import load_draft
 from services.engine.engine import EngineParts
 from services.engine.rehearsal import load_rehearsed_engine
+from services.engine.speculation.draft import load_draft
 from services.runtime import config, process, rpc
 from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
 from services.runtime.errors import ConfigError
-from services.runtime.gpu_watch import GpuWatch, watch_gpu
 from services.runtime.model_facts import read_model_facts
-from services.runtime.worker_host import channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
-from services.runtime.worker_metrics import WorkerMetrics
 from services.structured.grammar import Grammars, grammar_library
+from worker.gpu import GpuWatch, watch_gpu
+from worker.host import channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
+from worker.metrics import WorkerMetrics
 
 SERVICE_NAME = "tandem.v1.DecodeWorker"
 

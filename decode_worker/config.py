@@ -5,7 +5,7 @@ from pathlib import Path
 
 from services.runtime.config import choice, integer, option, path, size_bytes
 from services.runtime.errors import ConfigError
-from services.runtime.worker_config import WorkerConfig
+from worker.config import WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

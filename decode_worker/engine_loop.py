@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from decode_worker.mask_pace import MaskPace
 from decode_worker.scheduler import BatchScheduler, Preemption, Progress, Work, is_swap_cheaper
 from decode_worker.speculation import Candidate, Proposal, Speculator
-from services.engine.host_tier import HostTier, take_prefix
-from services.engine.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
-from services.engine.prefix import KeyChain, PageKey
-from services.engine.sequence import FinishReason, Sequence
-from services.engine.step import (
+from services.engine.cache.host_tier import HostTier, take_prefix
+from services.engine.cache.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
+from services.engine.cache.swap import SwapSpace
+from services.engine.steps.sequence import FinishReason, Sequence
+from services.engine.steps.step import (
     NonFiniteLogits,
     SampledToken,
     SampledTokens,
@@ -28,11 +28,11 @@ from services.engine.step import (
     StepResult,
     with_whole_prompt,
 )
-from services.engine.swap import SwapSpace
 from services.runtime.clock import Clock
 from services.runtime.errors import InvariantViolated, RequestCancelled
+from services.runtime.page_keys import KeyChain, PageKey
 from services.scheduling.chunks import DEFAULT_CLASS
-from services.scheduling.copies import CopyMeter
+from services.scheduling.copy_cost import CopyMeter
 from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_LINK, DEFAULT_PREFILL
 from services.scheduling.speedometer import Speedometer, StepWork
 

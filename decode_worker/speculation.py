@@ -9,10 +9,11 @@ without communication and drafter-invariant speculative decoding"). So an answer
 speculation. Where the model's arithmetic is not exact, a place of a longer pass may differ from a pass of its own by
 rounding, as results may there whatever shares their step.
 
-Two sources: what the sequence said before (services.engine.lookup), and a draft model (services.engine.draft). For each
-step and each sequence the better one is taken, and so many tokens as are worth their time by what is measured
-(decode_worker.acceptance): at a large batch, where a row costs what it gives, or for a text that cannot be guessed,
-these are none. Failure cases: no room in the draft's pool, or a sequence longer than its context: then it has no say.
+Two sources: what the sequence said before (services.engine.speculation.lookup), and a draft model
+(services.engine.speculation.draft). For each step and each sequence the better one is taken, and so many tokens as are
+worth their time by what is measured (decode_worker.payoff): at a large batch, where a row costs what it gives, or for a
+text that cannot be guessed, these are none. Failure cases: no room in the draft's pool, or a sequence longer than its
+context: then it has no say.
 
 Belongs to the engine thread.
 """
@@ -24,7 +25,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from decode_worker.acceptance import (
+from decode_worker.payoff import (
     ANY_LEVEL,
     REQUEST_HALF_LIFE_STEPS,
     SHORTEST_S,
@@ -37,11 +38,11 @@ from decode_worker.acceptance import (
     level_of_match,
     worthwhile,
 )
-from services.engine.draft import DraftModel
-from services.engine.guessing import LEVELS, Guess, Limit
-from services.engine.lookup import PromptLookup
-from services.engine.sequence import Sequence
-from services.engine.step import SampledToken
+from services.engine.speculation.draft import DraftModel
+from services.engine.speculation.lookup import PromptLookup
+from services.engine.steps.guesses import LEVELS, Guess, Limit
+from services.engine.steps.sequence import Sequence
+from services.engine.steps.step import SampledToken
 from services.runtime.clock import Clock
 from services.runtime.errors import InvariantViolated
 from services.scheduling.prediction import (

@@ -34,25 +34,12 @@ from kv_transfer.protocol.messages import TransferId
 from kv_transfer.receiving import LinkReceiver, Reserved
 from kv_transfer.sending import HandoffStats, SendLinks, SendTransfer
 from protos import worker_pb2, worker_pb2_grpc
+from services.engine.cache.swap import SwapSpace
 from services.engine.engine import EngineParts, check_fits, check_token_ids
-from services.engine.prefix import PageKey, cache_salt
-from services.engine.sequence import Grammar, Sampling, Sequence
-from services.engine.step import PROMPT_ROWS, NonFiniteLogits, SampledToken
-from services.engine.swap import SwapSpace
+from services.engine.steps.sequence import Grammar, Sampling, Sequence
+from services.engine.steps.step import PROMPT_ROWS, NonFiniteLogits, SampledToken
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
-from services.runtime.answer_form import AnswerForm
-from services.runtime.attempts import (
-    AttemptKey,
-    AttemptSpec,
-    AttemptTable,
-    finished_message,
-    handed_off_message,
-    is_bare,
-    read_key,
-    read_spec,
-    tokens_message,
-)
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import (
     DeadlineExceeded,
@@ -65,13 +52,26 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 from services.runtime.logs import request_fields
-from services.runtime.session import Payload, Session, SessionServer, StepTokens, failed
+from services.runtime.page_keys import PageKey, cache_salt
 from services.runtime.telemetry import Event, TraceContext, Value
-from services.runtime.worker_host import infallible, on_this_loop, record_chunk, record_sending
-from services.runtime.worker_metrics import Load, Speeds, WorkerMetrics
 from services.scheduling.speedometer import numbers
 from services.structured.compiler import GrammarCompiler
+from services.structured.form import AnswerForm
 from services.structured.grammar import Grammars, GrammarState
+from worker.attempts import (
+    AttemptKey,
+    AttemptSpec,
+    AttemptTable,
+    finished_message,
+    handed_off_message,
+    is_bare,
+    read_key,
+    read_spec,
+    tokens_message,
+)
+from worker.host import infallible, on_this_loop, record_chunk, record_sending
+from worker.metrics import Load, Speeds, WorkerMetrics
+from worker.sessions import Payload, Session, SessionServer, StepTokens, failed
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 MAX_SPAN_EVENTS = 64

@@ -4,8 +4,8 @@ import gc
 import sys
 
 import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it sets when it is loaded
+from gateway.assembly import Gateway
 from gateway.config import GatewayConfig
-from gateway.gateway import Gateway
 from services.runtime import config, heap, logs, process, rpc, telemetry
 from services.runtime.membership import Member
 from services.runtime.tls import Identity

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.validation import MAX_TOKENIZE_CHARS, SLOW_REQUEST_S
+from gateway.limits import MAX_TOKENIZE_CHARS, SLOW_REQUEST_S
 from services.cluster.keys import CLUSTER_NAME_PATTERN
 from services.runtime.cluster_secret import Secrets
 from services.runtime.config import (

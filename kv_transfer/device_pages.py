@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from services.engine.pages import PagePool
+from services.engine.cache.pages import PagePool
 
 WORD_BYTES = 8
 _MASK = 2**64 - 1

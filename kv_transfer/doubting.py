@@ -1,6 +1,6 @@
 """Tries links again that nothing was sent over for a while: a slow one may have recovered, and nobody would notice.
 
-When a link is due is the meter's decision (`services.scheduling.links`), how it is measured `kv_transfer.probing`'s;
+When a link is due is the meter's decision (`services.scheduling.links`), how it is measured `kv_transfer.measure`'s;
 this file has the receivers and the time. One probe runs at a time.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from kv_transfer.probing import LIMIT_S, Measured
+from kv_transfer.measure import LIMIT_S, Measured
 from kv_transfer.transports.registry import DEVICE_NAMES
 from services.runtime.clock import Clock
 from services.runtime.errors import TandemError

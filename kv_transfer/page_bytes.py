@@ -19,7 +19,7 @@ import torch
 from kv_transfer.device_pages import spread
 from kv_transfer.protocol.messages import WireLayout
 from kv_transfer.transports.base import Bytes
-from services.engine.pages import PageLayout, PagePool
+from services.engine.cache.pages import PageLayout, PagePool
 from services.runtime.errors import InvariantViolated
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -17,19 +17,8 @@ from typing import Any, Protocol
 import grpc
 
 from kv_transfer.device_pages import DevicePages, warm_up
-from kv_transfer.link import (
-    LinkIdentity,
-    MalformedMessage,
-    Outbox,
-    channel_key,
-    from_wire,
-    note_arithmetic,
-    tick_until_cancelled,
-    to_wire,
-)
+from kv_transfer.measure import answer_rounds
 from kv_transfer.page_bytes import Destination, PageGenerations, PageWriter, wire_layout
-from kv_transfer.placing import FramePlacer
-from kv_transfer.probing import answer_rounds
 from kv_transfer.protocol.actions import (
     AbandonPages,
     Action,
@@ -46,6 +35,7 @@ from kv_transfer.protocol.actions import (
 from kv_transfer.protocol.counters import Counters, Reason
 from kv_transfer.protocol.failures import abort_of
 from kv_transfer.protocol.fence import Fence
+from kv_transfer.protocol.frames import PlacementEvent, PlacementTable
 from kv_transfer.protocol.messages import (
     PROTOCOL_VERSION,
     TOKEN_BYTES,
@@ -54,15 +44,25 @@ from kv_transfer.protocol.messages import (
     Message,
     TransferId,
 )
-from kv_transfer.protocol.placement import PlacementEvent, PlacementTable
 from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, link_fault
 from kv_transfer.protocol.timing import Timeouts
+from kv_transfer.receive_thread import FramePlacer
 from kv_transfer.transports.base import AnyReceiveChannel, DeviceReceiveChannel, Listener, RingSpec
 from kv_transfer.transports.handshake import CHANNEL_ID_BYTES
 from kv_transfer.transports.registry import DEVICE_NAMES, HOST_NETWORK, Reach, Transports, choose
 from kv_transfer.transports.tls import ChannelTls
+from kv_transfer.wire import (
+    LinkIdentity,
+    MalformedMessage,
+    Outbox,
+    channel_key,
+    from_wire,
+    note_arithmetic,
+    tick_until_cancelled,
+    to_wire,
+)
 from protos import link_pb2, link_pb2_grpc
-from services.engine.pages import PagePool
+from services.engine.cache.pages import PagePool
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import (
     InvariantViolated,

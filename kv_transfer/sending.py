@@ -13,21 +13,10 @@ from dataclasses import dataclass
 
 import grpc
 
-from kv_transfer import probing
+from kv_transfer import measure as probing
 from kv_transfer.device_pages import DevicePages, warm_up
 from kv_transfer.doubting import LinkDoubts
-from kv_transfer.link import (
-    LinkIdentity,
-    MalformedMessage,
-    Outbox,
-    channel_key,
-    from_wire,
-    note_arithmetic,
-    tick_until_cancelled,
-    to_wire,
-)
 from kv_transfer.page_bytes import PageGenerations, PageReader, wire_layout
-from kv_transfer.posting import ChunkPoster
 from kv_transfer.protocol.actions import (
     Action,
     FailLink,
@@ -45,11 +34,22 @@ from kv_transfer.protocol.messages import Abort, Hello, HelloAck, Message, Trans
 from kv_transfer.protocol.receiver import layouts_fit
 from kv_transfer.protocol.sender import SenderLink
 from kv_transfer.protocol.timing import Timeouts
+from kv_transfer.send_thread import ChunkPoster
 from kv_transfer.transports.base import AnySendChannel, ChannelBroken, DeviceSendChannel, RingSpec, Transport
 from kv_transfer.transports.registry import AUTO, Reach, Transports, in_order
 from kv_transfer.transports.tls import ChannelTls
+from kv_transfer.wire import (
+    LinkIdentity,
+    MalformedMessage,
+    Outbox,
+    channel_key,
+    from_wire,
+    note_arithmetic,
+    tick_until_cancelled,
+    to_wire,
+)
 from protos import link_pb2, link_pb2_grpc, worker_pb2
-from services.engine.pages import PagePool
+from services.engine.cache.pages import PagePool
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import (
     DeadlineExceeded,

@@ -7,9 +7,9 @@ import logging
 import sys
 
 import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it sets when it is loaded
-from kv_transfer.link import LinkIdentity
 from kv_transfer.protocol.counters import Counters
 from kv_transfer.sending import SendLinks
+from kv_transfer.wire import LinkIdentity
 from prefill_worker.config import PrefillWorkerConfig
 from prefill_worker.worker import Limits, PrefillWorker, Servicer
 from protos import worker_pb2_grpc
@@ -18,11 +18,11 @@ from services.cluster.registry import WorkerLease, WorkerRecord, named_channels,
 from services.engine.engine import EngineParts
 from services.engine.rehearsal import load_rehearsed_engine
 from services.runtime import config, process, rpc
-from services.runtime.gpu_watch import GpuWatch, watch_gpu
 from services.runtime.model_facts import read_model_facts
-from services.runtime.worker_host import channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
-from services.runtime.worker_metrics import WorkerMetrics
 from services.structured.grammar import Grammars, grammar_library
+from worker.gpu import GpuWatch, watch_gpu
+from worker.host import channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
+from worker.metrics import WorkerMetrics
 
 SERVICE_NAME = "tandem.v1.PrefillWorker"
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from services.runtime.config import integer, option
-from services.runtime.worker_config import WorkerConfig
+from worker.config import WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

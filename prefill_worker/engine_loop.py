@@ -8,11 +8,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.engine.host_tier import HostTier, take_prefix
-from services.engine.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
-from services.engine.prefix import KeyChain
-from services.engine.sequence import FinishReason, Sequence
-from services.engine.step import (
+from services.engine.cache.host_tier import HostTier, take_prefix
+from services.engine.cache.pages import PageAllocator, PageChanges, PageCounts, PageLease, num_pages_for
+from services.engine.steps.sequence import FinishReason, Sequence
+from services.engine.steps.step import (
     PROMPT_ROWS,
     NonFiniteLogits,
     SampledToken,
@@ -23,8 +22,9 @@ from services.engine.step import (
     with_whole_prompt,
 )
 from services.runtime.clock import Clock
+from services.runtime.page_keys import KeyChain
 from services.scheduling.chunks import DEFAULT_CLASS, Chunk, ChunkScheduler, StepTargets
-from services.scheduling.copies import CopyMeter
+from services.scheduling.copy_cost import CopyMeter
 from services.scheduling.prediction import DEFAULT_PREFILL
 from services.scheduling.speedometer import Speedometer
 

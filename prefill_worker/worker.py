@@ -32,24 +32,12 @@ from kv_transfer.sending import SendLinks, SendTransfer
 from prefill_worker.engine_loop import CachedPrefix, ComputedChunk, PrefillLoop, StepReport
 from prefill_worker.scheduler import PromptQueue, PromptSize
 from protos import worker_pb2, worker_pb2_grpc
+from services.engine.cache.pages import num_pages_for
 from services.engine.engine import EngineParts, check_fits, check_token_ids
-from services.engine.pages import num_pages_for
-from services.engine.prefix import PageKey, cache_salt
-from services.engine.sequence import Grammar, Sampling, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken
+from services.engine.steps.sequence import Grammar, Sampling, Sequence
+from services.engine.steps.step import NonFiniteLogits, SampledToken
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
-from services.runtime.answer_form import AnswerForm
-from services.runtime.attempts import (
-    AttemptKey,
-    AttemptSpec,
-    AttemptTable,
-    finished_message,
-    handed_off_message,
-    read_key,
-    read_spec,
-    tokens_message,
-)
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import (
     InternalError,
@@ -61,13 +49,25 @@ from services.runtime.errors import (
     WorkerUnavailable,
 )
 from services.runtime.logs import request_fields
-from services.runtime.session import Payload, Session, SessionServer, failed
+from services.runtime.page_keys import PageKey, cache_salt
 from services.runtime.telemetry import TraceContext
-from services.runtime.worker_host import infallible, on_this_loop, record_chunk, record_sending, within
-from services.runtime.worker_metrics import Load, Speeds, WorkerMetrics
 from services.scheduling.speedometer import numbers
 from services.structured.compiler import GrammarCompiler
+from services.structured.form import AnswerForm
 from services.structured.grammar import Grammars
+from worker.attempts import (
+    AttemptKey,
+    AttemptSpec,
+    AttemptTable,
+    finished_message,
+    handed_off_message,
+    read_key,
+    read_spec,
+    tokens_message,
+)
+from worker.host import infallible, on_this_loop, record_chunk, record_sending, within
+from worker.metrics import Load, Speeds, WorkerMetrics
+from worker.sessions import Payload, Session, SessionServer, failed
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 # Uncomputed tokens of prompts that have their turn, in steps: one runs, the next is ready when it ends.

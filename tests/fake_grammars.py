@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 
-from services.runtime.answer_form import AnswerForm
+from services.structured.form import AnswerForm
 
 EOS = 7
 NUM_TOKENS = 4

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.engine.step import PromptTokens, SampledToken, StepItem
+from services.engine.steps.step import PromptTokens, SampledToken, StepItem
 
 
 def with_reports(item: StepItem, outcome: SampledToken | None) -> SampledToken | PromptTokens | None:

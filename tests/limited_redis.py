@@ -5,7 +5,7 @@ from pathlib import Path
 
 import redis
 
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 
 GUIDE = Path(__file__).parents[1] / "docs" / "several-machines.md"
 USER, PASSWORD = "tandem", "sesame"

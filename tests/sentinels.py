@@ -13,7 +13,7 @@ from pathlib import Path
 
 import redis
 
-from services.cluster.embedded import _LAUNCHER, _binary
+from services.cluster.embedded_redis import _LAUNCHER, _binary
 from tests.faults.harness import free_port
 from tests.limited_redis import GUIDE, PASSWORD, USER, documented_rules
 

@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MOST_MODULES = {
-    "services.cli.main": 200,
-    "services.cli.up": 550,
+    "cli.main": 200,
+    "cli.up": 550,
     "gateway.__main__": 900,
     "prefill_worker.__main__": 1800,
     "decode_worker.__main__": 1800,

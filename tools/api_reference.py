@@ -18,8 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gateway.openapi import ANSWER_HEADERS, OPERATIONS, REQUEST_HEADERS, document  # noqa: E402 - the path comes first
-from gateway.vocabulary import WORDS, Refused  # noqa: E402
+from gateway.openai.vocabulary import WORDS, Refused  # noqa: E402
+from gateway.openapi.document import ANSWER_HEADERS, OPERATIONS, REQUEST_HEADERS, document  # noqa: E402 - the path comes first
 
 PAGE = ROOT / "docs" / "api.md"
 SCHEMAS: dict[str, Any] = document(asks_for_keys=False)["components"]["schemas"]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks model/handoff.pml with Spin: it must hold with all fences, and break with any one of them taken out.
+"""Checks spec/handoff.pml with Spin: it must hold with all fences, and break with any one of them taken out.
 
 usage: tools/check_model.py [VARIANT ...]     (all of them if none is named; --list names them)
 

@@ -27,14 +27,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from services.engine.attention import AttentionBatch
-from services.engine.config import ModelConfig
-from services.engine.decoder import DecoderStep
 from services.engine.gpu.attention_triton import DecodeRows, DecodeScratch
 from services.engine.gpu.decoder import DecodeStep, TritonDecoder
 from services.engine.gpu.sampling_triton import Choices, choose
-from services.engine.linear import TorchLinear
-from services.engine.weights import LayerWeights, ModelWeights
+from services.engine.reference.attention import AttentionBatch
+from services.engine.reference.decoder import DecoderStep
+from services.engine.weights.config import ModelConfig
+from services.engine.weights.linear import TorchLinear
+from services.engine.weights.load import LayerWeights, ModelWeights
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

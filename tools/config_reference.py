@@ -13,16 +13,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from cli.chat import ChatSettings  # noqa: E402
+from cli.doctor import DoctorSettings  # noqa: E402
+from cli.keys import CheckKeysSettings, NewKeySettings, TenantSettings  # noqa: E402
+from cli.replay import ReplaySettings  # noqa: E402
+from cli.status import StatusSettings  # noqa: E402
+from cli.top import TopSettings  # noqa: E402
+from cli.up_settings import UpSettings  # noqa: E402
 from decode_worker.config import DecodeWorkerConfig  # noqa: E402 - the path comes first
 from gateway.config import GatewayConfig  # noqa: E402
 from prefill_worker.config import PrefillWorkerConfig  # noqa: E402
-from services.cli.chat import ChatSettings  # noqa: E402
-from services.cli.doctor import DoctorSettings  # noqa: E402
-from services.cli.keys import CheckKeysSettings, NewKeySettings, TenantSettings  # noqa: E402
-from services.cli.replay import ReplaySettings  # noqa: E402
-from services.cli.status import StatusSettings  # noqa: E402
-from services.cli.top import TopSettings  # noqa: E402
-from services.cli.up_settings import UpSettings  # noqa: E402
 from services.runtime.config import Setting, settings_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"

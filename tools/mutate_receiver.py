@@ -3,7 +3,7 @@
 
 usage: tools/mutate_receiver.py [--list] [--jobs N] [NAME ...]     (NAME: only mutants whose name contains it)
 
-The checks are found in the source: each condition of receiver.py, placement.py and fence.py that becomes false, each
+The checks are found in the source: each condition of receiver.py, frames.py and fence.py that becomes false, each
 part of an `and` or `or` that is left out, and the statements of STATEMENTS that are removed. Each mutant is a copy of
 the protocol in a temporary folder; the tree itself is never touched. Exit status: 0 all killed, 1 one survived, 2 the
 lists below no longer fit the source.
@@ -32,7 +32,7 @@ from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 PROTOCOL = Path("kv_transfer/protocol")
-FILES = ("receiver.py", "placement.py", "fence.py")
+FILES = ("receiver.py", "frames.py", "fence.py")
 COPIED = (PROTOCOL, Path("tests/kv_transfer/protocol"))
 COPIED_FILES = (
     "kv_transfer/__init__.py",
@@ -42,7 +42,7 @@ COPIED_FILES = (
 )
 SETTINGS = "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\n"
 # The quick ones first: most mutants end there.
-TESTS = ("test_fence.py", "test_placement.py", "test_receiver.py", "test_sender.py", "test_properties.py")
+TESTS = ("test_fence.py", "test_frames.py", "test_receiver.py", "test_sender.py", "test_properties.py")
 TIMEOUT_S = 300.0
 
 # Statements that are a check or the record that one needs: (file, function, statement, replacement).
@@ -55,14 +55,14 @@ STATEMENTS: tuple[tuple[str, str, str, str], ...] = (
     ("receiver.py", "ReceiverLink._on_abort", "self._fence.close(message.id)", "pass"),
     ("receiver.py", "ReceiverLink.placement", "self._num_checksum_mismatches += 1", "pass"),
     ("receiver.py", "ReceiverLink.on_message", "self._liveness.heard(now)", "pass"),
-    ("placement.py", "PlacementTable.revoke", "ticket.is_wanted = False", "pass"),
-    ("placement.py", "PlacementTable.begin", "self._last_seq = seq", "pass"),
-    ("placement.py", "PlacementTable.begin", "ticket.is_busy = True", "pass"),
-    ("placement.py", "PlacementTable.finish", "ticket.is_busy = False", "pass"),
-    ("placement.py", "PlacementTable.close", "self._is_closed = True", "pass"),
-    ("placement.py", "PlacementTable.close", "self._tickets.clear()", "pass"),
-    ("placement.py", "PlacementTable._withdraw", "self._last_seq = ticket.end_seq - 1", "pass"),
-    ("placement.py", "PlacementTable._lose", "ticket.is_wanted = False", "pass"),
+    ("frames.py", "PlacementTable.revoke", "ticket.is_wanted = False", "pass"),
+    ("frames.py", "PlacementTable.begin", "self._last_seq = seq", "pass"),
+    ("frames.py", "PlacementTable.begin", "ticket.is_busy = True", "pass"),
+    ("frames.py", "PlacementTable.finish", "ticket.is_busy = False", "pass"),
+    ("frames.py", "PlacementTable.close", "self._is_closed = True", "pass"),
+    ("frames.py", "PlacementTable.close", "self._tickets.clear()", "pass"),
+    ("frames.py", "PlacementTable._withdraw", "self._last_seq = ticket.end_seq - 1", "pass"),
+    ("frames.py", "PlacementTable._lose", "ticket.is_wanted = False", "pass"),
     ("fence.py", "Fence.leave", "entry.is_running = False", "pass"),
     ("fence.py", "Fence.leave", "entry.is_committed = is_committed", "pass"),
 )
@@ -90,7 +90,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "TransferFailed('the transfer failed'): left out",
     ): "for the type checker: a failed transfer has an error",
     (
-        "placement.py",
+        "frames.py",
         "PlacementTable.begin",
         "ticket.is_wanted: left out",
     ): "_lose asks again",

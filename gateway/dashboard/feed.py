@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from gateway.history import MAX_REQUESTS
-from gateway.lifecycle import Requests
-from gateway.metrics import Metrics
-from gateway.series import SECONDS, WINDOW_S, Series, Totals
-from gateway.topology import Member, Topology
-from gateway.troubles import Troubles
-from gateway.worker_watch import CircuitReport
+from gateway.dashboard.series import SECONDS, WINDOW_S, Series, Totals
+from gateway.observability.history import MAX_REQUESTS
+from gateway.observability.metrics import Metrics
+from gateway.requests.lifecycle import Requests
+from gateway.topology.members import Member, Topology
+from gateway.topology.troubles import Troubles
+from gateway.topology.watch import CircuitReport
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 
 TICK_S = 1.0

@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from gateway.api_keys import ApiKey
-from gateway.connections import connection_of
+from gateway.access.keys import ApiKey
 from gateway.dashboard.feed import Feed
-from gateway.history import AnswerStory, AttemptStory, History, Query, Row, bars, parts, reasons
-from gateway.series import SECONDS
+from gateway.dashboard.series import SECONDS
+from gateway.http.connections import connection_of
+from gateway.observability.history import AnswerStory, AttemptStory, History, Query, Row, bars, parts, reasons
 from services.runtime.errors import InvalidRequest, NotFound
 
 PAGE_PATH = "/dashboard"

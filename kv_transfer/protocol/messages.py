@@ -1,6 +1,6 @@
 """What the two sides of a handoff say to each other on the Link, as plain data.
 
-Knows nothing of protobuf, sockets or tensors; `kv_transfer.link` translates. docs/protocol.md tells the whole story.
+Knows nothing of protobuf, sockets or tensors; `kv_transfer.wire` translates. docs/protocol.md tells the whole story.
 """
 
 from __future__ import annotations

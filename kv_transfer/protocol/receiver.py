@@ -25,6 +25,7 @@ from kv_transfer.protocol.actions import (
 from kv_transfer.protocol.counters import Counters, Reason
 from kv_transfer.protocol.failures import abort_of, error_from
 from kv_transfer.protocol.fence import Fence
+from kv_transfer.protocol.frames import ChunkLost, ChunkPlaced, ChunkRevoked, PlacementEvent
 from kv_transfer.protocol.messages import (
     Abort,
     AbortAck,
@@ -41,7 +42,6 @@ from kv_transfer.protocol.messages import (
     pages_per_frame,
     seal_digest,
 )
-from kv_transfer.protocol.placement import ChunkLost, ChunkPlaced, ChunkRevoked, PlacementEvent
 from kv_transfer.protocol.timing import Liveness, Timeouts
 from services.runtime.errors import DeadlineExceeded, TandemError, TransferFailed, TransferStalled, WorkerUnavailable
 

@@ -1,6 +1,6 @@
 """Which transports there are, which of them a pool can use, and which of those reach another one.
 
-Choosing is pure: facts of both sides in, names in order out. What was measured comes from `kv_transfer.probing`.
+Choosing is pure: facts of both sides in, names in order out. What was measured comes from `kv_transfer.measure`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kv_transfer.transports.nccl_library import library_version, load_library
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.tls import ChannelTls, TlsTransport
-from services.engine.gpu.mapped import CudaMemory
+from services.engine.weights.mapped import CudaMemory
 from services.runtime import cuda_memory
 from services.runtime.errors import ConfigError
 

@@ -20,7 +20,7 @@ from services.cluster.files import (
     FileStore,
     fields_of,
 )
-from services.cluster.store import Script, Store
+from services.cluster.redis_store import Script, Store
 
 LEASE_S = 6.0
 """What a dead owner's batch waits before another goes on with it."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.cluster.store import Script, Store
+from services.cluster.redis_store import Script, Store
 
 CHUNK_BYTES = 256 * 1024
 UPLOAD_TTL_S = 600.0

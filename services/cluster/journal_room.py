@@ -7,7 +7,7 @@ MIN_KEPT_S make room, the oldest of the same tenant first; younger ones never do
 
 from dataclasses import dataclass
 
-from services.cluster.store import Script, Store
+from services.cluster.redis_store import Script, Store
 
 MIN_KEPT_S = 60.0
 """Time since its last use after which a journal may make room for its tenant's next one, where there is need."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from services.cluster.files import FileStore
 from services.cluster.journal_room import swept_bytes
-from services.cluster.store import Store
+from services.cluster.redis_store import Store
 
 REST_BYTES = 512 * 2**20
 """For all that clients do not fill: leases, published pages, placements, limits, quarantine."""

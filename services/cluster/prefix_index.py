@@ -24,8 +24,8 @@ from itertools import islice
 from redis.exceptions import RedisError
 
 from services.cluster.keys import Keys
+from services.cluster.redis_store import Script, Store, run_script, thread_client
 from services.cluster.registry import MAX_WORKERS, WORKER_ID_PATTERN, WorkerRecord
-from services.cluster.store import Script, Store, run_script, thread_client
 
 KEY_BYTES = 16
 PAGES_TTL_S = 5.0

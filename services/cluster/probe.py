@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import redis
 
-from services.cluster.store import thread_client
+from services.cluster.redis_store import thread_client
 from services.runtime.errors import StoreUnavailable
 
 NUM_PINGS = 20

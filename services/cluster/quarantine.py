@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Mapping
 
-from services.cluster.store import Script, Store
+from services.cluster.redis_store import Script, Store
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import StoreUnavailable
 

@@ -22,8 +22,8 @@ from redis.exceptions import RedisError
 
 from services.cluster.connections import end_task
 from services.cluster.keys import Keys
+from services.cluster.redis_store import Script, Store, run_script, thread_client
 from services.cluster.secret import share, share_through
-from services.cluster.store import Script, Store, run_script, thread_client
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.cluster_secret import Secrets
 from services.runtime.errors import LeaseLost, StoreUnavailable

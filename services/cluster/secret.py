@@ -8,7 +8,7 @@ has only just started may be that one and put its own there; the others take it 
 import redis
 
 from services.cluster.keys import Keys
-from services.cluster.store import Script, Store, run_script
+from services.cluster.redis_store import Script, Store, run_script
 from services.runtime.cluster_secret import SHARED_CHARACTERS, Secrets
 
 

@@ -19,17 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from services.engine.config import ModelConfig, load_config
-from services.engine.decoder import TorchDecoder
-from services.engine.host_tier import HostTier
-from services.engine.memory import num_pool_pages, num_tier_bytes
+from services.engine.cache.host_tier import HostTier
+from services.engine.cache.memory import num_pool_pages, num_tier_bytes
+from services.engine.cache.pages import PageAllocator, PageLayout, PageLease, PagePool, num_pages_for
+from services.engine.cache.swap import SwapSpace
 from services.engine.model import ENGINE, Model, load_model
-from services.engine.pages import PageAllocator, PageLayout, PageLease, PagePool, num_pages_for
 from services.engine.parallel.group import RankGroup
-from services.engine.parallel.shard import SINGLE, Parallelism
+from services.engine.reference.decoder import TorchDecoder
 from services.engine.runner import ModelRunner
-from services.engine.sequence import FinishReason, Grammar, Sampling, Sequence
-from services.engine.step import (
+from services.engine.steps.sequence import FinishReason, Grammar, Sampling, Sequence
+from services.engine.steps.step import (
     PROMPT_ROWS,
     NonFiniteLogits,
     SampledToken,
@@ -38,7 +37,8 @@ from services.engine.step import (
     StepResult,
     with_whole_prompt,
 )
-from services.engine.swap import SwapSpace
+from services.engine.weights.config import ModelConfig, load_config
+from services.engine.weights.shard import SINGLE, Parallelism
 from services.runtime.errors import ConfigError, InvalidRequest, TandemError
 from services.runtime.identity import AnswerIdentity
 
@@ -146,10 +146,10 @@ def load_engine(
     """Load a checkpoint folder and set memory aside for its KV pages.
 
     How large the pool is, by `num_pages`, `kv_memory_bytes` and `gpu_memory_share`, and the host's memory below it, by
-    `host_tier_bytes`, stands in `services.engine.memory`. `threads` is for torch, process-wide. With `tensor_parallel`
-    or `pipeline_parallel` above 1, so many processes share each layer or the layers, and the threads; they live until
-    the parts are closed. With `shares_weights` all engines of this host that say so, and have one rank, have the
-    weights once. Without `captures_graphs` a GPU's steps are launched kernel by kernel: for who runs no plans.
+    `host_tier_bytes`, stands in `services.engine.cache.memory`. `threads` is for torch, process-wide. With
+    `tensor_parallel` or `pipeline_parallel` above 1, so many processes share each layer or the layers, and the threads;
+    they live until the parts are closed. With `shares_weights` all engines of this host that say so, and have one rank,
+    have the weights once. Without `captures_graphs` a GPU's steps are launched kernel by kernel: for who runs no plans.
 
     Raises:
         ModelError: the folder cannot be served.
@@ -242,7 +242,7 @@ def _with_pool(
 
 def _make_runner(model: Model, pool: PagePool, *, captures_graphs: bool) -> ModelRunner:
     if captures_graphs and model.device.type == "cuda" and not isinstance(model.decoder, TorchDecoder):
-        from services.engine.gpu.runner import GpuRunner  # only where there is a Triton to import
+        from services.engine.gpu_runner import GpuRunner  # only where there is a Triton to import
 
         return GpuRunner(model, pool)
     return ModelRunner(model, pool)

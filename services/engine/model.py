@@ -13,19 +13,19 @@ from pathlib import Path
 
 import torch
 
-from services.engine.attention import AttentionBatch
-from services.engine.checkpoint import Checkpoint
-from services.engine.config import ModelConfig, load_config
-from services.engine.decoder import Decoder, DecoderStep, RepeatedStep, TorchDecoder
+from services.engine.cpu.decoder import KernelDecoder, KernelStep
 from services.engine.gpu.matmul import forbid_split_k, permit_where_needed
 from services.engine.kernels.build import KernelsUnavailable
-from services.engine.kernels.decoder import KernelDecoder, KernelStep
 from services.engine.kernels.library import Kernels, load_kernels
-from services.engine.linear import PackedLinear, TorchLinear, pack_linear
-from services.engine.rope import RopeTable
-from services.engine.shared_weights import Files, LoadedWeights, load_shared_weights
-from services.engine.sharing import Sharing
-from services.engine.weights import ModelWeights, WeightPlacement, load_weights
+from services.engine.reference.attention import AttentionBatch
+from services.engine.reference.decoder import Decoder, DecoderStep, RepeatedStep, TorchDecoder
+from services.engine.reference.rope import RopeTable
+from services.engine.weights.checkpoint import Checkpoint
+from services.engine.weights.config import ModelConfig, load_config
+from services.engine.weights.linear import PackedLinear, TorchLinear, pack_linear
+from services.engine.weights.load import ModelWeights, WeightPlacement, load_weights
+from services.engine.weights.shared import Files, LoadedWeights, load_shared_weights
+from services.engine.weights.sharing import Sharing
 from services.runtime.errors import ConfigError, InvariantViolated
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def load_model(
     `dtype` is "auto" (the checkpoint's own; float32 instead of float16 on a CPU), "float32", "bfloat16" or "float16".
     `device` is "auto" (a GPU where there is one), "cpu" or "cuda[:index]". Without `use_kernels`, or where they
     cannot be built, a CPU computes through torch and the model is not `exact`. With `shares_weights` all processes of
-    the host that say so have them once (`services.engine.shared_weights`), until each closes its model.
+    the host that say so have them once (`services.engine.weights.shared`), until each closes its model.
 
     Raises ModelError for a folder that cannot be served and ConfigError for a wrong dtype or device.
     """

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from services.engine.engine import Engine, EngineParts, TimedStep, load_warm_engine
-from services.engine.sequence import Sampling
-from services.engine.step import NonFiniteLogits
+from services.engine.steps.sequence import Sampling
+from services.engine.steps.step import NonFiniteLogits
 
 PROMPTS_TOKENS = (16, 64, 16, 64, 32, 64)
 """Of two lengths at least: what a step costs by itself, and what a token does, are told apart by them."""

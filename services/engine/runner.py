@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from services.engine.attention import AttentionBatch
+from services.engine.cache.pages import PagePool, num_pages_for
 from services.engine.kernels.library import Kernels
 from services.engine.model import Model
-from services.engine.pages import PagePool, num_pages_for
+from services.engine.reference.attention import AttentionBatch
 from services.engine.sampling import report, rows_are_finite, sample
-from services.engine.sequence import Chooser, Lookahead
-from services.engine.step import (
+from services.engine.steps.sequence import Chooser, Lookahead
+from services.engine.steps.step import (
     PROMPT_ROWS,
     NonFiniteLogits,
     PromptTokens,

@@ -20,10 +20,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from services.engine.guessing import Draw, Guess
 from services.engine.kernels.library import NOT_FINITE, Kernels
-from services.engine.sequence import Chooser, Sampling
-from services.engine.step import NonFiniteLogits, NothingAllowed, SampledToken
+from services.engine.steps.guesses import Draw, Guess
+from services.engine.steps.sequence import Chooser, Sampling
+from services.engine.steps.step import NonFiniteLogits, NothingAllowed, SampledToken
 
 # SplitMix64 (Steele, Lea, Flood 2014): its increment and the multipliers of its mixing function.
 _INCREMENT = 0x9E3779B97F4A7C15

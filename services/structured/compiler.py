@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import Overloaded
+from services.structured.form import AnswerForm
 from services.structured.grammar import Grammars, GrammarState, TooComplex, check_form
 from services.structured.grammar_text import lark_of
 

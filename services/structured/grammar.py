@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from tokenizers import Tokenizer
 
-from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import InvalidRequest, ModelError
 from services.structured.cost import may_force_long_texts, too_complex
+from services.structured.form import AnswerForm
 from services.structured.grammar_text import MARK
 from services.structured.keywords import first_mistake
 from services.structured.lark import lark_of, marks_of

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from services.runtime.answer_form import AnswerForm, Reasoning, ToolCalls, ToolFormat
+from services.structured.form import AnswerForm, Reasoning, ToolCalls, ToolFormat
 from services.structured.grammar_text import MARK, OWN_START, rules_in
 
 MAX_CALLS = 128

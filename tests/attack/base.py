@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from gateway.api_keys import digest_of_key, new_key
+from gateway.access.keys import digest_of_key, new_key
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 90.0
@@ -122,7 +122,7 @@ async def cluster(
         log = Path(folder, "up.log")
         with log.open("wb") as errors:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "services.cli.main", "up", *given,
+                sys.executable, "-m", "cli.main", "up", *given,
                 stdout=asyncio.subprocess.PIPE, stderr=errors, cwd=REPOSITORY,
                 env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})},
             )  # fmt: skip

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 import httpx
 import redis
 
-from gateway.journal import name_of
-from services.cluster.embedded import EmbeddedRedis
+from gateway.named.journal import name_of
+from services.cluster.embedded_redis import EmbeddedRedis
 from tests.attack.base import ATTACKER, VICTIM, Row, Target, attack, cluster
 
 NUM_REQUESTS = 49

@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 import redis
 
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.keys import Keys
 from services.cluster.registry import WorkerRecord, new_incarnation
-from services.engine.prefix import sharers
 from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.page_keys import sharers
 from tests.attack.base import ADMIN, REPOSITORY, VICTIM, Row, Target, attack, cluster, worker_pids
 from tests.attack.stranger import REFUSED
 
@@ -174,7 +174,7 @@ async def _listener() -> AsyncIterator[tuple[int, list[bytes]]]:
 async def _doctor(target: Target, url: str) -> bytes:
     environment = {**os.environ, "TANDEM_REDIS": url, "TANDEM_API_KEY": target.keys.get(ADMIN, "")}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.cli.main", "doctor", f"--url={target.http}",
+        sys.executable, "-m", "cli.main", "doctor", f"--url={target.http}",
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=REPOSITORY, env=environment,
     )  # fmt: skip
     output, _ = await process.communicate()

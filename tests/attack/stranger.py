@@ -19,12 +19,12 @@ import grpc
 import torch
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kv_transfer.link import LinkIdentity
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.sending import SendLinks
+from kv_transfer.wire import LinkIdentity
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
-from services.engine.config import load_config
-from services.engine.pages import PageAllocator, PageLayout, PagePool
+from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
+from services.engine.weights.config import load_config
 from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError
 from tests.attack.base import REPOSITORY

@@ -37,8 +37,8 @@ def test_ratios_are_within_a_round() -> None:
 def test_the_model_is_served_and_llama_cpp_gets_its_weights(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from benchmarks.random_model import make_served_model, write_gguf
-    from gateway.model_files import read_model_files
-    from services.engine.config import load_config
+    from gateway.models.model_files import read_model_files
+    from services.engine.weights.config import load_config
 
     model = make_served_model(tmp_path / "model", "float32")
     assert load_config(model).vocab_size == 8192

@@ -28,7 +28,7 @@ from tandem_client import (
 )
 
 from benchmarks.cluster import running_cluster
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from tests.faults.harness import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,12 +13,12 @@ import torch
 from decode_worker.worker import DecodeWorker, Limits
 from kv_transfer.protocol.messages import TransferId
 from protos import inference_pb2, worker_pb2
-from services.engine.pages import PageAllocator, PageLayout, PagePool
-from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
+from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
+from services.engine.steps.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
 from services.runtime.errors import TandemError
-from services.runtime.worker_metrics import Load, WorkerMetrics
 from tests.fake_grammars import allowed_token
 from tests.fake_links import FakeLinks
+from worker.metrics import Load, WorkerMetrics
 
 PAGE_SIZE = 4
 NUM_PAGES = 16

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from decode_worker.engine_loop import Advance, DecodeLoop, ReservedPages, StepReport
 from decode_worker.scheduler import BatchScheduler
-from services.engine.host_tier import HostTier
-from services.engine.pages import PageAllocator
-from services.engine.prefix import page_keys
-from services.engine.sequence import Sampling, Sequence
-from services.engine.step import NonFiniteLogits, PromptTokens, SampledToken, StepPlan, StepResult
-from services.engine.swap import SwapSpace
+from services.engine.cache.host_tier import HostTier
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.swap import SwapSpace
+from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.step import NonFiniteLogits, PromptTokens, SampledToken, StepPlan, StepResult
 from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated, NoFreePages, RequestCancelled
+from services.runtime.page_keys import page_keys
 from tests.fake_reports import with_reports
 
 PAGE_SIZE = 4

@@ -9,9 +9,9 @@ import pytest
 from decode_worker import engine_loop
 from kv_transfer.protocol.messages import TransferId
 from protos import worker_pb2
-from services.runtime.attempts import AttemptKey
 from services.runtime.errors import RequestCancelled
 from tests.kept_spans import KeptSpans, events_of
+from worker.attempts import AttemptKey
 
 Make = Callable[..., Any]
 FULL = 44

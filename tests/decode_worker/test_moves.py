@@ -8,10 +8,10 @@ import pytest
 
 from kv_transfer.protocol.messages import TransferId
 from protos import worker_pb2
-from services.runtime.attempts import AttemptKey
 from services.runtime.errors import NoFreePages, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
 from services.runtime.telemetry import DECODE_SPAN
 from tests.kept_spans import KeptSpans
+from worker.attempts import AttemptKey
 
 Make = Callable[..., Any]
 PROMPT = [1, 2, 3, 4, 5]

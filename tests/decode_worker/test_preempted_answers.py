@@ -13,10 +13,10 @@ import torch
 from decode_worker import engine_loop
 from decode_worker.engine_loop import DecodeLoop, StepReport
 from decode_worker.scheduler import BatchScheduler
+from services.engine.cache.swap import SwapSpace
 from services.engine.engine import Engine, EngineParts, load_engine
-from services.engine.sequence import Sampling, Sequence
-from services.engine.step import SampledToken
-from services.engine.swap import SwapSpace
+from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.step import SampledToken
 from services.runtime.clock import SYSTEM_CLOCK
 
 PAGE_SIZE = 4

@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from decode_worker.acceptance import PLAIN_EVERY, PLAIN_STEPS
 from decode_worker.engine_loop import Advance, DecodeLoop, StepReport
+from decode_worker.payoff import PLAIN_EVERY, PLAIN_STEPS
 from decode_worker.scheduler import BatchScheduler
 from decode_worker.speculation import TRIED_STEPS, TRY_AGAIN_STEPS, Candidate, Speculator
 from demo import DEMO_DRAFT, DEMO_MODEL
-from services.engine.draft import DraftModel
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.swap import SwapSpace
 from services.engine.engine import Engine, EngineParts, load_engine
-from services.engine.guessing import Guess, Limit
-from services.engine.pages import PageAllocator
 from services.engine.runner import ModelRunner, PreparedStep
-from services.engine.sequence import Sampling, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
-from services.engine.swap import SwapSpace
-from services.runtime.answer_form import AnswerForm
+from services.engine.speculation.draft import DraftModel
+from services.engine.steps.guesses import Guess, Limit
+from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
 from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated
 from services.scheduling.prediction import DecodeSpeed
+from services.structured.form import AnswerForm
 from services.structured.grammar import Grammars
 
 PAGE_SIZE = 4

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from decode_worker.acceptance import PLAIN_STEPS
+from decode_worker.payoff import PLAIN_STEPS
 from decode_worker.speculation import Speculator
 from kv_transfer.protocol.messages import TransferId
 from protos import inference_pb2, worker_pb2
-from services.engine.step import SampledToken, SampledTokens, StepItem
+from services.engine.steps.step import SampledToken, SampledTokens, StepItem
 from services.runtime.clock import ManualClock
 from services.runtime.errors import (
     DeadlineExceeded,
@@ -18,10 +18,10 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from services.runtime.session import SessionLimits
 from services.runtime.telemetry import DECODE_SPAN
 from services.scheduling.speedometer import MIN_STEPS
 from tests.kept_spans import KeptSpans
+from worker.sessions import SessionLimits
 
 Make = Callable[..., Any]
 

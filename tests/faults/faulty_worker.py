@@ -19,12 +19,15 @@ import signal
 import threading
 from typing import Any
 
-from kv_transfer import link, posting, receiving, sending
+from kv_transfer import receiving, sending
+from kv_transfer import send_thread as posting
+from kv_transfer import wire as link
 from kv_transfer.protocol.actions import PostChunk
 from kv_transfer.protocol.counters import Counters, Reason
 from kv_transfer.protocol.messages import ChunkHeader, Hello, Message, Seal, TransferId
-from services.engine import pages, runner
-from services.engine.step import StepPlan
+from services.engine import runner
+from services.engine.cache import pages
+from services.engine.steps.step import StepPlan
 
 FRAME_KINDS = ("payload_bit", "digest_bit", "short_frame", "long_frame", "skipped_seq", "replayed_frame", "lost_frame")
 MESSAGE_KINDS = ("outside_reservation", "wrong_bytes", "seal_digest", "seal_counts")

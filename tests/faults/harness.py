@@ -25,9 +25,9 @@ from typing import Any, Self
 
 import redis.asyncio
 
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.keys import Keys
-from services.cluster.placement import ACTIVE
+from services.cluster.placements import ACTIVE
 from services.runtime.process import DIE_WITH_PARENT_ENV
 from tests.faults.client import Broken, Refused, http_json
 

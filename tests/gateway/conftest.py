@@ -15,16 +15,16 @@ import httpx
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from gateway.assembly import Gateway
 from gateway.config import GatewayConfig
-from gateway.gateway import Gateway
 from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.registry import WorkerLease, WorkerRecord, new_incarnation
 from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import StoreUnavailable, WorkerUnavailable
 from services.runtime.model_facts import ModelFacts
-from services.runtime.session import Session, SessionServer, StepTokens, failed, refused
+from worker.sessions import Session, SessionServer, StepTokens, failed, refused
 
 STOP = inference_pb2.FINISH_REASON_STOP
 LENGTH = inference_pb2.FINISH_REASON_LENGTH

@@ -15,16 +15,17 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from gateway import http_protocol, openai_types
-from gateway.admission import AdmissionQueue, Lane
-from gateway.api_keys import digest_of_key, new_key
-from gateway.catalog import load_catalog
-from gateway.catalog_file import ModelEntry
-from gateway.lifecycle import Policies, Requests
-from gateway.metrics import Metrics
-from gateway.openai_types import ChatRequest, CompletionRequest, parse
-from gateway.tool_requests import check_conversation
-from gateway.topology import Topology
+from gateway.access.keys import digest_of_key, new_key
+from gateway.http import protocol as http_protocol
+from gateway.models.catalog import load_catalog
+from gateway.models.catalog_file import ModelEntry
+from gateway.models.tools import check_conversation
+from gateway.observability.metrics import Metrics
+from gateway.openai import types as openai_types
+from gateway.openai.types import ChatRequest, CompletionRequest, parse
+from gateway.requests.admission import AdmissionQueue, Lane
+from gateway.requests.lifecycle import Policies, Requests
+from gateway.topology.members import Topology
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc, status
 from services.runtime.errors import InvalidRequest
@@ -534,8 +535,8 @@ SLOW = {"long and slow": (100_000, True), "long and quick": (6_000_000, False), 
 async def test_a_long_body_has_to_come_at_a_least_rate(system, monkeypatch, row):
     """A small one has its time: it holds little."""
     num_bytes, is_refused = SLOW[row]
-    monkeypatch.setattr("gateway.http_exchange.BODY_LOOK_S", 0.2)
-    monkeypatch.setattr("gateway.http_exchange.MIN_BODY_BYTES_PER_S", 5_000_000)
+    monkeypatch.setattr("gateway.http.exchange.BODY_LOOK_S", 0.2)
+    monkeypatch.setattr("gateway.http.exchange.MIN_BODY_BYTES_PER_S", 5_000_000)
     bodies = system.gateway.api._bodies
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     try:
@@ -588,7 +589,7 @@ async def test_body_in_tiny_chunks(system):
 
 
 async def test_body_that_never_comes(system, monkeypatch):
-    monkeypatch.setattr("gateway.http_exchange.MAX_BODY_READ_S", 0.3)
+    monkeypatch.setattr("gateway.http.exchange.MAX_BODY_READ_S", 0.3)
     head = LINE + b"content-length: 10\r\n\r\n{"
     answer = await raw(system, head)
     assert answer.startswith(b"HTTP/1.1 408")
@@ -596,7 +597,7 @@ async def test_body_that_never_comes(system, monkeypatch):
 
 
 async def test_body_that_was_announced_and_never_comes(system, monkeypatch):
-    monkeypatch.setattr("gateway.http_exchange.MAX_BODY_READ_S", 0.3)
+    monkeypatch.setattr("gateway.http.exchange.MAX_BODY_READ_S", 0.3)
     head = LINE + b"content-length: 10\r\nexpect: 100-continue\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(head)
@@ -609,14 +610,14 @@ async def test_body_that_was_announced_and_never_comes(system, monkeypatch):
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-slow: "])
 async def test_head_that_never_comes(system, monkeypatch, sent):
-    monkeypatch.setattr("gateway.http_protocol.HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gateway.http.protocol.HEAD_TIMEOUT_S", 0.2)
     answer = await raw(system, sent)
     assert answer.startswith(b"HTTP/1.1 408") or (not sent and not answer)
     await check_alive(system)
 
 
 async def test_head_of_a_second_request_that_never_comes(system, monkeypatch):
-    monkeypatch.setattr("gateway.http_protocol.HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gateway.http.protocol.HEAD_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /health HT")
     async with asyncio.timeout(5):
@@ -627,7 +628,7 @@ async def test_head_of_a_second_request_that_never_comes(system, monkeypatch):
 
 
 async def test_an_answer_is_not_broken_off_for_a_head_that_never_comes(system, monkeypatch):
-    monkeypatch.setattr("gateway.http_protocol.HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("gateway.http.protocol.HEAD_TIMEOUT_S", 0.1)
     decode, may_go_on = system.workers["decode-0"], asyncio.Event()
     say_ok = decode.script
 
@@ -884,7 +885,7 @@ async def test_no_decode_worker_is_told_at_once_over_grpc(make_system):
 async def test_a_body_of_tiny_chunks_costs_its_bytes(system, monkeypatch):
     """What a chunk costs is gone with the next one (CVE-2025-23310), and its bytes count as those of any body."""
     num_chunks = 50_000
-    monkeypatch.setattr("gateway.http_exchange.MAX_BODY_BYTES", num_chunks)
+    monkeypatch.setattr("gateway.http.exchange.MAX_BODY_BYTES", num_chunks)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(LINE + b"transfer-encoding: chunked\r\n\r\n")
     tracemalloc.start()

@@ -5,9 +5,9 @@ import asyncio
 import msgspec
 import pytest
 
-from gateway.topology import Topology
+from gateway.topology.members import Topology
 from protos import cluster_pb2, worker_pb2
-from services.cluster.placement import State
+from services.cluster.placements import State
 from services.runtime import rpc
 from services.runtime.errors import InternalError, Overloaded, TransferFailed
 
@@ -99,7 +99,7 @@ async def test_who_leaves_is_told_to_a_worker_whose_commands_pile_up(make_system
     decode = await system.add(worker_type("decode", "decode-0", pair.decode))
     asking = asyncio.create_task(system.complete(max_tokens=5))
     await system.until(lambda: len(prefill.attempts) == 1)
-    monkeypatch.setattr("gateway.sessions.MAX_OUTGOING_COMMANDS", 0)
+    monkeypatch.setattr("gateway.topology.session.MAX_OUTGOING_COMMANDS", 0)
     asking.cancel()
     await system.until(lambda: (len(prefill.cancelled), len(decode.cancelled)) == (1, 1))
 

@@ -6,14 +6,14 @@ import grpc
 import msgspec
 import pytest
 
-from gateway.api_keys import ApiKey, Tenant, digest_of_key, toml_entry, toml_tenant
-from gateway.attempts import TokenLog
-from gateway.calls import Call
-from gateway.journal import decode_call, encode_call
-from gateway.validation import AskedSampling
+from gateway.access.keys import ApiKey, Tenant, digest_of_key, toml_entry, toml_tenant
+from gateway.limits import AskedSampling
+from gateway.named.journal import decode_call, encode_call
+from gateway.requests.attempt import TokenLog
+from gateway.requests.call import Call
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
-from services.engine.prefix import sharers
 from services.runtime.errors import TransferFailed
+from services.runtime.page_keys import sharers
 
 PROMPT = [5, 6, 7, 8, 9]
 

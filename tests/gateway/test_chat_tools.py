@@ -16,18 +16,18 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from gateway.journal import decode_call, encode_call
-from gateway.model_files import read_model_files
-from gateway.openai_types import ChatRequest, parse
-from gateway.openapi import document
-from gateway.tokenization import ModelTokenizer
-from gateway.tool_calls import AnswerParser, Arguments, Content, Reasoning
-from gateway.tool_requests import check_conversation, closed_objects, encode_conversation
+from gateway.models.model_files import read_model_files
+from gateway.models.tokenizer import ModelTokenizer
+from gateway.models.tool_calls import AnswerParser, Arguments, Content, Reasoning
+from gateway.models.tools import check_conversation, closed_objects, encode_conversation
+from gateway.named.journal import decode_call, encode_call
+from gateway.openai.types import ChatRequest, parse
+from gateway.openapi.document import document
 from protos import inference_pb2, worker_pb2
 from services.runtime import status
-from services.runtime.answer_form import AnswerForm, CalledFunction, ToolCalls, ToolFormat, read_form
-from services.runtime.answer_form import Reasoning as ThoughtsForm
 from services.runtime.errors import InvalidRequest
+from services.structured.form import AnswerForm, CalledFunction, ToolCalls, ToolFormat, read_form
+from services.structured.form import Reasoning as ThoughtsForm
 from services.structured.grammar import ANY_OBJECT
 
 CONTEXT_TOKENS = 1024

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from gateway.api_keys import digest_of_key, new_key
+from gateway.access.keys import digest_of_key, new_key
 from gateway.dashboard import feed
 from gateway.dashboard.pages import POLICY
-from gateway.history import Query
-from gateway.series import COLUMNS
+from gateway.dashboard.series import COLUMNS
+from gateway.observability.history import Query
 from protos import worker_pb2
 from services.runtime.errors import InternalError
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.async_api import expect
 
-from gateway.api_keys import digest_of_key, new_key
+from gateway.access.keys import digest_of_key, new_key
 from protos import cluster_pb2
 from tests.browser import DESKTOP, PALE, PHONE, TIMEOUT_MS, UNNAMED, Watched, browser_page
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
-from services.cluster.store import Store
+from services.cluster.redis_store import Store
 from services.runtime.errors import Overloaded, StoreUnavailable
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
@@ -21,7 +21,7 @@ ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
 @pytest.fixture(autouse=True)
 def patient_gateways(monkeypatch):
     """They wait longer for Redis than in production: without it they go on from nothing, which is not what is tried."""
-    monkeypatch.setattr("gateway.gateway.Store", functools.partial(Store, timeout_s=2.0))
+    monkeypatch.setattr("gateway.assembly.Store", functools.partial(Store, timeout_s=2.0))
 
 
 @pytest.fixture
@@ -588,7 +588,7 @@ async def test_resume_waits_for_a_redis_that_does_not_answer(make_system, worker
         resume = inference_pb2.ResumeRequest(request_id="mine", next_index=3)
         rest = [part async for part in inference(other).Resume(resume)]
         assert [token for each in rest for token in each.token_ids] == answer[3:]
-        monkeypatch.setattr("gateway.journals.FIND_S", 0.3)
+        monkeypatch.setattr("gateway.named.requests.FIND_S", 0.3)
         monkeypatch.setattr(second.gateway._store, "run_patiently", refuse)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await inference(other).Resume(inference_pb2.ResumeRequest(request_id="unknown")).read()

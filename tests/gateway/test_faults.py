@@ -11,9 +11,9 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.sessions import DecodeSession
+from gateway.topology.session import DecodeSession
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.runtime.errors import (
     DeadlineExceeded,
     InternalError,
@@ -23,8 +23,8 @@ from services.runtime.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from services.runtime.session import StepTokens
 from services.scheduling.retry_budget import RetryBudget, RetryLimits
+from worker.sessions import StepTokens
 
 LINE = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"
@@ -602,7 +602,7 @@ async def test_slow_reader_costs_bounded_memory_and_disturbs_nobody(make_system,
 
 
 async def test_reader_that_takes_nothing_is_dropped(make_system, worker_type, answer, monkeypatch):
-    monkeypatch.setattr("gateway.http_exchange.SLOW_CLIENT_LIMIT_S", 0.3)
+    monkeypatch.setattr("gateway.http.exchange.SLOW_CLIENT_LIMIT_S", 0.3)
     system = await make_system()
 
     async def floods(attempt):
@@ -618,7 +618,7 @@ async def test_reader_that_takes_nothing_is_dropped(make_system, worker_type, an
     for server in system.gateway._http._server.servers:
         for listener in server.sockets:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
-    monkeypatch.setattr("gateway.openai_types.CompletionWriter.chunk", lambda *arguments: b"data: " + b"x" * 65536)
+    monkeypatch.setattr("gateway.openai.types.CompletionWriter.chunk", lambda *arguments: b"data: " + b"x" * 65536)
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         slow.setblocking(False)
@@ -629,8 +629,8 @@ async def test_reader_that_takes_nothing_is_dropped(make_system, worker_type, an
 
 
 async def test_silent_worker_is_given_up(make_system, worker_type, pair, answer, monkeypatch):
-    monkeypatch.setattr("gateway.sessions.SILENCE_LIMIT_S", 1.5)
-    monkeypatch.setattr("gateway.sessions.SLOW_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.topology.session.SILENCE_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.topology.session.SLOW_LIMIT_S", 1.5)
     system = await make_system()
     frozen = await system.add(worker_type("decode", "decode-0", hold))
     request = asyncio.create_task(system.complete(max_tokens=100, return_token_ids=True))
@@ -727,8 +727,8 @@ def lose(monkeypatch):
     long a worker counts as away for a moment."""
 
     async def lose(system, worker, *, wait_s=HOURS_S, away_s=HOURS_S):
-        monkeypatch.setattr("gateway.lifecycle.LEASE_TTL_S", wait_s)
-        monkeypatch.setattr("gateway.topology.LEASE_TTL_S", away_s)
+        monkeypatch.setattr("gateway.requests.lifecycle.LEASE_TTL_S", wait_s)
+        monkeypatch.setattr("gateway.topology.members.LEASE_TTL_S", away_s)
         monkeypatch.setattr(DecodeSession, "run", lambda session: asyncio.Event().wait())
         worker.sessions.close()
         await system.until(lambda: system.gateway.topology.num_ready("decode") == 0)
@@ -825,8 +825,8 @@ async def test_same_running_id_is_refused_and_free_again_afterwards(make_system,
 
 
 async def test_requests_go_on_while_redis_is_away_and_after_it_forgot(model_folder, worker_type, pair):
+    from gateway.assembly import Gateway
     from gateway.config import GatewayConfig
-    from gateway.gateway import Gateway
 
     with EmbeddedRedis(port=_free_port()) as redis:
         config = GatewayConfig(
@@ -921,7 +921,7 @@ async def test_a_death_after_the_handoff_goes_to_the_prefill_worker_that_keeps_t
 
 
 async def test_pages_are_not_kept_for_ever(make_system, worker_type, pair, monkeypatch):
-    monkeypatch.setattr("gateway.running.KEPT_PROMPT_S", 0.0)
+    monkeypatch.setattr("gateway.requests.answer.KEPT_PROMPT_S", 0.0)
     system = await make_system(routing="round_robin")
     prefills = [await system.add(worker_type("prefill", f"prefill-{number}", pair.prefill)) for number in range(2)]
 
@@ -966,7 +966,7 @@ def total(system, name):
 
 async def test_retries_wait_for_their_turn_and_none_is_lost(make_system, worker_type, pair, monkeypatch):
     monkeypatch.setattr(
-        "gateway.recovery.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 20.0, 2.0), now_s=now_s)
+        "gateway.requests.recovery.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 20.0, 2.0), now_s=now_s)
     )
     system = await make_system()
 
@@ -987,7 +987,7 @@ async def test_retries_wait_for_their_turn_and_none_is_lost(make_system, worker_
 
 async def test_a_deadline_ends_the_wait_for_a_turn(make_system, worker_type, pair, monkeypatch):
     monkeypatch.setattr(
-        "gateway.recovery.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 0.05, 1.0), now_s=now_s)
+        "gateway.requests.recovery.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 0.05, 1.0), now_s=now_s)
     )
     system = await make_system(max_request_s=0.5, failover_wait_s=60.0)
 
@@ -1001,7 +1001,7 @@ async def test_a_deadline_ends_the_wait_for_a_turn(make_system, worker_type, pai
 
 async def test_deaths_do_not_draw_on_the_budget(make_system, worker_type, pair, monkeypatch):
     monkeypatch.setattr(
-        "gateway.recovery.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 0.001, 0.0), now_s=now_s)
+        "gateway.requests.recovery.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 0.001, 0.0), now_s=now_s)
     )
     system = await make_system(failover_wait_s=60.0)
 
@@ -1094,8 +1094,8 @@ async def test_the_last_worker_is_never_left_alone(make_system, worker_type, pai
 
 
 async def test_a_gateway_that_slept_blames_nobody(make_system, worker_type, pair, monkeypatch):
-    monkeypatch.setattr("gateway.sessions.SILENCE_LIMIT_S", 1.5)
-    monkeypatch.setattr("gateway.sessions.SLOW_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.topology.session.SILENCE_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.topology.session.SLOW_LIMIT_S", 1.5)
     system = await make_system()
     worker = await system.add(worker_type("decode", "decode-0", pair.decode))
     session = system.gateway.topology.decode_session("decode-0")
@@ -1108,9 +1108,9 @@ async def test_a_gateway_that_slept_blames_nobody(make_system, worker_type, pair
 
 
 async def test_a_gateway_that_sleeps_now_and_then_still_finds_the_silent(make_system, worker_type, monkeypatch):
-    monkeypatch.setattr("gateway.sessions.SILENCE_LIMIT_S", 1.5)
-    monkeypatch.setattr("gateway.sessions.SLOW_LIMIT_S", 1.5)
-    monkeypatch.setattr("gateway.topology.OWN_PAUSE_S", 0.1)
+    monkeypatch.setattr("gateway.topology.session.SILENCE_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.topology.session.SLOW_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.topology.members.OWN_PAUSE_S", 0.1)
     system = await make_system()
     frozen = await system.add(worker_type("decode", "decode-0", hold))
     session = system.gateway.topology.decode_session("decode-0")

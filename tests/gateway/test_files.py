@@ -6,9 +6,9 @@ import functools
 import openai
 import pytest
 
-import gateway.files_api
-from gateway.api_keys import ApiKey, digest_of_key, toml_entry
-from gateway.files_api import MAX_UPLOADS, MAX_UPLOADS_OF_TENANT
+import gateway.batches.files_api
+from gateway.access.keys import ApiKey, digest_of_key, toml_entry
+from gateway.batches.files_api import MAX_UPLOADS, MAX_UPLOADS_OF_TENANT
 from services.cluster.files import CHUNK_BYTES, Room
 from services.runtime.errors import StoreUnavailable
 
@@ -170,8 +170,8 @@ async def test_storage_is_bounded_and_deleting_helps(system, client):
 
 
 async def test_a_sender_that_is_slow_or_leaves_keeps_no_place(system, monkeypatch):
-    monkeypatch.setattr(gateway.files_api, "MAX_UPLOAD_S", 0.3)
-    monkeypatch.setattr(gateway.files_api, "CHUNK_BYTES", 4)
+    monkeypatch.setattr(gateway.batches.files_api, "MAX_UPLOAD_S", 0.3)
+    monkeypatch.setattr(gateway.batches.files_api, "CHUNK_BYTES", 4)
     files = system.gateway.batches.files
     reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=a\r\n"
@@ -179,7 +179,7 @@ async def test_a_sender_that_is_slow_or_leaves_keeps_no_place(system, monkeypatc
     writer.write(head + b"content-length: 1000\r\n\r\n" + part)
     assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
     writer.close()
-    monkeypatch.setattr(gateway.files_api, "MAX_UPLOAD_S", 60)
+    monkeypatch.setattr(gateway.batches.files_api, "MAX_UPLOAD_S", 60)
     _, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
     writer.write(head + b"content-length: 1000\r\n\r\n" + part)
     await until(files.num_bytes)
@@ -192,7 +192,7 @@ async def test_a_sender_that_is_slow_or_leaves_keeps_no_place(system, monkeypatc
 
 
 async def test_a_file_is_kept_once_or_not_at_all_where_redis_answers_too_late(system, client, monkeypatch):
-    monkeypatch.setattr(gateway.files_api, "STORE_PATIENCE_S", 0.5)
+    monkeypatch.setattr(gateway.batches.files_api, "STORE_PATIENCE_S", 0.5)
     files = system.gateway.batches.files
     commit, is_late = files.commit, iter([True, False])
 

@@ -5,15 +5,15 @@ import asyncio
 import grpc
 import pytest
 
-from gateway.candidates import _slowed
-from gateway.worker_watch import LEAST_WEIGHT, WorkerWatch
+from gateway.requests.dispatch import _slowed
+from gateway.topology.watch import LEAST_WEIGHT, WorkerWatch
 from protos import cluster_pb2, cluster_pb2_grpc
 from services.runtime.clock import ManualClock
 from services.runtime.gpu_health import GpuFacts
-from services.runtime.gpu_watch import gpu_message
 from services.scheduling.health import GpuJudgement, GpuState
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.routing import WorkerView
+from worker.gpu import gpu_message
 
 FINE = GpuFacts(temperature_c=50.0, slowdown_c=87.0, num_uncorrected=0)
 HOT = GpuFacts(temperature_c=85.0, slowdown_c=87.0, num_uncorrected=0)
@@ -126,7 +126,7 @@ async def test_another_process_of_the_worker_begins_without_its_past(make_cluste
 
 
 async def test_what_operators_see(make_cluster, caplog):
-    caplog.set_level("INFO", logger="gateway.topology")
+    caplog.set_level("INFO", logger="gateway.topology.members")
     system = await make_cluster(2)
 
     def said():

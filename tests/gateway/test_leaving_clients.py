@@ -8,8 +8,8 @@ import socket
 import grpc
 import pytest
 
-from gateway.connections import connection_of, in_process_scope
-from gateway.http_exchange import Exchange
+from gateway.http.connections import connection_of, in_process_scope
+from gateway.http.exchange import Exchange
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc
 from services.runtime.errors import Overloaded, RequestCancelled
@@ -219,7 +219,7 @@ def buffered_bytes(system):
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_client_that_reads_nothing_is_dropped_and_disturbs_nobody(make_system, worker_type, monkeypatch, name):
-    monkeypatch.setattr("gateway.http_exchange.SLOW_CLIENT_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.http.exchange.SLOW_CLIENT_LIMIT_S", 1.5)
     system = await make_system()
     decode = await system.add(worker_type("decode", "decode-0", flood))
     for server in system.gateway._http._server.servers:
@@ -289,7 +289,7 @@ async def test_grpc_client_that_reads_nothing_is_dropped(make_system, worker_typ
     system = await make_system()
     decode = await system.add(worker_type("decode", "decode-0", flood))
     sent = []
-    from gateway import grpc_api
+    from gateway.edge import grpc_api
 
     make_response = grpc_api._response
 
@@ -298,7 +298,7 @@ async def test_grpc_client_that_reads_nothing_is_dropped(make_system, worker_typ
         sent.append(response.ByteSize())
         return response
 
-    monkeypatch.setattr("gateway.grpc_api._response", counted)
+    monkeypatch.setattr("gateway.edge.grpc_api._response", counted)
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024), ("grpc.so_rcvbuf", 1024)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}", options=options) as channel:
         request = inference_pb2.GenerateRequest(

@@ -8,10 +8,10 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.api_keys import ApiKey, digest_of_key, toml_entry
-from gateway.calls import Call
-from gateway.sessions import DecodeSession
-from gateway.validation import AskedSampling
+from gateway.access.keys import ApiKey, digest_of_key, toml_entry
+from gateway.limits import AskedSampling
+from gateway.requests.call import Call
+from gateway.topology.session import DecodeSession
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import telemetry
 from services.runtime.errors import Overloaded, WorkerUnavailable
@@ -243,7 +243,7 @@ async def test_ready_when_every_model_is(two_models, worker_type):
 
 
 async def test_a_worker_of_an_unknown_model_is_named_once_in_the_log(two_models, worker_type, caplog):
-    caplog.set_level("INFO", logger="gateway.gateway")
+    caplog.set_level("INFO", logger="gateway.assembly")
     system = await two_models()
     await system.add(worker_type("decode", "decode-typo", Answering([1]).decode, model="lrage"))
     await system.add(worker_type("decode", "decode-large", Answering(LARGE_ANSWER).decode, model="large"))

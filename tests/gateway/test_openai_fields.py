@@ -7,9 +7,9 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.catalog import ServedModel
-from gateway.openai_types import ChatRequest, parse, system_fingerprint
-from gateway.validation import ModelLimits
+from gateway.limits import ModelLimits
+from gateway.models.catalog import ServedModel
+from gateway.openai.types import ChatRequest, parse, system_fingerprint
 
 ANSWER_TEXT = "hello world, naïve café"
 

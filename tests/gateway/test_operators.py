@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.api_keys import digest_of_key, new_key
-from gateway.front_door import FrontDoor
-from gateway.grpc_api import ClusterService
-from gateway.troubles import Troubles
+from gateway.access.door import FrontDoor
+from gateway.access.keys import digest_of_key, new_key
+from gateway.edge.grpc_api import ClusterService
+from gateway.topology.troubles import Troubles
 from services.runtime import rpc
 from services.runtime.errors import PermissionDenied, Unauthenticated
 from services.runtime.tls import Identity, TlsFiles

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from openai.types import Completion
 
-from gateway.openai_types import CompletionWriter
+from gateway.openai.types import CompletionWriter
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.errors import WorkerUnavailable
 
@@ -86,7 +86,7 @@ async def test_a_chat_asks_for_its_prompt_once(system):
 async def test_long_answers_are_not_written_on_the_event_loop(system, monkeypatch):
     threads = []
     write = CompletionWriter.whole
-    monkeypatch.setattr("gateway.http_api.MANY_LOGPROBS", 3)
+    monkeypatch.setattr("gateway.edge.http_api.MANY_LOGPROBS", 3)
     monkeypatch.setattr(
         CompletionWriter, "whole", lambda *args: threads.append(threading.current_thread()) or write(*args)
     )
@@ -148,7 +148,7 @@ async def test_a_named_request_cannot_have_them(system, header):
 
 
 async def test_at_the_limit_and_one_past_it(make_system, pair, monkeypatch):
-    monkeypatch.setattr("gateway.validation.MAX_PROMPT_LOGPROBS", 12)
+    monkeypatch.setattr("gateway.limits.MAX_PROMPT_LOGPROBS", 12)
     system = await make_system()
     await system.add_pair(pair)
     assert (await system.complete(prompt=[10, 11, 12, 13], prompt_logprobs=2)).status_code == 200
@@ -159,7 +159,7 @@ async def test_at_the_limit_and_one_past_it(make_system, pair, monkeypatch):
 @pytest.mark.parametrize(("max_entries", "status"), [(20, 200), (19, 400)])
 async def test_the_limit_is_that_of_all_answers_together(make_system, pair, monkeypatch, max_entries, status):
     """Two prompts of two and three tokens, one entry more for each of them than was asked for, in two choices each."""
-    monkeypatch.setattr("gateway.validation.MAX_PROMPT_LOGPROBS", max_entries)
+    monkeypatch.setattr("gateway.limits.MAX_PROMPT_LOGPROBS", max_entries)
     system = await make_system()
     await system.add_pair(pair)
     response = await system.complete(prompt=[[10, 11], [10, 12, 13]], prompt_logprobs=1, n=2)
@@ -172,7 +172,7 @@ async def test_a_chats_prompt_counts_once(make_system, pair, monkeypatch, max_en
     await system.add_pair(pair)
     body = {"messages": [{"role": "user", "content": "hello"}], "n": 2}
     num_tokens = (await system.http.post("/v1/chat/completions", json=body)).json()["usage"]["prompt_tokens"]
-    monkeypatch.setattr("gateway.validation.MAX_PROMPT_LOGPROBS", num_tokens - 1 + max_entries)
+    monkeypatch.setattr("gateway.limits.MAX_PROMPT_LOGPROBS", num_tokens - 1 + max_entries)
     response = await system.http.post("/v1/chat/completions", json={**body, "prompt_logprobs": 0})
     assert response.status_code == status
 
@@ -186,14 +186,14 @@ async def test_a_chats_prompt_counts_once(make_system, pair, monkeypatch, max_en
     ],
 )
 async def test_who_asks_for_too_much_is_told_what_of_the_request_did(system, monkeypatch, wish, field):
-    monkeypatch.setattr("gateway.validation.MAX_PROMPT_LOGPROBS", 5)
+    monkeypatch.setattr("gateway.limits.MAX_PROMPT_LOGPROBS", 5)
     error = (await system.complete(prompt=[10, 11], **wish)).json()["error"]
     assert error["param"] == field
     assert error["message"].startswith(f"{field} asks for 6 log-probabilities of prompts; the most is 5")
 
 
 async def test_over_grpc_too_much_is_named_as_there(system, monkeypatch):
-    monkeypatch.setattr("gateway.validation.MAX_PROMPT_LOGPROBS", 5)
+    monkeypatch.setattr("gateway.limits.MAX_PROMPT_LOGPROBS", 5)
     sampling = inference_pb2.SamplingParams(prompt_logprobs=2)
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[10, 11]), sampling=sampling)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:

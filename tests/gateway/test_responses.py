@@ -12,15 +12,15 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from gateway.answer_parts import AnswerParts, ReasoningTokens
-from gateway.model_files import read_model_files
-from gateway.openai_types import parse
-from gateway.responses_types import ResponsesRequest, own_words
-from gateway.tokenization import ModelTokenizer
+from gateway.models.answer_parts import AnswerParts, ReasoningTokens
+from gateway.models.model_files import read_model_files
+from gateway.models.tokenizer import ModelTokenizer
+from gateway.openai.responses_request import ResponsesRequest, own_words
+from gateway.openai.types import parse
 from protos import inference_pb2, worker_pb2
 from services.runtime import status
-from services.runtime.answer_form import ToolFormat
 from services.runtime.errors import InvalidRequest
+from services.structured.form import ToolFormat
 from tests.gateway.test_chat_tools import ANSWERS, ARGUMENTS, CLOCK, WEATHER, folder_of, serve
 
 __all__ = ["folder_of", "serve"]  # fixtures
@@ -894,7 +894,7 @@ async def test_error_in_a_stream_names_the_member_of_this_api(make_system, worke
     system = await make_system()
     broken = InvalidRequest("response_format cannot go on", field="response_format")
     # Workers' own errors come without the member's name.
-    monkeypatch.setattr("gateway.sessions._blamed", lambda _: broken)
+    monkeypatch.setattr("gateway.topology.session._blamed", lambda _: broken)
 
     async def decode(attempt):
         attempt.emit(worker_pb2.Admitted())

@@ -6,15 +6,15 @@ import contextlib
 import pytest
 
 from protos import worker_pb2
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.registry import watch_workers
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr("gateway.sessions.SILENCE_LIMIT_S", 1.5)
-    monkeypatch.setattr("gateway.topology.RENEWED_S", 1.4)
-    monkeypatch.setattr("gateway.gateway.watch_workers", _watch_often)
+    monkeypatch.setattr("gateway.topology.session.SILENCE_LIMIT_S", 1.5)
+    monkeypatch.setattr("gateway.topology.members.RENEWED_S", 1.4)
+    monkeypatch.setattr("gateway.assembly.watch_workers", _watch_often)
 
 
 def _watch_often(store, **arguments):
@@ -79,7 +79,7 @@ async def silent_for(session, seconds):
 
 async def test_a_worker_that_renews_its_lease_is_not_given_up_at_once(stalled, monkeypatch):
     system, worker, session = stalled
-    monkeypatch.setattr("gateway.sessions.SLOW_LIMIT_S", 60.0)
+    monkeypatch.setattr("gateway.topology.session.SLOW_LIMIT_S", 60.0)
     worker.stall()
     await silent_for(session, 3.0)
     assert session.is_up, "it was given up though its lease was renewed"
@@ -88,7 +88,7 @@ async def test_a_worker_that_renews_its_lease_is_not_given_up_at_once(stalled, m
 
 async def test_a_worker_that_only_renews_its_lease_is_given_up_at_last(stalled, monkeypatch):
     _, worker, session = stalled
-    monkeypatch.setattr("gateway.sessions.SLOW_LIMIT_S", 2.5)
+    monkeypatch.setattr("gateway.topology.session.SLOW_LIMIT_S", 2.5)
     worker.stall()
     await silent_for(session, 20.0)
     assert not session.is_up
@@ -96,7 +96,7 @@ async def test_a_worker_that_only_renews_its_lease_is_given_up_at_last(stalled, 
 
 async def test_a_worker_that_does_neither_is_given_up_before_its_lease_is_over(stalled, monkeypatch):
     system, worker, session = stalled
-    monkeypatch.setattr("gateway.sessions.SLOW_LIMIT_S", 60.0)
+    monkeypatch.setattr("gateway.topology.session.SLOW_LIMIT_S", 60.0)
     worker.stall()
     worker.stop_renewing()
     began_s = asyncio.get_running_loop().time()
@@ -107,7 +107,7 @@ async def test_a_worker_that_does_neither_is_given_up_before_its_lease_is_over(s
 
 
 async def test_without_redis_silence_decides(make_system, worker_type, monkeypatch):
-    monkeypatch.setattr("gateway.sessions.SLOW_LIMIT_S", 60.0)
+    monkeypatch.setattr("gateway.topology.session.SLOW_LIMIT_S", 60.0)
     with EmbeddedRedis() as redis:
         system = await make_system(redis=redis.url)
         async with under_way(system, worker_type, monkeypatch) as (_, worker, session):

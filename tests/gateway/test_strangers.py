@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.topology import Topology
+from gateway.topology.members import Topology
 from services.runtime import rpc
 from services.runtime.membership import Member
 

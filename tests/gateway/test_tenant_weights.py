@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from gateway.api_keys import ApiKey, Tenant, digest_of_key, toml_entry, toml_tenant
+from gateway.access.keys import ApiKey, Tenant, digest_of_key, toml_entry, toml_tenant
 from protos import inference_pb2, worker_pb2
 
 HEAVY, LIGHT, HOLDER = "heavy", "light", "holder"

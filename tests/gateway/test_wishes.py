@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from gateway.api_keys import ApiKey, digest_of_key, toml_entry
-from gateway.lifecycle import due_s
+from gateway.access.keys import ApiKey, digest_of_key, toml_entry
+from gateway.requests.lifecycle import due_s
 from gateway.wishes import MAX_MS, NO_WISHES, Wishes, read_wishes
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.errors import InvalidRequest
@@ -178,7 +178,7 @@ async def test_an_operator_chooses_for_all_others_while_it_runs(make_system, pai
         async def choose(name):
             return (await cluster.SetPrefill(cluster_pb2.SetPrefillRequest(choice=MODES[name]), timeout=10)).before
 
-        with caplog.at_level(logging.INFO, logger="gateway.grpc_api"):
+        with caplog.at_level(logging.INFO, logger="gateway.edge.grpc_api"):
             assert await choose("local") == MODES["auto"]
         record = next(one for one in caplog.records if "who computes prompts" in one.message)
         assert (record.before, record.now) == ("auto", "local")

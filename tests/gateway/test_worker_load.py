@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.sessions import _read_gpu, _read_links, _read_load
+from gateway.topology.session import _read_gpu, _read_links, _read_load
 from protos import worker_pb2
 from services.runtime.gpu_health import THROTTLE_REASONS, GpuFacts
-from services.runtime.gpu_watch import gpu_message
-from services.runtime.worker_metrics import Load, Speeds
 from services.scheduling.links import MAX_PEERS, NO_LINKS, PeerLink
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
+from worker.gpu import gpu_message
+from worker.metrics import Load, Speeds
 
 
 def test_what_a_worker_has_measured_arrives():

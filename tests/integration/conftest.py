@@ -17,9 +17,9 @@ import grpc
 import pytest
 
 from protos import inference_pb2, membership_pb2, membership_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.redis_store import Store
 from services.cluster.registry import WorkerRecord, list_workers
-from services.cluster.store import Store
 from services.runtime.membership import Member, Proof
 from services.runtime.rpc import PUBLIC, make_channel
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from tests.faults import cases
 from tests.faults.client import connected, http_json, http_request, read_head, read_pieces
 from tests.faults.harness import REPOSITORY, FaultCluster
@@ -106,7 +106,7 @@ async def test_the_rights_of_the_guide_suffice_for_everything() -> None:
             while "tandem_redis_up 1.0" not in await http_json(address, "/metrics"):  # noqa: ASYNC110 - of another process
                 await asyncio.sleep(0.1)
         doctor = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.cli.main", "doctor", f"--redis={server.url}", "--json"),
+            *(sys.executable, "-m", "cli.main", "doctor", f"--redis={server.url}", "--json"),
             *("--url", f"http://{cluster['gateway-1'].http}"),
             cwd=REPOSITORY,
             stdout=asyncio.subprocess.PIPE,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.engine.engine import Engine, load_engine
-from services.engine.sequence import Sampling
+from services.engine.steps.sequence import Sampling
 
 VOCAB_SIZE = 331
 PAGE_SIZE = 16
@@ -19,7 +19,7 @@ Make = Callable[..., Any]
 
 # What the workers measure decides otherwise, and on a busy machine not always alike.
 ALWAYS_COPY = """
-from services.scheduling.copies import CopyMeter
+from services.scheduling.copy_cost import CopyMeter
 CopyMeter._is_cheaper = lambda self, num_bytes, other_s: True
 """
 

@@ -16,8 +16,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kv_transfer.link import to_wire
 from kv_transfer.protocol.messages import Hello, WireLayout
+from kv_transfer.wire import to_wire
 from protos import (
     cluster_pb2,
     cluster_pb2_grpc,
@@ -33,7 +33,7 @@ from tests.certificates import Authority, serial_of
 from tests.integration.conftest import ScriptedGateway, WorkerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
-TANDEM = [sys.executable, "-m", "services.cli.main"]
+TANDEM = [sys.executable, "-m", "cli.main"]
 TIMEOUT_S = 30.0
 START_TIMEOUT_S = 60.0
 LAYOUT = WireLayout("f" * 32, 16, "bfloat16", 8, 32, 128, True, "avx2")

@@ -23,7 +23,7 @@ from tests.certificates import Authority
 from tests.faults.harness import FaultCluster, Program
 
 ROOT = Path(__file__).resolve().parents[2]
-TANDEM = [sys.executable, "-m", "services.cli.main"]
+TANDEM = [sys.executable, "-m", "cli.main"]
 TIMEOUT_S = 60.0
 pytestmark = pytest.mark.timeout(300)
 RAW_LINE = re.compile(r"^[IWEF]\d{4} ")

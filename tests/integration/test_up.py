@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TANDEM = [sys.executable, "-m", "services.cli.main"]
+TANDEM = [sys.executable, "-m", "cli.main"]
 QUESTION = "Write a function that returns the length of a list."
 
 

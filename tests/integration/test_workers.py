@@ -10,7 +10,7 @@ import pytest
 
 from protos import inference_pb2
 from services.engine.engine import Engine, load_engine
-from services.engine.sequence import Sampling
+from services.engine.steps.sequence import Sampling
 
 VOCAB_SIZE = 331
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200, 513)

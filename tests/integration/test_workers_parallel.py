@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.engine.engine import Engine, load_engine
-from services.engine.sequence import Sampling
+from services.engine.steps.sequence import Sampling
 
 VOCAB_SIZE = 331
 LENGTHS = (1, 17, 65, 300)

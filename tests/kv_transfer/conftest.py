@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kv_transfer.link import SERVICE_NAME, LinkIdentity
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
 from kv_transfer.sending import SendLinks, SendTransfer
+from kv_transfer.wire import SERVICE_NAME, LinkIdentity
 from protos import link_pb2_grpc
-from services.engine.pages import PageAllocator, PageLayout, PagePool
+from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
 from services.runtime.clock import Deadline
 from services.runtime.errors import (
     InvariantViolated,

@@ -15,13 +15,13 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from kv_transfer.link import SERVICE_NAME, LinkIdentity
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
 from kv_transfer.sending import SendLinks
 from kv_transfer.transports import registry
+from kv_transfer.wire import SERVICE_NAME, LinkIdentity
 from protos import link_pb2_grpc
-from services.engine.pages import PageAllocator, PageLayout, PagePool
+from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
 from services.runtime.clock import Deadline
 from services.runtime.errors import TandemError
 from services.runtime.rpc import make_server

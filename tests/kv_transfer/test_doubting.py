@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer import doubting, probing
+from kv_transfer import doubting
+from kv_transfer import measure as probing
 from kv_transfer.doubting import LinkDoubts
-from kv_transfer.probing import LIMIT_S, RETRY_BYTES, ROUND_BYTES, SLOW_ROUND_S, Measured, next_round
+from kv_transfer.measure import LIMIT_S, RETRY_BYTES, ROUND_BYTES, SLOW_ROUND_S, Measured, next_round
 from services.runtime.errors import WorkerUnavailable
 from services.scheduling.links import DOUBT_S, Carried, LinkMeters
 from services.scheduling.prediction import LinkSpeed

@@ -12,7 +12,7 @@ from kv_transfer.page_bytes import PageWriter
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.sending import SendTransfer
 from kv_transfer.transports.base import Bytes
-from services.engine.pages import PageAllocator
+from services.engine.cache.pages import PageAllocator
 from services.runtime.errors import InvariantViolated, TransferFailed
 from tests.kv_transfer.conftest import Pair, PairMaker, eventually, make_pool
 

@@ -215,9 +215,9 @@ async def test_another_arithmetic_is_said_and_no_fault(
         sender_identity=identity("prefill-0", arithmetic=arithmetics[0]),
         receiver_identity=identity("decode-0", arithmetic=arithmetics[1], exact=exact),
     )
-    with caplog.at_level(logging.INFO, logger="kv_transfer.link"):
+    with caplog.at_level(logging.INFO, logger="kv_transfer.wire"):
         await pair.assert_works()
-    said = [record.getMessage() for record in caplog.records if record.name == "kv_transfer.link"]
+    said = [record.getMessage() for record in caplog.records if record.name == "kv_transfer.wire"]
     expected = ["prefill-0 computes with 'avx2', this worker with 'avx512'"]
     expected += ["decode-0 computes with 'avx512', this worker with 'avx2'"]
     assert sorted(said) == sorted(expected if is_said else [])

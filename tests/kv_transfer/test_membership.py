@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kv_transfer.link import SERVICE_NAME
 from kv_transfer.protocol.messages import TransferId
+from kv_transfer.wire import SERVICE_NAME
 from protos import link_pb2_grpc
 from services.runtime import rpc
 from services.runtime.clock import Deadline

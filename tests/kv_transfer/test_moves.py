@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kv_transfer.link import LinkIdentity
 from kv_transfer.protocol.counters import Counters
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.protocol.timing import Timeouts
 from kv_transfer.receiving import LinkReceiver, RingConfig
 from kv_transfer.sending import SendLinks
-from services.engine.pages import PageAllocator
+from kv_transfer.wire import LinkIdentity
+from services.engine.cache.pages import PageAllocator
 from services.runtime.clock import Deadline
 from services.runtime.errors import NoFreePages, RequestCancelled, TransferFailed
 from tests.kv_transfer.conftest import Target, eventually, identity, make_pool, serving, tokens_of

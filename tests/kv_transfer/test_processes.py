@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer.link import LinkIdentity
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
 from kv_transfer.sending import SendLinks
-from services.engine.pages import PageAllocator, PagePool
+from kv_transfer.wire import LinkIdentity
+from services.engine.cache.pages import PageAllocator, PagePool
 from services.runtime.clock import Deadline
 from services.runtime.errors import TransferFailed, WorkerUnavailable
 from tests.kv_transfer import peer_process

@@ -20,7 +20,7 @@ from typing import Self
 
 import redis
 
-from services.cluster.embedded import EmbeddedRedis, _binary
+from services.cluster.embedded_redis import EmbeddedRedis, _binary
 from tests.certificates import Authority
 from tests.faults.client import speak_tls
 from tests.faults.harness import START_TIMEOUT_S, FaultCluster

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cluster.embedded import _binary
+from services.cluster.embedded_redis import _binary
 from tests.faults.harness import DEMO_MODEL, REPOSITORY
 from tests.machines.bed import ENTER, know_names
 from tests.machines.network import Network, NotPermitted
@@ -58,7 +58,7 @@ SHIMS = {
     "systemctl": _SYSTEMCTL,
     "chown": "#!/bin/sh\n",
     "redis-server": '#!/bin/sh\nexec "$SERVER" "$@"\n',
-    "tandem": '#!/bin/sh\nexec "$PYTHON" -m services.cli.main "$@"\n',
+    "tandem": '#!/bin/sh\nexec "$PYTHON" -m cli.main "$@"\n',
 }
 
 

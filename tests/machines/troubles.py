@@ -145,7 +145,7 @@ def _views(cluster: bed.Bed, wanted: tuple[str, str]) -> list[str]:
     """Prints what each view says of a trouble; returns the views that do not."""
     import urllib.request
 
-    from services.cli import doctor, status
+    from cli import doctor, status
 
     url = f"http://{cluster[GATEWAY].http}"
     kind, subject = wanted

@@ -22,7 +22,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys, tables = {"file": str(path)}, []
     for tenant, flags in (("operator", ["--admin"]), ("acme", []), ("trial", [])):
-        command = [sys.executable, "-m", "services.cli.main", "keys", "new", "--tenant", tenant, *flags]
+        command = [sys.executable, "-m", "cli.main", "keys", "new", "--tenant", tenant, *flags]
         made = subprocess.run(command, capture_output=True, text=True, check=True)
         tables.append(made.stdout)
         (keys[tenant],) = [word for word in made.stderr.split() if word.startswith("tandem-")]

@@ -11,11 +11,11 @@ import torch
 
 from prefill_worker.worker import Limits, PrefillWorker
 from protos import inference_pb2, worker_pb2
-from services.engine.pages import PageAllocator, PageLayout
-from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
-from services.runtime.worker_metrics import Load, WorkerMetrics
+from services.engine.cache.pages import PageAllocator, PageLayout
+from services.engine.steps.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
 from tests.fake_grammars import allowed_token
 from tests.fake_links import FakeLinks
+from worker.metrics import Load, WorkerMetrics
 
 PAGE_SIZE = 4
 NUM_PAGES = 16

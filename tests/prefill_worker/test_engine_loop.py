@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill_worker.engine_loop import CachedPrefix, ComputedChunk, PrefillLoop, StepReport
-from services.engine.host_tier import HostTier
-from services.engine.pages import PageAllocator, PageChanges, PageLayout, PagePool
-from services.engine.prefix import page_keys
-from services.engine.sequence import Sampling, Sequence
-from services.engine.step import PROMPT_ROWS, NonFiniteLogits, PromptTokens, SampledToken, StepPlan, StepResult
-from services.engine.swap import SwapSpace
+from services.engine.cache.host_tier import HostTier
+from services.engine.cache.pages import PageAllocator, PageChanges, PageLayout, PagePool
+from services.engine.cache.swap import SwapSpace
+from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.step import PROMPT_ROWS, NonFiniteLogits, PromptTokens, SampledToken, StepPlan, StepResult
 from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated, NoFreePages
+from services.runtime.page_keys import page_keys
 from services.scheduling.prediction import PrefillSpeed
 from services.scheduling.speedometer import Speedometer
 from tests.fake_reports import with_reports

@@ -8,7 +8,7 @@ import pytest
 
 from kv_transfer.protocol.messages import TransferId
 from prefill_worker import worker
-from services.engine.step import SampledToken, StepResult
+from services.engine.steps.step import SampledToken, StepResult
 from services.runtime.errors import TransferFailed, WorkerUnavailable
 
 Make = Callable[..., Any]

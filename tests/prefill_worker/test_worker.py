@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from protos import inference_pb2, worker_pb2
-from services.runtime.attempts import AttemptKey
 from services.runtime.errors import InvariantViolated, NoFreePages, RequestCancelled, TransferFailed
-from services.runtime.session import SessionLimits
 from services.scheduling.speedometer import MIN_STEPS
 from tests.fake_links import CARRIED
 from tests.kept_spans import KeptSpans
+from worker.attempts import AttemptKey
+from worker.sessions import SessionLimits
 
 Make = Callable[..., Any]
 
@@ -461,7 +461,7 @@ async def test_wrong_books_of_an_idle_engine_end_the_worker(make_bench: Make) ->
 
 
 async def test_logprobs_travel_only_when_asked_for(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.engine.step import SampledToken, StepResult
+    from services.engine.steps.step import SampledToken, StepResult
 
     bench = make_bench()
     token = SampledToken(7, -0.25, ((7, -0.25), (3, -2.0)))

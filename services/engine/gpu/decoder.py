@@ -1,8 +1,8 @@
 """The decoder of the Llama family on a CUDA device: torch's matrix products, Triton kernels for all between them.
 
-`services.engine.decoder` is its readable twin. Prompts and decode rows go different ways: `forward` computes tokens
-with the kernel of prompts, whatever their number, and `decode` one token a sequence with the kernel of decode rows,
-from tensors that may stay where they are, so that a CUDA graph can hold it. Neither asks the device for anything.
+`services.engine.reference.decoder` is its readable twin. Prompts and decode rows go different ways: `forward` computes
+tokens with the kernel of prompts, whatever their number, and `decode` one token a sequence with the kernel of decode
+rows, from tensors that may stay where they are, so that a CUDA graph can hold it. Neither asks the device for anything.
 
 Legend: T packed tokens, B sequences, N pages, H KV heads, L layers, S slots of a page, P positions, Hq query heads,
 D head_dim, V vocabulary.
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from services.engine.config import ModelConfig
-from services.engine.decoder import DecoderStep
 from services.engine.gpu.attention_triton import DecodeRows, DecodeScratch, decode_attention, prefill_attention
 from services.engine.gpu.fused_triton import add_rms_norm, rms_norm, rope_and_write, silu_and_multiply
-from services.engine.weights import ModelWeights
+from services.engine.reference.decoder import DecoderStep
+from services.engine.weights.config import ModelConfig
+from services.engine.weights.load import ModelWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What stands between a layer's matrix products, as one kernel each: norms, rotation and cache write, activation.
 
-Each rounds where `services.engine.decoder` rounds, so that both compute the same thing up to the order of sums. A row's
-result never depends on the other rows: its sums have an order that follows from the model's sizes alone.
+Each rounds where `services.engine.reference.decoder` rounds, so that both compute the same thing up to the order of
+sums. A row's result never depends on the other rows: its sums have an order that follows from the model's sizes alone.
 
 Legend: T packed tokens, N pages, H KV heads, Hq query heads, S slots of a page, D head_dim, K hidden size, P positions.
 """

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from services.engine.linear import Linear
+from services.engine.weights.linear import Linear
 
 TRIED_ROWS = (1, 16, 256)
 

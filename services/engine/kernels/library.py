@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.engine.guessing import LEVELS, Draw
 from services.engine.kernels.build import KernelsUnavailable, build_library, source_digest
+from services.engine.steps.guesses import LEVELS, Draw
 from services.runtime.errors import InvariantViolated
 
 _I64 = ctypes.c_int64
@@ -155,7 +155,7 @@ DRAW = np.dtype(
     },
     align=True,
 )
-"""`Draw` of choose.h and of services.engine.guessing."""
+"""`Draw` of choose.h and of services.engine.steps.guesses."""
 
 
 TOO_CLOSE, NOT_FINITE = -1, -2
@@ -168,7 +168,7 @@ LIMIT = np.dtype(
     },
     align=True,
 )
-"""`Limit` of guess.h and of services.engine.guessing."""
+"""`Limit` of guess.h and of services.engine.steps.guesses."""
 
 _INT = ctypes.c_int
 _SIGNATURES = {

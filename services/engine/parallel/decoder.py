@@ -14,14 +14,14 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from services.engine.attention import AttentionBatch, paged_attention, write_kv
-from services.engine.config import ModelConfig
-from services.engine.decoder import DecoderStep
 from services.engine.kernels.library import HeadsArgs, Kernels, PlaceArgs, batch_args, check_tensor, pointer
 from services.engine.parallel.meeting import Meeting
-from services.engine.parallel.shard import Shard
-from services.engine.rope import apply_rope
-from services.engine.weights import LayerWeights, ShardWeights
+from services.engine.reference.attention import AttentionBatch, paged_attention, write_kv
+from services.engine.reference.decoder import DecoderStep
+from services.engine.reference.rope import apply_rope
+from services.engine.weights.config import ModelConfig
+from services.engine.weights.load import LayerWeights, ShardWeights
+from services.engine.weights.shard import Shard
 from services.runtime.errors import InvariantViolated
 
 
@@ -160,7 +160,7 @@ class KernelMath:
 
 @dataclass(frozen=True, slots=True)
 class TorchMath:
-    """Through torch operations, on any device; as `services.engine.decoder` computes."""
+    """Through torch operations, on any device; as `services.engine.reference.decoder` computes."""
 
     config: ModelConfig
     num_heads: int

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from services.engine.decoder import DecoderStep
+from services.engine.cache.pages import PageLayout, PagePool
 from services.engine.model import Model
-from services.engine.pages import PageLayout, PagePool
 from services.engine.parallel.decoder import check_step
 from services.engine.parallel.messages import StepMessage, receive_object, send_object, send_step
 from services.engine.parallel.part import RankPart
 from services.engine.parallel.processes import RankProcesses
-from services.engine.parallel.shard import Parallelism
+from services.engine.reference.decoder import DecoderStep
+from services.engine.weights.shard import Parallelism
 from services.runtime.errors import ConfigError, TandemError, WorkerLost
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, ReduceOp, Store, Work
 
-from services.engine.parallel.shard import Shard, part_of
+from services.engine.weights.shard import Shard, part_of
 
 CONNECT_TIMEOUT_S = 60.0
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.engine.attention import AttentionBatch
+from services.engine.reference.attention import AttentionBatch
 from services.runtime.descriptors import receive_fds
 from services.runtime.errors import WorkerLost
 

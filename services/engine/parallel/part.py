@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from services.engine.decoder import DecoderStep
 from services.engine.model import ModelSource, arithmetic_of, layout_fingerprint, open_model
 from services.engine.parallel.decoder import ShardedDecoder, layer_math
 from services.engine.parallel.meeting import Meeting
 from services.engine.parallel.messages import StepMessage
-from services.engine.parallel.shard import Parallelism, Shard
-from services.engine.rope import RopeTable
-from services.engine.weights import ShardWeights, load_shard
+from services.engine.reference.decoder import DecoderStep
+from services.engine.reference.rope import RopeTable
+from services.engine.weights.load import ShardWeights, load_shard
+from services.engine.weights.shard import Parallelism, Shard
 from services.runtime.errors import ConfigError, InvariantViolated
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.cluster import Cluster, running_cluster
 from services.engine.engine import Engine, load_engine
-from services.engine.sequence import Sampling
+from services.engine.steps.sequence import Sampling
 
 DEMO = Path(__file__).resolve().parents[3] / "demo"
 FOLDERS = {"large": DEMO / "model", "small": DEMO / "draft"}

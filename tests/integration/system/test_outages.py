@@ -12,7 +12,7 @@ import pytest
 import redis.asyncio
 
 from benchmarks.cluster import Answer, Cluster, collect, request, running_cluster, stream
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 
 REBUILD_TIMEOUT_S = 3.0
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.cluster import Cluster, collect, request, running_cluster, stream
 from services.engine.engine import Engine, load_engine
-from services.engine.sequence import Sampling
+from services.engine.steps.sequence import Sampling
 
 SEEDED: dict[str, Any] = {"temperature": 0.875, "top_p": 0.9375, "seed": 11}
 

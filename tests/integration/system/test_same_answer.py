@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.cluster import Cluster, collect, request, running_cluster
 from services.engine.engine import Engine, load_engine
-from services.engine.sequence import Sampling
+from services.engine.steps.sequence import Sampling
 
 NUM_NEW_TOKENS = 6
 CHUNK_TOKENS = 32

@@ -17,8 +17,8 @@ from benchmarks.cluster import Answer, Cluster, collect, request, running_cluste
 from demo import DEMO_MODEL
 from protos import inference_pb2
 from services.engine.engine import Engine, load_engine
-from services.engine.sequence import Sampling
-from services.runtime.answer_form import AnswerForm
+from services.engine.steps.sequence import Sampling
+from services.structured.form import AnswerForm
 from services.structured.grammar import Grammars
 from tests.json_schema import assert_keeps_to
 from tests.schemas import PERSON

@@ -22,6 +22,7 @@ from kv_transfer.protocol.actions import (
 )
 from kv_transfer.protocol.counters import Counters, Reason
 from kv_transfer.protocol.fence import Fence
+from kv_transfer.protocol.frames import ChunkLost, ChunkPlaced, ChunkRevoked
 from kv_transfer.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -38,7 +39,6 @@ from kv_transfer.protocol.messages import (
     WireLayout,
     seal_digest,
 )
-from kv_transfer.protocol.placement import ChunkLost, ChunkPlaced, ChunkRevoked
 from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, layouts_fit, link_fault
 from kv_transfer.protocol.timing import Timeouts
 from services.runtime.errors import (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import redis
 
+from services.cluster.redis_store import Store
 from services.cluster.registry import WorkerRecord, new_incarnation
-from services.cluster.store import Store
 from tests.limited_redis import GUIDE, LimitedRedis
 
 

@@ -31,10 +31,10 @@ from services.cluster.batches import (
     Status,
     has_result,
 )
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.files import CHUNK_BYTES, OVERHEAD_BYTES, FilesFull, FileStore, Room, new_id
 from services.cluster.keys import Keys
-from services.cluster.store import Store
+from services.cluster.redis_store import Store
 
 KEYS = Keys("test")
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.cluster.connections import MAX_ROUND_TRIP_S, RoundTrip
-from services.cluster.embedded import EmbeddedRedis
-from services.cluster.store import Script, Store
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.redis_store import Script, Store
 from services.runtime.errors import StoreUnavailable
 from tests.faults.harness import free_port
 from tests.faults.proxy import Proxy

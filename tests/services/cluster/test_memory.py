@@ -3,10 +3,10 @@
 import pytest
 import redis
 
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.files import OVERHEAD_BYTES, FileStore, Room, new_id
-from services.cluster.journal import JournalStore, Mode, Record
 from services.cluster.journal_room import cost_bytes
+from services.cluster.journals import JournalStore, Mode, Record
 from services.cluster.memory import MemoryUse, complaints, memory_for, memory_use
 
 FILE_BYTES = JOURNAL_BYTES = 2**20

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from services.cluster import prefix_index
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.prefix_index import (
     FILL_KEYS,
     FLUSH_KEYS,
@@ -26,8 +26,8 @@ from services.cluster.prefix_index import (
     PrefixIndex,
     PrefixPublisher,
 )
+from services.cluster.redis_store import Store
 from services.cluster.registry import WorkerRecord
-from services.cluster.store import Store
 from services.runtime.errors import StoreUnavailable
 from tests.stopwatch import Stopwatch
 

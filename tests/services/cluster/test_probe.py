@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.probe import probe
 from services.runtime.errors import ConfigError, StoreUnavailable
 

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from services.cluster.quarantine import MAX_FINGERPRINTS, Quarantine
-from services.cluster.store import Store
+from services.cluster.redis_store import Store
 from services.runtime.clock import ManualClock
 from services.runtime.errors import StoreUnavailable
 

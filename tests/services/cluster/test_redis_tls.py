@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.cluster.embedded import EmbeddedRedis
-from services.cluster.store import Script, Store, run_script, thread_client
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.redis_store import Script, Store, run_script, thread_client
 from services.runtime.errors import StoreUnavailable
 from tests.certificates import Authority
 

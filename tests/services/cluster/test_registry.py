@@ -12,7 +12,8 @@ import msgspec
 import pytest
 import redis
 
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.redis_store import Store
 from services.cluster.registry import (
     WATCH_POLL_S,
     Membership,
@@ -22,7 +23,6 @@ from services.cluster.registry import (
     list_workers,
     watch_workers,
 )
-from services.cluster.store import Store
 from services.runtime.errors import LeaseLost
 
 NewRecord = Callable[..., WorkerRecord]
@@ -102,7 +102,7 @@ def here(membership: Membership) -> bool:
 async def test_a_worker_comes_changes_and_leaves(
     watcher: Watcher, new_lease: Callable[..., WorkerLease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.cluster.store.THREAD_TIMEOUT_S", 10.0)
+    monkeypatch.setattr("services.cluster.redis_store.THREAD_TIMEOUT_S", 10.0)
     lease = new_lease(beat_s=60.0, ttl_s=180.0)  # so that no beat brings what should be published now
     await watcher.until(here)
     assert watcher.seen[-1].workers == (lease.record,)

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 import services.cluster
-from services.cluster.store import Script
+from services.cluster.redis_store import Script
 from tests.limited_redis import LimitedRedis, documented_rules
 
 BESIDE_SCRIPTS = {"eval", "evalsha", "subscribe", "ping", "info", "client|setinfo"}

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from services.cluster.embedded import EmbeddedRedis
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.keys import Keys
+from services.cluster.redis_store import Store, thread_client
 from services.cluster.registry import WorkerLease, WorkerRecord, list_workers, watch_workers
 from services.cluster.secret import share, share_through
-from services.cluster.store import Store, thread_client
 from services.runtime.cluster_secret import Secrets
 from tests.services.cluster.test_registry import new_lease as new_lease
 

@@ -9,8 +9,8 @@ import pytest
 import redis
 
 from services.cluster.probe import probe
+from services.cluster.redis_store import Script, Store, run_script, thread_client
 from services.cluster.redis_url import Sentinels, check_url, sentinels_of
-from services.cluster.store import Script, Store, run_script, thread_client
 from services.runtime.config import redacted
 from services.runtime.errors import ConfigError, StoreUnavailable
 from tests.sentinels import ADMIN, SentinelSet, sentinel_set

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.engine.attention import AttentionBatch, write_kv
+from services.engine.reference.attention import AttentionBatch, write_kv
 
 LAYERS = 3
 SCALE = 0.25

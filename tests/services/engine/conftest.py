@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.engine.attention import AttentionBatch
+from services.engine.reference.attention import AttentionBatch
 from tests.conftest import VARIANTS
 
 

@@ -12,12 +12,12 @@ from typing import Any, NoReturn, cast
 import pytest
 import torch
 
-from services.engine import swap
+from services.engine.cache import swap
+from services.engine.cache.pages import PageAllocator, PageCounts
 from services.engine.engine import Engine, EngineParts, check_fits, check_token_ids, load_engine, load_warm_engine
-from services.engine.pages import PageAllocator, PageCounts
 from services.engine.runner import ModelRunner
-from services.engine.sequence import Sampling, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
+from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
 from services.runtime.errors import ConfigError, InvalidRequest, ModelError
 from services.runtime.identity import AnswerIdentity
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.attention import paged_attention
 from services.engine.kernels import build as build_module
 from services.engine.kernels import library as library_module
 from services.engine.kernels.build import KernelsUnavailable, build_library
 from services.engine.kernels.library import Kernels, check_arithmetic
+from services.engine.reference.attention import paged_attention
 from tests.services.engine.attention_cases import CASES, SCALE, expected_attention, make_case
 
 BUILD = """

@@ -225,7 +225,7 @@ def test_wrong_dtype_or_device_is_a_config_error(checkpoint, settings):
 
 @pytest.fixture
 def step_inputs():
-    from services.engine.attention import AttentionBatch
+    from services.engine.reference.attention import AttentionBatch
 
     def make(model: Model, ids: list[int]) -> tuple[Any, ...]:
         config, count = model.config, len(ids)

@@ -14,20 +14,20 @@ import pytest
 import torch
 
 from kv_transfer.page_bytes import Destination, PageReader, PageWriter, wire_layout
-from services.engine.checkpoint import Checkpoint
-from services.engine.config import load_config
-from services.engine.decoder import DecoderStep
+from services.engine.cache.pages import PageLayout, PagePool
 from services.engine.engine import Engine, load_engine
 from services.engine.model import Model, load_model
-from services.engine.pages import PageLayout, PagePool
 from services.engine.parallel.meeting import Meeting
 from services.engine.parallel.messages import receive_object, send_object
 from services.engine.parallel.part import RankPart
-from services.engine.parallel.shard import Parallelism, Shard, part_of
+from services.engine.reference.decoder import DecoderStep
 from services.engine.runner import ModelRunner
-from services.engine.sequence import Sampling, Sequence
-from services.engine.step import SampledToken, StepItem, StepPlan
-from services.engine.weights import ShardWeights
+from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.step import SampledToken, StepItem, StepPlan
+from services.engine.weights.checkpoint import Checkpoint
+from services.engine.weights.config import load_config
+from services.engine.weights.load import ShardWeights
+from services.engine.weights.shard import Parallelism, Shard, part_of
 from services.runtime.errors import ConfigError, ModelError
 
 # Every way of cutting: heads shared, KV heads shared by two and by three ranks, uneven rows, stages, both.

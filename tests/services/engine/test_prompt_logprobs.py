@@ -9,8 +9,8 @@ import torch
 
 from services.engine.engine import Engine, EngineParts, load_engine
 from services.engine.sampling import report
-from services.engine.sequence import Sampling, Sequence
-from services.engine.step import (
+from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.step import (
     PROMPT_ROWS,
     NonFiniteLogits,
     PromptTokens,

@@ -14,7 +14,7 @@ import pytest
 from services.engine.engine import Engine, EngineParts, load_engine
 from services.engine.parallel import processes
 from services.engine.parallel.processes import RankProcesses
-from services.engine.sequence import Sampling
+from services.engine.steps.sequence import Sampling
 from services.runtime.errors import ModelError, WorkerLost
 
 # However busy the machine is.

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from services.engine.cache.pages import num_pages_for
 from services.engine.engine import EngineParts, load_engine
-from services.engine.pages import num_pages_for
-from services.engine.sequence import Sampling, Sequence
-from services.engine.step import NonFiniteLogits, SampledToken, StepItem, StepPlan
+from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.step import NonFiniteLogits, SampledToken, StepItem, StepPlan
 from services.runtime.errors import InvariantViolated
 
 GREEDY = Sampling(max_tokens=50, temperature=0, logprobs=0)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from services.engine import sampling as sampling_module
-from services.engine.guessing import Draw
 from services.engine.kernels.library import TOO_CLOSE, Kernels, load_kernels
 from services.engine.sampling import draw_of, gumbel_noise
-from services.engine.sequence import Sampling, Sequence
-from services.engine.step import NonFiniteLogits, NothingAllowed, SampledToken
+from services.engine.steps.guesses import Draw
+from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.step import NonFiniteLogits, NothingAllowed, SampledToken
 from services.runtime import status
 from services.runtime.errors import InvalidRequest, InvariantViolated
 

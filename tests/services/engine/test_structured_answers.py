@@ -8,11 +8,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from demo import DEMO_MODEL
-from gateway.tool_calls import AnswerParser, Arguments, CallStart
+from gateway.models.tool_calls import AnswerParser, Arguments, CallStart
 from services.engine.engine import Engine, EngineParts, load_engine
-from services.engine.sequence import FinishReason, Sampling, Sequence
-from services.engine.step import NonFiniteLogits
-from services.runtime.answer_form import AnswerForm, CalledFunction, ToolCalls, ToolFormat
+from services.engine.steps.sequence import FinishReason, Sampling, Sequence
+from services.engine.steps.step import NonFiniteLogits
+from services.structured.form import AnswerForm, CalledFunction, ToolCalls, ToolFormat
 from services.structured.grammar import ANY_OBJECT, Grammars, GrammarState
 from tests.json_schema import assert_keeps_to
 from tests.schemas import CHAIN, PERSON, SCHEMAS

@@ -12,7 +12,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.runtime import rpc
 from services.runtime.errors import NotProven
 from services.runtime.membership import Member
-from services.runtime.session import SessionLimits, SessionServer
+from worker.sessions import SessionLimits, SessionServer
 
 METHOD = "/tandem.v1.DecodeWorker/Session"
 INCARNATION, ANOTHER = "a" * 32, "b" * 32

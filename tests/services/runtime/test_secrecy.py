@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from cli.doctor import DoctorSettings
+from cli.up_settings import UpSettings
 from gateway.config import GatewayConfig
-from services.cli.doctor import DoctorSettings
-from services.cli.up_settings import UpSettings
 from services.cluster.probe import probe
+from services.cluster.redis_store import Store, thread_client
 from services.cluster.redis_url import check_url
-from services.cluster.store import Store, thread_client
 from services.runtime.config import load, option, redacted, secret, settings_of, text
 from services.runtime.errors import ConfigError, StoreUnavailable
-from services.runtime.worker_config import WorkerConfig
+from worker.config import WorkerConfig
 
 PASSWORD = "hunter2"
 URL = f"redis://:{PASSWORD}@127.0.0.1:1"

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import GatewayConfig
-from gateway.connections import connection_of
-from gateway.http_server import HttpServer
+from gateway.http.connections import connection_of
+from gateway.http.server import HttpServer
 from protos import inference_pb2, inference_pb2_grpc, link_pb2, link_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.runtime import rpc, tls
 from services.runtime.clock import ManualClock
@@ -28,9 +28,9 @@ from services.runtime.errors import ConfigError, PermissionDenied, TandemError, 
 from services.runtime.rpc import set_identity
 from services.runtime.tls import Identity, TlsFiles, check_caller, client_context, pinned_context, roles_of, tls_files
 from services.runtime.tls_metrics import CertificateEnd
-from services.runtime.worker_config import WorkerConfig
-from services.runtime.worker_host import channel_tls, worker_identity
 from tests.certificates import Authority, serial_of
+from worker.config import WorkerConfig
+from worker.host import channel_tls, worker_identity
 
 TIMEOUT_S = 10.0
 LONG_AGO_NS = 1_000_000_000_000_000_000
@@ -111,7 +111,7 @@ def test_a_worker_says_that_pages_are_not_encrypted_where_it_is_told_so(
         set_identity(worker_identity(settings, role="decode"))
         assert (channel_tls(settings) is None) == settings.insecure
         set_identity(None)
-        return [record.message for record in caplog.records if record.name.startswith("services.")]
+        return [record.message for record in caplog.records if record.name.startswith(("services.", "worker."))]
 
     assert warnings("--insecure") == warnings("--host=0.0.0.0", "--transport=shm", "--insecure") == []
     for far in (["--host=0.0.0.0"], ["--host=10.0.0.1", "--transport=tcp"], ["--advertise-host=worker.example"]):

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from demo import DEMO_MODEL
-from services.runtime.answer_form import AnswerForm
+from services.structured.form import AnswerForm
 from services.structured.grammar import Grammars, GrammarState
 
 VOCAB_SIZE = 2048

@@ -3,10 +3,10 @@ import threading
 
 import pytest
 
-from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import Overloaded
 from services.structured import compiler
 from services.structured.compiler import FormChecks, GrammarCompiler
+from services.structured.form import AnswerForm
 from services.structured.grammar import MAX_CACHED_GRAMMARS, Grammars, TooComplex, UnusableSchema
 
 WAIT_S = 30.0

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from services.runtime.answer_form import AnswerForm, CalledFunction, ToolCalls, ToolFormat
 from services.structured.cost import may_force_long_texts, too_complex
+from services.structured.form import AnswerForm, CalledFunction, ToolCalls, ToolFormat
 from services.structured.grammar import TooComplex, check_form
 from tests.schemas import SCHEMAS
 from tests.stopwatch import Stopwatch

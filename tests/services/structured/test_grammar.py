@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from demo import DEMO_MODEL
-from services.runtime.answer_form import AnswerForm
 from services.runtime.errors import ModelError
 from services.structured import grammar as grammar_module
+from services.structured.form import AnswerForm
 from services.structured.grammar import ANY_OBJECT, Grammars, GrammarState, UnusableSchema, check_form
 from tests.json_schema import assert_keeps_to
 from tests.schemas import PERSON, SCHEMAS, UNUSABLE
@@ -234,7 +234,7 @@ def test_a_hostile_expression_is_bounded_at_later_steps(begin: Begin, demo_token
 
 def test_the_library_is_not_loaded_before_it_is_needed() -> None:
     code = (
-        "import sys, gateway.gateway, decode_worker.worker, prefill_worker.worker, gateway.response_format\n"
+        "import sys, gateway.assembly, decode_worker.worker, prefill_worker.worker, gateway.models.response_format\n"
         "assert 'llguidance' not in sys.modules\n"
         "from services.structured.grammar import AnswerForm, check_form; check_form(AnswerForm('{}'))\n"
         "assert 'llguidance' in sys.modules"

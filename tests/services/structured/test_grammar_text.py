@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from services.runtime.answer_form import AnswerForm, CalledFunction, Reasoning, ToolCalls, ToolFormat
 from services.runtime.errors import InvalidRequest
+from services.structured.form import AnswerForm, CalledFunction, Reasoning, ToolCalls, ToolFormat
 from services.structured.grammar import TooComplex, UnusableSchema, check_form
 from services.structured.grammar_text import (
     MARK,

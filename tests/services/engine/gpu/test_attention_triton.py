@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.engine.attention_sdpa import paged_attention_sdpa
+from services.engine.cache.pages import host_zeros
 from services.engine.gpu import attention_triton
 from services.engine.gpu.attention_triton import (
     SPLIT_TOKENS,
@@ -14,7 +14,7 @@ from services.engine.gpu.attention_triton import (
     prefill_attention,
     split_starts,
 )
-from services.engine.pages import host_zeros
+from services.engine.reference.attention_sdpa import paged_attention_sdpa
 
 LAYERS, LAYER, SCALE = 2, 1, 0.25
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}

@@ -9,12 +9,12 @@ import torch
 from services.engine.engine import Engine
 from services.engine.gpu.graphs import GraphCapture, call_again
 from services.engine.gpu.matmul import forbid_split_k
-from services.engine.gpu.runner import GpuRunner
+from services.engine.gpu_runner import GpuRunner
 from services.engine.model import load_model
 from services.engine.runner import ModelRunner
-from services.engine.sequence import Sampling
+from services.engine.steps.sequence import Sampling
 from tests.services.engine.gpu.test_gpu_runner import engine_of
-from tests.services.engine.test_shared_weights import CHILD
+from tests.services.engine.weights.test_shared import CHILD
 
 pytestmark = pytest.mark.gpu
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from services.engine.attention import write_kv
 from services.engine.gpu.fused_triton import add_rms_norm, rms_norm, rope_and_write, silu_and_multiply
-from services.engine.rope import apply_rope
+from services.engine.reference.attention import write_kv
+from services.engine.reference.rope import apply_rope
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

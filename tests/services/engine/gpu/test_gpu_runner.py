@@ -10,21 +10,21 @@ import math
 import pytest
 import torch
 
-from services.engine.checkpoint import Checkpoint
-from services.engine.config import load_config
+from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
 from services.engine.engine import Engine, EngineParts
 from services.engine.gpu import graphs
 from services.engine.gpu.decoder import TritonDecoder
 from services.engine.gpu.graphs import DecodeGraphs, Row, buckets
-from services.engine.gpu.runner import GpuRunner
-from services.engine.linear import TorchLinear
+from services.engine.gpu_runner import GpuRunner
 from services.engine.model import Model, load_model
-from services.engine.pages import PageAllocator, PageLayout, PagePool
 from services.engine.runner import ModelRunner
 from services.engine.sampling import sample
-from services.engine.sequence import Sampling, Sequence
-from services.engine.step import NonFiniteLogits, StepItem, StepPlan
-from services.engine.weights import WeightPlacement, load_weights
+from services.engine.steps.sequence import Sampling, Sequence
+from services.engine.steps.step import NonFiniteLogits, StepItem, StepPlan
+from services.engine.weights.checkpoint import Checkpoint
+from services.engine.weights.config import load_config
+from services.engine.weights.linear import TorchLinear
+from services.engine.weights.load import WeightPlacement, load_weights
 from services.runtime.errors import InvariantViolated
 
 VOCAB_SIZE = 331
@@ -83,7 +83,7 @@ class ToyModel:
         self.config, self.decoder, self.device = config, ToyDecoder(config), torch.device("cpu")
 
     def forward(self, *args):
-        from services.engine.decoder import DecoderStep
+        from services.engine.reference.decoder import DecoderStep
 
         token_ids, positions, batch, pool_data, wanted = args
         return self.decoder.forward(DecoderStep(token_ids, positions, batch, pool_data, wanted, torch.empty(0)))

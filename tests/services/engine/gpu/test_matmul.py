@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.engine.gpu.matmul import TRIED_ROWS, forbid_split_k, permit_where_needed
-from services.engine.linear import TorchLinear
+from services.engine.weights.linear import TorchLinear
 
 
 class Refused(TorchLinear):

@@ -7,7 +7,7 @@ import torch
 
 from services.engine.gpu.sampling_triton import BLOCK_TOKENS, NOTHING_CHOSEN, Choices, choose
 from services.engine.sampling import noise_key, sample
-from services.engine.sequence import Sampling, Sequence
+from services.engine.steps.sequence import Sampling, Sequence
 
 
 def chosen_on_device(logits, sequences):

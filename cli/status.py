@@ -1,0 +1,119 @@
+"""`tandem status`: the workers of a cluster as a table or as JSON, from its gateway's GET /cluster."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from cli.api_client import GatewaySettings, get_json
+from services.runtime.config import flag, number, option
+
+HEADINGS = (
+    "WORKER",
+    "ROLE",
+    "STATE",
+    "PID",
+    "ADDRESS",
+    "PAGES",
+    "FREE",
+    "CACHED",
+    "RESERVED",
+    "USED",
+    "RUN",
+    "WAIT",
+    "EXACT",
+)
+NUMERIC = frozenset({"PID", "PAGES", "FREE", "CACHED", "RESERVED", "USED", "RUN", "WAIT"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusSettings(GatewaySettings):
+    """Shows the workers of a running cluster. Exit code 1 if its gateway cannot be reached."""
+
+    json: bool = option(flag(), default=False, help="Prints the answer as it is.")
+    timeout: float = option(number(0.1, 600), default=5.0, help="Seconds to wait for the answer.")
+
+
+def run(settings: StatusSettings, stdout: TextIO) -> int:
+    """Prints the cluster; returns the exit code. Raises ApiUnreachable or ApiRefused."""
+    tls = settings.tls()
+    cluster = get_json(settings.url, "/cluster", timeout_s=settings.timeout, api_key=settings.api_key, tls=tls)
+    stdout.write(json.dumps(cluster, indent=2) + "\n" if settings.json else table(cluster))
+    return 0
+
+
+def table(cluster: Mapping[str, Any]) -> str:
+    """The cluster as aligned text, one worker a line."""
+    workers = cluster.get("workers", [])
+    requests = cluster.get("requests", {})
+    rows = [_row(worker) for worker in (*workers, *({**gone, "state": "gone"} for gone in cluster.get("gone", ())))]
+    lines = _aligned([HEADINGS, *rows]) if rows else ["no workers"]
+    lines.append("")
+    lines += [line for line in map(_gpu_line, workers) if line]
+    troubles = cluster.get("troubles")
+    if troubles is None:  # a gateway of an earlier version
+        lines += [line for line in map(circuit_line, workers) if line]
+        lines += [cut_line(pair) for pair in cluster.get("cut_pairs", ())]
+        lines += [f"{one.get('id', '-')} is left out: {one['left_out']}" for one in workers if one.get("left_out")]
+    else:
+        lines += [line for trouble in troubles for line in trouble_lines(trouble)]
+    models = sorted({str(worker.get("model", "-")) for worker in workers})
+    if models:
+        lines.append(f"model     {', '.join(models)}")
+    lines.append(f"requests  {requests.get('running', '-')} running, {requests.get('queued', '-')} queued")
+    return "\n".join(lines) + "\n"
+
+
+def trouble_lines(trouble: Mapping[str, Any]) -> list[str]:
+    """What is wrong and why, and below it what to do."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(trouble.get("since_unix_s", 0.0))))
+    what = f"{trouble.get('kind', '-')} {trouble.get('subject', '-')}: {trouble.get('cause', '-')}"
+    return [f"! {what} (since {since})", f"  {trouble.get('remedy', '-')}"]
+
+
+def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
+    pages = worker.get("pages", {})
+    values = [worker.get(key, "-") for key in ("id", "role", "state", "pid", "address")]
+    values += [pages.get(key, "-") for key in ("total", "free", "cached", "reserved", "used")]
+    values += [worker.get("running", "-"), worker.get("waiting", "-")]
+    values.append({True: "yes", False: "no"}.get(worker.get("exact", False)))
+    return tuple(str(value) for value in values)
+
+
+def _gpu_line(worker: Mapping[str, Any]) -> str:
+    """What is wrong with the worker's GPU; empty: nothing, or nobody knows."""
+    gpu = worker.get("gpu") or {}
+    if gpu.get("state", "ok") == "ok":
+        return ""
+    return f"GPU of {worker.get('id', '-')}: {gpu['state']}, {', '.join(map(str, gpu.get('reasons', ())))}"
+
+
+def circuit_line(worker: Mapping[str, Any]) -> str:
+    """Why the worker gets no work, or should get none; empty: it gets work, or an older gateway does not say."""
+    circuit = worker.get("circuit") or {}
+    if not circuit:
+        return ""
+    what = {"open": "is kept from work", "half_open": "is kept from work, and tried"}.get(
+        str(circuit.get("state")), "should get no work, and does, as no more of its role can be spared"
+    )
+    times = int(circuit.get("num_openings", 1))
+    again = f", {times} times lately" if times > 1 else ""
+    since = f"since {float(circuit.get('for_s', 0.0)):.0f} s{again}"
+    return f"{worker.get('id', '-')} {what}: {circuit.get('cause', '-')}: {circuit.get('words', '-')} ({since})"
+
+
+def cut_line(pair: Mapping[str, Any]) -> str:
+    """Between which workers no pages go, and what they fail of."""
+    what = "is used all the same" if pair.get("state") == "suspected" else "is avoided"
+    between = f"the way from {pair.get('prefill_id', '-')} to {pair.get('decode_id', '-')}"
+    return f"{between} {what}: {pair.get('words') or 'pages do not arrive'} (since {float(pair.get('for_s', 0)):.0f} s)"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    return ["  ".join(_cell(*cell) for cell in zip(HEADINGS, row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _cell(heading: str, value: str, width: int) -> str:
+    return value.rjust(width) if heading in NUMERIC else value.ljust(width)

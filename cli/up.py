@@ -1,0 +1,469 @@
+"""`tandem up`: a whole cluster on this machine, from the first check of the model folder to the last ended process.
+
+Knows what must run and in which order it starts and ends; how a process is kept running is the supervisor's.
+"""
+
+import asyncio
+import errno
+import os
+import shutil
+import signal
+import socket
+import ssl
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from cli.api_client import ApiRefused, ApiUnreachable, get_json, get_status
+from cli.children import (
+    GATEWAY,
+    REDIS,
+    WORKER_HOST,
+    Addresses,
+    ChildSpec,
+    ModelPlan,
+    child_environment,
+    gateway_spec,
+    model_plans,
+    worker_specs,
+)
+from cli.cores import this_machine
+from cli.gpus import visible_gpus
+from cli.log_files import make_private_folder
+from cli.progress import Progress
+from cli.restarts import EXIT_BAD_INPUT, RestartPolicy
+from cli.supervisor import Child, Supervisor
+from cli.up_settings import StorageSettings, UpSettings
+from gateway.access.keys import digest_of_key, new_key, read_keys
+from gateway.models.model_files import read_model_files
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.memory import memory_for
+from services.engine.weights.config import load_config
+from services.runtime.cluster_secret import Secrets
+from services.runtime.config import join_host_port, load
+from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
+from services.runtime.tls import Identity, pinned_context
+
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""SIGHUP: the terminal was closed."""
+POLL_S = 0.1
+SLOW_POLL_S = 1.0
+PROBE_TIMEOUT_S = 2.0
+STRAGGLER_GRACE_S = 15.0
+"""After the first request could be served, how long `ready` waits for workers that are still loading."""
+GATEWAY_GRACE_S = 3.0
+"""What the gateway gets beyond --stop-grace, to tell the requests that did not finish in it."""
+WORKER_GRACE_S = 5.0
+"""Workers end after the gateway, when no request is left; this is for leaving the cluster in order."""
+NUM_TAIL_LINES = 20
+
+
+class NotReady(TandemError):
+    """The cluster could not serve a request in time."""
+
+
+class PortTaken(TandemError):
+    """An API's address cannot be used."""
+
+
+def run(settings: UpSettings) -> int:
+    """Runs the cluster until a signal ends it; returns the exit code.
+
+    Raises ModelError, ConfigError, PortTaken or StoreUnavailable where the cluster cannot be started.
+    """
+    with _early_signals() as early_signals:
+        return _run(settings, early_signals)
+
+
+def _run(settings: UpSettings, early_signals: list[int]) -> int:
+    plans = model_plans(settings)
+    for plan in plans:
+        load_config(plan.path)
+        read_model_files(plan.path)
+    if settings.api_keys is not None:
+        read_keys(settings.api_keys)
+    check_certificate(settings, plans)
+    Secrets(file=settings.cluster_secret_file, value=settings.cluster_secret)  # as every child would refuse it
+    http_port = claim_port(settings.host, settings.http_port, flag="--http-port")
+    grpc_port = claim_port(settings.host, settings.grpc_port, flag="--grpc-port", taken=http_port)
+    with _log_folder(settings.log_dir) as logs, _pid_file(settings.pid_file), _redis(settings) as redis:
+        redis_url = settings.redis if redis is None else redis.url
+        assert redis_url is not None, "either --redis is given or the embedded one runs"
+        key = None if settings.api_keys is None else new_key()
+        digest = None if key is None else digest_of_key(key)
+        addresses = Addresses(redis_url, http_port, grpc_port, digest)
+        up = Up(settings, plans, addresses, redis, logs.path, api_key=key)
+        logs.is_worth_keeping = True  # unless it comes to one of the two ends that explain themselves
+        code = asyncio.run(up.run(early_signals))
+        logs.is_worth_keeping = code not in (0, EXIT_BAD_INPUT)
+        return code
+
+
+def check_certificate(settings: UpSettings, plans: Sequence[ModelPlan]) -> None:
+    """Refuses what every child would refuse. Raises ConfigError that names file and rule."""
+    if settings.tls is None:
+        return
+    num_workers = {
+        "prefill": sum(plan.num_prefill for plan in plans),
+        "decode": sum(plan.num_decode for plan in plans),
+    }
+    roles = (GATEWAY, *(role for role, number in num_workers.items() if number))
+    Identity(settings.tls, roles=roles, host="" if settings.tls_ca is None else WORKER_HOST)
+
+
+def claim_port(host: str, port: int, *, flag: str, taken: int | None = None) -> int:
+    """The port itself if it is free, a free one for 0. Raises PortTaken.
+
+    It is not kept open: between here and the gateway's start another program could take it; then the gateway says so.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            found = int(probe.getsockname()[1])
+    except (OSError, UnicodeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            reason = "is taken by another program; give another port with"
+        else:
+            reason = f"cannot be used ({getattr(error, 'strerror', None) or error}); check --host and"
+        raise PortTaken(f"{join_host_port(host, port)} {reason} {flag}") from error
+    return found if found != taken else claim_port(host, port, flag=flag, taken=taken)
+
+
+class Up:
+    """One run of a cluster. Make it and call `run` once."""
+
+    def __init__(
+        self,
+        settings: UpSettings,
+        plans: Sequence[ModelPlan],
+        addresses: Addresses,
+        redis: EmbeddedRedis | None,
+        log_dir: Path,
+        *,
+        policy: RestartPolicy | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        environment = child_environment(os.environ, parent_pid=os.getpid())
+        self._settings = settings
+        self._api_key = api_key
+        self._redis = redis
+        self._log_dir = log_dir
+        self._policy = policy or RestartPolicy()
+        self._workers = worker_specs(settings, plans, addresses, environment, this_machine(), visible_gpus(environment))
+        self._gateway = gateway_spec(settings, addresses, environment)
+        scheme = "http" if settings.tls is None else "https"
+        self._probe_url = f"{scheme}://{join_host_port(_connectable(settings.host), addresses.http_port)}"
+        self._http = f"{scheme}://{join_host_port(settings.host, addresses.http_port)}"
+        self._grpc = join_host_port(settings.host, addresses.grpc_port)
+        names = ([REDIS] if redis is not None else []) + [spec.name for spec in self._all_specs]
+        self._progress = Progress(sys.stderr, names, is_live=sys.stderr.isatty() and not settings.verbose)
+        self._supervisor = Supervisor(log_dir=log_dir, on_change=self._on_change, policy=self._policy)
+        self._stop = asyncio.Event()
+        self._ready_pids: dict[str, int] = {}
+
+    async def run(self, early_signals: list[int]) -> int:
+        """Starts everything, says when it is ready, waits for the end, ends everything.
+
+        `early_signals` are those that asked for the end before this. Returns the exit code. Raises NotReady.
+        """
+        if self._redis is not None:
+            self._progress.show(REDIS, f"ready (pid {self._redis.pid})", is_done=True)
+        async with _signals(self._on_signal), self._side_tasks():
+            if early_signals:
+                return 0
+            self._supervisor.start(self._all_specs)
+            try:
+                if await self._until_over(self._until_ready()):
+                    self._progress.finish()
+                    print(f"ready http={self._http} grpc={self._grpc}", flush=True)
+                    await self._until_over(self._watch_readiness())
+            finally:
+                self._progress.finish()
+                await self._end_all()
+        return self._exit_code()
+
+    @property
+    def _all_specs(self) -> list[ChildSpec]:
+        return [self._gateway, *self._workers]
+
+    async def _until_over(self, work: Any) -> bool:
+        """Whether `work` came to its end before somebody asked for the end of everything."""
+        tasks = [
+            asyncio.ensure_future(work),
+            asyncio.ensure_future(self._stop.wait()),
+            asyncio.ensure_future(self._supervisor.gave_up.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            is_over = self._stop.is_set() or self._supervisor.gave_up.is_set()
+            if not is_over:
+                tasks[0].result()
+            return not is_over
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _until_ready(self) -> None:
+        """Returns when a request can be served and every worker has had its chance to load. Raises NotReady."""
+        give_up_at_s = time.monotonic() + self._settings.start_timeout
+        can_serve_since_s: float | None = None
+        while True:
+            await self._look()
+            if can_serve_since_s is None and await self._can_serve():
+                can_serve_since_s = time.monotonic()
+            if can_serve_since_s is not None and (
+                self._are_all_ready or time.monotonic() - can_serve_since_s > STRAGGLER_GRACE_S
+            ):
+                return
+            if can_serve_since_s is None and time.monotonic() > give_up_at_s:
+                raise NotReady(
+                    f"no request can be served after {self._settings.start_timeout:g} s; logs: {self._log_dir}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def _watch_readiness(self) -> None:
+        """Notices workers that come back; runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(SLOW_POLL_S)
+            if not self._are_all_ready:
+                await self._look()
+
+    @property
+    def _are_all_ready(self) -> bool:
+        return all(self._ready_pids.get(name) == child.pid for name, child in self._supervisor.children.items())
+
+    async def _can_serve(self) -> bool:
+        try:
+            status = await asyncio.to_thread(
+                get_status, self._probe_url, "/ready", timeout_s=PROBE_TIMEOUT_S, tls=self._probe_tls()
+            )
+            return status == 200
+        except (ApiUnreachable, ConfigError):
+            return False
+
+    async def _look(self) -> None:
+        """Asks the gateway which processes are in rotation."""
+        gateway_pid = self._supervisor.children[GATEWAY].pid
+        try:
+            cluster = await asyncio.to_thread(
+                get_json,
+                self._probe_url,
+                "/cluster",
+                timeout_s=PROBE_TIMEOUT_S,
+                api_key=self._api_key,
+                tls=self._probe_tls(),
+            )
+        except (ApiUnreachable, ApiRefused, ConfigError):
+            return
+        if gateway_pid is not None:
+            self._mark_ready(GATEWAY, gateway_pid)
+        for worker in cluster.get("workers", []):
+            if worker.get("state") == "ready" and worker.get("id") in self._supervisor.children:
+                self._mark_ready(worker["id"], worker.get("pid"))
+
+    def _probe_tls(self) -> ssl.SSLContext | None:
+        """Our own gateway is known by the very certificate that it was given, whatever host that is for.
+
+        Raises ConfigError while the file is being replaced.
+        """
+        return None if self._settings.tls is None else pinned_context(self._settings.tls.cert)
+
+    def _mark_ready(self, name: str, pid: int | None) -> None:
+        """The child serves, if this is its process: the cluster may still list an earlier life of it."""
+        child = self._supervisor.children[name]
+        if child.pid is not None and child.pid == pid and self._ready_pids.get(name) != pid:
+            self._ready_pids[name] = pid
+            self._supervisor.mark_ready(name)
+            self._progress.show(name, f"ready (pid {pid})", is_done=True)
+
+    def _on_change(self, child: Child, news: str) -> None:
+        self._progress.show(child.name, news)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._supervisor.kill_all()
+        else:
+            self._stop.set()
+
+    @asynccontextmanager
+    async def _side_tasks(self) -> AsyncIterator[None]:
+        """What runs beside the main line: spinners, log lines on the screen, the care for Redis."""
+        tasks = [asyncio.create_task(self._tick())]
+        if self._settings.verbose:
+            tasks.append(asyncio.create_task(self._follow_logs()))
+        if self._redis is not None:
+            tasks.append(asyncio.create_task(self._keep_redis(self._redis)))
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            self._progress.tick()
+
+    async def _follow_logs(self) -> None:
+        """Copies what children write to standard error, each line with its writer's name."""
+        offsets: dict[str, int] = {}
+        while True:
+            for child in self._supervisor.children.values():
+                offsets[child.name] = self._show_log_from(child, offsets.get(child.name, 0))
+            await asyncio.sleep(POLL_S)
+
+    def _show_log_from(self, child: Child, offset: int) -> int:
+        """Shows the whole lines after `offset`; returns where the next ones begin."""
+        try:
+            with child.log.open("rb") as file:
+                file.seek(offset)
+                new = file.read(1 << 20)
+        except OSError:
+            return offset
+        end = new.rfind(b"\n") + 1
+        for line in new[:end].decode("utf-8", "replace").splitlines():
+            self._progress.note(f"{child.name} | {line}")
+        return offset + end
+
+    async def _keep_redis(self, redis: EmbeddedRedis) -> None:
+        """Starts the embedded Redis again when it has died. Its content is only a hint and comes back by itself."""
+        num_failures = 0
+        while True:
+            await asyncio.sleep(self._policy.backoff_s(num_failures))
+            if redis.is_running():
+                num_failures = 0
+                continue
+            self._progress.show(REDIS, "has ended; starting it again")
+            redis.kill()
+            try:
+                redis.start()  # on this thread: the kernel ends the server together with the thread that started it
+                self._progress.show(REDIS, f"ready (pid {redis.pid})", is_done=True)
+            except (StoreUnavailable, OSError) as error:
+                num_failures += 1
+                self._progress.show(REDIS, f"cannot be started: {error}")
+
+    async def _end_all(self) -> None:
+        """Gateway first, so that running requests keep their workers; Redis, the last, is ended by its owner."""
+        is_wanted = self._stop.is_set() and not self._supervisor.gave_up.is_set()
+        grace_s = self._settings.stop_grace if is_wanted else 0.0
+        await self._supervisor.stop([GATEWAY], grace_s=grace_s + GATEWAY_GRACE_S)
+        await self._supervisor.stop([spec.name for spec in self._workers], grace_s=WORKER_GRACE_S)
+
+    def _exit_code(self) -> int:
+        """0 if a signal ended it; else says on standard error what went wrong."""
+        failed = self._supervisor.failed
+        if failed is None:
+            return 1 if self._supervisor.gave_up.is_set() else 0
+        if failed.state.exit_code == EXIT_BAD_INPUT:
+            print(_sentence(failed), file=sys.stderr)
+            return EXIT_BAD_INPUT
+        for line in failed.last_log_lines(NUM_TAIL_LINES):
+            print(f"{failed.name} | {line}", file=sys.stderr)
+        print(f"error: {failed.name} cannot be started; its log is {failed.log}", file=sys.stderr)
+        return 1
+
+
+def _sentence(child: Child) -> str:
+    """The one sentence with which a service refuses its settings or its model."""
+    lines = child.last_log_lines(NUM_TAIL_LINES)
+    sentences = [line for line in lines if line.startswith("error: ")]
+    return sentences[-1] if sentences else "\n".join([*lines, f"error: {child.name} refuses its settings"])
+
+
+def _connectable(host: str) -> str:
+    """An address at which a server on `host` answers from this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104 - what a name means, not a bind
+
+
+@dataclass
+class _LogFolder:
+    """Where the children's output goes."""
+
+    path: Path
+    is_worth_keeping: bool = False
+    """Somebody will want to read what is in it, although it is a temporary one."""
+
+
+@contextmanager
+def _log_folder(wanted: Path | None) -> Iterator[_LogFolder]:
+    """The wanted folder, or a temporary one that is removed unless something went wrong."""
+    if wanted is not None:
+        make_private_folder(wanted)
+        yield _LogFolder(wanted)
+        return
+    logs = _LogFolder(Path(tempfile.mkdtemp(prefix="tandem-logs-")))
+    try:
+        yield logs
+    finally:
+        if not logs.is_worth_keeping:
+            shutil.rmtree(logs.path, ignore_errors=True)
+
+
+@contextmanager
+def _pid_file(path: Path | None) -> Iterator[None]:
+    """Holds this process's id in a file while the scope lasts."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{os.getpid()}\n")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _redis(settings: UpSettings) -> Iterator[EmbeddedRedis | None]:
+    """The embedded Redis, unless another one is given."""
+    if settings.redis is not None:
+        yield None
+        return
+    # The gateway has these from the environment too.
+    storage = load(StorageSettings, (), prog="tandem up")
+    max_memory_bytes = memory_for(storage.file_storage, storage.journal_storage)
+    with EmbeddedRedis(max_memory_bytes=max_memory_bytes) as redis:
+        yield redis
+
+
+@contextmanager
+def _early_signals() -> Iterator[list[int]]:
+    """Collects signals that come before the event loop runs.
+
+    They do not interrupt: between making a file or a process and taking charge of it, nobody would remove it.
+    """
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    previous = {number: signal.signal(number, note) for number in END_SIGNALS}
+    try:
+        yield came
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@asynccontextmanager
+async def _signals(on_signal: Callable[[], None]) -> AsyncIterator[None]:
+    """Calls `on_signal` for each signal that means the end; after the scope nothing interrupts the tidying up."""
+    loop = asyncio.get_running_loop()
+    for number in END_SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in END_SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)

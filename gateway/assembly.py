@@ -1,0 +1,455 @@
+"""One gateway process put together: sessions, APIs, and their orderly end. Reads no environment and no flags."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import cast
+
+from starlette.routing import BaseRoute
+
+from gateway.access.door import FrontDoor, KeyedDoor, OperatorsDoor
+from gateway.batches.batches_api import BatchesApi
+from gateway.batches.files_api import FilesApi
+from gateway.batches.runner import LEAVE_S, Batches
+from gateway.config import GatewayConfig
+from gateway.dashboard.feed import Feed, GatewayFacts
+from gateway.dashboard.pages import Dashboard
+from gateway.edge.grpc_api import (
+    CLUSTER_SERVICE,
+    INFERENCE_SERVICE,
+    SERVICE_NAMES,
+    ClusterService,
+    InferenceService,
+    account_of,
+    register,
+)
+from gateway.edge.http_api import HttpApi
+from gateway.http.bodies import Bodies
+from gateway.http.browsers import BrowserGuard, Hosts
+from gateway.http.connections import MAX_CONNECTIONS
+from gateway.http.exchange import App
+from gateway.http.metrics import HttpUse
+from gateway.http.server import HttpServer
+from gateway.limits import MAX_BODY_BYTES
+from gateway.models.catalog import load_catalog
+from gateway.models.catalog_file import ModelEntry, read_models_file
+from gateway.named.memory import MemoryBounds
+from gateway.named.requests import Journals
+from gateway.observability.history import History
+from gateway.observability.metrics import Metrics
+from gateway.observability.storage_watch import StorageWatch
+from gateway.requests.admission import AdmissionQueue, Lane
+from gateway.requests.cache_hints import CacheHints
+from gateway.requests.dispatch import RoomLimits
+from gateway.requests.lifecycle import Policies, Requests
+from gateway.requests.overload import OverloadGuard
+from gateway.topology.members import Topology
+from gateway.topology.model_match import difference
+from gateway.topology.prefix_view import PrefixView
+from gateway.topology.presence import Presence
+from gateway.topology.trouble_watch import TroubleWatch, circuits
+from gateway.topology.troubles import Found, Troubles
+from services.cluster.batches import BatchStore
+from services.cluster.files import FileStore, Room
+from services.cluster.journal_room import JournalRoom
+from services.cluster.journals import JournalStore
+from services.cluster.memory import Complaint, MemoryUse
+from services.cluster.placements import PlacementStore, PlacementWriter
+from services.cluster.prefix_index import PrefixIndex
+from services.cluster.quarantine import Quarantine
+from services.cluster.rate_limits import Limiter
+from services.cluster.redis_store import Store
+from services.cluster.registry import Membership, WorkerRecord, new_incarnation, watch_workers
+from services.runtime import process, rpc
+from services.runtime.clock import SYSTEM_CLOCK, Deadline
+from services.runtime.cluster_secret import Secrets
+from services.runtime.errors import Overloaded
+from services.runtime.intake import Intake
+from services.runtime.places import Places
+from services.scheduling.disaggregation import DisaggregationSettings
+from services.scheduling.lanes import LaneOrder
+from services.scheduling.overload import OverloadPolicy, Targets
+from services.scheduling.queue import RequestQueue
+from services.scheduling.routing import Router, RoutingSettings
+
+LEAVING_RETRY_S = 1.0
+"""What a client is told whose request outlasted the drain."""
+ANSWER_S = 1.0
+"""Time to send that."""
+
+MAX_ADMIN_CONNECTIONS = 256
+MAX_GRPC_CONNECTIONS = 4096
+HTTP_PART, GRPC_PART = 2, 4
+"""HTTP may have one in two of the files that the process may open, gRPC one in four. The rest is for workers and Redis.
+"""
+BATCH_STORE_TIMEOUT_S = 2.0
+"""Nobody's request waits for this Redis call, and pieces of files are large."""
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """Everything that one process serves. Raises ModelError if a model folder cannot be used, ConfigError for the
+    models file.
+
+    With `secrets` only workers are used whose records a holder of one has signed. To be made on the event loop that
+    runs it.
+    """
+
+    def __init__(self, config: GatewayConfig, *, secrets: Secrets | None = None) -> None:
+        entries = _entries(config)
+        catalog = load_catalog(
+            entries, max_tokenize_chars=config.max_tokenize_chars, generation_config=config.generation_config
+        )
+        for model in catalog:
+            if model.sampling_defaults:
+                defaults = dict(model.sampling_defaults)
+                logger.info("sampling defaults of a model", extra={"model": model.name, "defaults": defaults})
+        self.incarnation = new_incarnation()
+        self.http_port = 0
+        self.grpc_port = 0
+        self.admin_port = 0
+        self.operator_port = 0
+        self._config = config
+        self._secrets = secrets
+        self._store = Store(config.redis, cluster=config.cluster)
+        self._placements = PlacementWriter(PlacementStore(self._store))
+        self._quarantine = Quarantine(self._store)
+        # Its own: an answer that is large and late must not keep others from asking.
+        self._page_store = Store(config.redis, cluster=config.cluster)
+        self._prefixes = PrefixView(PrefixIndex(self._page_store))
+        metrics = self.metrics = Metrics()
+        self.limiter = Limiter(self._store, gateway=self.incarnation)
+        self.door = FrontDoor(
+            self.limiter,
+            key_file=config.api_keys,
+            starter_digest=config.starter_key_digest,
+            on_refusal=metrics.note_tenant_refusal,
+        )
+        # Each model has its own, or a full one would hold up the others.
+        queues: dict[str, AdmissionQueue] = {}
+
+        def poke_all() -> None:
+            for queue in queues.values():
+                queue.poke()
+
+        served = {model.name: model.facts for model in catalog}
+        self.topology = Topology(
+            gateway_incarnation=self.incarnation,
+            on_change=poke_all,
+            judge=lambda record: difference(
+                record, served.get(record.model), allows_other_weights=config.allow_other_weights
+            ),
+            allows_inexact=config.allow_inexact,
+            presence=Presence(config.expect),
+        )
+        self.troubles = Troubles()
+        self._trouble_watch = TroubleWatch(self.troubles, self.topology, self._store, circuits=self._circuits)
+        self.troubles.listeners.append(lambda trouble, has_begun: self.topology.tell_watchers())
+        metrics.watch_troubles(self.troubles, self.topology.presence)
+        metrics.watch_pace(self.topology.pace)
+        metrics.watch_store(self._store)
+        for model in catalog:
+            queues[model.name] = AdmissionQueue(
+                functools.partial(self._make_lane, model.name),
+                order=LaneOrder(config.queue_strategy, tenant_weights=self.door.tenant_weights),
+            )
+        self.requests = Requests(
+            catalog=catalog,
+            topology=self.topology,
+            queues=queues,
+            policies=_policies(config),
+            placements=self._placements,
+            metrics=metrics,
+            quarantine=self._quarantine,
+            hints=CacheHints(self._prefixes, self.topology),
+            gateway_incarnation=self.incarnation,
+            seed=config.seed,
+            slow_request_s=config.slow_request_s,
+            history=History(targets=_targets(config)),
+        )
+        self._feed = Feed(
+            self.requests,
+            topology=self.topology,
+            metrics=metrics,
+            troubles=self.troubles,
+            facts=GatewayFacts(self.incarnation[:8], config.cluster, config.routing, SYSTEM_CLOCK.unix_ns() / 1e9),
+        )
+        self._journals = Journals(
+            self.requests,
+            JournalStore(self._store, room=JournalRoom(config.tenant_journal_storage, config.journal_storage)),
+            gateway_incarnation=self.incarnation,
+            bounds=MemoryBounds(config.tenant_journal_memory, config.journal_memory),
+            on_refusal=metrics.note_tenant_refusal,
+        )
+        metrics.watch_journals(lambda: self._journals.num_bytes)
+        # Its own too: files are larger still.
+        self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=BATCH_STORE_TIMEOUT_S)
+        files = FileStore(self._batch_store, room=Room(config.tenant_file_storage, config.file_storage))
+        self._storage = StorageWatch(
+            self._batch_store,
+            files,
+            journal_bytes=config.journal_storage,
+            on_use=self._note_storage,
+            on_complaints=self._note_complaints,
+        )
+        self.batches = Batches(
+            BatchStore(self._batch_store, files),
+            files,
+            gateway_incarnation=self.incarnation,
+            app_of=self._app_of,
+            check_model=self._check_model,
+            on_rows=lambda outcome, num_rows: metrics.batch_rows.labels(outcome).inc(num_rows),
+            num_rows=config.batch_rows,
+        )
+        file_routes = FilesApi(files, max_file_bytes=config.max_file_size).routes()
+        self._bodies = Bodies(config.body_memory, tenant_bytes=config.tenant_body_memory)
+        batch_routes = BatchesApi(self.batches.store, files, bodies=self._bodies, on_change=self.batches.poke).routes()
+        self._dashboard = Dashboard(self._feed, self.requests.log.history)
+        self.api = self._http_api(self.door, [*file_routes, *batch_routes])
+        identity = rpc.identity()
+        num_files = process.descriptor_limit()
+        most = min(config.max_connections or MAX_CONNECTIONS, num_files // HTTP_PART)
+        self._http = HttpServer(
+            self._guarded(self.api.app(), bound_to=config.http_host), identity=identity, max_connections=most
+        )
+        metrics.watch_http(HttpUse(self._http.connections, self._bodies))
+        self._admin: HttpServer | None = None
+        if config.admin_port is not None:
+            pages = self.api.admin_app(OperatorsDoor(self.door, digest=config.admin_key_digest))
+            guarded = self._guarded(pages, bound_to=config.admin_host)
+            self._admin = HttpServer(guarded, identity=identity, max_connections=MAX_ADMIN_CONNECTIONS)
+        self._socket: HttpServer | None = None
+        if config.admin_socket is not None:
+            self._socket = HttpServer(self.api.admin_app(None), max_connections=MAX_ADMIN_CONNECTIONS)
+        self.places = Places(config.message_memory // MAX_BODY_BYTES)
+        most = min(config.max_grpc_connections or MAX_GRPC_CONNECTIONS, process.descriptor_limit() // GRPC_PART)
+        self._grpc = rpc.make_server(
+            SERVICE_NAMES,
+            profile=rpc.PUBLIC,
+            with_reflection=config.reflection,
+            intake=Intake(
+                self.places,
+                account_of(self.door),
+                max_message_bytes=MAX_BODY_BYTES,
+                refusals_noted=self.requests.refusals_noted,
+            ),
+            max_connections=min(config.max_grpc_connections or MAX_GRPC_CONNECTIONS, num_files // GRPC_PART),
+        )
+        register(
+            self._grpc,
+            InferenceService(self.requests, self._journals, door=self.door, bodies=self._bodies),
+            ClusterService(self.requests, self.topology, door=self.door, troubles=self.troubles),
+        )
+        self._min_prefill = {
+            entry.name: config.min_prefill if entry.num_prefill is None else min(config.min_prefill, entry.num_prefill)
+            for entry in entries
+        }
+        self._strangers: set[str] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_leaving = False
+
+    def is_ready(self) -> bool:
+        """Whether every model has enough workers and the gateway is not leaving."""
+        return not self._is_leaving and all(map(self._has_workers, self._min_prefill))
+
+    def _has_workers(self, model: str) -> bool:
+        if self.topology.num_ready("decode", model) < self._config.min_decode:
+            return False
+        return self.topology.num_ready("prefill", model) >= self._min_prefill[model]
+
+    def _http_api(self, door: FrontDoor, more_routes: Sequence[BaseRoute] = ()) -> HttpApi:
+        return HttpApi(
+            self.requests,
+            journals=self._journals,
+            topology=self.topology,
+            metrics=self.metrics,
+            is_ready=self.is_ready,
+            door=door,
+            dashboard=self._dashboard,
+            port=lambda: self.http_port,
+            bodies=self._bodies,
+            store=self._store,
+            troubles=self.troubles,
+            more_routes=more_routes,
+        )
+
+    def _guarded(self, app: App, *, bound_to: str) -> App:
+        """The application of a port that web pages can reach."""
+        config = self._config
+        # A browser that was led here by another name does not take the certificate for that name's.
+        given = config.allowed_hosts or (None if config.tls is None else "*")
+        return BrowserGuard(
+            app,
+            Hosts(given, bound_to=bound_to),
+            origins=(config.cors_origins or "").split(","),
+            on_refusal=self.metrics.note_refusal,
+        )
+
+    def _app_of(self, key_digest: str) -> App:
+        """The HTTP API for rows of batches, which were sent with the key of this digest."""
+        return self._http_api(KeyedDoor(self.door, key_digest)).app()
+
+    def _check_model(self, key_digest: str, name: str | None) -> None:
+        """Raises Unauthenticated, PermissionDenied or NotFound where the key's owner may not ask the model."""
+        catalog = self.requests.catalog
+        self.door.check_model(self.door.key_with(key_digest), catalog.name_of(name), asked=name)
+        catalog.resolve(name)
+
+    def _make_lane(self, model: str, name: str) -> Lane:
+        config = self._config
+        waiting = RequestQueue(
+            strategy=config.queue_strategy,
+            max_waiting=config.max_queued_requests,
+            tenant_weights=self.door.tenant_weights,
+        )
+
+        guard = OverloadGuard(
+            OverloadPolicy(),
+            waiting,
+            targets=_targets(config),
+            free_share=lambda: self.topology.free_share(model, name),
+            num_computing=lambda: self.topology.num_ready("prefill", model) or self.topology.num_ready("decode", model),
+            clock=SYSTEM_CLOCK,
+        )
+        return Lane(name, waiting, guard)
+
+    async def start(self) -> None:
+        """Listens and begins to look for workers. Raises ConfigError where an address cannot be had."""
+        config = self._config
+        if config.operator_port is not None:
+            self.operator_port = self._grpc.listen(config.admin_host, config.operator_port, asks_for_certificate=True)
+        self.grpc_port = await self._grpc.start(config.grpc_host, config.grpc_port)
+        self.http_port = await self._http.start(config.http_host, config.http_port)
+        if self._admin is not None and config.admin_port is not None:
+            self.admin_port = await self._admin.start(config.admin_host, config.admin_port)
+        if self._socket is not None and config.admin_socket is not None:
+            await self._socket.start_on_socket(config.admin_socket)
+        self.door.start()
+        self._placements.start()
+        self._journals.start()
+        self._quarantine.start()
+        self._prefixes.start()
+        self.topology.start()
+        self.requests.monitor.start()
+        self.batches.start()
+        self._storage.start()
+        self._trouble_watch.start()
+        self._feed.start()
+        self._tasks = [
+            asyncio.create_task(self._follow_workers(), name="workers"),
+            asyncio.create_task(self._tell_readiness(), name="readiness"),
+        ]
+        await self._grpc.set_serving(True, "", CLUSTER_SERVICE)
+        logger.info("listening", extra={"http_port": self.http_port, "grpc_port": self.grpc_port})
+
+    async def stop(self) -> None:
+        """Leaves without losing a request, as far as `drain_s` allows; who still waits then gets an error.
+
+        The gateway says at once that it is not ready. Load balancers notice that a moment later, so it serves
+        everything as before for `linger_s`. Then it closes its HTTP port, which sends load balancers and clients
+        elsewhere, and refuses new requests on open connections while the running ones end.
+        """
+        self._is_leaving = True
+        leaving = Overloaded("the gateway is leaving", retry_after_s=LEAVING_RETRY_S)
+        deadline = Deadline.after(self._config.drain_s)
+        self._http.begin_to_leave()
+        await self._grpc.set_serving(False)
+        leaving_batches = asyncio.create_task(self.batches.close(timeout_s=min(LEAVE_S, self._config.drain_s)))
+        await asyncio.sleep(min(self._config.linger_s, self._config.drain_s))
+        await leaving_batches
+        self._http.close_listener()
+        # gRPC's listener stays until the end: the library closes it by cancelling the calls that are on their way,
+        # which is no reason for clients to try again, as a refusal is.
+        self.requests.refuse_new(leaving)
+        if not await self.requests.wait_until_idle(timeout_s=deadline.remaining_s()):
+            self.requests.end_all(leaving)
+            await self.requests.wait_until_idle(timeout_s=ANSWER_S)
+        await self._feed.close()
+        await asyncio.gather(self._grpc.stop(1.0), self._http.stop(1.0))
+        if self._admin is not None:
+            await self._admin.stop(1.0)
+        if self._socket is not None:
+            await self._socket.stop(1.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._journals.close()
+        await self._storage.close()
+        await self.requests.monitor.close()
+        await self._trouble_watch.close()
+        await self.topology.close()
+        await self._placements.close()
+        await self._quarantine.close()
+        await self._prefixes.close()
+        await self.door.close()
+        await self._page_store.close()
+        await self._batch_store.close()
+        await self._store.close()
+
+    def _circuits(self) -> Mapping[str, Found]:
+        return circuits(self.requests.circuits().values(), self.requests.cut_pairs())
+
+    def _note_storage(self, use: MemoryUse) -> None:
+        limits = {"files": self._config.file_storage, "journals": self._config.journal_storage}
+        self.metrics.note_storage(use, limits)
+
+    def _note_complaints(self, complaints: Iterable[Complaint]) -> None:
+        self.troubles.settle("storage", {one.subject: Found(one.what, one.advice) for one in complaints})
+
+    async def _tell_readiness(self) -> None:
+        """Keeps the health of the service that needs workers; the others', and the server's, is that it lives."""
+        was_ready = False
+        async with contextlib.aclosing(self.topology.changes()) as changes:
+            async for _ in changes:
+                if self._is_leaving:
+                    return
+                if self.is_ready() != was_ready:
+                    was_ready = not was_ready
+                    await self._grpc.set_serving(was_ready, INFERENCE_SERVICE)
+
+    async def _follow_workers(self) -> None:
+        watch = cast(
+            AsyncGenerator[Membership, None],
+            watch_workers(self._store, secrets=self._secrets, on_renewals=self.topology.take_renewals),
+        )
+        async with contextlib.aclosing(watch) as memberships:
+            async for membership in memberships:
+                self._trouble_watch.note_redis(is_away=membership.is_stale)
+                self.topology.take_membership(membership.workers, is_stale=membership.is_stale)
+                self._note_strangers(membership.workers)
+
+    def _note_strangers(self, workers: Iterable[WorkerRecord]) -> None:
+        """Says once of each worker that its model is not served here: its --model-name may be a mistake."""
+        strangers = {worker.incarnation: worker for worker in workers if worker.model not in self._min_prefill}
+        for incarnation in strangers.keys() - self._strangers:
+            worker = strangers[incarnation]
+            logger.info("a worker has a model not served here", extra={"worker": worker.id, "model": worker.model})
+        self._strangers = set(strangers)
+
+
+def _entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:
+    """The models file's, or the one model that the other two flags describe."""
+    if config.models is not None:
+        return read_models_file(config.models)
+    assert config.model is not None
+    return (ModelEntry(config.model_name or config.model.resolve().name, config.model),)
+
+
+def _targets(config: GatewayConfig) -> Targets:
+    return Targets(config.ttft_target_s or None, config.itl_target_s or None)
+
+
+def _policies(config: GatewayConfig) -> Policies:
+    disaggregation = DisaggregationSettings(local_prefill_tokens=config.local_prefill_tokens)
+    return Policies(
+        router=Router(config.routing, settings=RoutingSettings(disaggregation=disaggregation)),
+        room=RoomLimits(ahead_s=config.ahead_s, itl_s=config.itl_target_s or None),
+        region=config.region,
+        max_attempts=config.max_attempts,
+        max_request_s=config.max_request_s,
+        failover_wait_s=config.failover_wait_s,
+        max_queue_wait_s=config.max_queue_wait_s,
+    )

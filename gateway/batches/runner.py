@@ -1,0 +1,591 @@
+"""The batches that this gateway works on: it claims what nobody has, answers row by row, and lets go of what it loses.
+
+Each row is a request over HTTP without a connection, in the `batch` class, so everything that holds for a request holds
+for a row; 429 and 503 are not results but mean "later". What is known of a batch is in `services.cluster.batches`: any
+gateway can go on from there, with the rows that have no result yet. Knows no route.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from gateway.batches.rows import (
+    EXPIRED,
+    Checker,
+    FileWrong,
+    Line,
+    LineError,
+    lines_of,
+    result_line,
+    row_of,
+    unanswered_line,
+)
+from gateway.http.connections import in_process_scope
+from gateway.http.exchange import App
+from gateway.requests.fan_out import all_of
+from services.cluster.batches import Batch, BatchStore, Reply, Result, Status, has_result
+from services.cluster.files import FileStore
+from services.runtime.errors import StoreUnavailable, Unauthenticated
+
+POLL_S = 1.0
+"""How often a gateway looks for batches that nobody has."""
+MAX_OWNED = 32
+"""Batches that one gateway works on at once."""
+MAX_OWNED_OF_TENANT = 4
+"""Of these; a tenant's further ones wait, so that others' need not."""
+RENEWALS_PER_LEASE = 4
+STORE_RETRY_S = 0.25
+"""How often a Redis that is away is tried again."""
+FULL_RETRY_S = 5.0
+"""How often a result that found no room is tried again."""
+LEAVE_S = 5.0
+"""Time that running rows have to end when the gateway leaves."""
+MAX_PAUSE_S = 5.0
+"""Of a place whose row was told to come later: the next row may be told so too."""
+DEFAULT_RETRY_S = 1.0
+MAX_TIMEOUTS = 8
+"""So often may a row end with its deadline before that is its result: it may have waited for others all the time."""
+TIMEOUT_RETRY_S = 60.0
+"""After the first time; twice as long after each further one."""
+MAX_UNANSWERED_AT_ONCE = 500
+MAX_FAULTS = 3
+"""So often a gateway tries a batch that it fails to work on by a fault of its own; then the batch has failed."""
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Outcome = Literal["completed", "failed", "expired", "later"]
+
+
+class _Left(Exception):
+    """The batch is no longer ours, or not to be worked on any more."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row that has no result, and where its line is in the input."""
+
+    number: int
+    start: int
+    num_bytes: int
+    num_timeouts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowAnswer:
+    """What the API has answered to a row. `status` 0: nothing."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Batches:
+    """The batches of one gateway.
+
+    `app_of` makes the HTTP API as whoever has the API key of a digest sees it; `check_model` raises what that key's
+    owner would be told who asks for a model; `on_rows` takes what came of asking rows, and of how many. At most
+    `num_rows` rows are asked at once; 0: this gateway runs none.
+    """
+
+    def __init__(
+        self,
+        store: BatchStore,
+        files: FileStore,
+        *,
+        gateway_incarnation: str,
+        app_of: Callable[[str], App],
+        check_model: Callable[[str, str | None], None],
+        on_rows: Callable[[Outcome, int], None],
+        num_rows: int,
+        poll_s: float = POLL_S,
+    ) -> None:
+        self.store = store
+        self.files = files
+        self.app_of = app_of
+        self.check_model = check_model
+        self.on_rows = on_rows
+        self.num_rows = num_rows
+        self.slots = asyncio.Semaphore(num_rows)
+        """Shared by all batches; whoever has waited longest is next, so each gets as much as the others."""
+        self._gateway_incarnation = gateway_incarnation
+        self._poll_s = poll_s
+        self.faults: Counter[str] = Counter()
+        """Of our own making, by batch."""
+        self._runs: dict[str, BatchRun] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._has_news = asyncio.Event()
+
+    def start(self) -> None:
+        """Begins to look for batches, on the running loop."""
+        if self.num_rows:
+            self._task = asyncio.create_task(self._follow(), name="batches")
+
+    async def close(self, *, timeout_s: float = LEAVE_S) -> None:
+        """Begins no more rows, waits up to `timeout_s` for those that run, and lets go of all batches."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        for run in self._runs.values():
+            run.leave()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        for run in list(self._runs.values()):
+            run.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def poke(self, batch_id: str) -> None:
+        """Something has changed about a batch: it was made, or its end was asked for."""
+        self._has_news.set()
+        if batch_id in self._runs:
+            self._runs[batch_id].look()
+
+    async def _follow(self) -> None:
+        while True:
+            self._has_news.clear()
+            try:
+                while len(self._runs) < MAX_OWNED and await self._claim():
+                    pass
+            except StoreUnavailable:
+                pass
+            except Exception:  # root of the task: one batch that cannot be read keeps no other waiting
+                logger.exception("a batch cannot be claimed")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_s):
+                    await self._has_news.wait()
+
+    async def _claim(self) -> bool:
+        tenants = Counter(run.batch.order.tenant for run in self._runs.values())
+        full = [tenant for tenant, num_batches in tenants.items() if num_batches >= MAX_OWNED_OF_TENANT]
+        batch = await self.store.claim(self._gateway_incarnation, busy_tenants=list(tenants), full_tenants=full)
+        if batch is None:
+            return False
+        logger.info("a batch was claimed", extra={"batch": batch.id, "epoch": batch.epoch, "status": batch.status})
+        if batch.id in self._runs:
+            # Its claim ended before we could renew it, and now it is ours anew: the run of before is out of date.
+            self._runs.pop(batch.id).stop()
+        run = self._runs[batch.id] = BatchRun(self, batch)
+        task = asyncio.create_task(run.run(), name=f"batch {batch.id}")
+        self._tasks.add(task)
+        task.add_done_callback(functools.partial(self._forget, run))
+        return True
+
+    def _forget(self, run: "BatchRun", task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._runs.get(run.batch.id) is run:
+            del self._runs[run.batch.id]
+            self._has_news.set()
+
+
+class BatchRun:
+    """One batch while it is ours."""
+
+    def __init__(self, batches: Batches, batch: Batch) -> None:
+        self.batch = batch
+        self._batches = batches
+        self._store = batches.store
+        self._files = batches.files
+        self._app = batches.app_of(batch.order.key_digest)
+        self._total = batch.total
+        self._leaving = asyncio.Event()
+        self._looks = asyncio.Event()
+        self._has_claim = asyncio.Event()
+        """The claim was renewed so lately that nobody else can have the batch."""
+        self._has_claim.set()
+        self._has_stopped = False
+        self._is_full = False
+        self._end: Status | None = None
+        """Why the rows end before all are answered: the batch is cancelled, or its time is over."""
+        self._work: asyncio.Task[None] | None = None
+        self._rows: asyncio.Task[None] | None = None
+        self._pending: _Pending | None = None
+
+    async def run(self) -> None:
+        """Works until the batch is over, is another's, or is let go. Raises nothing."""
+        self._work = asyncio.current_task()
+        extra = {"batch": self.batch.id, "epoch": self.batch.epoch}
+        keeping = asyncio.create_task(self._keep(), name=f"claim of {self.batch.id}")
+        try:
+            await self._go_through()
+            logger.info("a batch is over", extra=extra)
+        except (_Left, asyncio.CancelledError):
+            logger.info("a batch was let go", extra=extra)
+            with contextlib.suppress(StoreUnavailable):
+                await self._store.release(self.batch)
+        except Exception:  # a loop's root; nobody renews the claim, so after a while it is tried again
+            logger.exception("a batch cannot be worked on", extra=extra)
+            faults = self._batches.faults
+            faults[self.batch.id] += 1
+            if faults[self.batch.id] >= MAX_FAULTS:
+                wrong = LineError("internal_error", "The server has failed to work on this batch, again and again.")
+                with contextlib.suppress(StoreUnavailable):
+                    await self._store.advance(self.batch, Status.FAILED, errors=_json((wrong,)))
+        finally:
+            keeping.cancel()
+            await asyncio.wait((keeping,))
+
+    def leave(self) -> None:
+        """No row is begun any more; the batch is let go when those that run have ended."""
+        self._leaving.set()
+        if self._pending is not None:
+            self._pending.close()
+
+    def stop(self) -> None:
+        """It is let go at once."""
+        self.leave()
+        if self._work is not None and not self._has_stopped:
+            self._has_stopped = True  # a second cancellation would interrupt what the first one ends
+            self._work.cancel()
+
+    def look(self) -> None:
+        """Looks now whether the batch is to be ended."""
+        self._looks.set()
+
+    async def _go_through(self) -> None:
+        """From where the batch stands to its end. Raises _Left."""
+        status = self.batch.status
+        outcome: str | None = self.batch.outcome
+        try:
+            if status is Status.VALIDATING:
+                self._total, longest_id = await self._count_rows()
+                has_begun = await self._advance(
+                    Status.IN_PROGRESS, total=self._total, row_bytes=len(self._expired_line(0, longest_id))
+                )
+                status = Status.IN_PROGRESS if has_begun else Status.CANCELLING
+            if status is Status.IN_PROGRESS:
+                outcome = await self._answer_rows()
+                is_final = outcome is not None and await self._advance(Status.FINALIZING, outcome=outcome)
+                status = Status.FINALIZING if is_final else Status.CANCELLING
+            if status is Status.CANCELLING:
+                await self._advance(Status.CANCELLED)
+                return
+            if outcome == Status.EXPIRED:
+                await self._expire_rows()
+            assert outcome
+            await self._advance(Status(outcome))
+        except FileWrong as wrong:
+            await self._advance(Status.FAILED, errors=_json(wrong.errors))
+
+    async def _count_rows(self) -> tuple[int, str]:
+        """Checks the whole file. How many rows it has, 0 where the batch was cancelled meanwhile, and the longest
+        custom_id. Raises FileWrong.
+        """
+        digest = self.batch.order.key_digest
+        checker = Checker(self.batch.order.endpoint, lambda model: self._batches.check_model(digest, model))
+        try:
+            async with contextlib.aclosing(self._input()) as chunks, contextlib.aclosing(lines_of(chunks)) as lines:
+                async for line in lines:
+                    if self._end is not None:
+                        return 0, ""
+                    checker.check(line.number, line.data)
+        except Unauthenticated as error:
+            raise FileWrong(LineError("invalid_api_key", error.message)) from error
+        return checker.finish(), checker.longest_custom_id
+
+    async def _answer_rows(self) -> Status | None:
+        """Answers what has no result yet. What the batch comes to; None: it was cancelled. Raises FileWrong."""
+        if self._end is None:
+            rows = self._rows = asyncio.create_task(self._ask_rows(), name=f"rows of {self.batch.id}")
+            try:
+                await asyncio.wait((rows,))
+            finally:
+                rows.cancel()
+                await asyncio.wait((rows,))
+        if self._end is not None:
+            return Status.EXPIRED if self._end is Status.EXPIRED else None
+        rows.result()
+        if self._leaving.is_set():
+            raise _Left
+        return Status.COMPLETED
+
+    async def _ask_rows(self) -> None:
+        bits = await self._done_rows()
+        num_rows = self._total - int.from_bytes(bits).bit_count()
+        async with contextlib.aclosing(self._unanswered(bits)) as unanswered:
+            self._pending = _Pending(unanswered, num_rows, self._line_of)
+            if self._leaving.is_set():
+                self._pending.close()
+            await all_of([self._answer(self._pending) for _ in range(self._batches.num_rows)])
+
+    async def _answer(self, pending: "_Pending") -> None:
+        """One of those who answer the rows, side by side."""
+        while (answered := await self._ask_next(pending)) is not None:
+            row, custom_id, answer = answered
+            later_s = _later_s(answer, row)
+            if later_s is not None:
+                pending.put_off(row, later_s)
+                self._batches.on_rows("later", 1)
+                await self._pause(min(later_s, MAX_PAUSE_S))
+                continue
+            line = result_line(
+                self.batch.id,
+                row.number,
+                custom_id,
+                status=answer.status,
+                request_id=answer.headers.get("x-request-id", ""),
+                body=answer.body,
+            )
+            has_failed = answer.status != 200
+            await self._record([Result(row.number, line, has_failed)])
+            self._batches.on_rows("failed" if has_failed else "completed", 1)
+
+    async def _ask_next(self, pending: "_Pending") -> "tuple[_Row, str, RowAnswer] | None":
+        """The next row, its custom_id and what the API answers to it; None: there is none, or none is begun any more.
+
+        The lines of rows that wait for a slot are not in memory.
+        """
+        async with contextlib.AsyncExitStack() as held:
+            async with pending.turn:
+                if not await pending.is_due():
+                    return None
+                await held.enter_async_context(self._batches.slots)
+                await self._has_claim.wait()
+                if self._leaving.is_set():
+                    return None
+                row, line = await pending.take()
+            asked = row_of(line)
+            return row, asked.custom_id, await ask(self._app, self.batch.order.endpoint, bytes(asked.body))
+
+    async def _record(self, results: list[Result], *, beyond_room: bool = False) -> None:
+        """Waits for Redis and for room, as long as it takes. Raises FileWrong or _Left where it would be in vain."""
+        while True:
+            reply = await self._surely(lambda: self._store.record(self.batch, results, beyond_room=beyond_room))
+            if reply is Reply.FULL:
+                if not self._is_full:
+                    logger.warning("no room for the results of a batch", extra={"batch": self.batch.id})
+                self._is_full = True
+                await self._pause(FULL_RETRY_S)
+                if self._leaving.is_set():
+                    raise _Left
+            elif reply is Reply.LOST:
+                raise _forgotten()
+            elif reply is Reply.DONE:
+                return
+            else:
+                raise _Left
+
+    async def _expire_rows(self) -> None:
+        """Rows that have no result get one that says why."""
+        results: list[Result] = []
+        async with contextlib.aclosing(self._unanswered(await self._done_rows())) as unanswered:
+            async for number, line in unanswered:
+                said = self._expired_line(number, row_of(line.data).custom_id)
+                results.append(Result(number, said, has_failed=True))
+                if len(results) == MAX_UNANSWERED_AT_ONCE:
+                    await self._record(results, beyond_room=True)
+                    self._batches.on_rows("expired", len(results))
+                    results.clear()
+        await self._record(results, beyond_room=True)
+        self._batches.on_rows("expired", len(results))
+
+    def _expired_line(self, row: int, custom_id: str) -> bytes:
+        """The result of a row whose time was over, for which there is room from the beginning on."""
+        code, message = EXPIRED
+        return unanswered_line(self.batch.id, row, custom_id, code=code, message=message)
+
+    async def _done_rows(self) -> bytes:
+        """Which rows have a result now. Raises FileWrong."""
+        bits = await self._surely(lambda: self._store.done_rows(self.batch))
+        if len(bits) != (self._total + 7) // 8:
+            raise _forgotten()
+        return bits
+
+    async def _unanswered(self, bits: bytes) -> AsyncGenerator[tuple[int, Line], None]:
+        """(number, line) of the rows without a result. Raises FileWrong."""
+        number = 0
+        async with contextlib.aclosing(self._input()) as chunks, contextlib.aclosing(lines_of(chunks)) as lines:
+            async for line in lines:
+                if not has_result(bits, number):
+                    yield number, line
+                number += 1
+
+    async def _line_of(self, row: _Row) -> bytes:
+        """Reads a row's line again. Raises FileWrong where the file is gone."""
+        order = self.batch.order
+        line = await self._surely(lambda: self._files.read(order.input_file_id, row.start, row.num_bytes))
+        if len(line) != row.num_bytes:
+            raise _input_gone()
+        return line
+
+    async def _input(self) -> AsyncGenerator[bytes, None]:
+        """The file of rows. Raises FileWrong where it is gone."""
+        order = self.batch.order
+        file = await self._surely(lambda: self._files.find(order.input_file_id))
+        if file is None or file.tenant != order.tenant:
+            raise _input_gone()
+        for index in range(file.num_chunks):
+            data = await self._surely(functools.partial(self._files.chunk, file.id, index))
+            if data is None:
+                raise _input_gone()
+            yield data
+            if self._leaving.is_set() and self._rows is None:
+                raise _Left
+
+    async def _advance(self, status: Status, **more: Any) -> bool:
+        """Whether the batch stands there now; if not it was cancelled. Raises _Left, or FileWrong without room."""
+        reply = await self._surely(lambda: self._store.advance(self.batch, status, **more))
+        if reply is Reply.FULL:
+            raise FileWrong(LineError("storage_full", "There is no room for one line for each row: delete some files."))
+        if reply not in (Reply.DONE, Reply.REFUSED):
+            raise _Left
+        return reply is Reply.DONE
+
+    async def _surely(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Asks Redis until it answers."""
+        while True:
+            try:
+                return await call()
+            except StoreUnavailable:
+                await asyncio.sleep(STORE_RETRY_S)
+
+    async def _pause(self, seconds: float) -> None:
+        """Waits, but not where the batch is to be let go."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._leaving.wait()
+
+    async def _keep(self) -> None:
+        """Renews the claim, and ends the rows where the batch was cancelled or its time is over."""
+        loop = asyncio.get_running_loop()
+        renewed_s = loop.time()
+        while True:
+            self._looks.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._store.lease_s / RENEWALS_PER_LEASE):
+                    await self._looks.wait()
+            asked_s = loop.time()
+            try:
+                claim = await self._store.renew(self.batch)
+            except StoreUnavailable:
+                # Somebody else may have the batch soon: what runs goes on, and may be recorded first.
+                if loop.time() - renewed_s > self._store.lease_s / 2:
+                    self._has_claim.clear()
+                continue
+            if claim.reply is not Reply.DONE:
+                self.stop()
+                return
+            renewed_s = asked_s
+            self._has_claim.set()
+            if claim.status is Status.CANCELLING:
+                self._end_rows(Status.CANCELLING)
+            elif claim.status is Status.IN_PROGRESS and claim.is_expired:
+                self._end_rows(Status.EXPIRED)
+
+    def _end_rows(self, end: Status) -> None:
+        if self._end is None:
+            self._end = end
+            if self._rows is not None:
+                self._rows.cancel()
+
+
+class _Pending:
+    """The rows that are to be asked: those of the file in order, and those that were put off once their time comes.
+
+    `rows` are `num_rows`, in the file; `read` reads the line of one that was put off. Whoever has the `turn` may wait
+    for a row and take it.
+    """
+
+    def __init__(
+        self, rows: AsyncIterator[tuple[int, Line]], num_rows: int, read: Callable[[_Row], Awaitable[bytes]]
+    ) -> None:
+        self.turn = asyncio.Lock()
+        self._rows = rows
+        self._num_in_file = num_rows
+        self._read = read
+        self._later: list[tuple[float, int, _Row]] = []
+        self._is_closed = False
+        self._has_news = asyncio.Event()
+
+    async def is_due(self) -> bool:
+        """Waits until a row can be taken; False: there is none, and any that will be put off is put off by somebody who
+        will take it.
+        """
+        loop = asyncio.get_running_loop()
+        while not self._is_closed:
+            if self._num_in_file:
+                return True
+            if not self._later:
+                return False
+            wait_s = self._later[0][0] - loop.time()
+            if wait_s <= 0:
+                return True
+            self._has_news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._has_news.wait()
+        return False
+
+    async def take(self) -> tuple[_Row, bytes]:
+        """A row that is due, and its line."""
+        if self._later and self._later[0][0] <= asyncio.get_running_loop().time():
+            row = heappop(self._later)[2]
+            return row, await self._read(row)
+        self._num_in_file -= 1
+        number, line = await anext(self._rows)
+        return _Row(number, line.start, len(line.data)), line.data
+
+    def put_off(self, row: _Row, later_s: float) -> None:
+        """It comes again after so long."""
+        heappush(self._later, (asyncio.get_running_loop().time() + later_s, row.number, row))
+        self._has_news.set()
+
+    def close(self) -> None:
+        """No row is taken any more."""
+        self._is_closed = True
+        self._has_news.set()
+
+
+async def ask(app: App, endpoint: str, body: bytes) -> RowAnswer:
+    """What the HTTP API answers to a row."""
+    headers = [(b"content-type", b"application/json"), (b"x-service-class", b"batch")]
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    status = 0
+    answer_headers: dict[str, str] = {}
+    parts: list[bytes] = []
+
+    async def receive() -> MutableMapping[str, Any]:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            answer_headers.update({name.decode(): value.decode("latin-1") for name, value in message["headers"]})
+        else:
+            parts.append(message["body"])
+
+    await app(in_process_scope("POST", endpoint, headers), receive, send)
+    return RowAnswer(status, answer_headers, b"".join(parts))
+
+
+def _later_s(answer: RowAnswer, row: _Row) -> float | None:
+    """After how long the row is to be asked again; None: this is its result."""
+    if answer.status == 504:
+        row.num_timeouts += 1
+        return TIMEOUT_RETRY_S * 2 ** (row.num_timeouts - 1) if row.num_timeouts < MAX_TIMEOUTS else None
+    if answer.status not in (0, 429, 503) or answer.headers.get("x-should-retry") == "false":
+        return None
+    said = answer.headers.get("retry-after", "")
+    return float(said) if said.isdecimal() else DEFAULT_RETRY_S
+
+
+def _input_gone() -> FileWrong:
+    return FileWrong(LineError("input_file_gone", "The input file was deleted or has expired."))
+
+
+def _forgotten() -> FileWrong:
+    return FileWrong(LineError("results_lost", "Results of this batch were lost; what is left is in its files."))
+
+
+def _json(errors: Sequence[LineError]) -> str:
+    return msgspec.json.encode(errors).decode()

@@ -1,0 +1,1 @@
+"""What clients talk to: the HTTP and gRPC APIs, from a message to a call and from an answer to messages."""

@@ -1,0 +1,157 @@
+"""The connections of one HTTP server: what a request may know of its own, and what all may hold and take together.
+
+Knows no HTTP beyond that connections have requests.
+"""
+
+from collections.abc import Callable, MutableMapping
+from typing import Any, Protocol
+
+import uvicorn.protocols.http.httptools_impl as httptools_impl
+
+from gateway.http.reading_turns import ReadingTurns
+
+EXTENSION = "tandem"
+"""The ASGI extension in which a request finds its connection."""
+MAX_CONNECTIONS = 10_000
+MAX_UNREAD_BYTES = 32 * 2**20
+"""Of the bodies of all requests together that came before anybody asked for them."""
+MAX_LATER_BYTES = 16 * 2**20
+"""Of requests of all connections together that were sent before the answer to an earlier one was complete."""
+
+
+class Connection:
+    """What a request may know of its connection: `on_lost` is called when the client goes away, `is_lost` says it did.
+
+    ASGI's own way is a task that waits for `http.disconnect`, which costs as much as parsing the request. And as ASGI
+    has messages for everything, a piece of an answer under way may be written here instead.
+    """
+
+    def __init__(self, protocol: httptools_impl.HttpToolsProtocol | None = None) -> None:
+        self.on_lost: Callable[[], None] | None = None
+        self.is_lost = False
+        self._protocol = protocol
+
+    def can_write(self) -> bool:
+        """Whether `write_chunk` may be called, by the answer that is being sent: the client takes what it gets."""
+        protocol = self._protocol
+        return protocol is not None and not protocol.flow.write_paused and not protocol.transport.is_closing()
+
+    def write_chunk(self, data: bytes) -> None:
+        """Writes a piece of an answer whose head was sent and whose length was not told."""
+        assert self._protocol is not None
+        self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def lose(self) -> None:
+        """The client has gone, or gets no further answer. The request no longer keeps the connection in memory."""
+        self.is_lost = True
+        self._protocol = None
+        if self.on_lost is not None:
+            self.on_lost()
+
+
+def connection_of(scope: MutableMapping[str, Any]) -> Connection:
+    """The connection that a request came on."""
+    connection: Connection = scope["extensions"][EXTENSION]["connection"]
+    return connection
+
+
+def in_process_scope(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """The scope of a request that came on no connection: its client never leaves, but its task may be cancelled."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": None,
+        "state": {},
+        "extensions": {EXTENSION: {"connection": Connection()}},
+    }
+
+
+class Abortable(Protocol):
+    """A connection that may be ended at once."""
+
+    def abort(self) -> None:
+        """Ends it."""
+
+
+class Budget:
+    """Bytes that all connections hold for one purpose: at most `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+
+    def take(self, num_bytes: int) -> bool:
+        """Takes some; False: there is no room for them."""
+        if self.num_bytes + num_bytes > self._max_bytes:
+            return False
+        self.num_bytes += num_bytes
+        return True
+
+    def give(self, num_bytes: int) -> None:
+        """Gives some back."""
+        self.num_bytes -= num_bytes
+
+
+class Connections:
+    """All connections of one server. Where there are `max_connections`, the oldest idle one ends for a new one.
+
+    Those that have never sent a whole head of a request end before those between two requests.
+    """
+
+    def __init__(self, max_connections: int = MAX_CONNECTIONS) -> None:
+        self.max_connections = max_connections
+        self.num_open = 0
+        self.num_ended = 0
+        """Idle ones that were ended for new ones."""
+        self.num_refused = 0
+        """New ones that were refused, as no other was idle."""
+        self.is_leaving = False
+        """Each connection ends with its next answer, which says so: its client then makes another one, elsewhere."""
+        self.unread = Budget(MAX_UNREAD_BYTES)
+        self.later = Budget(MAX_LATER_BYTES)
+        self.turns = ReadingTurns()
+        self._silent: dict[Abortable, None] = {}
+        self._idle: dict[Abortable, None] = {}
+
+    def enter(self, one: Abortable) -> bool:
+        """A connection was made, and is idle. False: there is no room for it; `leave` is to be called all the same."""
+        has_room = self.num_open < self.max_connections or self._end_oldest()
+        self.num_open += 1
+        if has_room:
+            self._silent[one] = None
+        else:
+            self.num_refused += 1
+        return has_room
+
+    def leave(self, one: Abortable) -> None:
+        """A connection has ended."""
+        self.num_open -= 1
+        self.mark_busy(one)
+
+    def mark_busy(self, one: Abortable) -> None:
+        """The head of a request has come."""
+        if self._idle.pop(one, self) is self:
+            self._silent.pop(one, None)
+
+    def mark_idle(self, one: Abortable) -> None:
+        """A request and its answer are complete."""
+        self._idle[one] = None
+
+    def _end_oldest(self) -> bool:
+        for group in (self._silent, self._idle):
+            if group:
+                oldest = next(iter(group))
+                del group[oldest]
+                self.num_ended += 1
+                oldest.abort()
+                return True
+        return False

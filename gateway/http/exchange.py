@@ -1,0 +1,332 @@
+"""One HTTP request and its answer, on ASGI itself: bodies within their limits, events, clients that leave, errors.
+
+Knows no route, and of an answer only that it is a body or events.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from gateway.http.bodies import SMALL_BODY_BYTES, Claim
+from gateway.http.connections import connection_of
+from gateway.limits import MAX_BODY_BYTES, MAX_BODY_READ_S
+from gateway.observability.metrics import Metrics
+from gateway.observability.request_log import RequestLog, code_of
+from gateway.requests.call import TenantTicket
+from services.runtime import status
+from services.runtime.errors import (
+    InvalidRequest,
+    RateLimited,
+    RequestCancelled,
+    TandemError,
+    Unauthenticated,
+)
+
+MAX_URL_BYTES = 8 * 1024
+LINGER_S = 2.0
+MIN_BODY_BYTES_PER_S = 16 * 1024
+"""Of a body that holds more than a small one may: it must come at least at this rate, looked at every BODY_LOOK_S."""
+BODY_LOOK_S = 5.0
+SLOW_CLIENT_LIMIT_S = 30.0
+"""A client that takes nothing for so long is dropped."""
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+HeaderPairs = list[tuple[bytes, bytes]]
+
+
+class HttpRefusal(InvalidRequest):
+    """A request that HTTP's own rules refuse, with the status for it. Its connection is closed."""
+
+    def __init__(self, message: str, *, http_status: int, code: str) -> None:
+        super().__init__(message, code=code)
+        self.http_status = http_status
+
+
+class Exchange:
+    """One request and its answer, on ASGI itself: this path is the one that every token takes."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.has_started = False
+        self.is_unread = True
+        """The end of the body was not seen yet."""
+        self._headers: HeaderPairs = scope["headers"]
+        self._first_values = dict(reversed(self._headers))
+        self._connection = connection_of(scope)
+        self._url_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        self._receive = receive
+        self._send = send
+        self._answer_headers: HeaderPairs = []
+        self._sending_since_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_client_lost = False
+        self._body_until_s = 0.0
+        self._slow_body = ""
+
+    def header(self, name: bytes) -> str:
+        """The value of a header, or an empty text."""
+        return self.optional_header(name) or ""
+
+    def optional_header(self, name: bytes) -> str | None:
+        """The value of a header; None if it is absent."""
+        value = self._first_values.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    def all_headers(self, name: bytes) -> list[str]:
+        """All values of a header."""
+        return header_values(self._headers, name)
+
+    def add_limits(self, ticket: TenantTicket | None) -> None:
+        """Tells what is left of the tenant's limits."""
+        if ticket is not None:
+            for name, value in ticket.headers:
+                self.add_header(name.encode(), value)
+
+    def add_trace(self, traceparent: str) -> None:
+        """Tells the client which span is its request's, if any is."""
+        if traceparent:
+            self.add_header(b"traceparent", traceparent)
+
+    def add_header(self, name: bytes, value: str) -> None:
+        """Adds a header to the answer."""
+        self._answer_headers.append((name, value.encode("latin-1")))
+
+    async def read_body(self, claim: Claim) -> bytes:
+        """The whole body. Raises HttpRefusal for what is no body of ours, before reading more than is allowed.
+
+        It has MAX_BODY_READ_S to come. One that holds more than a small body may has to come at a least rate too.
+        """
+        self._check_head()
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        self._body_until_s = loop.time() + MAX_BODY_READ_S
+        # A bare timer instead of asyncio.timeout: nearly always the body is here already.
+        self._timer = loop.call_later(min(BODY_LOOK_S, MAX_BODY_READ_S), self._check_body, task, claim, 0)
+        try:
+            body = await self._receive_body(claim)
+            self.is_unread = False
+            return body
+        except asyncio.CancelledError:
+            if self._is_client_lost and task.uncancel() == 0:
+                raise HttpRefusal(self._slow_body, http_status=408, code="request_timeout") from None
+            raise
+        finally:
+            self._timer.cancel()
+
+    def _check_body(self, task: "asyncio.Task[Any]", claim: Claim, num_before: int) -> None:
+        """Ends a body that takes too long. `num_before` bytes were there at the last look."""
+        loop = asyncio.get_running_loop()
+        left_s = self._body_until_s - loop.time()
+        if left_s <= 0:
+            self._slow_body = f"the body did not arrive within {MAX_BODY_READ_S:g} s"
+            self._lose_client(task)
+        elif claim.num_bytes > SMALL_BODY_BYTES and claim.num_bytes - num_before < MIN_BODY_BYTES_PER_S * BODY_LOOK_S:
+            self._slow_body = f"the body came at less than {MIN_BODY_BYTES_PER_S} bytes a second"
+            self._lose_client(task)
+        else:
+            self._timer = loop.call_later(min(BODY_LOOK_S, left_s), self._check_body, task, claim, claim.num_bytes)
+
+    async def answer(
+        self, http_status: int, body: bytes, extra: HeaderPairs | None = None, *, is_unread: bool = False
+    ) -> None:
+        """Sends a complete answer. `is_unread`: the request's body was not read, and its sender may still be at it."""
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            *self._answer_headers,
+            *(extra or ()),
+        ]
+        self.has_started = True
+        await self._send({"type": "http.response.start", "status": http_status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": is_unread})
+        if is_unread:
+            await self._discard_body()
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send_event(self, event: bytes) -> None:
+        """Sends server-sent events; begins the answer with the first."""
+        if not self.has_started:
+            self.has_started = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+                *self._answer_headers,
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._sending_since_s = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        self._sending_since_s = None
+
+    def can_send_event_now(self) -> bool:
+        """Whether `send_event_now` may be called: the answer has begun, and nothing waits to be sent before it."""
+        return self.has_started and self._connection.can_write()
+
+    def send_event_now(self, event: bytes) -> None:
+        """Sends server-sent events without waiting for anything."""
+        self._connection.write_chunk(event)
+
+    async def end_events(self) -> None:
+        """Ends a stream of events."""
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @contextlib.contextmanager
+    def cancelled_on_disconnect(self) -> Iterator[None]:
+        """Raises RequestCancelled in this task if the client goes away, or takes nothing for too long."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._connection.is_lost:
+            raise RequestCancelled("the client left")
+        self._connection.on_lost = functools.partial(self._lose_client, task)
+        self._check_progress(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._is_client_lost and task.uncancel() == 0:
+                raise RequestCancelled("the client left") from None
+            raise
+        finally:
+            self._connection.on_lost = None
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _check_progress(self, task: "asyncio.Task[Any]") -> None:
+        """Looks now and then whether one piece has been on its way for too long."""
+        loop = asyncio.get_running_loop()
+        since_s = self._sending_since_s
+        if since_s is not None and loop.time() - since_s > SLOW_CLIENT_LIMIT_S:
+            self._lose_client(task)
+        else:
+            self._timer = loop.call_later(SLOW_CLIENT_LIMIT_S / 4, self._check_progress, task)
+
+    def _lose_client(self, task: "asyncio.Task[Any]") -> None:
+        if not self._is_client_lost:
+            # Told again, the task would break off what it does to end.
+            self._is_client_lost = True
+            task.cancel()
+
+    async def _discard_body(self) -> None:
+        """Reads on for a moment: closing at once would reset the connection before the answer is read."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await self._receive()).get("more_body"):
+                    pass
+
+    def _check_head(self) -> None:
+        if self._url_bytes > MAX_URL_BYTES:
+            raise HttpRefusal("the URL is too long", http_status=414, code="url_too_long")
+        encoding = self.header(b"content-encoding")
+        if encoding and encoding.lower() != "identity":
+            raise HttpRefusal("send the body without content-encoding", http_status=415, code="unsupported_encoding")
+        check_json_type(self.header(b"content-type"))
+        length = self.header(b"content-length")
+        if length:
+            self._check_size(int(length) if length.isascii() and length.isdigit() else MAX_BODY_BYTES + 1)
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > MAX_BODY_BYTES:
+            raise HttpRefusal(
+                f"the body must have at most {MAX_BODY_BYTES} bytes", http_status=413, code="request_too_large"
+            )
+
+    async def _receive_body(self, claim: Claim) -> bytes:
+        body = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise RequestCancelled("the client left")
+            part: bytes = message.get("body", b"")
+            self._check_size(len(body) + len(part))
+            claim.add(len(part))
+            if not message.get("more_body"):
+                return bytes(body + part) if body else part
+            body += part
+
+
+class Endpoint:
+    """An ASGI endpoint that answers every error with OpenAI's object."""
+
+    def __init__(self, serve: Callable[[Exchange], Awaitable[None]], metrics: Metrics, log: RequestLog) -> None:
+        self._serve = serve
+        self._metrics = metrics
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._serve(exchange)
+        except RequestCancelled:
+            return
+        except Exception as error:  # noqa: BLE001 - the boundary: every request gets an answer
+            self._metrics.note_refusal(note_error(error))
+            if isinstance(error, TandemError):
+                self._log.note_refusal(error)
+            if not exchange.has_started:
+                is_unread = exchange.is_unread or isinstance(error, HttpRefusal)
+                headers = _error_headers(error, closes=is_unread)
+                await exchange.answer(_http_status(error), _error_body(error), headers, is_unread=is_unread)
+
+
+def check_json_type(content_type: str) -> None:
+    """Raises HttpRefusal for a body that is not said to be JSON, as what a form in a web page sends never is."""
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise HttpRefusal(
+            "send the header Content-Type: application/json", http_status=415, code="unsupported_media_type"
+        )
+
+
+def note_error(error: Exception) -> str:
+    """Logs what is not the client's business; gives the error's public code."""
+    if not isinstance(error, TandemError):
+        logger.error("a request failed", exc_info=error)
+    return code_of(error)
+
+
+def _http_status(error: BaseException) -> int:
+    return error.http_status if isinstance(error, HttpRefusal) else status.http_status(error)
+
+
+def _error_body(error: BaseException) -> bytes:
+    return msgspec.json.encode(status.openai_error(error))
+
+
+def header_values(headers: HeaderPairs, name: bytes) -> list[str]:
+    """All values of a header."""
+    return [value.decode("latin-1") for key, value in headers if key == name]
+
+
+def _error_headers(error: BaseException, *, closes: bool = False) -> HeaderPairs:
+    headers: HeaderPairs = []
+    if closes:
+        headers.append((b"connection", b"close"))
+    if isinstance(error, Unauthenticated):
+        headers.append((b"www-authenticate", b'Bearer realm="tandem"'))
+    if isinstance(error, RateLimited):
+        headers += [(name.encode(), value.encode()) for name, value in error.headers]
+    retry_after_s = status.retry_after_s(error)
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
+    elif _http_status(error) == HTTPStatus.CONFLICT:
+        # OpenAI's clients send again what met a conflict, and another body would meet it for as long as they do.
+        headers.append((b"x-should-retry", b"false"))
+    return headers
+
+
+def error_answer(error: Exception) -> Response:
+    """The same answer for routes that are Starlette's."""
+    headers = {key.decode(): value.decode() for key, value in _error_headers(error)}
+    return Response(_error_body(error), _http_status(error), headers, media_type="application/json")

@@ -1,0 +1,490 @@
+"""All limits and ranges of a request, and their checks; used by both APIs.
+
+Knows no HTTP, protobuf or tokenizer. Every failure is an InvalidRequest that names the field in the words of the API
+that was used: the HTTP bridge's names, or the gRPC names, which begin with `sampling.`.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from services.runtime.errors import InvalidRequest
+from services.scheduling.queue import ServiceClass
+from services.structured.form import AnswerForm
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_BODY_READ_S = 30.0
+MAX_UPLOAD_S = 120.0
+"""For a body that is a file."""
+MAX_MESSAGES = 2048
+MAX_CHOICES = 16
+"""Answers to one prompt."""
+MAX_SEQUENCES = 128
+"""Answers of one call: prompts times choices."""
+MAX_STOP_TEXTS = 16
+MAX_STOP_TEXT_BYTES = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_TEMPERATURE = 2.0
+GREEDY_TEMPERATURE = 1e-5
+"""Below it the likeliest token is taken, whatever the seed."""
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 10.0
+MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 100_000
+"""Of all tokens of a prompt together: some megabytes, which travel with the first token."""
+MAX_PRIORITY = 100
+MAX_NAME_CHARS = 64
+MAX_KEY_CHARS = 255
+MAX_AFFINITY_CHARS = 256
+MAX_TOKENIZE_CHARS = 2**20
+SLOW_REQUEST_S = 10.0
+"""The log says of a request that takes longer where its time went."""
+MAX_SCHEMA_BYTES = 64 * 1024
+"""Of a JSON schema for the answer, without white space."""
+MAX_SCHEMA_DEPTH = 64
+"""Objects and lists within one another in such a schema; an object's member is two levels below the object."""
+SERVICE_CLASSES = tuple(one.name.lower() for one in ServiceClass)
+"""From the most to the least urgent."""
+DEFAULT_SERVICE_CLASS = ServiceClass.NORMAL.name.lower()
+MAX_TOKENS_EVER = 2**31 - 1
+
+GRPC_PREFIX = "sampling."
+
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_KEY = re.compile(r"[\x20-\x7e]{1,255}")
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the served model can take. `context_length_tokens` counts prompt and answer together."""
+
+    vocab_size: int
+    context_length_tokens: int
+
+
+class AskedSampling(msgspec.Struct, kw_only=True):
+    """Sampling as a client asked for it; None where absence means something. Unchecked."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    json_schema: str = ""
+    """What the answer must keep to, as `gateway.models.response_format` writes it; empty: any text will do."""
+    form_field: str = "response_format"
+    """Which member of the request asks for that."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling as it will be done: checked, complete, the same for every attempt."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    logprobs: int | None
+    prompt_logprobs: int | None = None
+    form: AnswerForm | None = None
+
+
+def check_sampling(asked: AskedSampling | Sampling, limits: ModelLimits, *, prefix: str = "") -> None:
+    """Checks all values that do not depend on the prompt. `prefix` begins the field names in errors."""
+    if asked.max_tokens is not None:
+        check_integer(asked.max_tokens, prefix + "max_tokens", minimum=1, maximum=MAX_TOKENS_EVER)
+    check_integer(asked.min_tokens, prefix + "min_tokens", minimum=0, maximum=MAX_TOKENS_EVER)
+    if asked.max_tokens is not None and asked.min_tokens > asked.max_tokens:
+        raise _invalid(prefix + "min_tokens", asked.min_tokens, f"at most max_tokens, which is {asked.max_tokens}")
+    if asked.temperature is not None:
+        _check_number(asked.temperature, prefix + "temperature", 0.0, MAX_TEMPERATURE)
+    if asked.top_p is not None:
+        check_positive_number(asked.top_p, prefix + "top_p", 1.0)
+    if asked.top_k is not None:
+        check_integer(asked.top_k, prefix + "top_k", minimum=-1, maximum=MAX_TOKENS_EVER)
+    if asked.min_p is not None:
+        _check_number(asked.min_p, prefix + "min_p", 0.0, 1.0)
+    if asked.seed is not None:
+        check_integer(asked.seed, prefix + "seed", minimum=-(2**63), maximum=2**63 - 1)
+    _check_number(asked.presence_penalty, prefix + "presence_penalty", -MAX_PENALTY, MAX_PENALTY)
+    _check_number(asked.frequency_penalty, prefix + "frequency_penalty", -MAX_PENALTY, MAX_PENALTY)
+    if asked.repetition_penalty is not None:
+        check_positive_number(asked.repetition_penalty, prefix + "repetition_penalty", MAX_REPETITION_PENALTY)
+    if asked.logprobs is not None:
+        check_integer(asked.logprobs, prefix + "logprobs", minimum=0, maximum=MAX_LOGPROBS)
+    if asked.prompt_logprobs is not None:
+        check_integer(asked.prompt_logprobs, prefix + "prompt_logprobs", minimum=0, maximum=MAX_LOGPROBS)
+    if asked.stop:
+        _check_stop_texts(asked.stop, prefix + "stop")
+    if asked.stop_token_ids:
+        _check_count(asked.stop_token_ids, prefix + "stop_token_ids", MAX_STOP_TOKEN_IDS)
+        check_token_ids(asked.stop_token_ids, limits, field_name=prefix + "stop_token_ids")
+    if asked.logit_bias:
+        _check_logit_bias(asked.logit_bias, limits, prefix + "logit_bias")
+    if isinstance(asked, Sampling):
+        if asked.form is not None:
+            is_free = asked.form.may_be_text
+            check_with_form(asked, asked.form.num_bytes, prefix=prefix, may_be_text=is_free)
+    elif asked.json_schema:
+        check_with_form(asked, len(asked.json_schema.encode()), prefix=prefix, field_name=asked.form_field)
+
+
+def complete_sampling(
+    asked: AskedSampling,
+    limits: ModelLimits,
+    *,
+    num_prompt_tokens: int,
+    seed: int,
+    form: AnswerForm | None = None,
+    field_name: str = "prompt",
+) -> Sampling:
+    """The final sampling of one answer. Raises InvalidRequest with code context_length_exceeded where it cannot fit.
+
+    `form` is what becomes of `asked.json_schema`. `field_name` is what the error calls the prompt.
+    """
+    room = limits.context_length_tokens - num_prompt_tokens
+    max_tokens = room if asked.max_tokens is None else asked.max_tokens
+    if room < 1 or max_tokens > room or asked.min_tokens > max_tokens:
+        num_wanted = max(asked.max_tokens or 1, asked.min_tokens)
+        raise _context_length_exceeded(num_prompt_tokens, num_wanted, limits, field_name)
+    top_k = asked.top_k or 0
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=asked.min_tokens,
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        top_k=0 if top_k >= limits.vocab_size else max(top_k, 0),
+        min_p=0.0 if asked.min_p is None else asked.min_p,
+        seed=seed,
+        # Calls that must be made are no text that could hold one.
+        stop=() if form is not None and form.is_calls_only else tuple(asked.stop),
+        stop_token_ids=tuple(asked.stop_token_ids),
+        ignore_eos=asked.ignore_eos,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        logit_bias=asked.logit_bias,
+        logprobs=asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+        form=form,
+    )
+
+
+def check_prompt_logprobs(asked: AskedSampling, *, num_shown_tokens: int, field_name: str) -> None:
+    """Raises InvalidRequest if a call whose answers show so many tokens of prompts would show too much of them."""
+    num_entries = num_shown_tokens * (1 + (asked.prompt_logprobs or 0))
+    if asked.prompt_logprobs is not None and num_entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{field_name} asks for {num_entries} log-probabilities of prompts; the most is {MAX_PROMPT_LOGPROBS} in "
+            "all answers of a call together",
+            field=field_name,
+            code="invalid_value",
+        )
+
+
+def check_with_form(
+    asked: AskedSampling | Sampling,
+    num_schema_bytes: int,
+    *,
+    prefix: str = "",
+    field_name: str = "response_format",
+    may_be_text: bool = False,
+) -> None:
+    """An answer that must have a form ends where the form does, and nowhere else. `field_name` asks for the form.
+
+    One that `may_be_text` may end there as every text.
+    """
+    if num_schema_bytes > MAX_SCHEMA_BYTES:
+        asked_by = "response_format" if field_name in ("tools", "tool_choice") else field_name
+        raise InvalidRequest(
+            f"the schemas of {asked_by} and of tools must have at most {MAX_SCHEMA_BYTES} bytes together",
+            field=field_name,
+        )
+    for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
+        if getattr(asked, name):
+            what = "strict tools" if may_be_text else f"this {field_name}"
+            raise InvalidRequest(
+                f"{prefix}{name} cannot be used with {what}: the answer ends where its JSON does",
+                field=prefix + name,
+                code="unsupported_parameter",
+            )
+
+
+def prompt_form_error() -> InvalidRequest:
+    """For a prompt that has none of the forms that a prompt may have."""
+    return InvalidRequest(
+        "prompt must be a text, token ids, or a list of either, and not empty", field="prompt", code="invalid_value"
+    )
+
+
+def check_prompt_token_ids(token_ids: Sequence[int], limits: ModelLimits, *, field_name: str) -> None:
+    """At least one token, each in the vocabulary, and room for an answer."""
+    if not token_ids:
+        raise InvalidRequest(f"{field_name} is empty; at least one token is needed", field=field_name)
+    if len(token_ids) >= limits.context_length_tokens:
+        raise _context_length_exceeded(len(token_ids), 1, limits, field_name)
+    check_token_ids(token_ids, limits, field_name=field_name)
+
+
+def check_token_ids(token_ids: Sequence[Any], limits: ModelLimits, *, field_name: str) -> None:
+    """Each an integer in the vocabulary; true, 1.0 and "1" are none."""
+    if set(map(type, token_ids)) <= {int} and (not token_ids or _is_within(token_ids, limits.vocab_size)):
+        return
+    for position, token_id in enumerate(token_ids):
+        if type(token_id) is not int or not 0 <= token_id < limits.vocab_size:
+            rule = f"a token id in [0, {limits.vocab_size})"
+            raise _invalid(f"{field_name}[{position}]", token_id, rule, field_name=field_name)
+
+
+def check_text(text: str, *, field_name: str, max_chars: int | None = None) -> None:
+    """A text that can be encoded as UTF-8 and is not endless."""
+    if max_chars is not None:
+        _check_num_chars(len(text), max_chars, field_name)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{field_name} holds half of a surrogate pair, which is no text", field=field_name, code="invalid_encoding"
+        ) from error
+
+
+def check_text_to_count(text: str, *, field_name: str, max_chars: int) -> None:
+    """A text that becomes tokens for their own sake, which no model's context bounds."""
+    if len(text) > max_chars:
+        raise InvalidRequest(
+            f"{field_name} has {len(text)} characters but must have at most {max_chars}",
+            field=field_name,
+            code="string_above_max_length",
+        )
+    check_text(text, field_name=field_name)
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]], *, max_chars: int) -> list[dict[str, Any]]:
+    """Checked chat messages, each content as one string; parts of a list are joined by line breaks."""
+    if not messages:
+        raise InvalidRequest("messages is empty; at least one message is needed", field="messages")
+    _check_count(messages, "messages", MAX_MESSAGES)
+    checked = [_checked_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+    _check_num_chars(sum(len(message["content"]) for message in checked), max_chars, "messages")
+    return checked
+
+
+def check_num_choices(n: int, *, num_prompts: int = 1) -> None:
+    """`n` answers to each of the prompts."""
+    check_integer(n, "n", minimum=1, maximum=MAX_CHOICES)
+    if n * num_prompts > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n = {n} are too many answers for one call; the most is {MAX_SEQUENCES}",
+            field="prompt",
+        )
+
+
+def check_name(name: str, *, field_name: str) -> None:
+    """1 to 64 characters of [A-Za-z0-9_.:-]: request ids, tenants."""
+    if _NAME.fullmatch(name) is None:
+        rule = f"1 to {MAX_NAME_CHARS} characters of [A-Za-z0-9_.:-]"
+        raise InvalidRequest(f"{field_name} must be {rule}", field=field_name)
+
+
+def check_idempotency_key(key: str) -> None:
+    """1 to 255 printable ASCII characters."""
+    if _KEY.fullmatch(key) is None:
+        rule = f"1 to {MAX_KEY_CHARS} printable ASCII characters"
+        raise InvalidRequest(f"the idempotency key must be {rule}", field="Idempotency-Key", code="invalid_value")
+
+
+def check_permission(text: str, *, field_name: str) -> bool:
+    """`true` or `false`, as a header says it."""
+    if text not in ("true", "false"):
+        raise InvalidRequest(f"{field_name} must be true or false", field=field_name, code="invalid_value")
+    return text == "true"
+
+
+def check_short_text(text: str, *, field_name: str) -> None:
+    """At most 64 characters: identifiers that are only passed along."""
+    if len(text) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"{field_name} must have at most {MAX_NAME_CHARS} characters", field=field_name)
+
+
+def check_cache_salt(salt: str) -> None:
+    """1 to 64 characters of any kind."""
+    if not 1 <= len(salt) <= MAX_NAME_CHARS:
+        raise InvalidRequest(f"cache_salt must have 1 to {MAX_NAME_CHARS} characters", field="cache_salt")
+    check_text(salt, field_name="cache_salt")
+
+
+def check_priority(priority: int) -> None:
+    """In [-100, 100]."""
+    check_integer(priority, "priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
+
+
+def check_service_class(name: str) -> None:
+    """One of SERVICE_CLASSES."""
+    if name not in SERVICE_CLASSES:
+        rule = f"one of {', '.join(SERVICE_CLASSES)}"
+        raise InvalidRequest(f"service_class must be {rule}", field="service_class", code="invalid_value")
+
+
+def check_affinity_key(key: str, *, field_name: str) -> None:
+    """1 to 256 characters."""
+    if not 1 <= len(key) <= MAX_AFFINITY_CHARS:
+        raise InvalidRequest(f"{field_name} must have 1 to {MAX_AFFINITY_CHARS} characters", field=field_name)
+    check_text(key, field_name=field_name)
+
+
+def check_integer(value: Any, field_name: str, *, minimum: int, maximum: int) -> None:
+    """An integer in [minimum, maximum]; true and 1.0 are none."""
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise _invalid(field_name, value, f"an integer in [{minimum}, {maximum}]")
+
+
+def _check_number(value: Any, field_name: str, minimum: float, maximum: float) -> None:
+    if not _is_number(value) or not minimum <= value <= maximum:
+        raise _invalid(field_name, value, f"a number in [{minimum:g}, {maximum:g}]")
+
+
+def check_positive_number(value: Any, field_name: str, maximum: float) -> None:
+    """A number in (0, maximum]."""
+    if not _is_number(value) or not 0 < value <= maximum:
+        raise _invalid(field_name, value, f"a number in (0, {maximum:g}]")
+
+
+def _is_number(value: Any) -> bool:
+    """A finite number that is no bool; a huge integer counts, and is then out of any range."""
+    kind = type(value)
+    return kind is int or (kind is float and math.isfinite(value))
+
+
+def _is_within(token_ids: Sequence[int], vocab_size: int) -> bool:
+    return min(token_ids) >= 0 and max(token_ids) < vocab_size
+
+
+def _check_num_chars(num_chars: int, max_chars: int, field_name: str) -> None:
+    """Before tokenizing, so that an endless text costs nothing."""
+    if num_chars > max_chars:
+        raise InvalidRequest(
+            f"{field_name} has {num_chars} characters; more than {max_chars} cannot fit into the model's context",
+            field=field_name,
+            code="context_length_exceeded",
+        )
+
+
+def _check_stop_texts(stops: Sequence[Any], field_name: str) -> None:
+    _check_count(stops, field_name, MAX_STOP_TEXTS)
+    for position, stop in enumerate(stops):
+        name = f"{field_name}[{position}]"
+        if not isinstance(stop, str) or not stop:
+            raise InvalidRequest(f"{name} must be a text that is not empty", field=field_name)
+        check_text(stop, field_name=name)
+        if len(stop.encode()) > MAX_STOP_TEXT_BYTES:
+            raise InvalidRequest(f"{name} must have at most {MAX_STOP_TEXT_BYTES} bytes", field=field_name)
+
+
+def _check_logit_bias(biases: Mapping[Any, Any], limits: ModelLimits, field_name: str) -> None:
+    _check_count(biases, field_name, MAX_LOGIT_BIASES)
+    for token_id, bias in biases.items():
+        if type(token_id) is not int or not 0 <= token_id < limits.vocab_size:
+            raise _invalid(f"a key of {field_name}", token_id, f"a token id in [0, {limits.vocab_size})", field_name)
+        if not _is_number(bias) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise _invalid(f"{field_name}[{token_id}]", bias, "a number in [-100, 100]", field_name)
+
+
+def _check_count(values: Sequence[Any] | Mapping[Any, Any], field_name: str, most: int) -> None:
+    if len(values) > most:
+        raise InvalidRequest(f"{field_name} has {len(values)} entries; the most is {most}", field=field_name)
+
+
+def _checked_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{name} must be an object", field="messages")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidRequest(f"{name}.role must be one of {', '.join(sorted(_ROLES))}", field=f"{name}.role")
+    for unserved in ("tool_calls", "function_call", "audio"):
+        if message.get(unserved):
+            raise InvalidRequest(
+                f"{name}.{unserved} is not supported by this server",
+                field=f"{name}.{unserved}",
+                code="unsupported_parameter",
+            )
+    checked = {"role": role, "content": _content_text(message.get("content"), role, f"{name}.content")}
+    sender = message.get("name")
+    if sender is not None:
+        if not isinstance(sender, str):
+            raise InvalidRequest(f"{name}.name must be a text", field=f"{name}.name")
+        check_text(sender, field_name=f"{name}.name")
+        check_short_text(sender, field_name=f"{name}.name")
+        checked["name"] = sender
+    return checked
+
+
+def _content_text(content: Any, role: str, name: str) -> str:
+    if content is None and role == "assistant":
+        return ""
+    if isinstance(content, str):
+        check_text(content, field_name=name)
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(f"{name} must be a text or a list of text parts", field=name)
+    texts = []
+    for position, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(
+                f'{name}[{position}] must be {{"type": "text", "text": …}}; this model takes text only',
+                field=f"{name}[{position}]",
+            )
+        check_text(part["text"], field_name=f"{name}[{position}]")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _invalid(name: str, value: Any, rule: str, field_name: str | None = None) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name} is {_shown(value)} but must be {rule}", field=field_name or name, code="invalid_value"
+    )
+
+
+def _shown(value: Any) -> str:
+    if type(value) is int and not -(10**30) < value < 10**30:
+        return "a huge integer"
+    text = repr(value)
+    return text if len(text) <= MAX_NAME_CHARS else text[:MAX_NAME_CHARS] + "…"
+
+
+def _context_length_exceeded(
+    num_prompt_tokens: int, max_tokens: int, limits: ModelLimits, field_name: str
+) -> InvalidRequest:
+    """In the words that OpenAI's clients look for."""
+    return InvalidRequest(
+        f"This model's maximum context length is {limits.context_length_tokens} tokens, but the prompt has "
+        f"{num_prompt_tokens} and at least {max_tokens} were asked for. Shorten the prompt or lower max_tokens.",
+        field=field_name,
+        code="context_length_exceeded",
+    )

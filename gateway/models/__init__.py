@@ -1,0 +1,1 @@
+"""The models that are served: catalog, tokenizers, templates, tools, text of answers."""

@@ -1,0 +1,126 @@
+"""The models of this gateway, loaded: their names, limits, tokenizers and what stands in for each.
+
+Knows no worker and no request. Nothing changes after the start.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from gateway.limits import MAX_NAME_CHARS, MAX_TOKENIZE_CHARS, ModelLimits, check_text
+from gateway.models.catalog_file import DEFAULT_FALLBACK_AFTER_S, ModelEntry
+from gateway.models.model_files import read_model_files
+from gateway.models.sampling_defaults import AUTO, read_defaults
+from gateway.models.tokenizer import ModelTokenizer
+from gateway.models.turns import Turns
+from services.runtime.errors import InvalidRequest, NotFound
+from services.runtime.model_facts import ModelFacts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedModel:
+    """One model. `fallbacks` are names of others, in the order in which they are tried.
+
+    Token ids mean the same in two models with the same `tokenizer_fingerprint`.
+    """
+
+    name: str
+    limits: ModelLimits
+    eos_token_ids: tuple[int, ...]
+    tokenizer: ModelTokenizer
+    tokenizer_fingerprint: str = ""
+    facts: ModelFacts | None = None
+    """What its workers must agree with; None: nothing is compared."""
+    aliases: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    fallback_after_s: float = DEFAULT_FALLBACK_AFTER_S
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """For requests that do not say it, by the names of the fields."""
+
+
+class ModelCatalog:
+    """All models, by name and alias; at least one. Names must be unique, as `gateway.models.catalog_file` checks."""
+
+    def __init__(self, models: Sequence[ServedModel], *, max_tokenize_chars: int = MAX_TOKENIZE_CHARS) -> None:
+        assert models
+        self.max_tokenize_chars = max_tokenize_chars
+        """Of a text that becomes tokens for their own sake."""
+        self._models = {model.name: model for model in models}
+        self._by_any_name = {name: model for model in models for name in (model.name, *model.aliases)}
+        self._only = models[0] if len(models) == 1 else None
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        """The models in the order of the file."""
+        return iter(self._models.values())
+
+    def __getitem__(self, name: str) -> ServedModel:
+        """The model of this very name. Raises KeyError for an alias."""
+        return self._models[name]
+
+    def names(self) -> Iterator[tuple[str, ServedModel]]:
+        """(name or alias, model) for all of them; a model's own name comes before its aliases."""
+        return iter(self._by_any_name.items())
+
+    def name_of(self, name: str | None) -> str:
+        """The own name of the model that a client means, to be judged before it is known whether there is one.
+
+        A name that no model has stays as it is. Raises InvalidRequest where a name is needed.
+        """
+        model = self._by_any_name.get(name) if name else self.resolve(None)
+        return model.name if model is not None else name or ""
+
+    def resolve(self, name: str | None) -> ServedModel:
+        """The model that a client means; with no name, the only one.
+
+        Raises NotFound for a name that no model has, InvalidRequest where a name is needed.
+        """
+        if not name:
+            if self._only is not None:
+                return self._only
+            raise InvalidRequest(
+                "model is missing, and this server has several; /v1/models lists them",
+                field="model",
+                code="missing_required_parameter",
+            )
+        model = self._by_any_name.get(name)
+        if model is None:
+            check_text(name, field_name="model")
+            raise NotFound(f"the model {name[:MAX_NAME_CHARS]!r} does not exist", field="model", code="model_not_found")
+        return model
+
+
+def load_catalog(
+    entries: Sequence[ModelEntry], *, max_tokenize_chars: int = MAX_TOKENIZE_CHARS, generation_config: str = AUTO
+) -> ModelCatalog:
+    """Reads every model's folder. Raises ModelError with one sentence that says what to do.
+
+    `generation_config` says where defaults of sampling come from, as for
+    `gateway.models.sampling_defaults.read_defaults`.
+    """
+    turns = Turns()
+    models = [_load(entry, turns, generation_config) for entry in entries]
+    return ModelCatalog(models, max_tokenize_chars=max_tokenize_chars)
+
+
+def header_value(text: str) -> str:
+    """A model's name, or what is said of several, as a header can carry it: what is not printable ASCII is quoted."""
+    return quote(text, safe=_SAFE)
+
+
+_SAFE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+
+
+def _load(entry: ModelEntry, turns: Turns, generation_config: str) -> ServedModel:
+    files = read_model_files(entry.path)
+    return ServedModel(
+        name=entry.name,
+        limits=ModelLimits(files.facts.vocab_size, files.facts.context_length_tokens),
+        eos_token_ids=files.facts.eos_token_ids,
+        tokenizer=ModelTokenizer(files, turns=turns),
+        tokenizer_fingerprint=files.facts.tokenizer,
+        facts=files.facts,
+        aliases=entry.aliases,
+        fallbacks=entry.fallbacks,
+        fallback_after_s=entry.fallback_after_s,
+        sampling_defaults=read_defaults(entry.path, generation_config),
+    )

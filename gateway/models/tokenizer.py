@@ -1,0 +1,527 @@
+"""Text to token ids and back: prompts, chat templates, and answers that arrive token by token.
+
+Knows nothing of requests or workers; gets the model's files as text and gives back ids and strings.
+"""
+
+import codecs
+import contextlib
+import functools
+import json
+import re
+import secrets
+import threading
+from collections.abc import Collection, Mapping, Sequence, Set
+from datetime import datetime
+from typing import Any, Protocol, cast
+
+from jinja2 import TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from gateway.models.model_files import ModelFiles
+from gateway.models.template_words import OWN
+from gateway.models.text_pieces import PIECE_CHARS, can_be_cut, pieces
+from gateway.models.tool_calls import MARKERS, has_reasoning, tool_format_of
+from gateway.models.turns import Steps, Turns
+from services.runtime.errors import InvalidRequest, ModelError
+from services.structured.form import ToolFormat
+from services.structured.lark import CALL_MARKS
+
+LONG_TEXT_CHARS = 4096
+"""Longer texts are encoded in turns beside the event loop, so that other requests' tokens go on meanwhile."""
+MANY_MESSAGES = 64
+"""More are a long text, whatever is in them."""
+HUGE_PIECE_CHARS = 2**17
+"""What is longer in one piece is encoded when nothing else of that kind is: it takes 133 bytes for each byte."""
+HUGE_PIECE_WAIT_S = 0.005
+
+ChatMessage = Mapping[str, Any]
+"""One message with its content as one string; an assistant's may have `tool_calls`, with arguments as objects."""
+
+REASONING_TAIL_TOKENS = 8
+"""More than any tokenizer needs for `<think>` and a line break."""
+
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+class Detokenizer(Protocol):
+    """Turns one answer's token ids into text as they arrive.
+
+    Everything returned, joined, equals the decoding of all ids at once, and no piece ends inside a character.
+    """
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain with these tokens."""
+        ...
+
+    def finish(self) -> str:
+        """The text that was still held back; bytes that never became a character are U+FFFD."""
+        ...
+
+
+class ModelTokenizer:
+    """The tokenizer and chat template of one model. Raises ModelError where they cannot be used.
+
+    Long texts are encoded by `turns`, which several models may share.
+    """
+
+    def __init__(self, files: ModelFiles, *, turns: Turns | None = None) -> None:
+        self.turns = turns or Turns()
+        self._files = files
+        self._tokenizer = _load(files.tokenizer_json)
+        self._decoder_kind = _decoder_kind(files.tokenizer_json)
+        source = files.chat_template
+        self._template = None if source is None else _compile_template(source)
+        self.template_names = frozenset() if source is None else _names_in(source) - OWN
+        """What a client may tell the chat template beside messages and tools."""
+        self.tool_format = None if source is None or not _reads_tools(source) else tool_format_of(source)
+        """How the model writes calls; None: its template has no tools, or teaches a format that is not known here."""
+        self.call_token = _call_token(self._tokenizer, self.tool_format)
+        """The token that begins calls, and its text; the id is -1 where there is no such token."""
+        self.has_reasoning = source is not None and has_reasoning(source)
+        self._has_developer = source is not None and "developer" in source
+        self._shown = _shown_markers(self._tokenizer, self.tool_format)
+        self._special_text = _special_text_pattern(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._token_bytes: dict[int, bytes] = {}
+        self._token_texts: dict[int, str] = {}
+        self.whole_texts: dict[int, str] = {}
+        """Texts of tokens that are whole characters, as far as they were asked for: the same wherever they follow whole
+        characters."""
+        self._affixes = _affixes(self._tokenizer) if can_be_cut(files.tokenizer_json) else None
+        """Token ids that go before and behind a prompt; None: its pieces would not have the tokens of the whole."""
+        self._plain_ids: dict[str, list[int]] = {}
+        """Special texts as ordinary ones, as far as they were asked for."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.longest_token_chars = max(map(len, vocabulary), default=1)
+
+    @property
+    def has_call_token(self) -> bool:
+        """Whether one token begins calls."""
+        return self.call_token[0] >= 0
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can be used."""
+        return self._template is not None
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
+        """Token ids of a prompt. Special tokens written in the text count as such: it is the model's own input."""
+        if len(text) <= LONG_TEXT_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return await self.turns.run(self._encode_steps(text, add_special_tokens), tenant=tenant)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        more: Mapping[str, Any] = _NOTHING,
+        tenant: str = "",
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's next message; `tools` are those it may call.
+
+        `more` is told to the template as it is, as far as it knows the names.
+
+        Special tokens of the template count as such; the same texts inside messages and tools are encoded as ordinary
+        text. Raises InvalidRequest where the template refuses the messages.
+        """
+        if not self._has_developer:
+            # OpenAI's newer name for it; a template that has never heard of it leaves the message out, or worse.
+            messages = [
+                {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+            ]
+        if _is_long(messages) or self._holds_special_text(messages) or self._holds_special_text(tools):
+            return await self.turns.run(self._encode_chat_steps(messages, tools, more), tenant=tenant)
+        text = self._render(messages, tools, more)
+        return await self.encode(text, add_special_tokens=False, tenant=tenant)
+
+    async def decode_long(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, tenant: str = "") -> str:
+        """As `decode`, beside the event loop where they are many."""
+        decode = functools.partial(self.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) <= LONG_TEXT_CHARS:
+            return decode()
+        return await self.turns.call(decode, tenant=tenant)
+
+    def opens_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether this prompt ends where the model's reasoning begins, as some templates let it."""
+        if not self.has_reasoning:
+            return False
+        tail = self.decode(prompt_token_ids[-REASONING_TAIL_TOKENS:], skip_special_tokens=False)
+        return tail.rstrip().endswith("<think>")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of all ids at once; bytes that are not UTF-8 are replaced by U+FFFD."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self) -> Detokenizer:
+        """A new incremental decoder for one answer, special tokens skipped but for those that begin calls."""
+        if self._decoder_kind == "ByteLevel":
+            return _ByteLevelDetokenizer(self)
+        return _WindowDetokenizer(self._tokenizer, self._shown, self._special_ids)
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text, special tokens shown, as log-probabilities present it."""
+        known = self._token_texts.get(token_id)
+        if known is None:
+            known = self._token_texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return known
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, where the vocabulary is byte-level; none for special tokens that answers do not show."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._token_bytes[token_id] = self._make_token_bytes(token_id)
+            with contextlib.suppress(UnicodeDecodeError):
+                self.whole_texts[token_id] = known.decode()
+        return known
+
+    def _make_token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._shown:
+            return self._shown[token_id].encode()
+        if not self._tokenizer.decode([token_id], skip_special_tokens=True):
+            return b""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        try:
+            return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
+        except KeyError:
+            return token.encode()
+
+    def _holds_special_text(self, value: Any) -> bool:
+        """In any text of it, however deep; how deep that can be was checked before."""
+        if isinstance(value, str):
+            return self._special_text.search(value) is not None
+        if isinstance(value, Mapping):
+            return any(map(self._holds_special_text, value)) or any(map(self._holds_special_text, value.values()))
+        return isinstance(value, Sequence) and any(map(self._holds_special_text, value))
+
+    def _encode_steps(self, text: str, add_special_tokens: bool) -> Steps[list[int]]:
+        if self._affixes is None or len(text) <= PIECE_CHARS:
+            return (yield from _encode_alone_if_huge(self._tokenizer, text, add_special_tokens))
+        before, behind = self._affixes if add_special_tokens else ([], [])
+        token_ids = list(before)
+        for piece in pieces(text):
+            token_ids += yield from _encode_alone_if_huge(self._tokenizer, piece, False)
+            yield
+        return token_ids + behind
+
+    def _encode_chat_steps(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, more: Mapping[str, Any]
+    ) -> Steps[list[int]]:
+        if self._holds_special_text(messages) or self._holds_special_text(tools):
+            return (yield from self._encode_guarded_chat(messages, tools, more))
+        text = self._render(messages, tools, more)
+        yield
+        return (yield from self._encode_steps(text, False))
+
+    def _encode_guarded_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, more: Mapping[str, Any]
+    ) -> Steps[list[int]]:
+        """Renders with marks in place of special texts, then encodes each stretch by its own rule."""
+        nonce = secrets.token_hex(8)
+        special_texts: list[str] = []
+
+        def mark(match: re.Match[str]) -> str:
+            special_texts.append(match[0])
+            return f"\ue000{nonce}:{len(special_texts) - 1}\ue001"
+
+        def guarded(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._special_text.sub(mark, value)
+            if isinstance(value, Mapping):
+                return {guarded(key): guarded(inner) for key, inner in value.items()}
+            return [guarded(inner) for inner in value] if isinstance(value, Sequence) else value
+
+        text = self._render(guarded(messages), guarded(tools), more)
+        yield
+        stretches = re.split(f"\ue000{nonce}:([0-9]+)\ue001", text)
+        token_ids: list[int] = []
+        num_chars = 0
+        for position, stretch in enumerate(stretches):
+            if position % 2 == 1:
+                token_ids += self._plain_ids_of(special_texts[int(stretch)])
+            elif stretch:
+                token_ids += yield from self._encode_steps(stretch, False)
+            num_chars += len(stretch)
+            if num_chars > PIECE_CHARS:
+                num_chars = 0
+                yield
+        return token_ids
+
+    def _plain_ids_of(self, special_text: str) -> list[int]:
+        """A special text as ordinary text; there are no more of them than special tokens."""
+        known = self._plain_ids.get(special_text)
+        if known is None:
+            known = self._plain_ids[special_text] = _encode_long(self._plain_tokenizer, special_text, False)
+        return known
+
+    @functools.cached_property
+    def _plain_tokenizer(self) -> Tokenizer:
+        """The same tokenizer, blind to special tokens; made when first needed, which is rare."""
+        tokenizer = _load(self._files.tokenizer_json)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def _render(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, more: Mapping[str, Any]
+    ) -> str:
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", field="messages")
+        try:
+            own = {"messages": messages, "tools": tools, **self._files.special_tokens}
+            return self._template.render(**{"add_generation_prompt": True, **more, **own})
+        except TemplateError as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error.message}", field="messages"
+            ) from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise InvalidRequest("the model's chat template cannot render these messages", field="messages") from error
+
+
+class _ByteLevelDetokenizer:
+    """For vocabularies whose tokens are bytes (GPT-2, Llama 3, Qwen): a UTF-8 decoder over the bytes."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._whole_text = tokenizer.whole_texts.__getitem__
+        self._token_bytes = tokenizer.token_bytes
+        self._decoder = _Utf8Decoder("replace")
+        self._is_in_character = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        if self._is_in_character:
+            return self._push_bytes(token_ids)
+        try:
+            return "".join(map(self._whole_text, token_ids))
+        except KeyError:  # a part of a character, or a token that is new here
+            return self._push_bytes(token_ids)
+
+    def finish(self) -> str:
+        self._is_in_character = False
+        return self._decoder.decode(b"", True)
+
+    def _push_bytes(self, token_ids: Sequence[int]) -> str:
+        text = self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
+        self._is_in_character = bool(self._decoder.getstate()[0])
+        return text
+
+
+class _WindowDetokenizer:
+    """For any other decoder (Llama 2's byte fallback among them): the difference of two short decodings.
+
+    Both decodings begin with the tokens of the last piece, so that the decoder treats the new ones as a continuation.
+    Byte tokens wait for the end of their run, because the decoder judges a run as a whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, shown: Mapping[int, str], special_ids: Set[int]) -> None:
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._special_ids = special_ids
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        if self._shown.keys().isdisjoint(token_ids):
+            return self._push_text(token_ids)
+        pieces = []
+        for token_id in token_ids:
+            if token_id in self._shown:
+                pieces += [self.finish(), self._shown[token_id]]
+            else:
+                pieces.append(self._push_text((token_id,)))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        return self._take_pending() if self._pending else ""
+
+    def _push_text(self, token_ids: Sequence[int]) -> str:
+        # Those without text would wait for some that has any, which need not come.
+        self._pending += [token_id for token_id in token_ids if self._has_text(token_id)]
+        if not self._pending or self._is_byte(self._pending[-1]):
+            return ""
+        return self._take_pending()
+
+    def _take_pending(self) -> str:
+        whole = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=True)
+        text = whole[len(self._context_text) :]
+        if text:
+            self._context = self._pending
+            self._context_text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        else:
+            self._context, self._context_text = self._context + self._pending, whole
+        self._pending = []
+        return text
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._special_ids and self._tokenizer.id_to_token(token_id) is not None
+
+    def _is_byte(self, token_id: int) -> bool:
+        return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
+
+
+def _load(tokenizer_json: str) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    except Exception as error:
+        raise ModelError("tokenizer.json cannot be read; download the model again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _encode_long(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Uses the batch call because that one lets go of the interpreter lock, always, and is faster."""
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+_huge_texts = threading.Lock()
+
+
+def _encode_alone_if_huge(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Steps[list[int]]:
+    if len(text) <= HUGE_PIECE_CHARS:
+        return _encode_long(tokenizer, text, add_special_tokens)
+    while not _huge_texts.acquire(timeout=HUGE_PIECE_WAIT_S):
+        yield  # Others have their turns meanwhile.
+    try:
+        return _encode_long(tokenizer, text, add_special_tokens)
+    finally:
+        _huge_texts.release()
+
+
+def _is_long(messages: Sequence[ChatMessage]) -> bool:
+    """Whether a conversation is better looked at beside the event loop."""
+    return len(messages) > MANY_MESSAGES or sum(len(each["content"]) for each in messages) > LONG_TEXT_CHARS
+
+
+def _affixes(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
+    """What a prompt has before and behind its own tokens; None: that cannot be told."""
+    probe = "a b"
+    own = tokenizer.encode(probe, add_special_tokens=False).ids
+    whole = tokenizer.encode(probe, add_special_tokens=True).ids
+    for start in range(len(whole) - len(own) + 1):
+        if whole[start : start + len(own)] == own:
+            return whole[:start], whole[start + len(own) :]
+    return None
+
+
+def _decoder_kind(tokenizer_json: str) -> str:
+    decoder = json.loads(tokenizer_json).get("decoder") or {}
+    return str(decoder.get("type", ""))
+
+
+def _special_text_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    added = tokenizer.get_added_tokens_decoder().values()
+    return re.compile(_any_of({token.content for token in added if token.special} - {""}) or r"(?!)")
+
+
+def _any_of(texts: Collection[str]) -> str:
+    """A pattern for any of these, the longest that fits; empty without any.
+
+    What several begin with is in it once, so a search takes no longer where there are hundreds.
+    """
+    groups: dict[str, list[str]] = {}
+    for text in filter(None, texts):
+        groups.setdefault(text[0], []).append(text)
+    branches = []
+    for group in groups.values():
+        # What the first and the last in order begin with, all between them do.
+        first, last = min(group), max(group)
+        length = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
+        branches.append(re.escape(first[:length]) + _any_of([text[length:] for text in group]))
+    return f"(?:{'|'.join(branches)}){'?' if '' in texts else ''}" if branches else ""
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: itself where printable, else the next free code point from 256."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + n): byte for n, byte in enumerate(others)})
+    return table
+
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+_BYTE_OF_CHARACTER = _bytes_of_characters()
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
+
+class _Template(Protocol):
+    def render(self, **variables: Any) -> str: ...
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's part for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and type are jinja2's
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _names_in(source: str) -> frozenset[str]:
+    """The names that a chat template reads and does not set itself."""
+    try:
+        environment = _template_environment()
+        return frozenset(meta.find_undeclared_variables(environment.parse(source))) - environment.globals.keys()
+    except TemplateError:
+        return frozenset()
+
+
+def _compile_template(source: str) -> _Template:
+    try:
+        return cast(_Template, _template_environment().from_string(source))
+    except TemplateError as error:
+        raise ModelError(f"the model's chat template is not valid Jinja: {error.message}") from error
+
+
+def _reads_tools(source: str) -> bool:
+    """Whether a template, which is valid, looks at the tools."""
+    return any(name.name == "tools" for name in _template_environment().parse(source).find_all(nodes.Name))
+
+
+def _shown_markers(tokenizer: Tokenizer, tool_format: ToolFormat | None) -> dict[int, str]:
+    """Special tokens that answers show all the same: without them nobody could tell a call from an answer in JSON."""
+    if tool_format is None:
+        return {}
+    ids = {text: tokenizer.token_to_id(text) for text in MARKERS}
+    return {
+        token_id: text
+        for text, token_id in ids.items()
+        if token_id is not None and not tokenizer.decode([token_id], skip_special_tokens=True)
+    }
+
+
+def _call_token(tokenizer: Tokenizer, tool_format: ToolFormat | None) -> tuple[int, str]:
+    mark = "" if tool_format is None else CALL_MARKS.get(tool_format, "")
+    # Any other token would be text for a grammar.
+    added = tokenizer.get_added_tokens_decoder().items()
+    specials = {token.content: token_id for token_id, token in added if token.special or token.content.startswith("<")}
+    return specials.get(mark, -1), mark
+
+
+def _template_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag], autoescape=False
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    """As templates expect it: unlike jinja2's own filter, without HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

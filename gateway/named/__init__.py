@@ -1,0 +1,1 @@
+"""Requests with a name: their journals, and clients that read them."""

@@ -1,0 +1,68 @@
+"""Looks at Redis' memory every few seconds: gives back what has expired, counts each kind, and warns of what is wrong.
+
+Knows neither requests nor what is in a key.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from services.cluster.connections import end_task
+from services.cluster.files import FileStore
+from services.cluster.memory import Complaint, MemoryUse, complaints, memory_use
+from services.cluster.redis_store import Store
+from services.runtime.errors import StoreUnavailable
+
+INTERVAL_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class StorageWatch:
+    """`on_use` and `on_complaints` take each look; `journal_bytes` are what all journals may take."""
+
+    def __init__(
+        self,
+        store: Store,
+        files: FileStore,
+        *,
+        journal_bytes: int,
+        on_use: Callable[[MemoryUse], None],
+        on_complaints: Callable[[Sequence[Complaint]], None],
+    ) -> None:
+        self._store = store
+        self._files = files
+        self._journal_bytes = journal_bytes
+        self._on_use = on_use
+        self._on_complaints = on_complaints
+        self._num_evicted_keys: int | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to look, on the running loop."""
+        self._task = asyncio.create_task(self._follow(), name="storage")
+
+    async def close(self) -> None:
+        """Stops that."""
+        if self._task is not None:
+            await end_task(self._task)
+
+    async def look(self) -> None:
+        """Looks once. Raises StoreUnavailable."""
+        use = await memory_use(self._store, self._files)
+        self._on_use(use)
+        bounds = {"file_bytes": self._files.room.all_bytes, "journal_bytes": self._journal_bytes}
+        self._on_complaints(list(complaints(use, **bounds)))
+        before, self._num_evicted_keys = self._num_evicted_keys, use.num_evicted_keys
+        if before is not None and use.num_evicted_keys > before:
+            logger.warning("Redis has evicted keys", extra={"num_keys": use.num_evicted_keys - before})
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self.look()
+            except StoreUnavailable:
+                pass  # it is asked again soon; who needs an answer now is told elsewhere
+            except Exception:  # root of the task: what Redis says of itself must not end it
+                logger.exception("the memory of Redis cannot be looked at")
+            await asyncio.sleep(INTERVAL_S)

@@ -1,0 +1,1 @@
+"""The spelling of OpenAI's API: bodies to calls, answers to bodies and events."""

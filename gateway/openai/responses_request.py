@@ -1,0 +1,406 @@
+"""Requests of OpenAI's Responses API, translated into chat requests; how they live is then a chat request's life.
+
+Knows the spelling of POST /v1/responses and nothing of serving it. Nothing is stored here, so what refers to something
+stored is refused.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Never
+
+import msgspec
+
+from gateway.limits import MAX_BODY_BYTES, check_affinity_key, check_text
+from gateway.models.tools import check_conversation
+from gateway.openai.types import ChatRequest, EffortOption, RequestBody
+from gateway.requests.call import Call
+from services.runtime.errors import InvalidRequest
+
+MAX_METADATA = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
+
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
+"""What may be asked for beside the answer; of reasoning the text itself comes, so there is nothing to encrypt."""
+_ROLES = ("user", "assistant", "system", "developer")
+_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+_TEXT_PARTS = ("input_text", "output_text")
+
+_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "background": ((False,), "this server answers while the client waits"),
+    "context_management": (([],), "an input that is too long is refused, and not made shorter"),
+    "conversation": ((), "this server stores no conversations; send all of it as input"),
+    "moderation": ((), "this server has no moderation"),
+    "n": ((1,), "a response is one answer; send several requests"),
+    "previous_response_id": ((), "this server stores no responses; send the conversation so far as input"),
+    "prompt": ((), "this server stores no prompts; use instructions and input"),
+    "truncation": (("auto", "disabled"), "an input that is too long is refused, and not cut"),
+}
+"""Members that ask for what is not served: values that ask for nothing, and why."""
+
+_MOVED = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+"""Members of the chat API that would be missed if they were ignored, and what to use instead."""
+
+_RENAMED = (
+    (re.compile(r"\bresponse_format\.json_schema\.schema\b"), "text.format.schema"),
+    (re.compile(r"\bresponse_format(\.json_schema)?\b"), "text.format"),
+    (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
+    (re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b"), r"\1"),
+    (re.compile(r"^messages\b"), "input"),
+)
+"""Names of members in errors of the chat API, and the names that they have here."""
+
+
+TEMPLATE_FIELDS: Mapping[str, str] = {"verbosity": "text.verbosity"}
+"""Members of the chat API that are told to the chat template, where they have other names here."""
+
+
+class _MovedMember(InvalidRequest):
+    """Names a member of the chat API on purpose."""
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """`reasoning` of a request."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    """`text` of a request."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct, kw_only=True):
+    """`stream_options` of a request."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(RequestBody, kw_only=True):
+    """Body of POST /v1/responses. Members without a meaning here are given back in the response."""
+
+    input: str | list[Any] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream_options: ResponseStreamOptions | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    """Of tools that run on a server, of which there are none here: it is always kept to."""
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    safety_identifier: str | None = None
+    background: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    moderation: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    truncation: Any = None
+    max_completion_tokens: Any = None
+    max_tokens: Any = None
+    messages: Any = None
+    n: Any = None
+    reasoning_effort: Any = None
+    response_format: Any = None
+
+    def call(self) -> Call:
+        """The call it asks for. Raises InvalidRequest."""
+        self._check_unserved()
+        self._check_options()
+        shared = {name: getattr(self, name) for name in RequestBody.__struct_fields__ if name != "stream_options"}
+        chat = ChatRequest(
+            **shared,
+            messages=self._messages(),
+            max_completion_tokens=self.max_output_tokens,
+            tools=self.chat_tools(),
+            tool_choice=self.chat_tool_choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self._response_format(),
+            chat_template_kwargs=self.chat_template_kwargs,
+            enable_thinking=self.enable_thinking,
+            reasoning=None if self.reasoning is None else EffortOption(effort=self.reasoning.effort),
+            verbosity=None if self.text is None else self.text.verbosity,
+            logprobs=self.has_logprobs,
+            top_logprobs=self.top_logprobs if self.has_logprobs else None,
+        )
+        call = chat.call()
+        if call.tools and self.has_logprobs:
+            raise _unsupported(
+                "top_logprobs" if self.top_logprobs else "include",
+                "the log-probabilities of an answer that may call tools are not divided among its items",
+            )
+        call.prompt_field = "input"
+        return call
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the log-probabilities of what is said are asked for."""
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+    def chat_tools(self) -> list[dict[str, Any]] | None:
+        """The tools as the chat API spells them. Raises InvalidRequest for those that are no functions."""
+        return None if self.tools is None else [_chat_tool(tool, f"tools[{n}]") for n, tool in enumerate(self.tools)]
+
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools as the response gives them back."""
+        return [{"type": "function", **tool["function"]} for tool in self.chat_tools() or ()]
+
+    def shown_tool_choice(self) -> Any:
+        """`tool_choice` as the response gives it back."""
+        choice = self.chat_tool_choice()
+        return {"type": "function", **choice["function"]} if isinstance(choice, dict) else choice or "auto"
+
+    def shown_format(self) -> dict[str, Any]:
+        """`text.format` as the response gives it back."""
+        wanted = self._response_format() or {}
+        return {"type": wanted.get("type", "text"), **wanted.get("json_schema", {})}
+
+    def chat_tool_choice(self) -> Any:
+        """`tool_choice` as the chat API spells it. Raises InvalidRequest for a tool that is no function."""
+        choice = self.tool_choice
+        if not isinstance(choice, dict):
+            # It is what every response says, also one without tools.
+            return None if choice == "auto" else choice
+        if choice.get("type") != "function":
+            _fail("tool_choice", 'none, auto, required or {"type": "function", "name": …}')
+        return {"type": "function", "function": {"name": choice.get("name")}}
+
+    def _check_unserved(self) -> None:
+        for name, instead in _MOVED.items():
+            if getattr(self, name) is not None:
+                raise _MovedMember(
+                    f"{name} is no member of this API; use {instead}", field=name, code="unsupported_parameter"
+                )
+        for name, (neutral, reason) in _REFUSED.items():
+            value = getattr(self, name)
+            if value is not None and value not in neutral:
+                raise _unsupported(name, reason)
+        if self.reasoning is not None:
+            for name in ("summary", "generate_summary"):
+                if getattr(self.reasoning, name) not in (None, "auto"):
+                    raise _unsupported(f"reasoning.{name}", "reasoning comes as it is, without summaries")
+
+    def _check_options(self) -> None:
+        if self.safety_identifier:
+            check_affinity_key(self.safety_identifier, field_name="safety_identifier")
+        for name in self.include or ():
+            if name not in _INCLUDABLE:
+                raise InvalidRequest(
+                    f"include can have {', '.join(_INCLUDABLE)}, and nothing else",
+                    field="include",
+                    code="unsupported_parameter",
+                )
+        _check_metadata(self.metadata or {})
+
+    def _messages(self) -> list[dict[str, Any]]:
+        if self.input is None:
+            raise InvalidRequest("input is missing", field="input", code="missing_required_parameter")
+        conversation = _Conversation()
+        if self.instructions is not None:
+            check_text(self.instructions, field_name="instructions")
+            conversation.say("system", self.instructions)
+        if isinstance(self.input, str):
+            check_text(self.input, field_name="input")
+            conversation.say("user", self.input)
+        else:
+            if not self.input:
+                raise InvalidRequest("input is empty; at least one item is needed", field="input")
+            for number, item in enumerate(self.input):
+                conversation.add(item, f"input[{number}]")
+        return conversation.messages
+
+    def _response_format(self) -> dict[str, Any] | None:
+        wanted = None if self.text is None else self.text.format
+        if wanted is None or wanted.get("type") != "json_schema":
+            return None if wanted is None else {"type": wanted.get("type")}
+        schema = {key: wanted[key] for key in ("name", "schema", "strict", "description") if key in wanted}
+        description = schema.get("description")
+        if not isinstance(description, str | None):
+            _fail("text.format.description", "a text")
+        check_text(description or "", field_name="text.format.description")
+        return {"type": "json_schema", "json_schema": schema}
+
+
+@contextlib.contextmanager
+def own_words() -> Iterator[None]:
+    """Gives members the names that they have in this API, in errors of the block that have those of the chat API."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if not isinstance(error, _MovedMember):
+            error.message = in_own_words(error.message)
+            error.field = error.field and in_own_words(error.field)
+        raise
+
+
+class _Conversation:
+    """Input items as chat messages; what an assistant thought, said and called in one turn is one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._turn: dict[str, Any] | None = None
+        """The assistant's message to which the next item may belong."""
+        self._call_ids: set[str] = set()
+
+    def say(self, role: str, content: str | list[dict[str, Any]]) -> None:
+        """Adds a message that is no assistant's, and whose texts were checked."""
+        self.messages.append({"role": role, "content": content})
+        self._turn = None
+
+    def add(self, item: Any, name: str) -> None:
+        """Adds one item. Raises InvalidRequest that names it."""
+        if not isinstance(item, dict):
+            _fail(name, "an object")
+        kind = item.get("type")
+        if kind is None and "role" in item:
+            kind = "message"
+        if kind not in _ITEM_TYPES:
+            raise InvalidRequest(
+                f"{name}.type must be one of {', '.join(_ITEM_TYPES)}: this server has no other tools than functions, "
+                "and stores nothing that could be referred to",
+                field=f"{name}.type",
+                code="unsupported_parameter" if isinstance(kind, str) else "invalid_value",
+            )
+        if kind == "message":
+            self._add_message(item, name)
+        elif kind == "reasoning":
+            self._add_reasoning(item, name)
+        elif kind == "function_call":
+            self._add_call(item, name)
+        else:
+            self._add_output(item, name)
+
+    def _add_message(self, item: Mapping[str, Any], name: str) -> None:
+        role = item.get("role")
+        if role not in _ROLES:
+            _fail(f"{name}.role", f"one of {', '.join(_ROLES)}")
+        content = _content(item.get("content"), f"{name}.content")
+        if role != "assistant":
+            self.say(role, content)
+            return
+        turn = self._turn_without("content", "tool_calls")
+        turn["content"] = content
+
+    def _add_reasoning(self, item: Mapping[str, Any], name: str) -> None:
+        """Reasoning of which only a summary or an encrypted form is there says nothing to a model."""
+        parts = item.get("content") or []
+        if not isinstance(parts, list):
+            _fail(f"{name}.content", "a list of parts")
+        texts = [_part_text(part, f"{name}.content[{n}]", ("reasoning_text",)) for n, part in enumerate(parts)]
+        if texts:
+            turn = self._turn_without("reasoning_content", "content", "tool_calls")
+            turn["reasoning_content"] = "\n".join(texts)
+
+    def _add_call(self, item: Mapping[str, Any], name: str) -> None:
+        call_id = item.get("call_id")
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": call_id, "type": "function", "function": function}
+        if call_id is None:
+            raise InvalidRequest(
+                f"{name}.call_id is missing", field=f"{name}.call_id", code="missing_required_parameter"
+            )
+        try:
+            check_conversation([{"role": "assistant", "tool_calls": [call]}], max_chars=MAX_BODY_BYTES)
+        except InvalidRequest as error:
+            raise _about_call(error, name) from None
+        self._turn_without().setdefault("tool_calls", []).append(call)
+        self._call_ids.add(call_id)
+
+    def _add_output(self, item: Mapping[str, Any], name: str) -> None:
+        call_id = item.get("call_id")
+        if not isinstance(call_id, str) or call_id not in self._call_ids:
+            _fail(f"{name}.call_id", "the call_id of a function_call that comes before it")
+        self.say("tool", _content(item.get("output"), f"{name}.output"))
+        self.messages[-1]["tool_call_id"] = call_id
+
+    def _turn_without(self, *members: str) -> dict[str, Any]:
+        """The assistant's turn, or a new one if it has any of these already."""
+        if self._turn is None or any(member in self._turn for member in members):
+            self._turn = {"role": "assistant"}
+            self.messages.append(self._turn)
+        return self._turn
+
+
+def _content(content: Any, name: str) -> str | list[dict[str, Any]]:
+    """A message's content as the chat API has it."""
+    if isinstance(content, str):
+        check_text(content, field_name=name)
+        return content
+    if not isinstance(content, list) or not content:
+        _fail(name, "a text or a list of text parts")
+    texts = [_part_text(part, f"{name}[{number}]", _TEXT_PARTS) for number, part in enumerate(content)]
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _part_text(part: Any, name: str, kinds: Sequence[str]) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+    if not isinstance(text, str):
+        _fail(name, f'{{"type": "{kinds[0]}", "text": …}}; this server takes text only')
+    check_text(text, field_name=name)
+    return text
+
+
+def _about_call(error: InvalidRequest, name: str) -> InvalidRequest:
+    """What was said of the call in a message, said of the item that it came from."""
+    call = "messages[0].tool_calls[0]"
+    for told, own in ((f"{call}.function", name), (f"{call}.id", f"{name}.call_id"), (call, name)):
+        error.message = error.message.replace(told, own)
+        error.field = (error.field or name).replace(told, own)
+    return error
+
+
+def _chat_tool(tool: Any, name: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
+        _fail(name, '{"type": "function", "name": …, "parameters": …}')
+    if tool["type"] != "function":
+        raise _unsupported(f"{name}.type", "this server runs no tools; it has functions, which the client runs")
+    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
+    if not isinstance(function.get("strict"), bool | None):
+        _fail(f"{name}.strict", "true or false")
+    return {"type": "function", "function": function}
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        _fail("metadata", f"an object with at most {MAX_METADATA} members")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
+            rule = f"{MAX_METADATA_KEY_CHARS} characters, their values at most {MAX_METADATA_VALUE_CHARS}"
+            raise InvalidRequest(f"names in metadata have at most {rule}", field="metadata", code="invalid_value")
+        check_text(key, field_name="metadata")
+        check_text(value, field_name="metadata")
+
+
+def in_own_words(text: str) -> str:
+    """What an error of the chat API says, or a member's name there, as it is said here."""
+    for pattern, name in _RENAMED:
+        text = pattern.sub(name, text)
+    return text
+
+
+def _unsupported(name: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is not supported: {reason}", field=name, code="unsupported_parameter")
+
+
+def _fail(name: str, rule: str) -> Never:
+    raise InvalidRequest(f"{name} must be {rule}", field=name, code="invalid_value")

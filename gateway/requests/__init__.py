@@ -1,0 +1,1 @@
+"""One request's life, from its acceptance to its end."""

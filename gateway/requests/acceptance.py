@@ -1,0 +1,516 @@
+"""A call becomes answers to generate: find the model → validate → tokenize → draw a seed → take the id.
+
+The first part of a request's life; `gateway.requests.lifecycle` has the rest. Knows no worker.
+"""
+
+import asyncio
+import hashlib
+import random
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.limits import (
+    DEFAULT_SERVICE_CLASS,
+    ModelLimits,
+    Sampling,
+    check_name,
+    check_num_choices,
+    check_priority,
+    check_prompt_logprobs,
+    check_prompt_token_ids,
+    check_sampling,
+    check_service_class,
+    check_text,
+    check_token_ids,
+    check_with_form,
+    complete_sampling,
+)
+from gateway.models.catalog import ModelCatalog, ServedModel
+from gateway.models.sampling_defaults import with_defaults
+from gateway.models.tools import encode_conversation
+from gateway.observability.tracing import RequestSpans, Tracing
+from gateway.requests.call import AcceptedCall, Call, Generation, StoredCall, StoredChoice, TenantTicket, Totals
+from gateway.requests.form import answer_form
+from services.runtime import telemetry
+from services.runtime.clock import Clock, Deadline
+from services.runtime.errors import AlreadyExists, InvalidRequest, Overloaded
+from services.structured.compiler import FormChecks
+from services.structured.form import AnswerForm
+from services.structured.grammar import UnusableSchema
+
+ID_BYTES = 12
+IDS_PER_DRAW = 256
+
+_SEED_STEP = 0x9E3779B97F4A7C15
+
+
+class Acceptance:
+    """The calls that this gateway has accepted and that have not ended.
+
+    `longest_sequence` gives the most tokens that any decode worker of a model has pages for; None: there is none.
+    `check_room` is asked before texts become tokens, which costs most of what is done here: raises Overloaded.
+    """
+
+    def __init__(
+        self,
+        *,
+        catalog: ModelCatalog,
+        longest_sequence: Callable[[str], int | None],
+        check_room: Callable[[Call, ServedModel, Deadline], None],
+        max_request_s: float,
+        id_suffix: str,
+        seed: int | None,
+        tracing: Tracing,
+        clock: Clock,
+    ) -> None:
+        self._catalog = catalog
+        self._longest_sequence = longest_sequence
+        self._check_room = check_room
+        self._max_request_s = max_request_s
+        self._id_suffix = id_suffix
+        self._tracing = tracing
+        self._clock = clock
+        self._forms = FormChecks()
+        self._draw_seed = _seed_source(seed)
+        self._draw_id = _id_source().__next__
+        self._num_calls = 0
+        self._active_ids: set[tuple[str, str]] = set()
+        """Tenants, and the ids of their requests: an id is taken for its own tenant only."""
+        self._closed_by: Overloaded | None = None
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def close(self, error: Overloaded) -> None:
+        """Refuses every call from now on with an error like this one."""
+        self._closed_by = error
+
+    def limits(self, model: ServedModel) -> ModelLimits:
+        """The model's limits, or less where no worker in rotation has pages for so much."""
+        limits = model.limits
+        longest = self._longest_sequence(model.name) or limits.context_length_tokens
+        if longest >= limits.context_length_tokens:
+            return limits
+        return ModelLimits(limits.vocab_size, longest)
+
+    async def wait_until_idle(self, *, timeout_s: float) -> bool:
+        """Waits until no call is running. False: some still are after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def accept(self, call: Call) -> AcceptedCall:
+        """Validates and tokenizes. Raises InvalidRequest, NotFound, AlreadyExists, Overloaded or DeadlineExceeded."""
+        self._check_open()
+        arrived_s, arrived_unix_ns = self._clock.monotonic(), self._clock.unix_ns()
+        model = self._catalog.resolve(call.model)
+        deadline = latest = Deadline.after(self._max_request_s, clock=self._clock)
+        if call.deadline is not None:
+            deadline = deadline.sooner(call.deadline)
+        deadline.check()
+        is_own = deadline.at_s < latest.at_s
+        self._check(call)
+        check_sampling(call.sampling, self.limits(model), prefix=call.field_prefix)
+        if not call.allow_fallback:
+            # Before its tenant is asked for anything, and before texts become tokens: such a refusal is cheap.
+            self._check_room(call, model, deadline)
+        if call.ticket is None:
+            stored = await self._stored(call, model)
+            accepted = self._begin(stored, model, deadline, arrived_s, arrived_unix_ns, is_own=is_own)
+        else:
+            # Before the texts become tokens, which costs most of what is done here.
+            await call.ticket.enter()
+            try:
+                stored = await self._stored(call, model)
+                await _charge(call, call.ticket, stored.choices)
+                accepted = self._begin(
+                    stored, model, deadline, arrived_s, arrived_unix_ns, ticket=call.ticket, is_own=is_own
+                )
+            except BaseException as error:
+                # A request that is wrong counts as one; one that is refused does not.
+                is_wrong = isinstance(error, InvalidRequest)
+                call.ticket.leave(num_prompt_tokens=0, num_new_tokens=0, has_run=is_wrong)
+                raise
+        self._allow_fallback(accepted, call)
+        return accepted
+
+    async def _stored(self, call: Call, model: ServedModel) -> StoredCall:
+        """The call as it is kept: every answer with its prompt as tokens, and how it is sampled."""
+        return StoredCall(
+            request_id=call.request_id or "",
+            choices=await self._choices(call, model, self._first_seed(call)),
+            operation=call.operation,
+            model=model.name,
+            tenant=call.tenant,
+            priority=call.priority,
+            service_class=call.service_class or DEFAULT_SERVICE_CLASS,
+            affinity_key=call.affinity_key,
+            cache_salt=call.cache_salt,
+            share_cache=call.share_cache,
+            wishes=call.wishes,
+            remaining_s=0.0,
+            traceparent=call.traceparent,
+            tracestate=call.tracestate,
+        )
+
+    def adopt(self, stored: StoredCall, call: Call | None = None) -> AcceptedCall:
+        """Goes on with a call that a gateway accepted before; each answer continues after its emitted tokens.
+
+        With `call`, the same as its client sent it again, it may fall back as if it was new; whoever gives it knows
+        that no client has a token. Raises AlreadyExists while the call runs here, DeadlineExceeded, and InvalidRequest
+        where the stored call does not fit its model: it may come from a store that anybody can write.
+        """
+        self._check_open()
+        model = self._catalog.resolve(stored.model)
+        deadline = Deadline.after(min(stored.remaining_s, self._max_request_s), clock=self._clock)
+        deadline.check()
+        check_name(stored.request_id, field_name="request_id")
+        check_service_class(stored.service_class)
+        if not stored.choices:
+            raise InvalidRequest("the stored call has no answer", field="choices")
+        for choice in stored.choices:
+            _check_stored(choice, model.limits)
+        accepted = self._begin(stored, model, deadline, self._clock.monotonic(), self._clock.unix_ns())
+        if call is not None:
+            self._allow_fallback(accepted, call)
+        return accepted
+
+    async def fall_back(self, accepted: AcceptedCall) -> list[Generation] | None:
+        """The call's answers as another of its models would generate them: the next one that has a worker and can.
+
+        None: there is none. Raises what calls are refused with, if they are.
+
+        A call can be answered by a model if it passes all checks anew, for that model's context, vocabulary and chat
+        template. Token ids that the client gave, as a prompt or to stop at or in a bias, are taken over only where both
+        models have the same tokenizer. Seed, deadline and time of arrival stay.
+        """
+        self._check_open()
+        call, asked = accepted.call, self._catalog[accepted.model]
+        assert call is not None
+        while accepted.fallbacks:
+            name, *others = accepted.fallbacks
+            accepted.fallbacks = tuple(others)
+            model = self._catalog[name]
+            if self._longest_sequence(name) is None:
+                continue
+            if _has_token_ids(call) and model.tokenizer_fingerprint != asked.tokenizer_fingerprint:
+                continue
+            first = accepted.generations[0]
+            try:
+                check_sampling(call.sampling, self.limits(model), prefix=call.field_prefix)
+                choices = await self._choices(call, model, first.sampling.seed)
+            except InvalidRequest:
+                continue
+            return self._generations(
+                choices,
+                model,
+                request_id=accepted.request_id,
+                priority=first.priority,
+                service_class=first.service_class,
+                affinity_key=first.affinity_key,
+                cache_salt=first.cache_salt,
+                share_cache=first.share_cache,
+                tenant=first.tenant,
+                deadline=first.deadline,
+                has_own_deadline=first.has_own_deadline,
+                wishes=first.wishes,
+                span=first.span,
+                arrived_s=first.arrived_s,
+                arrived_unix_ns=first.arrived_unix_ns,
+            )
+        return None
+
+    def _allow_fallback(self, accepted: AcceptedCall, call: Call) -> None:
+        """Notes which models may stand in for the call's own, if it allows any."""
+        if call.allow_fallback and not accepted.fallback:
+            allowed = call.allowed_models
+            names = self._catalog[accepted.model].fallbacks
+            accepted.fallbacks = tuple(name for name in names if allowed is None or name in allowed)
+            accepted.call = call
+
+    def _begin(
+        self,
+        stored: StoredCall,
+        model: ServedModel,
+        deadline: Deadline,
+        arrived_s: float,
+        arrived_unix_ns: int,
+        *,
+        ticket: TenantTicket | None = None,
+        is_own: bool = False,
+    ) -> AcceptedCall:
+        """Takes the call's id and starts its span. `is_own`: its client named the deadline."""
+        request_id = self._take_id(stored.request_id, stored.tenant)
+        span = self._start_span(stored, arrived_s, arrived_unix_ns)
+        generations = self._generations(
+            stored.choices,
+            model,
+            request_id=request_id,
+            priority=stored.priority,
+            service_class=stored.service_class,
+            affinity_key=stored.affinity_key,
+            cache_salt=stored.cache_salt,
+            share_cache=stored.share_cache,
+            tenant=stored.tenant,
+            deadline=deadline,
+            has_own_deadline=is_own,
+            wishes=stored.wishes,
+            span=span,
+            arrived_s=arrived_s,
+            arrived_unix_ns=arrived_unix_ns,
+        )
+        return AcceptedCall(
+            generations,
+            request_id=request_id,
+            operation=stored.operation,
+            model=model.name,
+            fallback=stored.fallback,
+            span=span,
+            close=lambda: self._give_back_id(request_id, stored.tenant),
+            ticket=ticket,
+        )
+
+    def _generations(
+        self, choices: Sequence[StoredChoice], model: ServedModel, *, request_id: str, **shared: Any
+    ) -> list[Generation]:
+        """One for each choice, named towards workers as no answer was named before."""
+        totals = Totals(waiting_since_s=self._clock.monotonic())
+        self._num_calls += 1
+        worker_id = f"{request_id}.{self._id_suffix}{self._num_calls:x}"
+        return [
+            Generation(
+                request_id=f"{worker_id}.{number}",
+                choice=number,
+                model=model.name,
+                eos_token_ids=model.eos_token_ids,
+                prompt_token_ids=choice.prompt_token_ids,
+                sampling=choice.sampling,
+                totals=totals,
+                emitted_token_ids=choice.emitted_token_ids,
+                layout=choice.layout,
+                **shared,
+            )
+            for number, choice in enumerate(choices)
+        ]
+
+    def _check_open(self) -> None:
+        if self._closed_by is not None:
+            # One error for all would be one refusal for the log, and its traceback would keep every call.
+            raise Overloaded(self._closed_by.message, retry_after_s=self._closed_by.retry_after_s)
+
+    def _check(self, call: Call) -> None:
+        """What does not depend on the model."""
+        if call.request_id is not None:
+            check_name(call.request_id, field_name="request_id")
+        if call.tenant:
+            check_name(call.tenant, field_name="tenant")
+        check_priority(call.priority)
+        if call.service_class:
+            check_service_class(call.service_class)
+        check_num_choices(call.num_choices, num_prompts=max(1, len(call.prompts)))
+
+    async def _choices(self, call: Call, model: ServedModel, first_seed: int) -> list[StoredChoice]:
+        """Prompt and sampling of every answer, checked for this model as far as they depend on one another."""
+        limits = self.limits(model)
+        prompts = await self._token_ids_of(call, model, limits)
+        form = answer_form(call, model.tokenizer, prompts[0], schema=await self._schema(call))
+        if form is not None:
+            await self._check_form(form, call, model)
+        samplings = self._complete_samplings(call, model, prompts, first_seed, form)
+        return [
+            StoredChoice(prompts[choice // call.num_choices], sampling) for choice, sampling in enumerate(samplings)
+        ]
+
+    async def _schema(self, call: Call) -> str:
+        """What the answer must keep to, as it travels. Raises InvalidRequest."""
+        try:
+            return await self._forms.written(call.sampling.json_schema, tenant=call.tenant)
+        except InvalidRequest as error:
+            name = call.sampling.form_field
+            raise InvalidRequest(f"{name} cannot be used: {error.message}", field=name, code=error.code) from error
+
+    async def _check_form(self, form: AnswerForm, call: Call, model: ServedModel) -> None:
+        """Raises InvalidRequest unless answers of this model can be made to have the form."""
+        asked_by = "tool_choice" if call.must_call else "tools" if form.may_be_text else call.sampling.form_field
+        check_with_form(
+            call.sampling,
+            form.num_bytes,
+            prefix=call.field_prefix,
+            field_name=asked_by,
+            may_be_text=form.may_be_text,
+        )
+        if not model.eos_token_ids:
+            raise InvalidRequest("the model has no token that ends an answer", field=asked_by)
+        try:
+            await self._forms.check(form, tenant=call.tenant)
+        except UnusableSchema as error:
+            what, field_name, reason = await self._find_unusable(form, error, call)
+            raise InvalidRequest(
+                f"{what} cannot be used: {reason.message}", field=field_name, code=reason.code
+            ) from error
+
+    async def _find_unusable(
+        self, form: AnswerForm, error: UnusableSchema, call: Call
+    ) -> tuple[str, str, UnusableSchema]:
+        """Which schema of a form it is that cannot be used, the member that holds it, and why."""
+        field_name = call.sampling.form_field
+        what = f"the schema in {field_name}" if form.json_schema.startswith("{") else field_name
+        if form.tool_calls is None:
+            return what, field_name, error
+        schemas = [(what, field_name, form.json_schema)] if form.json_schema else []
+        for function in form.tool_calls.functions:
+            schemas.append((f"the schema of the parameters of {function.name}", "tools", function.parameters))
+        for what, field_name, schema in schemas:
+            try:
+                await self._forms.check(AnswerForm(schema), tenant=call.tenant)
+            except UnusableSchema as reason:
+                return what, field_name, reason
+        return "the schemas of tools, taken together,", "tools", error
+
+    async def _token_ids_of(self, call: Call, model: ServedModel, limits: ModelLimits) -> list[Sequence[int]]:
+        """Token ids of each prompt, checked."""
+        max_chars = limits.context_length_tokens * model.tokenizer.longest_token_chars
+        if call.messages is not None:
+            prompts: list[Sequence[int]] = [
+                await encode_conversation(
+                    model.tokenizer,
+                    call.messages,
+                    call.tools,
+                    max_chars=max_chars,
+                    more=call.template_words,
+                    tenant=call.tenant,
+                )
+            ]
+        else:
+            prompts = [await _encode(prompt, model, max_chars, call) for prompt in call.prompts]
+        for token_ids in prompts:
+            check_prompt_token_ids(token_ids, limits, field_name=call.prompt_field)
+        return prompts
+
+    def _first_seed(self, call: Call) -> int:
+        """The seed of the first answer, from which those of the others follow."""
+        if call.sampling.seed is not None:
+            return call.sampling.seed
+        return _key_seed(call.tenant, call.idempotency_key) if call.idempotency_key else self._draw_seed()
+
+    def _complete_samplings(
+        self,
+        call: Call,
+        model: ServedModel,
+        prompts: Sequence[Sequence[int]],
+        first_seed: int,
+        form: AnswerForm | None,
+    ) -> list[Sampling]:
+        """Sampling of every answer: for each prompt, its choices with seeds derived from the call's.
+
+        The first choice of each prompt reports it, for all of them.
+        """
+        limits = self.limits(model)
+        asked = with_defaults(call.sampling, model.sampling_defaults)
+        silent = msgspec.structs.replace(asked, prompt_logprobs=None)
+        samplings = [
+            complete_sampling(
+                silent if choice else asked,
+                limits,
+                num_prompt_tokens=len(token_ids),
+                seed=_choice_seed(first_seed, choice),
+                form=form,
+                field_name=call.prompt_field,
+            )
+            for token_ids in prompts
+            for choice in range(call.num_choices)
+        ]
+        # A chat shows its prompt once, completions show theirs in each choice.
+        num_times = 1 if call.messages is not None else call.num_choices
+        check_prompt_logprobs(
+            asked,
+            num_shown_tokens=num_times * sum(map(len, prompts)),
+            field_name=call.field_prefix + call.prompt_logprobs_field,
+        )
+        return samplings
+
+    def _take_id(self, asked: str, tenant: str) -> str:
+        request_id = asked or self._draw_id()
+        if (tenant, request_id) in self._active_ids:
+            raise AlreadyExists(f"a request with the id {request_id} is running", field="request_id")
+        self._active_ids.add((tenant, request_id))
+        self._is_idle.clear()
+        return request_id
+
+    def _give_back_id(self, request_id: str, tenant: str) -> None:
+        self._active_ids.discard((tenant, request_id))
+        if not self._active_ids:
+            self._is_idle.set()
+
+    def _start_span(self, stored: StoredCall, arrived_s: float, arrived_unix_ns: int) -> RequestSpans:
+        parent = telemetry.extract(stored.traceparent, stored.tracestate) if stored.traceparent else None
+        span = self._tracing.begin(parent, arrived_s=arrived_s, arrived_unix_ns=arrived_unix_ns)
+        if stored.resumes:
+            span.add_link(telemetry.extract(stored.resumes), "resumed")
+        return span
+
+
+async def _encode(prompt: str | Sequence[int], model: ServedModel, max_chars: int, call: Call) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    check_text(prompt, field_name=call.prompt_field, max_chars=max_chars)
+    return await model.tokenizer.encode(prompt, tenant=call.tenant)
+
+
+def _has_token_ids(call: Call) -> bool:
+    """Whether the client itself wrote token ids, which mean something only to the tokenizer that it had in mind."""
+    has_prompt_ids = call.messages is None and not all(isinstance(prompt, str) for prompt in call.prompts)
+    return has_prompt_ids or bool(call.sampling.stop_token_ids) or bool(call.sampling.logit_bias)
+
+
+async def _charge(call: Call, ticket: TenantTicket, choices: Sequence[StoredChoice]) -> None:
+    """Takes the call's tokens out of its tenant's limit; a prompt that several answers share counts once."""
+    prompts = {id(choice.prompt_token_ids): len(choice.prompt_token_ids) for choice in choices}
+    await ticket.charge(
+        sum(prompts.values()),
+        num_answers=len(choices),
+        max_tokens=call.sampling.max_tokens,
+        room_tokens=max(choice.sampling.max_tokens for choice in choices),
+    )
+
+
+def _check_stored(choice: StoredChoice, limits: ModelLimits) -> None:
+    """Raises InvalidRequest unless the answer can be gone on with under this model."""
+    check_prompt_token_ids(choice.prompt_token_ids, limits, field_name="prompt")
+    check_token_ids(choice.emitted_token_ids, limits, field_name="emitted_token_ids")
+    check_sampling(choice.sampling, limits)
+    max_tokens = choice.sampling.max_tokens
+    if len(choice.emitted_token_ids) > max_tokens:
+        raise InvalidRequest("the answer has more tokens than were asked for", field="emitted_token_ids")
+    if not 1 <= max_tokens <= limits.context_length_tokens - len(choice.prompt_token_ids):
+        raise InvalidRequest("max_tokens does not fit into the model's context", field="max_tokens")
+
+
+def _seed_source(seed: int | None) -> Callable[[], int]:
+    """Seeds for requests without one: the same sequence for the same `seed`, unpredictable without."""
+    source = random.Random(secrets.randbits(256) if seed is None else seed)  # noqa: S311 - a generator that a seed repeats, seeded well
+    return lambda: source.getrandbits(63)
+
+
+def _id_source() -> Iterator[str]:
+    """Request ids that nobody can guess; asking the system for randomness once for many is far cheaper."""
+    while True:
+        digits = secrets.token_hex(ID_BYTES * IDS_PER_DRAW)
+        for start in range(0, len(digits), 2 * ID_BYTES):
+            yield digits[start : start + 2 * ID_BYTES]
+
+
+def _key_seed(tenant: str, idempotency_key: str) -> int:
+    """The same seed for the same call, on every gateway: a call that is repeated gets the same answer."""
+    named = f"{len(tenant)}:{tenant}{idempotency_key}".encode()
+    return int.from_bytes(hashlib.sha256(named).digest()[:8]) >> 1
+
+
+def _choice_seed(seed: int, choice: int) -> int:
+    """An int64 seed for one of several answers to a prompt; the first one has the request's own."""
+    return (seed + choice * _SEED_STEP + 2**63) % 2**64 - 2**63

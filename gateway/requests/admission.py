@@ -1,0 +1,288 @@
+"""The queue of requests that wait for room in the cluster: whose turn it is, and when somebody may go.
+
+The order is `services.scheduling.queue`'s business; whether there is room for the first one is asked of whoever
+entered it. Knows no request and no worker. Who is let go has left the queue, so the next one can be let go in the same
+moment; should no worker take it after all, it comes back with the rank it had. From then on there is less room than it
+seems, so it keeps its place when it asks again, and nobody behind it goes before it has its answer.
+
+Workers may be kept for some tenants (`--tenants`), so a first one that has no room says nothing about those behind it
+that may use other workers. Requests that may use the same workers therefore wait in a lane of their own: one for each
+tenant that some worker is kept for, and one for all the others, whose workers are the same; answers that only workers
+with certain weights may go on with have lanes of their own too. Each lane has its own bound and its own judgement of
+overload, by what it was seen to drain. The lanes are looked at as one queue, in the order of
+`services.scheduling.lanes`; whoever has no room holds up its lane, and keeps the workers that it waits for from
+everybody who comes after it in that order. So nobody is delayed by somebody whose workers it may not use, and among
+those who compete for a worker nobody goes before a higher class. Without such workers and answers there is one lane,
+and all this is one queue.
+"""
+
+import asyncio
+from collections.abc import Callable, Hashable, Set
+from dataclasses import dataclass
+from types import TracebackType
+
+from gateway.requests.overload import OverloadGuard
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.errors import DeadlineExceeded, TandemError
+from services.scheduling.lanes import LaneOrder
+from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue
+
+GATHER_S = 0.002
+"""Signs that there may be room come with every step of every worker: those of so long are answered together."""
+MAX_SILENCE_S = 0.25
+"""Looks again at least this often, should no sign come."""
+COME_BACK_S = 0.02
+"""Who was refused by a worker that seemed to have room asks again after this; nobody behind it goes before."""
+
+
+TakeRoom = Callable[[Set[str]], bool]
+"""Keeps a place for a request on workers other than those with these ids. False: there is none."""
+Awaited = Callable[[], Set[str]]
+"""Gives the ids of the workers that nobody behind a request may take, now that it has no room."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """Requests of one model that may use the same workers: how they wait, and what judges them."""
+
+    name: str
+    queue: RequestQueue
+    guard: OverloadGuard
+
+
+class AdmissionQueue:
+    """Those who wait for one model's workers. Belongs to one event loop.
+
+    `make_lane` makes the lane of a name; `order` is that between lanes.
+    """
+
+    def __init__(
+        self, make_lane: Callable[[str], Lane], *, order: LaneOrder | None = None, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._make_lane = make_lane
+        self._order = order or LaneOrder()
+        self._clock = clock
+        self._lanes: dict[str, Lane] = {}
+        self._places: dict[Hashable, WaitingPlace] = {}
+        self._asking: dict[Lane, WaitingPlace] = {}
+        """Ask again, and hold up the others of their lanes."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
+        self.closed_by: TandemError | None = None
+        """Raised by every wait from now on."""
+
+    def __len__(self) -> int:
+        """Requests in the queue."""
+        return sum(len(lane.queue) for lane in self._lanes.values())
+
+    def lane(self, name: str) -> Lane:
+        """The lane with this name."""
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = self._make_lane(name)
+        return lane
+
+    def is_behind_others(self, entry: QueueEntry) -> bool:
+        """Whether somebody waits, in whichever lane, of the same class or a higher one.
+
+        Who may overtake them all the same, for its workers are others, is found by a look at the queue.
+        """
+        return any(lane.queue.num_ahead(entry.service_class) > 0 for lane in self._lanes.values())
+
+    def enter(
+        self,
+        entry: QueueEntry,
+        take_room: TakeRoom,
+        *,
+        awaited: Awaited,
+        lane: Lane,
+        is_resumed: bool = False,
+        was_refused: bool = False,
+    ) -> "WaitingPlace":
+        """A place in a lane of the queue; for a request that was already running, at the front and beyond the bound.
+
+        `take_room` is asked when it is first, `awaited` if it has to wait on. `was_refused`: a worker that seemed to
+        have room had none. Raises Overloaded if the lane is full; who has a lower class is pushed out instead, and told
+        so. The place is left by leaving its `with` block.
+        """
+        place = WaitingPlace(self, entry, take_room, awaited=awaited, lane=lane, is_resumed=is_resumed)
+        if was_refused:
+            place.be_careful()
+        try:
+            pushed_out = lane.queue.push(entry, is_resumed=is_resumed)
+        except QueueFull as full:
+            raise lane.guard.when_full(entry) from full
+        if pushed_out is not None:
+            self._places.pop(pushed_out.key).end(lane.guard.when_full(pushed_out))
+        self._places[entry.key] = place
+        self._look_after(GATHER_S)
+        return place
+
+    def poke(self) -> None:
+        """Says that a worker may have room now."""
+        if self._places:
+            self._look_after(GATHER_S)
+
+    def close(self, error: TandemError) -> None:
+        """Ends every wait with `error`."""
+        self.closed_by = error
+        places, self._places = self._places, {}
+        for key, place in places.items():
+            place.lane.queue.remove(key)
+            place.end(error)
+
+    def take_back(self, place: "WaitingPlace") -> None:
+        """No worker took it."""
+        if self._asking.get(place.lane) is place:
+            del self._asking[place.lane]
+        elif not place.was_ended:
+            place.lane.queue.push_back(place.entry, is_resumed=place.is_resumed)
+            self._places[place.entry.key] = place
+        self._look_after(GATHER_S)
+
+    def leave(self, place: "WaitingPlace") -> None:
+        """Gives up a place; the next one may be first now."""
+        if self._asking.get(place.lane) is place:
+            del self._asking[place.lane]
+        if self._places.pop(place.entry.key, None) is not None:
+            place.lane.queue.remove(place.entry.key)
+        self._order.left(place.entry.key)
+        self._look_after(GATHER_S)
+
+    def _look_after(self, wait_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + wait_s
+        if self._timer is not None:
+            if self._due_s <= due_s:
+                return
+            self._timer.cancel()
+        self._timer, self._due_s = loop.call_at(due_s, self._look), due_s
+
+    def _look(self) -> None:
+        """Lets everybody go who can go now, in order."""
+        self._timer = None
+        now_s = self._clock.monotonic()
+        for lane in self._lanes.values():
+            for entry in lane.queue.expire(now_s):
+                self._places.pop(entry.key).end(DeadlineExceeded("the request's deadline cannot be met any more"))
+            lane.queue.yield_late(now_s)
+        wait_s = MAX_SILENCE_S
+        held: set[Lane] = set()
+        kept: set[str] = set()
+        for asking in self._asking.values():
+            self._hold_up(asking, held, kept)
+        while (place := self._first(held)) is not None:
+            patience_s = place.not_before_s - asyncio.get_running_loop().time()
+            if patience_s > 0:
+                wait_s = min(wait_s, patience_s)
+            if patience_s > 0 or not (place.is_over or place.take_room(kept)):
+                self._hold_up(place, held, kept)
+                continue
+            if not held:
+                self._order.went(place.entry)
+            if place.is_careful and not place.is_over:
+                self._asking[place.lane] = place
+                self._hold_up(place, held, kept)
+            else:
+                place.lane.queue.pop()
+                del self._places[place.entry.key]
+            place.go()
+        if self._places:
+            self._look_after(wait_s)
+        else:
+            self._order.clear()
+
+    def _first(self, held: Set[Lane]) -> "WaitingPlace | None":
+        """Whose turn it is among the lanes that are not held up."""
+        heads = [lane.queue.peek() for lane in self._lanes.values() if lane not in held]
+        places = [self._places[entry.key] for entry in heads if entry is not None]
+        if len(places) < 2:
+            return places[0] if places else None
+        return min(places, key=lambda place: self._order.key(place.entry, is_resumed=place.is_resumed))
+
+    def _hold_up(self, place: "WaitingPlace", held: set[Lane], kept: set[str]) -> None:
+        """Nobody of its lane goes before it, and nobody of the others takes what it waits for."""
+        held.add(place.lane)
+        if len(held) < len(self._lanes):
+            kept |= place.awaited()
+
+
+class WaitingPlace:
+    """One request's place in the queue, for use in a `with` block."""
+
+    def __init__(
+        self,
+        queue: AdmissionQueue,
+        entry: QueueEntry,
+        take_room: TakeRoom,
+        *,
+        awaited: Awaited,
+        lane: Lane,
+        is_resumed: bool,
+    ) -> None:
+        self.entry = entry
+        self.lane = lane
+        self.is_resumed = is_resumed
+        self.take_room = take_room
+        self.awaited = awaited
+        self.not_before_s = 0.0
+        self.is_careful = False
+        """Keeps its place while it asks."""
+        self._queue = queue
+        self._ended_by: TandemError | None = None
+        self._turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __enter__(self) -> "WaitingPlace":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._queue.leave(self)
+        self._turn.cancel()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits here any more."""
+        return self._turn.done()
+
+    def go(self) -> None:
+        """It is this one's turn."""
+        if not self._turn.done():
+            self._turn.set_result(None)
+
+    def end(self, error: TandemError) -> None:
+        """The wait is over without a turn."""
+        self._ended_by = error
+        if not self._turn.done():
+            self._turn.set_result(None)
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether it has been told why it will have no turn."""
+        return self._ended_by is not None
+
+    def be_careful(self) -> None:
+        """There was less room than it seemed: it waits a moment before it asks again."""
+        self.is_careful = True
+        self.not_before_s = asyncio.get_running_loop().time() + COME_BACK_S
+
+    def come_back(self) -> None:
+        """No worker took it: it waits again, with the rank it had."""
+        self._turn = asyncio.get_running_loop().create_future()
+        self.be_careful()
+        self._queue.take_back(self)
+
+    async def wait_for_turn(self, timeout_s: float) -> bool:
+        """Waits until this place is first and there is room. False: `timeout_s` passed before.
+
+        Raises DeadlineExceeded, Overloaded where it was pushed out, or what the queue was closed with.
+        """
+        if self._ended_by is None and self._queue.closed_by is None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._turn
+            except TimeoutError:
+                return False
+        error = self._ended_by or self._queue.closed_by
+        if error is not None:
+            raise error
+        return True

@@ -1,0 +1,303 @@
+"""One answer while it is generated: what was delivered so far, its times, and the attempt that goes on from there.
+
+Knows neither how workers are chosen nor where the answer goes.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gateway.models.answer_text import AnswerText, Taken
+from gateway.requests.admission import Lane
+from gateway.requests.attempt import Arrived, Attempt, Fault, FinishReason, Giver, Mailbox, TokenLog
+from gateway.requests.call import Delta, Generation, Usage
+from gateway.topology.books import Bookings
+from gateway.topology.session import AttemptKey, DecodeSession, Peer, SequenceOrder
+from gateway.topology.watch import AttemptWatch
+from services.cluster.placements import State
+from services.runtime.clock import Clock
+from services.runtime.errors import DeadlineExceeded, TandemError
+from services.runtime.page_keys import sharers
+from services.scheduling.overload import Admit
+from services.scheduling.queue import QueueEntry
+from services.scheduling.routing import Route
+
+KEPT_PROMPT_S = 10.0
+"""A prefill worker keeps a prompt's pages for so long after it has handed them on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """An attempt that ended so that its workers may have died of the request. Processes by incarnation.
+
+    `is_fresh`: it was new to them, and no token had come from them. `is_alone`: it was tried alone there.
+    """
+
+    suspects: frozenset[str]
+    is_certain: bool
+    is_fresh: bool
+    is_alone: bool = False
+
+
+class RunningRequest:
+    """State of one answer; belongs to the task that runs it.
+
+    `num_failures` counts failed attempts, `num_failures_in_row` those since the last new token. `strikes` are of the
+    latter, too. `avoided` are processes that failed, `avoided_pairs` those between which something did (prefill
+    worker, decode worker), all by incarnation.
+    """
+
+    def __init__(
+        self, generation: Generation, text: AnswerText, clock: Clock, *, queue_entry: QueueEntry, lane: Lane
+    ) -> None:
+        self.generation = generation
+        self.mailbox = Mailbox()
+        self.log = TokenLog(
+            generation.sampling.max_tokens,
+            generation.emitted_token_ids,
+            num_prompt_logprobs=_num_prompt_logprobs(generation),
+        )
+        self.attempt: Attempt | None = None
+        self.attempt_number = 0
+        self.num_failures = 0
+        self.num_failures_in_row = 0
+        self.strikes: list[Strike] = []
+        self.avoided: set[str] = set()
+        self.avoided_pairs: set[tuple[str, str]] = set()
+        self.next_move_at_s = 0.0
+        self.must_queue = False
+        self.routes: Sequence[Route] = ()
+        """Ways to go now, best first, as of the last decision."""
+        self.bookings = Bookings()
+        self.identity = generation.layout
+        """The `identity_key` of the decode worker that it was placed at, last before its first token."""
+        self.page_keys: dict[tuple[str, int], Sequence[bytes]] = {}
+        """Keys of the prompt's full pages by (layout fingerprint, page size)."""
+        self.queue_entry = queue_entry
+        self.lane = lane
+        """Where it waits for workers and is judged, for all its life."""
+        self.is_judged = False
+        self.admitted: Admit | None = None
+        """What was said of it when it came, until it has started."""
+        self.is_running = False
+        self.noted_state = State.QUEUED
+        self.finish_reason: FinishReason | None = None
+        self.num_tokens = 0
+        self.last_gap_s = 0.0
+        self._text = text
+        self._clock = clock
+        self._num_tokens_at_failure = 0
+        self._kept_at: Peer | None = None
+        self._kept_until_s = 0.0
+        self._placed_s = self._first_token_s = self._last_token_s = 0.0
+        self._unsent_text = ""
+        if generation.emitted_token_ids:
+            self._skip(generation.emitted_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer is complete."""
+        return self.finish_reason is not None
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether an earlier attempt has begun the answer or has failed."""
+        return self.num_failures > 0 or self.log.next_index > 0
+
+    @property
+    def bound_to(self) -> str:
+        """What workers that go on with it must be, as an `identity_key`; empty: anything, since it has no token, or
+        nothing is known.
+        """
+        return self.identity if self.log.next_index else ""
+
+    @property
+    def cache_salt(self) -> str:
+        """Who may share pages with this request: its tenant or its group of tenants, and of these who has its salt."""
+        generation = self.generation
+        return sharers(tenant=generation.tenant, group=generation.share_cache, salt=generation.cache_salt)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far, whose KV the next attempt must have."""
+        return len(self.generation.prompt_token_ids) + self.log.next_index
+
+    @property
+    def expected_num_tokens(self) -> int:
+        """Tokens for which a decode worker is asked to have room; limits are often set far too high."""
+        return self.num_known_tokens + max(1, (self.max_num_tokens - self.num_known_tokens) // 2)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens of prompt and answer at most."""
+        return len(self.generation.prompt_token_ids) + self.generation.sampling.max_tokens
+
+    @property
+    def ttft_s(self) -> float:
+        """From arrival to the first token."""
+        return self._first_token_s - self.generation.arrived_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of a token after the first one that came here."""
+        num_gaps = self.num_tokens - len(self.generation.emitted_token_ids) - 1
+        return (self._last_token_s - self._first_token_s) / num_gaps if num_gaps > 0 else 0.0
+
+    def expire(self) -> None:
+        """The deadline has passed: whatever the request waits for fails now."""
+        self.fail(DeadlineExceeded("the request's deadline passed"))
+
+    def fail(self, error: TandemError) -> None:
+        """Whatever the request waits for from its workers fails now."""
+        self.mailbox.fail(error)
+
+    def next_order(self) -> SequenceOrder:
+        """What the next attempt's workers must know: prompt and everything the client has."""
+        self.attempt_number += 1
+        generation = self.generation
+        return SequenceOrder(
+            key=AttemptKey(generation.request_id, self.attempt_number),
+            prompt_token_ids=generation.prompt_token_ids,
+            emitted_token_ids=tuple(self.log.token_ids),
+            sampling=generation.sampling,
+            eos_token_ids=() if generation.sampling.ignore_eos else generation.eos_token_ids,
+            deadline=generation.deadline,
+            trace=generation.span.for_attempt(),
+            cache_salt=self.cache_salt,
+            service_class=self.queue_entry.service_class,
+        )
+
+    def new_attempt(self, decode: DecodeSession, watch: AttemptWatch, *, giver: Giver | None = None) -> Attempt:
+        """The next try, on this decode worker."""
+        order, mailbox, log = self.next_order(), self.mailbox, self.log
+        return Attempt(order, decode=decode, mailbox=mailbox, log=log, giver=giver, watch=watch)
+
+    def note_failure(self, attempt: Attempt | None, *, is_alone: bool = False) -> Strike | None:
+        """Counts a failed attempt, and learns whom to avoid and who still has the prompt's pages.
+
+        `is_alone`: it was tried alone. Returns the strike, where a worker may have died of it.
+        """
+        self.num_failures += 1
+        if self.log.next_index > self._num_tokens_at_failure:
+            self.num_failures_in_row = 0
+            self.strikes.clear()
+        self.num_failures_in_row += 1
+        self._num_tokens_at_failure = self.log.next_index
+        if attempt is None:
+            return None
+        if attempt.prefill is not None and attempt.prompt_done_at_s is not None:
+            self._kept_at = attempt.prefill.peer
+            self._kept_until_s = attempt.prompt_done_at_s + KEPT_PROMPT_S
+        return None if attempt.fault is None else self._note_fault(attempt, attempt.fault, is_alone=is_alone)
+
+    def excuse_failure(self) -> None:
+        """The last failure is explained by a death in which the request had no part."""
+        self.num_failures_in_row -= 1
+
+    def has_kept_prompt(self, prefill: Peer) -> bool:
+        """Whether this prefill worker may still have all pages of the prompt."""
+        is_in_time = asyncio.get_running_loop().time() < self._kept_until_s
+        return is_in_time and self._kept_at is not None and self._kept_at.incarnation == prefill.incarnation
+
+    def close_attempt(self) -> None:
+        """Frees what the current attempt holds, and what is kept for it."""
+        self.bookings.leave()
+        if self.attempt is not None:
+            self.attempt.close()
+        totals = self.generation.totals
+        if self.generation.choice in totals.placed:
+            totals.placed.discard(self.generation.choice)
+            totals.waiting_since_s = self._clock.monotonic()
+
+    def count_as_running(self) -> int:
+        """1 the first time, then 0."""
+        is_new, self.is_running = not self.is_running, True
+        return int(is_new)
+
+    def note_placed(self) -> None:
+        """Workers took the last attempt."""
+        self.must_queue = False
+        self.bookings.note_admitted()
+        self.generation.totals.placed.add(self.generation.choice)
+        self.noted_state = State.ADMITTED
+        if not self._placed_s:
+            self._placed_s = self._clock.monotonic()
+
+    def last_delta(self) -> Delta:
+        """The end of an answer whose emitted tokens had ended it already: no token, only what ends it."""
+        return Delta(self.num_tokens, [], self._unsent_text, None, self.finish_reason, self._usage(None))
+
+    def take(self, attempt: Attempt, arrived: Arrived) -> Delta:
+        """Turns new tokens into what the client gets."""
+        token_ids, logprobs = arrived.token_ids, arrived.logprobs
+        taken = self._text.push(token_ids)
+        text, reason = taken.text, arrived.finish_reason
+        if taken.is_stopped:
+            reason = self._reason_of(taken)
+            token_ids = token_ids[: taken.num_tokens]
+            logprobs = None if logprobs is None else logprobs[: taken.num_tokens]
+        elif reason is not None or self.log.is_full:
+            # A full log needs no word from the worker, which may have died right after its last token.
+            reason = reason or "length"
+            text += self._text.finish()
+        self.num_tokens += taken.num_tokens
+        self.finish_reason = reason
+        if taken.num_tokens:
+            self._note_token_time()
+        usage = None if reason is None else self._usage(attempt)
+        layout = self.identity if arrived.first_index == 0 and token_ids else ""
+        return Delta(arrived.first_index, token_ids, text, logprobs, reason, usage, arrived.prompt_logprobs, layout)
+
+    def _note_fault(self, attempt: Attempt, fault: Fault, *, is_alone: bool) -> Strike | None:
+        if fault.worker is not None:
+            self.avoided.add(fault.worker.peer.incarnation)
+        elif attempt.prefill is not None:
+            self.avoided_pairs.add((attempt.prefill.peer.incarnation, attempt.decode.peer.incarnation))
+        if not fault.suspects:
+            return None
+        suspects = frozenset(worker.peer.incarnation for worker in fault.suspects)
+        # A process that was there this time has not died of it the time before.
+        earlier = [replace(strike, suspects=strike.suspects - suspects) for strike in self.strikes]
+        self.strikes = [strike for strike in earlier if strike.suspects or strike.is_certain]
+        self.strikes.append(Strike(suspects, fault.is_certain, fault.is_fresh, is_alone))
+        return self.strikes[-1]
+
+    def _skip(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens that the client has; their text, too, was delivered with them."""
+        taken = self._text.push(token_ids)
+        self.num_tokens = taken.num_tokens
+        if taken.is_stopped:
+            self.finish_reason = self._reason_of(taken)
+        elif self.log.is_full:
+            self.finish_reason = "length"
+            self._unsent_text = self._text.finish()
+
+    def _reason_of(self, taken: Taken) -> FinishReason:
+        """A stop text cuts an answer that has a form before the form is complete."""
+        form = self.generation.sampling.form
+        return "length" if taken.is_cut and form is not None and not form.may_be_text else "stop"
+
+    def _note_token_time(self) -> None:
+        now_s = self._clock.monotonic()
+        if not self._first_token_s:
+            self._first_token_s = self._last_token_s = now_s
+        self.last_gap_s = now_s - self._last_token_s
+        self._last_token_s = now_s
+
+    def _usage(self, attempt: Attempt | None) -> Usage:
+        generation = self.generation
+        handed_off = attempt.handed_off if attempt is not None else None
+        return Usage(
+            prompt_tokens=len(generation.prompt_token_ids),
+            cached_tokens=self.log.num_cached_tokens,
+            completion_tokens=self.num_tokens,
+            queue_s=max(0.0, self._placed_s - generation.arrived_s),
+            prefill_s=max(0.0, self._first_token_s - self._placed_s),
+            transfer_s=handed_off.exposed_s if handed_off is not None else 0.0,
+            decode_s=self._last_token_s - self._first_token_s,
+        )
+
+
+def _num_prompt_logprobs(generation: Generation) -> int:
+    """The first token of a prompt has no probability: nothing comes before it."""
+    return 0 if generation.sampling.prompt_logprobs is None else len(generation.prompt_token_ids) - 1

@@ -1,0 +1,53 @@
+"""Which worker is believed to hold how much of a prompt: the cluster's index of pages, asked in a request's words.
+
+Keys are computed once for each way of cutting a prompt into pages that the model's workers have; usually there is one.
+A hint may be wrong, and costs a recompute then.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from gateway.requests.answer import RunningRequest
+from gateway.topology.members import Topology
+from gateway.topology.prefix_view import PrefixView
+from services.runtime.page_keys import cache_salt, page_keys
+from services.scheduling.routing import Route
+
+EXPECTED_S = 5.0
+"""Pages that a worker is about to compute count as held for so long; by then it has published them."""
+
+
+class CacheHints:
+    """Asks and tells the gateway's view of the index."""
+
+    def __init__(self, view: PrefixView, topology: Topology) -> None:
+        self._view = view
+        self._topology = topology
+
+    def cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:
+        """Worker id → tokens from the start of the prompt whose pages it has. Workers without any are left out."""
+        cached: dict[str, int] = {}
+        for layout in self._topology.cache_layouts(request.generation.model):
+            page_size = layout[1]
+            for worker_id, num_pages in self._view.longest(self._keys(request, layout)).items():
+                cached[worker_id] = max(cached.get(worker_id, 0), num_pages * page_size)
+        return cached
+
+    def expect(self, request: RunningRequest, route: Route) -> None:
+        """The request goes this way: whoever comes next with the same prefix should know."""
+        views = (route.decode, *(route.prefills[:1] if route.is_remote else ()))
+        for layout in self._topology.cache_layouts(request.generation.model):
+            for view in views:
+                if view.page_size == layout[1]:
+                    self._view.expect(view.worker_id, self._keys(request, layout), ttl_s=EXPECTED_S)
+
+    def forget(self, worker_id: str) -> None:
+        """The worker has refused, or failed: what was expected of it is not to be."""
+        self._view.forget_expected(worker_id)
+
+    def _keys(self, request: RunningRequest, layout: tuple[str, int]) -> Sequence[bytes]:
+        keys = request.page_keys.get(layout)
+        if keys is None:
+            salt = cache_salt(model=layout[0], tenant=request.cache_salt)
+            keys = page_keys(request.generation.prompt_token_ids, salt=salt, page_size=layout[1])
+            request.page_keys[layout] = keys
+        return keys

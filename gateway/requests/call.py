@@ -1,0 +1,356 @@
+"""What is passed around about a request: the client's call, the answers to generate, and their parts.
+
+Plain data. Knows neither how an API spells it nor how it is done.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from gateway.limits import DEFAULT_SERVICE_CLASS, AskedSampling, Sampling
+from gateway.observability.tracing import RequestSpans
+from gateway.requests.attempt import FinishReason
+from gateway.topology.session import TokenLogprobs
+from gateway.wishes import NO_WISHES, Wishes
+from services.runtime.clock import Deadline
+from services.runtime.errors import Overloaded, WorkerUnavailable
+from services.runtime.telemetry import Value
+
+
+class TenantTicket(ABC):
+    """What one call takes of its tenant's limits; `gateway.access.door` has the real one."""
+
+    hold: str
+    """Names the call among those of its tenant that run; another try of the same call has the same name."""
+    headers: Sequence[tuple[str, str]]
+    """Names and values that tell the client what is left."""
+
+    @abstractmethod
+    async def enter(self) -> None:
+        """The call is well-formed. Raises RateLimited."""
+
+    @abstractmethod
+    async def charge(
+        self, num_prompt_tokens: int, *, num_answers: int, max_tokens: int | None, room_tokens: int
+    ) -> None:
+        """The call's size is known. Raises RateLimited."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """The call goes on and was let in before."""
+
+    @abstractmethod
+    def leave(self, *, num_prompt_tokens: int, num_new_tokens: int, has_run: bool) -> None:
+        """The call has ended; it may have used other numbers of tokens than were expected, or not have run at all."""
+
+
+class Call(msgspec.Struct, kw_only=True):
+    """One call of a client, as its API understood it; nothing is checked yet.
+
+    Either `messages` or `prompts` is given; a prompt is a text or token ids. `tools` are those that the model is told
+    of, as `gateway.models.tools` gives them; `must_call` are the names of those of which at least one must be called,
+    empty: none must; `strict_tools` are the names of those whose arguments keep to their schemas in any case.
+    `field_prefix` begins the names of sampling fields in errors. `deadline` None: the server's
+    maximum. `traceparent` and `tracestate` are the client's, or empty.
+    `idempotency_key` is the client's, or empty; it stands in for a seed that was not given. `service_class` is one of
+    `validation.SERVICE_CLASSES`, or empty: not given. Calls with the same `affinity_key`, a session or a user, are best
+    served by the same workers. Cached pages are shared by requests of one tenant, or of all tenants with its
+    `share_cache`, and of these by those with the same `cache_salt`. `ticket` None: nobody limits this call.
+    `allow_fallback`: whether another model may answer where this one cannot; None: not said, which is no unless the API
+    key says otherwise. `allowed_models` are the names of those that the key allows; None: all.
+    """
+
+    operation: str
+    model: str | None = None
+    request_id: str | None = None
+    prompts: Sequence[str | Sequence[int]] = ()
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_words: Mapping[str, Any] = {}
+    """What the chat template is told beside them, as far as it knows the names."""
+    template_fields: Mapping[str, str] = {}
+    """Which members of the request say that, by the same names."""
+    must_call: Set[str] = frozenset()
+    strict_tools: Set[str] = frozenset()
+    parallel_tool_calls: bool = True
+    sampling: AskedSampling = msgspec.field(default_factory=AskedSampling)
+    num_choices: int = 1
+    priority: int = 0
+    service_class: str = ""
+    tenant: str = ""
+    affinity_key: str = ""
+    cache_salt: str = ""
+    share_cache: str = ""
+    ticket: TenantTicket | None = None
+    deadline: Deadline | None = None
+    wishes: Wishes = NO_WISHES
+    traceparent: str = ""
+    tracestate: str = ""
+    idempotency_key: str = ""
+    field_prefix: str = ""
+    prompt_field: str = "prompt"
+    prompt_logprobs_field: str = "prompt_logprobs"
+    allow_fallback: bool | None = None
+    allowed_models: Set[str] | None = None
+
+
+class Outlet:
+    """A short way for an answer's deltas, past whoever iterates over them.
+
+    `take`, where it is set, is offered each delta but the last as soon as it is made. True: it has delivered it, or
+    there was nothing to deliver. It is only asked while the one who iterates waits for the next delta, so nothing is
+    overtaken.
+    """
+
+    __slots__ = ("take",)
+
+    def __init__(self) -> None:
+        self.take: Callable[[Delta], bool] | None = None
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """One answer to be generated: checked, tokenized, with a seed. `choice` numbers the answers of its call.
+
+    `emitted_token_ids` are the tokens that the answer has already; it goes on after them. `model` is the name of the
+    model that generates it, `eos_token_ids` are that one's ends of sequence.
+    """
+
+    request_id: str
+    choice: int
+    model: str
+    eos_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    priority: int
+    tenant: str
+    deadline: Deadline
+    span: RequestSpans
+    totals: "Totals"
+    arrived_s: float
+    arrived_unix_ns: int
+    service_class: str = DEFAULT_SERVICE_CLASS
+    affinity_key: str = ""
+    cache_salt: str = ""
+    share_cache: str = ""
+    wishes: Wishes = NO_WISHES
+    has_own_deadline: bool = False
+    """Whether its client named the deadline: it is the server's otherwise, which says nothing of its haste."""
+    emitted_token_ids: Sequence[int] = ()
+    layout: str = ""
+    """The `identity_key` of the workers that those came from; empty: unknown, or there are none."""
+    outlet: Outlet = msgspec.field(default_factory=Outlet)
+
+
+class StoredChoice(msgspec.Struct, frozen=True):
+    """All that decides how one answer goes on, wherever that is: what `Requests.adopt` needs of it."""
+
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    emitted_token_ids: Sequence[int] = ()
+    layout: str = ""
+    """As in `Generation`; before the first token, that of all workers that there are."""
+
+
+class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
+    """An accepted call as data, to be gone on with by another gateway. `remaining_s` is until its deadline.
+
+    `model` is the name of the model that answers; empty: the only one. `fallback` says in whose place and why, as in
+    `AcceptedCall`. `is_settled`: it stays with this model. `traceparent` and `tracestate` name the span of whoever
+    asks for it; `resumes` that of the request which it goes on with, or is empty.
+    """
+
+    request_id: str
+    choices: list[StoredChoice]
+    operation: str
+    model: str = ""
+    fallback: str = ""
+    is_settled: bool = True
+    tenant: str = ""
+    priority: int = 0
+    service_class: str = DEFAULT_SERVICE_CLASS
+    affinity_key: str = ""
+    cache_salt: str = ""
+    share_cache: str = ""
+    wishes: Wishes = NO_WISHES
+    remaining_s: float
+    traceparent: str = ""
+    tracestate: str = ""
+    resumes: str = ""
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the answers of one call add up to. `placed` numbers those that workers have taken and still have.
+
+    `waiting_since_s`: since when it is none of them, in seconds of the monotonic clock.
+    """
+
+    completion_tokens: int = 0
+    new_tokens: int = 0
+    """Without those that an answer had before it went on here."""
+    cached_tokens: int = 0
+    """Of the prompts of all answers, what was not computed."""
+    finish_reasons: list[str] = field(default_factory=list)
+    placed: set[int] = field(default_factory=set)
+    waiting_since_s: float = 0.0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Counts and times of one answer, as in the public API."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    decode_s: float
+
+
+class Delta(msgspec.Struct):
+    """The next part of an answer. The last one has `finish_reason` and `usage`."""
+
+    first_index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """With the first token, where asked for: of the prompt's tokens from the second on."""
+    layout: str = ""
+    """With the first token: fingerprint of layout and weights of the worker that goes on with it."""
+
+
+class AcceptedCall:
+    """A call that passed all checks; its id is taken until its `with` block is left.
+
+    `model` is the name of the model that its answers come from, `fallback` says in whose place and why, such as
+    `large -> small; reason=overloaded`, or is empty. `fallbacks` are names of models that may be tried yet, with
+    `call` as it came; `gateway.requests.fallback` does that, before the first token.
+    """
+
+    def __init__(
+        self,
+        generations: list[Generation],
+        *,
+        request_id: str,
+        operation: str,
+        model: str,
+        fallback: str = "",
+        span: RequestSpans,
+        close: Callable[[], None],
+        ticket: TenantTicket | None = None,
+    ) -> None:
+        self.generations = generations
+        self.request_id = request_id
+        self.operation = operation
+        self.model = self.asked_model = model
+        self.fallback = fallback
+        self.fallbacks: tuple[str, ...] = ()
+        self.call: Call | None = None
+        self.span = span
+        self.ticket = ticket
+        """What the call has taken of its tenant's limits."""
+        self.is_resumed = False
+        """It was let in before, and its prompt was paid then."""
+        self._close = close
+        self._on_end: list[Callable[[BaseException | None], None]] = []
+
+    def on_end(self, told: Callable[[BaseException | None], None]) -> None:
+        """Has `told` called with the call's error, or None, when the `with` block is left."""
+        self._on_end.append(told)
+
+    def to_stored(self) -> StoredCall:
+        """The call as `Requests.adopt` takes it, without any token that came after it was accepted."""
+        first = self.generations[0]
+        return StoredCall(
+            request_id=self.request_id,
+            choices=[
+                StoredChoice(
+                    generation.prompt_token_ids, generation.sampling, generation.emitted_token_ids, generation.layout
+                )
+                for generation in self.generations
+            ],
+            operation=self.operation,
+            model=self.model,
+            fallback=self.fallback,
+            is_settled=not self.fallbacks,
+            tenant=first.tenant,
+            priority=first.priority,
+            service_class=first.service_class,
+            affinity_key=first.affinity_key,
+            cache_salt=first.cache_salt,
+            share_cache=first.share_cache,
+            wishes=first.wishes,
+            remaining_s=first.deadline.remaining_s(),
+            traceparent=self.span.told_traceparent,
+        )
+
+    def fall_back(self, generations: list[Generation], fallback: str) -> None:
+        """The answers come from another model; none of the earlier generations has given a token."""
+        self.generations = generations
+        self.model = generations[0].model
+        self.fallback = fallback
+        self.span.add_event("fallback", {"tandem.fallback": fallback})
+
+    def __enter__(self) -> "AcceptedCall":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.span.finish(error, self._described)
+            self._close()
+            if self.ticket is not None:
+                self._leave(self.ticket, error)
+        finally:
+            for told in self._on_end:
+                told(error)
+
+    def _leave(self, ticket: TenantTicket, error: BaseException | None) -> None:
+        """What was refused for want of room, or was never begun, costs its tenant nothing."""
+        totals = self.generations[0].totals
+        is_refused = isinstance(error, Overloaded | WorkerUnavailable) and not totals.new_tokens
+        prompts = {id(generation.prompt_token_ids): generation.prompt_token_ids for generation in self.generations}
+        ticket.leave(
+            num_prompt_tokens=0 if self.is_resumed else sum(map(len, prompts.values())),
+            num_new_tokens=totals.new_tokens,
+            has_run=bool(totals.finish_reasons) and not is_refused,
+        )
+
+    def _described(self) -> dict[str, Value]:
+        """The request as OpenTelemetry's conventions for generative AI tell it; texts are no part of it."""
+        first = self.generations[0]
+        sampling, totals = first.sampling, first.totals
+        prompts = {id(generation.prompt_token_ids): generation.prompt_token_ids for generation in self.generations}
+        said: dict[str, Value] = {
+            "gen_ai.operation.name": self.operation,
+            "gen_ai.provider.name": "tandem",
+            "gen_ai.request.id": self.request_id,
+            "gen_ai.request.model": self.asked_model,
+            "gen_ai.request.choice.count": len(self.generations),
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.seed": sampling.seed,
+            "gen_ai.response.model": self.model,
+            "gen_ai.response.finish_reasons": totals.finish_reasons,
+            "gen_ai.usage.input_tokens": sum(map(len, prompts.values())),
+            "gen_ai.usage.output_tokens": totals.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": totals.cached_tokens,
+            "tandem.service_class": first.service_class,
+        }
+        rarely: dict[str, Value] = {
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+            "gen_ai.request.presence_penalty": sampling.presence_penalty,
+            "tandem.resumed_tokens": totals.completion_tokens - totals.new_tokens,
+            "tandem.tenant": first.tenant,
+            "tandem.fallback": self.fallback,
+        }
+        said.update((name, value) for name, value in rarely.items() if value)
+        return said

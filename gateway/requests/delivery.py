@@ -1,0 +1,72 @@
+"""From the events of an answer's attempt to its deltas, made where the events come in.
+
+A token in the middle of an answer goes from the worker's message to the client's connection in one go: no task is
+woken for it, which would cost more than all the rest. The task that runs the answer sleeps until it is needed: for the
+end, a failure, a worker that leaves, or a client that does not take what there is. Then everything goes through it.
+"""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from gateway.requests.answer import RunningRequest
+from gateway.requests.attempt import Attempt
+from gateway.requests.call import Delta, Outlet
+from services.runtime.errors import TandemError
+
+Observed = TypeVar("Observed")
+
+
+class Delivery(Generic[Observed]):
+    """The deltas of one answer. `observe` is told of each, before anybody else, with `observed`."""
+
+    def __init__(
+        self,
+        request: RunningRequest,
+        outlet: Outlet,
+        observe: Callable[[RunningRequest, Attempt, Delta, Observed], None],
+        observed: Observed,
+    ) -> None:
+        self._request = request
+        self._outlet = outlet
+        self._observe = observe
+        self._observed = observed
+        self._attempt: Attempt | None = None
+        self._left: Delta | None = None
+        """Made, and nobody has it."""
+        self._error: Exception | None = None
+
+    async def next(self, attempt: Attempt) -> Delta:
+        """The next delta that the outlet has not taken, which may be empty. Raises what ended the attempt."""
+        self._attempt = attempt
+        try:
+            if not attempt.is_over:
+                await self._request.mailbox.wait(self._take_now)
+        except TandemError:
+            if self._left is None:
+                raise
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        delta, self._left = self._left, None
+        return delta or self._make(attempt)
+
+    def _take_now(self) -> bool:
+        """Deals with what has come while `next` waits. False: that has to go on."""
+        take, attempt = self._outlet.take, self._attempt
+        if take is None or attempt is None:
+            return False
+        try:
+            delta = self._make(attempt)
+            goes_on = delta.finish_reason is None and not attempt.is_over and not attempt.is_moving
+            if goes_on and take(delta):
+                return True
+        except Exception as error:  # noqa: BLE001 - it is this answer's, not of whoever brought the event
+            self._error = error
+            return False
+        self._left = delta
+        return False
+
+    def _make(self, attempt: Attempt) -> Delta:
+        delta = self._request.take(attempt, attempt.take_arrived())
+        self._observe(self._request, attempt, delta, self._observed)
+        return delta

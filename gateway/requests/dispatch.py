@@ -1,0 +1,414 @@
+"""Which workers an attempt is offered to, best first, and whether they have room: routing as this gateway sees it.
+
+The policies themselves are in `services.scheduling`; here they get what they look at: the workers in rotation without
+those that circuit breakers leave alone, what each is believed to hold of the prompt, and what the request has been
+through. What this gateway has sent to a worker that has not reported it yet is kept in the session's books, so that
+requests that go in the same moment do not all see the same free place. Knows no request's life.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.requests.answer import RunningRequest
+from gateway.requests.attempt import Attempt
+from gateway.requests.call import Generation
+from gateway.topology.members import Topology
+from gateway.topology.session import DecodeSession, Peer, PrefillSession, WorkerSession
+from gateway.topology.watch import TOKENS_PER_STAGE, AttemptWatch, CutPair, WorkerWatch
+from services.runtime.clock import Clock
+from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
+from services.scheduling.breakers import Breakers, CircuitState
+from services.scheduling.disaggregation import PrefillChoice
+from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
+from services.scheduling.queue import ServiceClass
+from services.scheduling.routing import Fits, Route, Router, RouteRequest, Views, WorkerView
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixHints(Protocol):
+    """What workers are believed to hold; `gateway.requests.cache_hints` asks the cluster's index."""
+
+    def cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:
+        """Worker id → tokens from the start of the prompt whose pages it has."""
+        ...
+
+    def expect(self, request: RunningRequest, route: Route) -> None:
+        """The request goes this way, so its workers will have the prompt's pages."""
+        ...
+
+    def forget(self, worker_id: str) -> None:
+        """They did not come to have what was expected."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoomLimits:
+    """When a request waits here rather than at a worker, where nobody could overtake it any more.
+
+    `ahead_s`: prompts that a worker still has to compute, in seconds of its work: enough to keep it busy while the next
+    one is on its way. `itl_s`: no step of a decode worker is made longer than this by requests that can wait
+    (`normal` and below); None: no such limit.
+    """
+
+    ahead_s: float = 0.1
+    itl_s: float | None = None
+
+
+class Candidates:
+    """The choice of workers of one gateway. Faults are kept by worker id: a crash loop makes many processes.
+
+    `prefill_choice` gives who computes the prompts of requests that do not say so themselves.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        router: Router,
+        clock: Clock,
+        limits: RoomLimits | None = None,
+        hints: PrefixHints | None = None,
+        region: str = "",
+        prefill_choice: Callable[[], PrefillChoice] = lambda: "auto",
+    ) -> None:
+        self._topology = topology
+        self._router = router
+        self._clock = clock
+        self._limits = limits or RoomLimits()
+        self._hints = hints
+        self._region = region
+        self._prefill_choice = prefill_choice
+        self.on_trial: set[RunningRequest] = set()
+        """Those that are tried alone after a death (`gateway.requests.recovery`): each goes where no other one is, if
+        it can.
+        """
+        self.watch = WorkerWatch(clock, topology.pace)
+        topology.watch_gpus(self.watch.note_gpu)
+        topology.watch_leaving(self.watch.note_gone)
+        self._breakers = Breakers()
+        """Of pairs: (prefill worker, decode worker)."""
+        self._why_cut: dict[tuple[str, str], str] = {}
+        """What such a pair failed of last."""
+        self._last_lost: dict[str, str] = {}
+        """Incarnation of each worker that was lost last: a death is one error, whatever it took with it."""
+
+    @property
+    def num_open_breakers(self) -> int:
+        """Workers and pairs that are kept from work now, or tried with one request; not those that are suspected."""
+        num_workers = sum(report.state != "suspected" for report in self.watch.circuits())
+        return num_workers + sum(pair.state != "suspected" for pair in self.cut_pairs())
+
+    def circuit(self, worker_id: str) -> CircuitState:
+        """Whether the worker gets new work."""
+        return self.watch.circuit(worker_id)
+
+    def cut_pairs(self) -> list[CutPair]:
+        """Pairs whose circuit is not closed, of workers in rotation."""
+        breakers, now_s, found = self._breakers, self._clock.monotonic(), []
+        if not breakers.num_open:
+            return []
+        for member in self._topology.members():
+            if member.record.role != "decode":
+                continue
+            decode_id = member.record.id
+            prefill_ids = self._topology.prefill_ids(member.record.model, decode=member.session.peer)
+            pairs = [(prefill_id, decode_id) for prefill_id in prefill_ids]
+            for place, pair in enumerate(breakers.opened(pairs)):
+                state = breakers.state(pair) if place < len(pairs) // 2 else "suspected"
+                for_s = round(now_s - (breakers.opened_at_s(pair) or now_s), 1)
+                found.append(CutPair(*pair, state, self._why_cut.get(pair, ""), for_s))
+        return found
+
+    def plan(self, request: RunningRequest, kept: Set[str] = frozenset()) -> Route | None:
+        """Decides where the request would go, whether there is room or not; None: there is no way.
+
+        It does not go to a decode worker in `kept`.
+        """
+        request.bookings.leave()
+        request.routes = routes = self.routes(request, kept)
+        return routes[0] if routes else None
+
+    def allowed(self, request: RunningRequest) -> set[str]:
+        """Ids of the decode workers in rotation that the request may go to, whether there is room or not.
+
+        Nobody behind it may take these while it waits. Prefill workers need no such care. What waits there counts by
+        class, so one that is too busy for the request is so for whoever comes behind it.
+        """
+        generation = request.generation
+        return self._topology.decode_ids(generation.model, tenant=generation.tenant, bound_to=request.bound_to)
+
+    def book(self, request: RunningRequest, route: Route) -> None:
+        """Keeps the places of a route, and of no other one. Raises WorkerUnavailable."""
+        decode = self._topology.decode_session(route.decode.worker_id)
+        computes = self._topology.prefill_session(route.prefills[0].worker_id) if route.is_remote else decode
+        request.bookings.enter(
+            decode.books,
+            computes.books,
+            num_pages=-(-request.expected_num_tokens // route.decode.page_size),
+            prompt=(request.queue_entry.service_class, max(0, request.num_known_tokens - route.num_cached_tokens)),
+            handoff=(route.decode.worker_id, int(route.inputs.get("handoff_bytes", 0))) if route.is_remote else None,
+        )
+
+    def routes(self, request: RunningRequest, kept: Set[str] = frozenset()) -> Sequence[Route]:
+        """Ways to decode workers not `kept` that can hold the whole sequence; those that have failed it come last.
+
+        An answer that has tokens goes on where the next ones are the same.
+        """
+        generation = request.generation
+        prompt = (request.queue_entry.service_class, request.num_known_tokens)
+        usual = self._topology.usual_speeds(generation.model)
+        decodes = self._usable(self._topology.decode_views(generation.model, prompt=prompt), usual.local, usual.decode)
+        if kept:
+            decodes = decodes.only(set(decodes.worker_ids) - kept)
+        if request.bound_to:
+            decodes = decodes.only(self.allowed(request))
+        prefills = self._usable(
+            self._topology.prefill_views(generation.model, prompt=prompt), usual.prefill, usual.decode
+        )
+        wanted = RouteRequest(
+            num_prompt_tokens=request.num_known_tokens,
+            max_new_tokens=max(1, request.max_num_tokens - request.num_known_tokens),
+            tenant=generation.tenant,
+            region=self._region,
+            affinity_key=generation.affinity_key,
+            cached_tokens=self._cached_tokens(request),
+            kv_bytes_per_token=self._topology.kv_bytes_per_token(generation.model),
+            prefill=generation.wishes.prefill or self._prefill_choice(),
+        )
+        routes = self._router.route(
+            wanted, prefills, decodes, fits=self._fits(generation.model), now_s=self._clock.monotonic()
+        )
+        paired = {decode for _, decode in request.avoided_pairs}
+        tried_at = self._tried_at(request)
+        if not request.avoided and not paired and not self._breakers.num_open and not tried_at:
+            return routes
+        return sorted(
+            routes,
+            key=lambda route: (
+                route.decode.incarnation in tried_at,
+                self._has_no_way_to(generation.model, route.decode),
+                route.decode.incarnation in request.avoided,
+                route.decode.incarnation in paired,
+            ),
+        )
+
+    def prefill_sessions(self, request: RunningRequest, route: Route) -> list[PrefillSession]:
+        """A route's prefill workers: first who may still have the prompt's pages, last those that failed it."""
+        sessions = [self._topology.prefill_session(view.worker_id) for view in route.prefills]
+        decode = self._topology.decode_session(route.decode.worker_id).peer
+        sessions.sort(key=lambda session: _reluctance(request, session.peer, decode))
+        if tried_at := self._tried_at(request):
+            sessions.sort(key=lambda session: session.peer.incarnation in tried_at)
+        return sessions
+
+    def takers(self, request: RunningRequest, giver: DecodeSession) -> list[WorkerView]:
+        """Decode workers that an answer may move to with its pages."""
+        views = [route.decode for route in self.routes(request)]
+        return [view for view in views if self._topology.can_take_over(view.worker_id, giver.peer)]
+
+    def note_sent(self, request: RunningRequest, route: Route) -> None:
+        """Workers took the request, and are about to have its prompt's pages."""
+        if self._hints is not None:
+            self._hints.expect(request, route)
+
+    def begin(self, attempt: Attempt, prefills: list[PrefillSession]) -> None:
+        """The attempt is sent there; it may be the probe of a breaker."""
+        if prefills:
+            pair = (prefills[0].peer.worker_id, attempt.decode.peer.worker_id)
+            if self._breakers.begin(pair, self._clock.monotonic()):
+                attempt.probes.add(pair)
+
+    def new_watch(self, request: RunningRequest, decode: WorkerView) -> AttemptWatch:
+        """Watches an attempt on this decode worker: what it needs, by what is usual for its role."""
+        usual = self._topology.usual_speeds(request.generation.model)
+        num_sequences = max(decode.num_requests, decode.num_running) + 1
+        token_s = usual.decode.step_s(num_sequences, decode.context_tokens + request.max_num_tokens)
+        num_bytes = request.num_known_tokens * self._topology.kv_bytes_per_token(request.generation.model)
+        handoff_s = usual.link.time_s(num_bytes)
+        watch = AttemptWatch(self.watch, decode.worker_id, token_s=token_s, handoff_s=handoff_s)
+        prompt_s = usual.local.time_s(decode.waiting_tokens + request.num_known_tokens)
+        watch.sent(decode.worker_id, prompt_s + TOKENS_PER_STAGE * token_s)
+        return watch
+
+    def watch_prompt(self, request: RunningRequest, route: Route, attempt: Attempt) -> None:
+        """The prompt is about to be computed by the attempt's workers."""
+        worker_id = (attempt.prefill or attempt.decode).peer.worker_id
+        usual = self._topology.usual_speeds(request.generation.model)
+        speed = usual.prefill if route.is_remote else usual.local
+        views = route.prefills if route.is_remote else (route.decode,)
+        waiting = next((view.waiting_tokens for view in views if view.worker_id == worker_id), 0)
+        # Whatever it has cached may be gone, and what waits there may be ahead or behind.
+        expected_s = speed.time_s(waiting + request.num_known_tokens)
+        if route.is_remote:
+            attempt.watch.sent(worker_id, expected_s)
+        attempt.watch.prompt_sent(worker_id, expected_s)
+
+    def note_success(self, attempt: Attempt) -> None:
+        """The decode worker generates: everybody did their part."""
+        if attempt.prefill is not None:
+            pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
+            if self._breakers.succeeded(pair, self._clock.monotonic()):
+                self._why_cut.pop(pair, None)
+                logger.info("pages go between a pair of workers again", extra=_named(pair))
+        self.release(attempt)
+
+    def note_failure(self, attempt: Attempt) -> None:
+        """An attempt ended with a fault: whose breaker that concerns."""
+        fault = attempt.fault
+        if self._hints is not None:
+            for worker in (attempt.decode, attempt.prefill):
+                if worker is not None:
+                    self._hints.forget(worker.peer.worker_id)
+        if fault is None:
+            return
+        if isinstance(fault.error, TransferFailed) and attempt.prefill is not None:
+            pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
+            was_open = self._breakers.is_open(pair)
+            self._breakers.failed(pair, self._clock.monotonic(), is_probe=pair in attempt.probes)
+            attempt.probes.discard(pair)
+            if not was_open and self._breakers.is_open(pair):
+                self._why_cut[pair] = fault.error.message
+                logger.warning("a pair of workers is kept apart", extra={**_named(pair), "found": fault.error.message})
+            self._topology.note_handoff(*pair, fault.error)
+        elif isinstance(fault.error, LayoutMismatch) and attempt.prefill is not None:
+            self._topology.exclude_pair(attempt.prefill.peer, attempt.decode.peer)
+        elif isinstance(fault.error, InternalError) and fault.worker is not None:
+            self._note_error(attempt, fault.worker.peer.worker_id)
+        elif isinstance(fault.error, WorkerLost) and fault.worker is not None:
+            self._note_lost(attempt, fault.worker)
+        self.release(attempt)
+
+    def release(self, attempt: Attempt) -> None:
+        """What the attempt was the probe of and has said nothing about waits for another probe."""
+        for key in attempt.probes:
+            self._breakers.abandoned(key)
+        attempt.probes.clear()
+        if attempt.prefill is not None and attempt.handed_off is not None:
+            pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
+            self._topology.note_handoff(*pair, attempt.handed_off.num_bytes)
+
+    def least_service_s(self, generation: Generation) -> float:
+        """What an answer takes at least, from the moment in which workers take it, if nobody else was there."""
+        sampling = generation.sampling
+        num_new_tokens = sampling.max_tokens if sampling.ignore_eos else max(1, sampling.min_tokens)
+        speeds = self._topology.usual_speeds(generation.model).decodes
+        steps = (speed.step_s(1, len(generation.prompt_token_ids)) for speed in speeds)
+        return min(steps, default=0.0) * max(0, num_new_tokens - len(generation.emitted_token_ids))
+
+    def prompt_s(self, generation: Generation) -> float:
+        """What computing an answer's whole prompt takes on a usual worker, without what each step costs."""
+        speed = self._topology.usual_speeds(generation.model).prefill
+        return speed.time_s(len(generation.prompt_token_ids)) - speed.overhead_s
+
+    def has_room(self, request: RunningRequest, route: Route) -> bool:
+        """Whether a route's workers would begin with the request soon."""
+        decode, limits = route.decode, self._limits
+        service_class = request.queue_entry.service_class
+        if decode.num_requests:
+            pages, places = self._topology.decode_room(decode.worker_id, service_class)
+            if places <= 0 or request.expected_num_tokens > pages * decode.page_size:
+                return False
+            can_wait = service_class >= ServiceClass.NORMAL and limits.itl_s is not None
+            if can_wait and route.predicted_itl_s > (limits.itl_s or math.inf):
+                return False
+        return prefill_queue_s(route.prefills[0] if route.is_remote else decode) <= limits.ahead_s
+
+    def _tried_at(self, request: RunningRequest) -> set[str]:
+        """Processes at which others are tried alone, where this request is to be tried alone too."""
+        if request not in self.on_trial:
+            return set()
+        attempts = [other.attempt for other in self.on_trial if other is not request and other.attempt is not None]
+        workers = [worker for attempt in attempts for worker in (attempt.decode, attempt.prefill) if worker is not None]
+        return {worker.peer.incarnation for worker in workers}
+
+    def _cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:
+        if request.generation.sampling.prompt_logprobs is not None and not request.log.next_index:
+            return {}  # All of the prompt is computed.
+        cached = dict(self._hints.cached_tokens(request)) if self._hints is not None else {}
+        for worker_id in self._topology.prefill_ids(request.generation.model) if request.is_resumed else ():
+            if request.has_kept_prompt(self._topology.prefill_session(worker_id).peer):
+                cached[worker_id] = len(request.generation.prompt_token_ids)
+        return cached
+
+    def _fits(self, model: str) -> Fits | None:
+        """Whether pages can go from a prefill worker to a decode worker, and nothing has cut the way."""
+        if self._topology.is_uniform(model) and not self._breakers.num_open:
+            return None
+        ways: dict[str, set[str]] = {}
+
+        def fits(prefill: WorkerView, decode: WorkerView) -> bool:
+            if decode.worker_id not in ways:
+                ways[decode.worker_id] = self._ways_to(model, decode.worker_id)
+            return prefill.worker_id in ways[decode.worker_id]
+
+        return fits
+
+    def _ways_to(self, model: str, decode_id: str) -> set[str]:
+        """Prefill workers whose way to a decode worker is not cut; where too many are, of the others too."""
+        try:
+            peer = self._topology.decode_session(decode_id).peer
+        except WorkerUnavailable:
+            return set()
+        pairs = [(prefill_id, decode_id) for prefill_id in self._topology.prefill_ids(model, decode=peer)]
+        return {prefill_id for prefill_id, _ in self._breakers.usable(pairs, self._clock.monotonic())}
+
+    def _has_no_way_to(self, model: str, decode: WorkerView) -> bool:
+        """Whether every prefill worker's way there is cut."""
+        pairs = [(prefill_id, decode.worker_id) for prefill_id in self._topology.prefill_ids(model)]
+        return bool(pairs) and all(self._breakers.is_open(pair) for pair in pairs)
+
+    def _note_error(self, attempt: Attempt, worker_id: str) -> None:
+        attempt.watch.failed(worker_id)
+
+    def _note_lost(self, attempt: Attempt, worker: WorkerSession) -> None:
+        peer = worker.peer
+        if self._last_lost.get(peer.worker_id) != peer.incarnation:
+            self._last_lost[peer.worker_id] = peer.incarnation
+            self._note_error(attempt, peer.worker_id)
+
+    def _usable(self, views: Views, prefill: PrefillSpeed, decode: DecodeSpeed) -> Views:
+        """Those that get new work; one whose GPU is in trouble is slower than what is usual, `prefill` and `decode`.
+
+        Here and not in the topology: who judges what the cluster can do goes by what was measured.
+        """
+        usable = self.watch.usable(views.worker_ids)
+        if usable is not views.worker_ids:
+            views = views.only(frozenset(usable))
+        weights = self.watch.gpu_weights(views.worker_ids)
+        if not weights:
+            return views
+
+        def slowed(view: WorkerView) -> WorkerView:
+            slowdown = 1 / weights[view.worker_id]
+            return _slowed(view, prefill.times(slowdown), decode.times(slowdown))
+
+        return views.changed(slowed, weights)
+
+
+def _slowed(view: WorkerView, prefill: PrefillSpeed, decode: DecodeSpeed) -> WorkerView:
+    """The worker at these speeds, or at its own where those are slower: throttling, which it feels, counts once."""
+    return dataclasses.replace(
+        view,
+        prefill_speed=max(view.prefill_speed, prefill, key=lambda speed: speed.time_s(512)),
+        decode_speed=max(view.decode_speed, decode, key=lambda speed: speed.step_s(1)),
+    )
+
+
+def _named(pair: tuple[str, str]) -> dict[str, str]:
+    return dict(zip(("prefill", "decode"), pair, strict=True))
+
+
+def prefill_queue_s(view: WorkerView) -> float:
+    """Until the prompts that wait there are computed."""
+    return view.prefill_speed.time_s(view.waiting_tokens) if view.waiting_tokens else 0.0
+
+
+def _reluctance(request: RunningRequest, prefill: Peer, decode: Peer) -> tuple[bool, bool]:
+    has_failed = prefill.incarnation in request.avoided
+    was_cut = (prefill.incarnation, decode.incarnation) in request.avoided_pairs
+    return has_failed or was_cut, not request.has_kept_prompt(prefill)

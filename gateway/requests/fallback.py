@@ -1,0 +1,153 @@
+"""The answers of one call from the first of its models that takes it: `large -> small`, before the first token.
+
+    not allowed      the model that was asked for, however long that takes
+    allowed          the same until it has had no place at its workers for `fallback_after_s`, at once where it has no
+                     worker, or until it fails for want of one; then the next model that has a worker and can take the
+                     call, checked and tokenized anew; and so on
+
+As soon as a client may have seen something of one answer, all of them stay with that model. Where no other model
+can take the call, it waits on as if it had not been allowed, and what it fails with is what the first model said.
+Knows neither HTTP nor how a model finds a worker.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.requests.call import AcceptedCall, Delta, Generation
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
+
+RETRY_AFTER_S = 2.0
+"""What a client is told whose models had no room."""
+
+Stream = AsyncGenerator[Delta, None]
+
+FALLS_BACK = (Overloaded, WorkerUnavailable)
+"""The failures for which another model may stand in. Others are the request's own, or nothing that is known to pass."""
+
+
+class Runs(Protocol):
+    """What generates answers; `Requests` is one."""
+
+    def run(self, generation: Generation) -> Stream:
+        """Generates one answer."""
+        ...
+
+    def fallback_after_s(self, model: str) -> float:
+        """How long a call that may fall back waits for a worker of this model."""
+        ...
+
+    def is_served(self, model: str) -> bool:
+        """Whether this model has workers now; a call that may fall back waits for no others."""
+        ...
+
+    async def prepare_fallback(self, accepted: AcceptedCall) -> list[Generation] | None:
+        """The call's answers for the next of its models that can take them; None: there is none."""
+        ...
+
+    def note_fallback(self, asked: str, answering: str, reason: str) -> None:
+        """Counts it."""
+        ...
+
+
+@contextlib.asynccontextmanager
+async def begun(
+    runs: Runs, accepted: AcceptedCall, generations: Sequence[Generation], *, clock: Clock = SYSTEM_CLOCK
+) -> AsyncIterator[list[Stream]]:
+    """A stream for each of the generations, which are the call's; leaving the block ends them.
+
+    From then on `accepted` says which model they come from. Raises what `Requests.run` raises.
+    """
+    if not accepted.fallbacks:
+        yield [runs.run(generation) for generation in generations]
+        return
+    asked, first_failure = accepted.model, None
+    while True:
+        starts = [_Start(runs.run(generation)) for generation in generations]
+        try:
+            refusal = await _refusal(runs, accepted, starts, clock)
+            if refusal is None:
+                yield [start.stream() for start in starts]
+                return
+        finally:
+            await _end(starts)
+        first_failure = first_failure or refusal.failure
+        if refusal.instead is None:
+            raise first_failure
+        generations = refusal.instead
+        reason = "unavailable" if isinstance(first_failure, WorkerUnavailable) else "overloaded"
+        accepted.fall_back(refusal.instead, f"{asked} -> {generations[0].model}; reason={reason}")
+        runs.note_fallback(asked, accepted.model, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A model does not answer, why, and the call's answers for another one; None: there is no other."""
+
+    failure: TandemError
+    instead: list[Generation] | None
+
+
+async def _refusal(runs: Runs, accepted: AcceptedCall, starts: Sequence["_Start"], clock: Clock) -> _Refusal | None:
+    """Waits until one answer has begun (None), or another model should be asked."""
+    is_served = runs.is_served(accepted.model)
+    after_s = runs.fallback_after_s(accepted.model) if is_served else 0.0
+    totals = accepted.generations[0].totals
+    firsts = [start.first for start in starts]
+    while True:
+        since_s = clock.monotonic() if totals.placed else totals.waiting_since_s
+        patience_s = max(0.0, since_s + after_s - clock.monotonic()) if accepted.fallbacks else None
+        done, _ = await asyncio.wait(firsts, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if _has_begun(firsts):
+            return None
+        for failure in (first.exception() for first in done):
+            if isinstance(failure, FALLS_BACK):
+                return _Refusal(failure, await runs.prepare_fallback(accepted))
+            if failure is not None:
+                raise failure
+        if not totals.placed and clock.monotonic() >= totals.waiting_since_s + after_s:
+            instead = await runs.prepare_fallback(accepted)
+            if instead is not None and not _has_begun(firsts):
+                return _Refusal(_impatience(is_served=is_served), instead)
+
+
+def _impatience(*, is_served: bool) -> TandemError:
+    what = "no worker had room in time"
+    if is_served:
+        return Overloaded(what, retry_after_s=RETRY_AFTER_S, reason="wait")
+    return WorkerUnavailable(what, retry_after_s=RETRY_AFTER_S)
+
+
+def _has_begun(firsts: Sequence["asyncio.Task[Delta]"]) -> bool:
+    return any(first.done() and first.exception() is None for first in firsts)
+
+
+async def _end(starts: Sequence["_Start"]) -> None:
+    for start in starts:
+        start.first.cancel()
+    await asyncio.gather(*(start.first for start in starts), return_exceptions=True)
+    await asyncio.gather(*(start.close() for start in starts))
+
+
+class _Start:
+    """One answer, begun at once, whoever reads it and when. Must be ended."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.first = asyncio.create_task(self._read_first(), name="first token")
+
+    async def stream(self) -> Stream:
+        """All of the answer."""
+        yield await self.first
+        async for delta in self._stream:
+            yield delta
+
+    async def close(self) -> None:
+        """Ends what is left of it; nobody reads it any more, and its first token is there or will not come."""
+        await self._stream.aclose()
+
+    async def _read_first(self) -> Delta:
+        return await anext(self._stream)

@@ -1,0 +1,174 @@
+"""Looks at the health of all workers again and again, and tries those that are kept from work with its own requests.
+
+So a circuit opens and closes whether clients ask anything or not, and no client's request is spent on finding out who
+has recovered. A trial is a small prompt and a few tokens: a decode worker computes all of it, a prefill worker the
+prompt, for a decode worker that is well. What it says of the worker is `gateway.topology.watch`'s business, as it is
+for any request; it is in no client's figures, log or limits.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Iterable
+from functools import partial
+
+from gateway.limits import Sampling
+from gateway.requests.attempt import Attempt, Mailbox, TokenLog
+from gateway.requests.dispatch import Candidates
+from gateway.topology.members import ROLES, Role, Topology
+from gateway.topology.session import AttemptKey, DecodeSession, PrefillSession, SequenceOrder
+from gateway.topology.watch import AttemptWatch
+from services.runtime.clock import Clock, Deadline
+from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
+
+LOOK_EVERY_S = 0.25
+AGAIN_S = 1.0
+"""After a trial, however it ended: one that found no room has said nothing, and the next may find none either."""
+NUM_PROMPT_TOKENS = 8
+"""Less than any page: nothing of it is kept in a cache."""
+NUM_TOKENS = 8
+LEAST_LIMIT_S = 2.0
+LIMIT_FACTOR = 16.0
+"""A trial ends after so many times what it should take; it has failed long before."""
+SHARERS = "trial"
+SERVICE_CLASS = 1
+"""Interactive: a trial is a few tokens, and every client waits for its result."""
+
+_SAMPLING = Sampling(
+    max_tokens=NUM_TOKENS,
+    min_tokens=0,
+    temperature=0.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    seed=0,
+    stop=(),
+    stop_token_ids=(),
+    ignore_eos=True,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    repetition_penalty=1.0,
+    logit_bias={},
+    logprobs=None,
+)
+
+
+class Monitor:
+    """The look at all workers of one gateway."""
+
+    def __init__(self, candidates: Candidates, topology: Topology, *, models: Iterable[str], clock: Clock) -> None:
+        self._candidates = candidates
+        self._watch = candidates.watch
+        self._topology = topology
+        self._models = tuple(models)
+        self._clock = clock
+        self._looking: asyncio.Task[None] | None = None
+        self._trials: dict[str, asyncio.Task[None]] = {}
+        self._next_at_s: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._looking = asyncio.create_task(self._look_for_ever(), name="health-monitor")
+
+    async def close(self) -> None:
+        """Ends that, and every trial."""
+        tasks = [*self._trials.values(), *([self._looking] if self._looking is not None else ())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            for model in self._models:
+                for role in ROLES:
+                    self._look(role, model)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _look(self, role: Role, model: str) -> None:
+        group = self._topology.rotation_ids(role, model)
+        self._watch.usable(group)
+        now_s = self._clock.monotonic()
+        for worker_id in self._watch.due_for_probe(group):
+            if worker_id not in self._trials and now_s >= self._next_at_s.get(worker_id, now_s):
+                trial = asyncio.create_task(self._try(role, model, worker_id), name=f"trial-{worker_id}")
+                self._trials[worker_id] = trial
+                trial.add_done_callback(partial(self._end, worker_id))
+
+    def _end(self, worker_id: str, _trial: asyncio.Task[None]) -> None:
+        self._trials.pop(worker_id, None)
+        now_s = self._clock.monotonic()
+        self._next_at_s = {one: at_s for one, at_s in self._next_at_s.items() if at_s > now_s}
+        self._next_at_s[worker_id] = now_s + AGAIN_S
+
+    async def _try(self, role: Role, model: str, worker_id: str) -> None:
+        """One trial; it raises nothing, since whatever happens is a word about the worker, or none."""
+        with contextlib.suppress(WorkerUnavailable):
+            if role == "decode":
+                await self._try_at(model, worker_id, self._topology.decode_session(worker_id), None)
+                return
+            prefill = self._topology.prefill_session(worker_id)
+            for decode_id in self._watch.usable(self._topology.rotation_ids("decode", model)):
+                decode = self._topology.decode_session(decode_id)
+                fits = worker_id in self._topology.prefill_ids(model, decode=decode.peer)
+                if fits and await self._try_at(model, worker_id, decode, prefill):
+                    return
+
+    async def _try_at(self, model: str, worker_id: str, decode: DecodeSession, prefill: PrefillSession | None) -> bool:
+        """False: the decode worker has no room, so nothing was tried."""
+        usual = self._topology.usual_speeds(model)
+        token_s = usual.decode.step_s(1, NUM_PROMPT_TOKENS)
+        prompt_s = (usual.local if prefill is None else usual.prefill).time_s(NUM_PROMPT_TOKENS)
+        handoff_s = usual.link.time_s(NUM_PROMPT_TOKENS * self._topology.kv_bytes_per_token(model))
+        limit_s = LEAST_LIMIT_S + LIMIT_FACTOR * (prompt_s + handoff_s + NUM_TOKENS * token_s)
+        watch = AttemptWatch(self._watch, decode.peer.worker_id, token_s=token_s, handoff_s=handoff_s)
+        log = TokenLog(NUM_TOKENS)
+        attempt = Attempt(self._order(limit_s), decode=decode, mailbox=Mailbox(), log=log, watch=watch)
+        watch.sent(worker_id, prompt_s + NUM_TOKENS * token_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._run(attempt, prefill, prompt_s)
+                self._candidates.note_success(attempt)
+        except Overloaded:
+            return False
+        except TimeoutError:
+            pass  # Its stage was found late while it went on.
+        except TandemError:
+            self._candidates.note_failure(attempt)
+        finally:
+            attempt.close()
+            self._candidates.release(attempt)
+        return True
+
+    async def _run(self, attempt: Attempt, prefill: PrefillSession | None, prompt_s: float) -> None:
+        watch = attempt.watch
+        asked = watch.asked()
+        await attempt.admit(is_local_prefill=prefill is None)
+        watch.came(asked)
+        self._candidates.begin(attempt, [] if prefill is None else [prefill])
+        watch.prompt_sent((prefill or attempt.decode).peer.worker_id, prompt_s)
+        if prefill is not None:
+            attempt.start_prefill([prefill])
+        num_tokens = 0
+        while num_tokens < NUM_TOKENS:
+            arrived = await attempt.next_arrived()
+            num_tokens += len(arrived.token_ids)
+            is_finished = num_tokens >= NUM_TOKENS or arrived.finish_reason is not None
+            if arrived.token_ids or attempt.prompt_done_at_s is not None:
+                watch.note_prompt_done()
+            if attempt.is_decoding or is_finished:
+                watch.note_answer(len(arrived.token_ids), is_finished=is_finished)
+            if is_finished:
+                return
+
+    def _order(self, limit_s: float) -> SequenceOrder:
+        return SequenceOrder(
+            key=AttemptKey(f"trial-{secrets.token_hex(8)}", 1),
+            prompt_token_ids=(0,) * NUM_PROMPT_TOKENS,
+            emitted_token_ids=(),
+            sampling=_SAMPLING,
+            eos_token_ids=(),
+            deadline=Deadline.after(limit_s, clock=self._clock),
+            trace=None,
+            cache_salt=SHARERS,
+            service_class=SERVICE_CLASS,
+        )

@@ -1,0 +1,62 @@
+"""What was expected of an answer's first and second token beside what came: a metric, and words where it is far off.
+
+The second token is the first one that needs the prompt's pages at the decode worker, so it tells whether the price of
+the link was true. Knows no request.
+"""
+
+import logging
+
+from gateway.observability.metrics import Metrics
+from services.runtime.clock import Clock
+from services.runtime.logs import LineBudget
+
+FAR_RATIO, FAR_S = 2.0, 1.0
+"""A token is far from its prediction where it is off by more than both."""
+WARNINGS_PER_S, WARNINGS_BURST = 0.1, 5
+PAIR_S = 30.0
+"""Of one pair of workers there is no more than one warning in this time."""
+MAX_PAIRS = 4096
+
+logger = logging.getLogger(__name__)
+
+
+class Promises:
+    """Compares predictions with what became of them."""
+
+    def __init__(self, metrics: Metrics, *, clock: Clock) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._budget = LineBudget(per_s=WARNINGS_PER_S, burst=WARNINGS_BURST)
+        self._warned_s: dict[tuple[str, str], float] = {}
+
+    def note_first(self, model: str, *, predicted_s: float, seen_s: float) -> None:
+        """The first token came so long after its way was chosen."""
+        self._metrics.note_prediction(model, "first", predicted_s, seen_s)
+
+    def note_second(
+        self, model: str, *, prefill: str, decode: str, predicted_s: float, transfer_s: float, seen_s: float
+    ) -> None:
+        """The second token came. `prefill` is empty where the decode worker computed the prompt.
+
+        `transfer_s`: what of the prediction was for the pages' way.
+        """
+        self._metrics.note_prediction(model, "second", predicted_s, seen_s)
+        if not is_far(predicted_s, seen_s):
+            return
+        now_s, pair = self._clock.monotonic(), (prefill, decode)
+        if now_s - self._warned_s.get(pair, -PAIR_S) < PAIR_S or not self._budget.take(now_s):
+            return
+        if len(self._warned_s) >= MAX_PAIRS:  # workers come and go
+            self._warned_s.clear()
+        self._warned_s[pair] = now_s
+        way = f"{prefill} → {decode}" if prefill else decode
+        said = {"prefill_worker": prefill, "decode_worker": decode, "predicted_transfer_s": round(transfer_s, 3)}
+        logger.warning(
+            "%s: a second token was expected after %.3g s and came after %.3g s", way, predicted_s, seen_s, extra=said
+        )
+
+
+def is_far(predicted_s: float, seen_s: float) -> bool:
+    """Whether a prediction was so wrong that somebody should know."""
+    larger, smaller = max(predicted_s, seen_s), min(predicted_s, seen_s)
+    return larger - smaller > FAR_S and larger > FAR_RATIO * smaller

@@ -1,0 +1,1 @@
+"""What the gateway knows of workers, and its sessions with them."""

@@ -1,0 +1,266 @@
+"""Looks every second for what is wrong with workers, Redis and certificates, and reports it to the register.
+
+Each judgement is a function of plain data; what they need of the past is kept in `_Lasting`. Knows no request.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from gateway.topology.members import Member, Topology
+from gateway.topology.presence import Gone, Shortage
+from gateway.topology.troubles import Found, Troubles
+from gateway.topology.watch import CircuitReport, CutPair
+from services.cluster.connections import end_task
+from services.cluster.redis_store import Store
+from services.cluster.registry import LEASE_TTL_S
+from services.runtime import rpc
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.errors import TransferFailed, TransferStalled
+from services.runtime.reach import SILENT
+from services.scheduling.breakers import CircuitState
+
+LOOK_S = 1.0
+UNREACHABLE_AFTER_S = LEASE_TTL_S + 1.0
+"""A worker that has died is no longer registered by then."""
+CLOCK_OFF_S = 2.0
+CLOCK_OFF_FOR_S = 3.0
+"""A clock is compared when a message comes, and messages are late while this process is busy."""
+SLOW_REDIS_S = 0.05
+"""Mean round trip. Limits of tenants and requests with a name wait for one each."""
+SLOW_REDIS_FOR_S = 10.0
+CERTIFICATE_DAYS = 7
+DAY_S = 86_400.0
+LINK_FOR_S = 600.0
+"""A pair of workers whose pages got stuck is not called sound before pages passed, or this time has."""
+LARGE_BYTES = 65_536
+"""A handoff of this size has large packets."""
+
+CLOCK_REMEDY = "run a time service on all machines: times of logs and traces, and ends of certificates, depend on it"
+LEFT_OUT_REMEDY = "give gateway and workers the same files, or the worker a --model-name of its own"
+GONE_REMEDY = "look at its machine and its log; a worker that leaves on purpose is ended with SIGTERM or tandem drain"
+MISSING_REMEDY = "start workers, look at those that are gone or cannot be reached, or change --expect"
+SLOW_REDIS_REMEDY = "move Redis nearer to the gateways, or look at what else uses it or its machine"
+LINK_CAUSE = "pages got stuck on their way while small messages passed: large packets are lost"
+LINK_REMEDY = (
+    "lower the MTU of both machines' interfaces to what the path carries (VPN, VXLAN), or let ICMP through so that "
+    "they find it out"
+)
+CIRCUIT_WORDS: Mapping[CircuitState, str] = {
+    "closed": "gets work",
+    "open": "is kept from work",
+    "half_open": "is kept from work, and tried",
+    "suspected": "should get no work, and does, since no more of its role can be spared",
+}
+CIRCUIT_REMEDIES = {
+    "slow": "see what else uses its machine or its GPU; it gets work again when the gateway's trials come in time",
+    "silent": "see whether its process and the network to it stand still; it gets work again when it answers",
+    "erring": "see the errors in its log; it gets work again when the gateway's trials go well",
+    "gpu": "look after its GPU: what it says is in tandem status",
+}
+PAIR_REMEDY = "see the logs of both, and firewalls between them: the port of the decode worker and its transfer port"
+CERTIFICATE_REMEDY = "renew it and replace the files: they are read again without a restart"
+
+logger = logging.getLogger(__name__)
+
+
+class TroubleWatch:
+    """Keeps `troubles` up to date from `start` to `close`."""
+
+    def __init__(
+        self,
+        troubles: Troubles,
+        topology: Topology,
+        store: Store,
+        *,
+        circuits: Callable[[], Mapping[str, Found]],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.troubles = troubles
+        self._topology = topology
+        self._store = store
+        self._circuits = circuits
+        self._clock = clock
+        self._clocks = _Lasting(CLOCK_OFF_FOR_S)
+        self._redis = _Lasting(SLOW_REDIS_FOR_S)
+        self._links: dict[str, float] = {}
+        """By the names of pairs of workers, when pages got stuck last."""
+        self._task: asyncio.Task[None] | None = None
+        topology.watch_handoffs(self.note_handoff)
+
+    def start(self) -> None:
+        """Begins to look, on the running loop."""
+        self._task = asyncio.create_task(self._follow(), name="troubles")
+
+    async def close(self) -> None:
+        """Stops that."""
+        if self._task is not None:
+            await end_task(self._task)
+
+    def look(self) -> None:
+        """Looks once."""
+        now_s, unix_s = self._clock.monotonic(), self._clock.unix_ns() / 1e9
+        topology, troubles = self._topology, self.troubles
+        topology.look_for_missing()
+        members, presence = topology.members(), topology.presence
+        troubles.settle("gone", gone(presence.gone))
+        troubles.settle("missing", missing(presence.shortages))
+        troubles.settle("unreachable", unreachable(members, topology.now_s()))
+        troubles.settle("left_out", left_out(members))
+        troubles.settle("circuit", self._circuits())
+        troubles.settle("clock", self._clocks.of(wrong_clocks(members), now_s))
+        troubles.settle("certificate", certificates(members, unix_s))
+        slow = {} if not self._store.is_available else slow_redis(self._store.round_trip.mean_s)
+        troubles.settle("redis_slow", self._redis.of(slow, now_s))
+        for trouble in troubles.of("redis"):
+            self.note_redis(is_away=True, subject=trouble.subject)
+        self._end_links(members, now_s)
+
+    def note_redis(self, *, is_away: bool, subject: str = "redis") -> None:
+        """Whether Redis, asked for the workers, has answered."""
+        if is_away:
+            cause = self._store.last_failure or "no cause is known"
+            self.troubles.begin("redis", subject, cause, redis_remedy(cause))
+        else:
+            self.troubles.end("redis", subject)
+
+    def note_handoff(self, prefill_id: str, decode_id: str, outcome: int | TransferFailed) -> None:
+        """So many bytes of pages went from one worker to another, or could not.
+
+        Where pages got stuck while both workers could still say so, large packets are lost.
+        """
+        link = _link(prefill_id, decode_id)
+        if isinstance(outcome, TransferStalled):
+            self._links[link] = self._clock.monotonic()
+            self.troubles.begin("link", link, f"{LINK_CAUSE} ({outcome.message})", LINK_REMEDY)
+        elif isinstance(outcome, int) and outcome >= LARGE_BYTES and self._links.pop(link, None) is not None:
+            self.troubles.end("link", link)
+
+    def _end_links(self, members: Iterable[Member], now_s: float) -> None:
+        ids = {member.record.id for member in members}
+        for link, at_s in list(self._links.items()):
+            if now_s - at_s >= LINK_FOR_S or not ids.issuperset(link.split(" to ")):
+                del self._links[link]
+                self.troubles.end("link", link)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                self.look()
+            except Exception:  # root of the task: what one look meets must not end all others
+                logger.exception("the cluster's troubles cannot be looked for")
+            await asyncio.sleep(LOOK_S)
+
+
+class _Lasting:
+    """Lets through what has been found at each look for a time."""
+
+    def __init__(self, for_s: float) -> None:
+        self._for_s = for_s
+        self._since_s: dict[str, float] = {}
+
+    def of(self, found: Mapping[str, Found], now_s: float) -> Mapping[str, Found]:
+        """What of `found` has lasted."""
+        self._since_s = {subject: self._since_s.get(subject, now_s) for subject in found}
+        return {subject: one for subject, one in found.items() if now_s - self._since_s[subject] >= self._for_s}
+
+
+def gone(missed: Iterable[Gone]) -> Mapping[str, Found]:
+    """Workers that vanished."""
+    found = {}
+    for one in missed:
+        worker = one.worker
+        cause = f"the {worker.role} worker at {worker.address} ({worker.host}) vanished without a word"
+        found[worker.id] = Found(cause, GONE_REMEDY)
+    return found
+
+
+def missing(shortages: Mapping[str, Shortage]) -> Mapping[str, Found]:
+    """Roles with fewer workers than an operator expects."""
+    return {
+        role: Found(
+            f"{one.ready} of {one.expected} {role} workers are ready"
+            + (f", {one.starting} are starting" if one.starting else ""),
+            MISSING_REMEDY,
+        )
+        for role, one in shortages.items()
+    }
+
+
+def unreachable(members: Iterable[Member], now_s: float) -> Mapping[str, Found]:
+    """Registered workers to which there has been no session for a while."""
+    found = {}
+    for member in members:
+        if member.state == "lost" and now_s - member.changed_at_s >= UNREACHABLE_AFTER_S:
+            obstacle = member.obstacle or SILENT
+            found[member.record.id] = Found(f"at {member.record.address}: {obstacle.cause}", obstacle.remedy)
+    return found
+
+
+def left_out(members: Iterable[Member]) -> Mapping[str, Found]:
+    """Workers that get no work since their model is another one."""
+    return {member.record.id: Found(member.left_out, LEFT_OUT_REMEDY) for member in members if member.left_out}
+
+
+def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPair]) -> Mapping[str, Found]:
+    """Workers that are kept from work or should be, and pairs of workers between which pages keep failing to go."""
+    found = {}
+    for report in reports:
+        cause = f"it {CIRCUIT_WORDS[report.state]}: {report.said()}"
+        found[report.worker_id] = Found(cause, CIRCUIT_REMEDIES.get(report.cause, "see its log"))
+    for pair in pairs:
+        what = "is used all the same" if pair.state == "suspected" else "is avoided"
+        cause = f"the way {what}: {pair.words or 'pages do not arrive'} (since {pair.for_s:.0f} s)"
+        found[_link(pair.prefill_id, pair.decode_id)] = Found(cause, PAIR_REMEDY)
+    return found
+
+
+def wrong_clocks(members: Iterable[Member]) -> Mapping[str, Found]:
+    """Workers whose clock is far from this machine's."""
+    found = {}
+    for member in members:
+        ahead_s = member.session.load.clock_ahead_s if member.session.is_up else None
+        if ahead_s is not None and abs(ahead_s) >= CLOCK_OFF_S:
+            side = "ahead of" if ahead_s > 0 else "behind"
+            found[member.record.id] = Found(f"it is {abs(ahead_s):.0f} s {side} the gateway's", CLOCK_REMEDY)
+    return found
+
+
+def certificates(members: Iterable[Member], unix_s: float) -> Mapping[str, Found]:
+    """Certificates of this process and of workers that have expired or will soon."""
+    ends_s: dict[str, float] = {
+        member.record.id: member.record.certificate_end_unix_s
+        for member in members
+        if member.record.certificate_end_unix_s
+    }
+    identity = rpc.identity()
+    if identity is not None:
+        ends_s["gateway"] = identity.end_unix_s()
+    found = {}
+    for subject, end_s in ends_s.items():
+        left_days = (end_s - unix_s) / DAY_S
+        if left_days < CERTIFICATE_DAYS:
+            cause = "it has expired" if left_days <= 0 else f"it expires in {left_days:.1f} days"
+            found[subject] = Found(cause, CERTIFICATE_REMEDY)
+    return found
+
+
+def slow_redis(round_trip_s: float) -> Mapping[str, Found]:
+    """Redis, where calls take long."""
+    if round_trip_s < SLOW_REDIS_S:
+        return {}
+    return {"redis": Found(f"a call takes {1e3 * round_trip_s:.0f} ms on average", SLOW_REDIS_REMEDY)}
+
+
+def redis_remedy(cause: str) -> str:
+    """What to do about a Redis that does not answer, by the last failure."""
+    lowered = cause.lower()
+    if any(word in lowered for word in ("password", "noauth", "wrongpass", "authenticat", "noperm")):
+        return "give the gateway the password of this Redis in --redis (TANDEM_REDIS)"
+    if "refused" in lowered:
+        return "start Redis, or give the gateway its right address in --redis (TANDEM_REDIS)"
+    return "look at Redis, its machine and the network to it; requests that run continue"
+
+
+def _link(prefill_id: str, decode_id: str) -> str:
+    return f"{prefill_id} to {decode_id}"

@@ -1,0 +1,359 @@
+"""What this gateway's own requests say about the health of workers: answers in time, late, never, or wrong.
+
+A *stage* is something that a worker has been asked for and when it should come: the word that a request is admitted,
+the first token of a prompt, the next tokens of an answer. Expectations are those of the worker's role, not its own:
+what a worker measures of itself follows its fault. Short times are not compared to the millisecond, since what they
+consist of is this process and the way.
+"""
+
+import heapq
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.topology.pacing import Pace
+from services.runtime.clock import Clock
+from services.scheduling.breakers import CircuitState
+from services.scheduling.health import Circuit, GpuJudgement, WorkerHealth
+
+FLOOR_S = 0.01
+"""Added to what was expected and to what it took, before the two are compared."""
+PROBE_FLOOR_S = 0.05
+"""The same for a probe, which is small and decides alone: a busy machine must not keep out who has recovered."""
+LEAST_WEIGHT = 0.1
+"""Of a GPU that is out, and used since too many are: it gets what others cannot take soon."""
+MAX_ENDED_STAGES = 64
+"""So many are kept in the order of the open ones, beside as many again as are open."""
+TOKENS_PER_STAGE = 16
+"""So many tokens of an answer are one stage: single gaps say little."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Stage:
+    """Something is expected of a worker. `probe`: the number of the probe that it decides, or 0."""
+
+    worker_id: str
+    began_s: float
+    expected_s: float
+    probe: int = 0
+
+
+class _OpenStages:
+    """What is expected of one worker now. Which of it should come soonest is known without a look at all."""
+
+    def __init__(self) -> None:
+        self._stages: set[Stage] = set()
+        self._soonest: list[tuple[float, int, Stage]] = []
+        """A heap, in which ended stages stay until they are first, or most of it is of them."""
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    @property
+    def least_expected_s(self) -> float:
+        """0 where nothing is expected."""
+        soonest = self._soonest
+        while soonest and soonest[0][2] not in self._stages:
+            heapq.heappop(soonest)
+        return soonest[0][0] if soonest else 0.0
+
+    def add(self, stage: Stage) -> None:
+        """It must not be in yet."""
+        self._stages.add(stage)
+        if len(self._soonest) > MAX_ENDED_STAGES + 2 * len(self._stages):
+            self._soonest = [entry for entry in self._soonest if entry[2] in self._stages]
+            heapq.heapify(self._soonest)
+        heapq.heappush(self._soonest, (stage.expected_s, next(self._numbers), stage))
+
+    def end(self, stage: Stage) -> bool:
+        """False: it was not in."""
+        if stage not in self._stages:
+            return False
+        self._stages.remove(stage)
+        return True
+
+
+class WorkerWatch:
+    """The stages under way at all workers, and the judgement that follows.
+
+    `pace` says how long tokens wait in this process, which is not their workers' fault.
+    """
+
+    def __init__(self, clock: Clock, pace: Pace | None = None) -> None:
+        self._clock = clock
+        self._pace = pace or Pace()
+        self._health = WorkerHealth()
+        self._open: dict[str, _OpenStages] = {}
+        self.num_openings: Counter[str] = Counter()
+        """How often workers were found to be bad, by the kind of cause."""
+
+    @property
+    def num_ejected(self) -> int:
+        """Workers that should get no work, or are tried with one request."""
+        return self._health.num_ejected
+
+    def circuit(self, worker_id: str) -> CircuitState:
+        """Whether the worker gets new work."""
+        return self._health.circuit(worker_id)
+
+    def circuits(self) -> "list[CircuitReport]":
+        """All workers whose circuit is not closed, with the cause, its figures and its age."""
+        now_s = self._clock.monotonic()
+        return [CircuitReport.of(circuit, now_s) for circuit in self._health.circuits()]
+
+    def note_gpu(self, worker_id: str, judgement: GpuJudgement) -> None:
+        """What the worker's GPU is judged to be from now on."""
+        self._health.note_gpu(worker_id, judgement, self._clock.monotonic())
+
+    def note_gone(self, worker_id: str) -> None:
+        """The worker is neither registered nor connected any more."""
+        self._health.note_gone(worker_id, self._clock.monotonic())
+
+    def gpu_weights(self, group: Sequence[str]) -> Mapping[str, float]:
+        """What share of its speed each that is slower is taken to have, by what its GPU says, against the best one.
+
+        Where all GPUs are alike in trouble there is nothing better to use, and nobody is slower.
+        """
+        weak = self._health.weak_gpus
+        weights = {one: max(LEAST_WEIGHT, weak[one].weight) for one in group if one in weak} if weak else {}
+        best = 1.0 if len(weights) < len(group) else max(weights.values(), default=1.0)
+        return {one: weight / best for one, weight in weights.items() if weight < best}
+
+    def usable(self, group: Sequence[str]) -> Sequence[str]:
+        """Those of a role that get new work: at least half of them, and one."""
+        out = self._health.out_of_rotation(group, self._clock.monotonic())
+        for change in self._health.take_changes():
+            self._tell(change)
+        return [worker_id for worker_id in group if worker_id not in out] if out else group
+
+    def due_for_probe(self, group: Sequence[str]) -> list[str]:
+        """Those that should each be tried now, to see who has recovered."""
+        return self._health.due_for_probe(group, self._clock.monotonic())
+
+    def begin_probe(self, worker_id: str, expected_s: float) -> int:
+        """A request goes to a worker. 0, or the number of the probe that it is."""
+        return self._health.begin(worker_id, self._clock.monotonic(), expected_s=expected_s)
+
+    def begin(self, worker_id: str, expected_s: float, *, probe: int = 0) -> Stage:
+        """Something was asked for. The stage must be ended by one of the three calls below."""
+        stage = Stage(worker_id, self._clock.monotonic(), expected_s, probe)
+        open_stages = self._open.get(worker_id)
+        if open_stages is None:
+            open_stages = self._open[worker_id] = _OpenStages()
+        open_stages.add(stage)
+        self._note_load(worker_id, open_stages)
+        return stage
+
+    def came(self, stage: Stage) -> None:
+        """It is there."""
+        now_s = self._clock.monotonic()
+        floor_s = PROBE_FLOOR_S if stage.probe else FLOOR_S
+        ratio = (now_s - stage.began_s + floor_s) / (stage.expected_s + self._pace.hold_s + floor_s)
+        self._end(stage)
+        self._health.note_success(stage.worker_id, ratio, now_s, probe=stage.probe)
+
+    def failed(self, worker_id: str, stages: Sequence[Stage]) -> None:
+        """The worker has made a mistake, or has died: one error, whatever was expected of it."""
+        mine = [stage for stage in stages if stage.worker_id == worker_id]
+        for stage in mine:
+            self._end(stage)
+        probe = max((stage.probe for stage in mine), default=0)
+        self._health.note_error(worker_id, self._clock.monotonic(), probe=probe)
+
+    def dropped(self, stage: Stage) -> None:
+        """Nobody waits for it any more, through no fault of the worker's."""
+        self._end(stage)
+        if stage.probe:
+            self.abandon_probe(stage.worker_id, stage.probe)
+
+    def abandon_probe(self, worker_id: str, probe: int) -> None:
+        """A probe has ended without saying anything about the worker."""
+        self._health.note_abandoned(worker_id, probe)
+
+    def _tell(self, change: Circuit) -> None:
+        """A line for each circuit that opens or closes: which worker, why, and the figures that say so."""
+        cause, for_s = change.cause, round(self._clock.monotonic() - change.since_s, 1)
+        facts = {"worker": change.worker_id, "cause": cause.kind, "found": cause.words, **_rounded(cause.figures)}
+        if change.state == "closed":
+            logger.info("a worker is well again", extra={**facts, "after_s": for_s})
+            return
+        what = "a worker is kept from work"
+        if change.state == "open":
+            self.num_openings[cause.kind] += 1
+        else:
+            what = "a worker should get no work, and does: no more of its role can be spared"
+        logger.warning(what, extra={**facts, "times": change.num_openings})
+
+    def _end(self, stage: Stage) -> None:
+        open_stages = self._open.get(stage.worker_id)
+        if open_stages is not None and open_stages.end(stage):
+            if not open_stages:
+                del self._open[stage.worker_id]
+            self._note_load(stage.worker_id, open_stages)
+
+    def _note_load(self, worker_id: str, open_stages: _OpenStages) -> None:
+        expected_s = FLOOR_S + self._pace.hold_s + open_stages.least_expected_s
+        self._health.note_load(worker_id, len(open_stages), expected_s, self._clock.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitReport:
+    """What operators are told of a worker whose circuit is not closed.
+
+    `cause` is one word, `words` a sentence with the `figures` in it. `for_s`: how long it has been so. `num_openings`:
+    how often lately.
+    """
+
+    worker_id: str
+    state: CircuitState
+    cause: str
+    words: str
+    figures: Mapping[str, float]
+    for_s: float
+    num_openings: int
+
+    @classmethod
+    def of(cls, circuit: Circuit, now_s: float) -> "CircuitReport":
+        """The report of a circuit as of now."""
+        cause, for_s = circuit.cause, round(now_s - circuit.since_s, 1)
+        figures = _rounded(cause.figures)
+        return cls(circuit.worker_id, circuit.state, cause.kind, cause.words, figures, for_s, circuit.num_openings)
+
+    def said(self) -> str:
+        """In one line, for people; the command line says the same of `/cluster`."""
+        times = f", {self.num_openings} times lately" if self.num_openings > 1 else ""
+        return f"{self.cause}: {self.words} (since {self.for_s:.0f} s{times})"
+
+    def as_json(self) -> dict[str, Any]:
+        """As `/cluster` shows it beside its worker."""
+        return {
+            "state": self.state,
+            "cause": self.cause,
+            "words": self.words,
+            "figures": dict(self.figures),
+            "for_s": self.for_s,
+            "num_openings": self.num_openings,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class CutPair:
+    """Workers between which pages failed to go, for `for_s` seconds now; `words` are those of the last failure.
+
+    `suspected`: the way is used, since there is no better one.
+    """
+
+    prefill_id: str
+    decode_id: str
+    state: CircuitState
+    words: str
+    for_s: float
+
+
+def _rounded(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{figure:.3g}") for name, figure in figures.items()}
+
+
+class AttemptWatch:
+    """The stages of one attempt: admitted, prompt computed, and the answer, some tokens at a time.
+
+    Its probes, if it is any, are decided by what takes longest: the prompt at a prefill worker, and the first tokens of
+    the answer at the decode worker. `handoff_s` and `token_s` are what the pages' way there and a token are expected to
+    take.
+    """
+
+    def __init__(self, watch: WorkerWatch, decode_id: str, *, token_s: float, handoff_s: float = 0.0) -> None:
+        self._watch = watch
+        self._decode_id = decode_id
+        self._token_s = token_s
+        self._handoff_s = handoff_s
+        self._stages: list[Stage] = []
+        self._prompt: Stage | None = None
+        self._answer: Stage | None = None
+        self._num_tokens = 0
+        self._probes: dict[str, int] = {}
+
+    def sent(self, worker_id: str, expected_s: float) -> None:
+        """The attempt goes to a worker, which has been heard of after so long when it has done its part."""
+        probe = self._watch.begin_probe(worker_id, expected_s)
+        if probe:
+            self._probes[worker_id] = probe
+
+    def asked(self) -> Stage:
+        """The decode worker was asked for room, which takes it no time; `came` or `end` follows."""
+        return self._begin(self._decode_id, 0.0)
+
+    def came(self, stage: Stage) -> None:
+        """It has answered."""
+        self._stages.remove(stage)
+        self._watch.came(stage)
+
+    def prompt_sent(self, worker_id: str, expected_s: float) -> None:
+        """A worker computes the prompt."""
+        # Of a decode worker the answer decides, which comes after it.
+        probe = 0 if worker_id == self._decode_id else self._probes.pop(worker_id, 0)
+        self._prompt = self._begin(worker_id, expected_s, probe)
+
+    def prompt_refused(self, next_id: str) -> None:
+        """The worker did not take the prompt, and nothing is expected of it; the next one computes it."""
+        prompt, self._prompt = self._prompt, None
+        if prompt is not None:
+            self._stages.remove(prompt)
+            self._watch.dropped(prompt)
+            self.sent(next_id, prompt.expected_s)
+            self.prompt_sent(next_id, prompt.expected_s)
+
+    def note_prompt_done(self) -> None:
+        """The prompt is computed, wherever that was: the decode worker has its turn."""
+        prompt, self._prompt = self._prompt, None
+        if prompt is not None:
+            self.came(prompt)
+            self._begin_answer(self._handoff_s)
+
+    def note_answer(self, num_tokens: int, *, is_finished: bool) -> None:
+        """The decode worker is generating, and so many tokens came from it since the last time.
+
+        The last tokens of an answer, fewer than a stage's, say nothing; but a probe has its end.
+        """
+        if self._answer is None:
+            self._begin_answer(0.0)
+            return
+        self._num_tokens += num_tokens
+        is_whole = self._num_tokens >= TOKENS_PER_STAGE
+        if is_whole or (is_finished and self._num_tokens and self._answer.probe):
+            answer, self._answer = self._answer, None
+            answer.expected_s += self._token_s * (self._num_tokens - TOKENS_PER_STAGE)
+            self.came(answer)
+            if not is_finished:
+                self._begin_answer(0.0)
+
+    def failed(self, worker_id: str) -> None:
+        """The attempt ended through a worker's own fault; `end` follows."""
+        self._watch.failed(worker_id, self._stages)
+        self._stages = [stage for stage in self._stages if stage.worker_id != worker_id]
+
+    def end(self) -> None:
+        """The attempt is over: what is still expected is not waited for. May be called twice."""
+        for stage in self._stages:
+            self._watch.dropped(stage)
+        for worker_id, probe in self._probes.items():
+            self._watch.abandon_probe(worker_id, probe)
+        self._stages.clear()
+        self._probes.clear()
+        self._prompt = self._answer = None
+
+    def _begin_answer(self, before_s: float) -> None:
+        self._num_tokens = 0
+        probe = self._probes.pop(self._decode_id, 0)
+        self._answer = self._begin(self._decode_id, before_s + self._token_s * TOKENS_PER_STAGE, probe)
+
+    def _begin(self, worker_id: str, expected_s: float, probe: int = 0) -> Stage:
+        stage = self._watch.begin(worker_id, expected_s, probe=probe)
+        self._stages.append(stage)
+        return stage

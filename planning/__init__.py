@@ -1,0 +1,1 @@
+"""What a cluster should be, from the gateway's own policies."""

@@ -1,0 +1,563 @@
+"""What a tenant may use per minute and at once, counted in Redis for all gateways together. Knows no request's content.
+
+Requests and tokens per minute are token buckets. A bucket of a limit L holds at most L and is full at first; after t
+seconds it holds min(L, level + t * L / 60); what needs more than it holds is refused and takes nothing. Whatever a
+request took too much or too little is given back or taken at its end, so a level may fall below zero, to -10 L at most.
+The time is that of Redis. Requests at once are names in a set that end 10 s after their last renewal: those of a
+gateway that died count no longer than that.
+
+While Redis is away each gateway goes on alone with the n-th part of every limit, at least one request (n: the gateways
+last seen), beginning with the n-th part of what was left. What it let through in that time is booked in Redis when
+that is back. A Redis that forgets gives every tenant a full bucket.
+"""
+
+import asyncio
+import contextlib
+import math
+from dataclasses import dataclass, field
+
+import msgspec
+
+from services.cluster.redis_store import Script, Store
+from services.runtime.clock import SYSTEM_CLOCK, Clock
+from services.runtime.errors import StoreUnavailable
+
+PERIOD_S = 60.0
+HOLD_TTL_S = 10.0
+RENEW_INTERVAL_S = 3.0
+RETRY_INTERVAL_S = 0.5
+"""How often a Redis that is away is tried again."""
+FLUSH_DELAY_S = 0.005
+"""What ends within this time is written together."""
+CONCURRENCY_RETRY_S = 1.0
+"""What a client is told that has too many requests at once: nobody knows when one of them ends."""
+MAX_DEBT = 10
+"""A level falls to at most this many times the limit below zero."""
+MAX_RELEASES = 4096
+"""Of one tenant, while Redis is away; more end by themselves."""
+
+REQUESTS, TOKENS, CONCURRENCY = "requests_per_minute", "tokens_per_minute", "concurrency"
+
+_SLACK = 1e-6
+_UNLIMITED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What one tenant may use. None: as much as it likes; 0: nothing."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrency: int | None = None
+
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether nothing has to be counted."""
+        return self.requests_per_minute is None and self.tokens_per_minute is None and self.concurrency is None
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Where one bucket stands. `reset_s`: until it is full again if nobody takes anything."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of an attempt to take something. `limit` names what was in the way; empty: it was taken.
+
+    `requests` and `tokens` are None where there is no such limit. `num_requests` were taken: none for a request that
+    was known. `is_local`: Redis was not asked.
+    """
+
+    limit: str = ""
+    retry_after_s: float = 0.0
+    requests: Rate | None = None
+    tokens: Rate | None = None
+    num_requests: int = 0
+    is_local: bool = False
+
+
+class Bucket:
+    """The bucket of the module's docstring, here. A pure state machine over the time that is passed in."""
+
+    def __init__(self, limit: float, *, level: float | None = None, now_s: float) -> None:
+        self.limit = limit
+        self.level = limit if level is None else min(limit, level)
+        self._at_s = now_s
+
+    def refill(self, now_s: float) -> float:
+        """The level now."""
+        passed_s = max(0.0, now_s - self._at_s)
+        self.level = min(self.limit, self.level + passed_s * self.limit / PERIOD_S)
+        self._at_s = max(self._at_s, now_s)
+        return self.level
+
+    def wait_s(self, cost: float, now_s: float) -> float:
+        """Seconds until `cost` can be taken; 0: now. A minute for what never can be."""
+        missing = cost - self.refill(now_s)
+        if self.limit <= 0:
+            return PERIOD_S
+        if missing <= _SLACK:
+            return 0.0
+        return PERIOD_S if cost > self.limit else missing * PERIOD_S / self.limit
+
+    def take(self, cost: float, now_s: float) -> None:
+        """Takes it, whether it is there or not; a negative `cost` is given back."""
+        self.level = max(-MAX_DEBT * self.limit, min(self.limit, self.refill(now_s) - cost))
+
+
+@dataclass(slots=True)
+class _Alone:
+    """One tenant's buckets while Redis is away, and the same ones as if nothing had been taken since."""
+
+    buckets: dict[str, Bucket] = field(default_factory=dict)
+    untouched: dict[str, Bucket] = field(default_factory=dict)
+
+    def taken(self, now_s: float) -> dict[str, float]:
+        """Limit → what Redis would have less if it had been there."""
+        return {
+            limit: self.untouched[limit].refill(now_s) - bucket.refill(now_s) for limit, bucket in self.buckets.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """What Redis is told of one tenant at once. `costs`: limit → what was taken."""
+
+    costs: dict[str, float]
+    alone_costs: dict[str, float]
+    """The part of `costs` that was taken while Redis was away."""
+    releases: set[str]
+    renewals: set[str]
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """What this gateway knows of one tenant."""
+
+    limits: TenantLimits
+    holds: dict[str, int] = field(default_factory=dict)
+    """Names of what runs here, and how many have each."""
+    releases: set[str] = field(default_factory=set)
+    """Names that have ended and that Redis may still have."""
+    has_unknown_holds: bool = False
+    """Redis was not asked about some of `holds`."""
+    owed: dict[str, float] = field(default_factory=dict)
+    """Limit → what Redis must still be told was taken; negative: given back."""
+    seen: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Limit → (level, when) as Redis said last."""
+    alone: _Alone | None = None
+    num_asking: int = 0
+    """Requests that wait for Redis' answer."""
+
+    def is_idle(self, now_s: float) -> bool:
+        """Whether there is nothing to remember: nothing runs, and the buckets are full again, or deep in debt."""
+        if any(now_s - at_s < PERIOD_S for _, at_s in self.seen.values()):
+            return False
+        return not (self.num_asking or self.holds or self.releases or self.owed or self.alone)
+
+    def add_hold(self, name: str) -> None:
+        """Something of this name runs here."""
+        self.holds[name] = self.holds.get(name, 0) + 1
+        self.releases.discard(name)
+
+    def end_hold(self, name: str) -> None:
+        """It has ended; the name is given back with the last one that has it. Does nothing for an unknown name."""
+        num_left = self.holds.get(name, 0) - 1
+        if num_left > 0:
+            self.holds[name] = num_left
+        elif self.holds.pop(name, None) is not None and len(self.releases) < MAX_RELEASES:
+            self.releases.add(name)
+
+    def pack(self, now_s: float, *, renews: bool, leaves: bool) -> _Parcel | None:
+        """What Redis should be told now; None: nothing. It counts as told until it is unpacked."""
+        costs = dict(self.owed)
+        alone_costs = {} if self.alone is None else self.alone.taken(now_s)
+        for limit, cost in alone_costs.items():
+            costs[limit] = costs.get(limit, 0.0) + cost
+        releases = self.releases | set(self.holds) if leaves else set(self.releases)
+        shows_holds = not leaves and (renews or self.has_unknown_holds or self.alone is not None)
+        renewals = set(self.holds) if shows_holds else set()
+        if not (costs or releases or renewals or self.alone):
+            return None
+        self.owed, self.releases, self.has_unknown_holds = {}, set(), False
+        return _Parcel(costs, alone_costs, releases, renewals)
+
+    def unpack(self, parcel: _Parcel) -> None:
+        """Redis was not told."""
+        self.releases |= parcel.releases - set(self.holds)
+        while len(self.releases) > MAX_RELEASES:
+            self.releases.pop()
+        self.has_unknown_holds |= bool(parcel.renewals)
+        for limit, cost in parcel.costs.items():
+            own_cost = cost - parcel.alone_costs.get(limit, 0.0)
+            if own_cost:
+                self.owed[limit] = self.owed.get(limit, 0.0) + own_cost
+
+    def end_alone(self, parcel: _Parcel, now_s: float) -> None:
+        """Redis was told what was taken without it. What was taken since then is owed."""
+        alone, self.alone = self.alone, None
+        if alone is not None:
+            self.seen = {}
+            for limit, cost in alone.taken(now_s).items():
+                later_cost = cost - parcel.alone_costs.get(limit, 0.0)
+                if later_cost > _SLACK:
+                    self.owed[limit] = self.owed.get(limit, 0.0) + later_cost
+
+
+class Limiter:
+    """Counts for one gateway, on one event loop. `gateway` is its incarnation."""
+
+    def __init__(self, store: Store, *, gateway: str, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.num_gateways = 1
+        """As last seen; at least this one."""
+        self._store = store
+        self._gateway = gateway
+        self._clock = clock
+        self._tenants: dict[str, _Tenant] = {}
+        self._has_news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether some tenant's limits are applied without Redis."""
+        return any(tenant.alone is not None for tenant in self._tenants.values())
+
+    def start(self) -> None:
+        """Begins to renew and to settle, on the running loop."""
+        self._task = asyncio.create_task(self._write_behind(), name="limits")
+
+    async def close(self) -> None:
+        """Stops that, after what waits was written, if Redis is there."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        with contextlib.suppress(StoreUnavailable):
+            await self._write(leaves=True)
+
+    async def take(
+        self, name: str, limits: TenantLimits, *, num_requests: int = 0, num_tokens: int = 0, hold: str = ""
+    ) -> Verdict:
+        """Takes all of it or nothing, in one round trip. `hold` names a request that begins to run.
+
+        A request whose hold is there already is the same one, which goes on: it takes no place and counts for no
+        request. Never raises for a Redis that is away.
+        """
+        if limits.is_unlimited:
+            return Verdict()
+        tenant = self._tenant(name, limits)
+        hold = hold if limits.concurrency is not None else ""
+        tenant.num_asking += 1
+        try:
+            answer = await self._store.run(_TAKE, self._keys(name), self._args(limits, num_requests, num_tokens, hold))
+        except StoreUnavailable:
+            verdict = self._take_alone(tenant, num_requests, num_tokens, hold)
+        except asyncio.CancelledError:
+            # It may have been taken. Only the place is given back; requests and tokens come back by themselves.
+            if hold:
+                tenant.add_hold(hold)
+                tenant.end_hold(hold)
+                self._has_news.set()
+            raise
+        else:
+            verdict = self._verdict(tenant, answer)
+            if tenant.alone is not None:
+                self._has_news.set()
+        finally:
+            tenant.num_asking -= 1
+        if hold and not verdict.limit:
+            tenant.add_hold(hold)
+        return verdict
+
+    def settle(
+        self, name: str, limits: TenantLimits, *, num_requests: int = 0, num_tokens: int = 0, hold: str = ""
+    ) -> None:
+        """Takes, or with negative numbers gives back, whether there is enough or not, and ends the hold.
+
+        Returns at once; Redis hears of it a little later.
+        """
+        if limits.is_unlimited:
+            return
+        tenant = self._tenants.setdefault(name, _Tenant(limits))
+        for limit, cost in ((REQUESTS, num_requests), (TOKENS, num_tokens)):
+            if cost and getattr(limits, limit) is not None:
+                self._owe(tenant, limit, cost)
+        tenant.end_hold(hold)
+        self._has_news.set()
+
+    def hold(self, name: str, limits: TenantLimits, hold: str) -> None:
+        """Counts a request as running that nobody asks about: it was let in before. Ended by `settle`."""
+        if limits.concurrency is not None:
+            tenant = self._tenant(name, limits)
+            tenant.add_hold(hold)
+            tenant.has_unknown_holds = True
+            self._has_news.set()
+
+    def _tenant(self, name: str, limits: TenantLimits) -> _Tenant:
+        tenant = self._tenants.setdefault(name, _Tenant(limits))
+        if tenant.limits != limits:
+            tenant.limits, tenant.alone = limits, None
+        return tenant
+
+    def _keys(self, name: str) -> tuple[str, str]:
+        return self._store.keys.limit_prefix + name, self._store.keys.hold_prefix + name
+
+    def _args(self, limits: TenantLimits, num_requests: int, num_tokens: int, hold: str) -> tuple[int | str, ...]:
+        concurrency = _UNLIMITED if limits.concurrency is None else limits.concurrency
+        return (*_bucket_args(limits), concurrency, num_requests, num_tokens, hold, round(HOLD_TTL_S * 1000))
+
+    def _owe(self, tenant: _Tenant, limit: str, cost: float) -> None:
+        if tenant.alone is not None and limit in tenant.alone.buckets:
+            tenant.alone.buckets[limit].take(cost, self._clock.monotonic())
+        else:
+            tenant.owed[limit] = tenant.owed.get(limit, 0.0) + cost
+
+    def _verdict(self, tenant: _Tenant, answer: list[bytes | int]) -> Verdict:
+        """Reads what _TAKE says, and remembers it for the time when Redis is away."""
+        refused_by, wait_ms, num_requests, *levels = (
+            value.decode() if isinstance(value, bytes) else value for value in answer
+        )
+        now_s = self._clock.monotonic()
+        rates: dict[str, Rate | None] = {}
+        for limit, level in zip((REQUESTS, TOKENS), levels, strict=True):
+            asked: int | None = getattr(tenant.limits, limit)
+            rates[limit] = None
+            if asked is not None:
+                tenant.seen[limit] = (float(level), now_s)
+                rates[limit] = _rate(asked, float(level), asked)
+        return Verdict(str(refused_by), int(wait_ms) / 1000, rates[REQUESTS], rates[TOKENS], int(num_requests))
+
+    def _take_alone(self, tenant: _Tenant, num_requests: int, num_tokens: int, hold: str) -> Verdict:
+        """The same without Redis."""
+        now_s = self._clock.monotonic()
+        alone = self._go_alone(tenant)
+        is_known = hold in tenant.holds
+        costs = {REQUESTS: 0 if is_known else num_requests, TOKENS: num_tokens}
+        waits = {limit: bucket.wait_s(costs[limit], now_s) for limit, bucket in alone.buckets.items()}
+        places = tenant.limits.concurrency
+        if hold and places is not None and not is_known:
+            num_places = min(places, max(1, places // self.num_gateways))
+            waits[CONCURRENCY] = CONCURRENCY_RETRY_S if len(tenant.holds) >= num_places else 0.0
+        refused_by = max(waits, key=waits.__getitem__) if any(waits.values()) else ""
+        if not refused_by:
+            for limit, bucket in alone.buckets.items():
+                bucket.take(costs[limit], now_s)
+        rates = {
+            limit: _rate(getattr(tenant.limits, limit), bucket.level, bucket.limit)
+            for limit, bucket in alone.buckets.items()
+        }
+        wait_s = waits.get(refused_by, 0.0)
+        taken = 0 if refused_by else costs[REQUESTS]
+        return Verdict(refused_by, wait_s, rates.get(REQUESTS), rates.get(TOKENS), taken, is_local=True)
+
+    def _go_alone(self, tenant: _Tenant) -> _Alone:
+        """The tenant's buckets here, which are made from what Redis said last when it goes away."""
+        if tenant.alone is not None:
+            return tenant.alone
+        now_s = self._clock.monotonic()
+        alone = tenant.alone = _Alone()
+        for limit, least in ((REQUESTS, 1.0), (TOKENS, 0.0)):
+            asked: int | None = getattr(tenant.limits, limit)
+            if asked is None:
+                continue
+            level, at_s = tenant.seen.get(limit, (float(asked), now_s))
+            shared = Bucket(asked, level=level, now_s=at_s).refill(now_s)
+            share = min(float(asked), max(least, asked / self.num_gateways))
+            for buckets in (alone.buckets, alone.untouched):
+                buckets[limit] = Bucket(share, level=shared / self.num_gateways, now_s=now_s)
+            if limit in tenant.owed:
+                alone.buckets[limit].take(tenant.owed.pop(limit), now_s)
+        return alone
+
+    async def _write_behind(self) -> None:
+        """Settles soon, renews every RENEW_INTERVAL_S."""
+        loop = asyncio.get_running_loop()
+        renew_at_s = loop.time()
+        while True:
+            renews = loop.time() >= renew_at_s
+            try:
+                await self._write(renews=renews)
+                wait_s = max(0.0, renew_at_s - loop.time())
+                if renews:
+                    wait_s = RENEW_INTERVAL_S
+                    renew_at_s = loop.time() + RENEW_INTERVAL_S
+            except StoreUnavailable:
+                self._has_news.clear()
+                wait_s, renew_at_s = RETRY_INTERVAL_S, loop.time()
+                await asyncio.sleep(RETRY_INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._has_news.wait()
+            if self._has_news.is_set():
+                await asyncio.sleep(FLUSH_DELAY_S)
+
+    async def _write(self, *, renews: bool = False, leaves: bool = False) -> None:
+        """Tells Redis what is owed, which requests have ended and, if it is time, which ones run.
+
+        Raises StoreUnavailable; what was owed is then taken from the buckets here.
+        """
+        self._has_news.clear()
+        sent: list[tuple[_Tenant, _Parcel]] = []
+        rows = []
+        for name, tenant in list(self._tenants.items()):
+            if tenant.is_idle(self._clock.monotonic()):
+                if renews:
+                    del self._tenants[name]
+                continue
+            parcel = tenant.pack(self._clock.monotonic(), renews=renews, leaves=leaves)
+            if parcel is not None:
+                costs = (parcel.costs.get(REQUESTS, 0.0), parcel.costs.get(TOKENS, 0.0))
+                rows.append((name, *_bucket_args(tenant.limits), *costs, list(parcel.releases), list(parcel.renewals)))
+                sent.append((tenant, parcel))
+        if not rows and not renews and not leaves:
+            return
+        keys = self._store.keys
+        lasts_ms = round(HOLD_TTL_S * 1000)
+        args = (self._gateway, 0 if leaves else lasts_ms, lasts_ms, _ENCODER.encode(rows))
+        try:
+            num_gateways = await self._store.run(_SETTLE, (keys.gateways, keys.limit_prefix, keys.hold_prefix), args)
+        except BaseException as error:
+            for tenant, parcel in sent:
+                tenant.unpack(parcel)
+                if isinstance(error, StoreUnavailable):
+                    self._go_alone(tenant)
+            raise
+        self.num_gateways = max(1, num_gateways)
+        for tenant, parcel in sent:
+            tenant.end_alone(parcel, self._clock.monotonic())
+
+
+def _rate(limit: int, level: float, full: float) -> Rate:
+    """What a client is told. `full`: the limit as it is applied here, which may be a part of it."""
+    reset_s = (full - level) * PERIOD_S / full if full > 0 else 0.0
+    return Rate(limit, max(0, math.floor(level + _SLACK)), max(0.0, reset_s))
+
+
+def _bucket_args(limits: TenantLimits) -> tuple[int, int]:
+    requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
+    return (_UNLIMITED if requests is None else requests, _UNLIMITED if tokens is None else tokens)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+# What both scripts begin with. What is no number of ours counts as a full bucket.
+_BUCKETS = f"""
+local time = redis.call('TIME')
+local now_us = time[1] * 1000000 + time[2]
+local now_ms = math.floor(now_us / 1000)
+local names = {{'requests', 'tokens'}}
+
+local function clean(key, kind)
+  local held = redis.call('TYPE', key).ok
+  if held ~= kind and held ~= 'none' then redis.call('DEL', key) end
+end
+
+local function expire_members(key, lasts_ms)
+  clean(key, 'zset')
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', now_ms)
+  redis.call('ZREMRANGEBYSCORE', key, now_ms + lasts_ms + 1000, '+inf')
+end
+
+local function level_of(key, name, limit)
+  if limit <= 0 then return 0 end
+  local held = redis.call('HMGET', key, name, name .. '_at')
+  local level, at = tonumber(held[1] or ''), tonumber(held[2] or '')
+  if not level or not at or level ~= level or at ~= at then return limit end
+  level = math.min(limit, level + math.max(0, now_us - at) * limit / {PERIOD_S * 1e6:.0f})
+  return math.max(level, -{MAX_DEBT} * limit)
+end
+
+local function keep(key, limits, levels)
+  local lasts_ms = 0
+  for index, name in ipairs(names) do
+    local limit, level = limits[index], levels[index]
+    if limit > 0 then
+      level = math.max(math.min(level, limit), -{MAX_DEBT} * limit)
+      redis.call('HSET', key, name, string.format('%.17g', level), name .. '_at', string.format('%.0f', now_us))
+      lasts_ms = math.max(lasts_ms, math.ceil((limit - level) / limit * {PERIOD_S * 1e3:.0f}) + 1000)
+    end
+  end
+  if lasts_ms > 0 then redis.call('PEXPIRE', key, lasts_ms) end
+end
+"""
+
+# KEYS: a tenant's buckets and its holds. ARGV: limits of requests, tokens and concurrency (-1: none), what is taken of
+# the first two, name of the hold (empty: none), how long it lasts in ms. Answers the limit in the way (empty: none),
+# after how many ms to try again, how many requests were taken, and both levels.
+_TAKE = Script(f"""{_BUCKETS}
+local limits = {{tonumber(ARGV[1]), tonumber(ARGV[2])}}
+local places, hold, lasts_ms = tonumber(ARGV[3]), ARGV[6], tonumber(ARGV[7])
+local costs, levels = {{tonumber(ARGV[4]), tonumber(ARGV[5])}}, {{0, 0}}
+local refused_by, wait_ms, taken = '', 0, 0
+
+local function refuse(limit, ms)
+  if ms > wait_ms then refused_by, wait_ms = limit, ms end
+end
+
+if hold ~= '' then
+  expire_members(KEYS[2], lasts_ms)
+  if redis.call('ZSCORE', KEYS[2], hold) then
+    costs[1] = 0
+  elseif redis.call('ZCARD', KEYS[2]) >= places then
+    refuse('{CONCURRENCY}', {CONCURRENCY_RETRY_S * 1000:.0f})
+  end
+end
+clean(KEYS[1], 'hash')
+for index, name in ipairs(names) do
+  local limit, cost = limits[index], costs[index]
+  if limit >= 0 then
+    levels[index] = level_of(KEYS[1], name, limit)
+    local missing = cost - levels[index]
+    if limit == 0 or cost > limit then
+      refuse(name .. '_per_minute', {PERIOD_S * 1e3:.0f})
+    elseif missing > {_SLACK:.7f} then
+      refuse(name .. '_per_minute', math.ceil(missing / limit * {PERIOD_S * 1e3:.0f}))
+    end
+  end
+end
+if refused_by == '' then
+  taken = costs[1]
+  levels = {{levels[1] - costs[1], levels[2] - costs[2]}}
+  keep(KEYS[1], limits, levels)
+  if hold ~= '' then
+    redis.call('ZADD', KEYS[2], now_ms + lasts_ms, hold)
+    redis.call('PEXPIRE', KEYS[2], lasts_ms + 1000)
+  end
+end
+return {{refused_by, wait_ms, taken, string.format('%.17g', levels[1]), string.format('%.17g', levels[2])}}
+""")
+
+# KEYS: the set of gateways, start of the keys of buckets and of holds. ARGV: this gateway, how long it counts as being
+# there and how long a hold lasts, in ms (0: it leaves), then in msgpack rows of (tenant, limits of requests and tokens,
+# what was taken of each, names that have ended, names that run). Answers the number of gateways.
+_SETTLE = Script(f"""{_BUCKETS}
+local gateway_ms, hold_ms = tonumber(ARGV[2]), tonumber(ARGV[3])
+expire_members(KEYS[1], hold_ms)
+if gateway_ms > 0 then
+  redis.call('ZADD', KEYS[1], now_ms + gateway_ms, ARGV[1])
+  redis.call('PEXPIRE', KEYS[1], gateway_ms + 1000)
+else
+  redis.call('ZREM', KEYS[1], ARGV[1])
+end
+for _, row in ipairs(cmsgpack.unpack(ARGV[4])) do
+  local tenant, requests, tokens, requests_cost, tokens_cost, ended, running = unpack(row)
+  local bucket, holds = KEYS[2] .. tenant, KEYS[3] .. tenant
+  if requests_cost ~= 0 or tokens_cost ~= 0 then
+    clean(bucket, 'hash')
+    local limits = {{requests, tokens}}
+    keep(bucket, limits, {{level_of(bucket, names[1], requests) - requests_cost,
+                           level_of(bucket, names[2], tokens) - tokens_cost}})
+  end
+  if #ended > 0 or #running > 0 then
+    expire_members(holds, hold_ms)
+    for _, name in ipairs(ended) do redis.call('ZREM', holds, name) end
+    for _, name in ipairs(running) do redis.call('ZADD', holds, now_ms + hold_ms, name) end
+    redis.call('PEXPIRE', holds, hold_ms + 1000)
+  end
+end
+return redis.call('ZCARD', KEYS[1])
+""")

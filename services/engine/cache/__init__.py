@@ -1,0 +1,1 @@
+"""The pages of the KV cache, and where they go when the pool is full."""

@@ -1,0 +1,700 @@
+"""KV pages: their shape, the memory that holds them, and the bookkeeping of who holds which.
+
+Knows nothing of sequences, models or transfers. Everything here belongs to the engine thread, but for
+`PageAllocator.generations`; nothing locks.
+
+Shape legend: N pages, H KV heads, L layers, S slots (tokens) of a page, D elements of a head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from types import TracebackType
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from services.runtime.errors import InvariantViolated, NoFreePages
+from services.runtime.page_keys import PageKey
+
+PageState = Literal["free", "cached", "reserved", "used"]
+HeldState = Literal["reserved", "used"]
+
+# The order is that of the bytes in PageAllocator._states.
+_STATES: tuple[PageState, ...] = ("free", "cached", "reserved", "used")
+_FREE, _CACHED, _RESERVED, _USED = range(4)
+_CODE_OF: dict[HeldState, int] = {"reserved": _RESERVED, "used": _USED}
+
+
+def num_pages_for(num_tokens: int, page_size: int) -> int:
+    """Return how many pages of `page_size` tokens hold `num_tokens` tokens."""
+    return -(-num_tokens // page_size)
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Shape of one page. The order of the axes in memory is a constant of this file: [H, L, 2, S, D].
+
+    Heads come first so that a range of heads of one page is one range of bytes; index 0 of axis `2` is K, 1 is V.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of a page: (H, L, 2, S, D)."""
+        return (self.num_kv_heads, self.num_layers, 2, self.page_size, self.head_dim)
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of a page in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Return how many pages hold `num_tokens` tokens."""
+        return num_pages_for(num_tokens, self.page_size)
+
+
+class PagePool:
+    """The memory of all pages of a worker: `data` [N, H, L, 2, S, D], contiguous.
+
+    It starts as zeros: a slot that was never written must not hold a NaN, which would survive a masked product.
+    Where the memory is made elsewhere, `data` is that, all zeros.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        num_pages: int,
+        *,
+        device: torch.device | str = "cpu",
+        data: torch.Tensor | None = None,
+    ) -> None:
+        if num_pages < 1:
+            raise ValueError(f"a pool needs at least 1 page, not {num_pages}")
+        self.layout = layout
+        self.num_pages = num_pages
+        shape = (num_pages, *layout.shape)
+        self.data = _zeros(shape, layout.dtype, torch.device(device)) if data is None else data
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The same memory as uint8 [N, page_bytes]; writing to it writes to the pages."""
+        return self.data.view(self.num_pages, -1).view(torch.uint8)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return host_zeros(shape, dtype)
+
+
+def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in the host's memory, which is taken when it is first written to. At least one element."""
+    # Memory that was never touched reads as zeros and takes no room yet: a large pool starts at once and costs what is
+    # used of it. torch.zeros would write it all.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # As long as there are any, a prompt's pages are some that nobody has written to yet: in pieces of 4 KB the
+        # kernel takes 6 times as long to give that memory.
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+class PageCounts(NamedTuple):
+    """How many pages are in each state; the four states add up to `total`."""
+
+    total: int
+    free: int
+    cached: int
+    reserved: int
+    used: int
+
+
+class PageChanges(NamedTuple):
+    """Keys that pages are found by now and were not before, and the other way round; no key is in both."""
+
+    added: tuple[PageKey, ...]
+    evicted: tuple[PageKey, ...]
+
+    @classmethod
+    def none(cls) -> PageChanges:
+        """Nothing has changed."""
+        return cls((), ())
+
+
+class NamedPage(NamedTuple):
+    """A page that gives way, what it is found by, and the key of the page before it."""
+
+    page_id: int
+    key: PageKey
+    parent: PageKey | None
+
+
+class PageStore(Protocol):
+    """Where named pages go that give way to an allocation; services.engine.cache.host_tier is one."""
+
+    def __contains__(self, key: PageKey) -> bool:
+        """Whether the page with this key is there."""
+        ...
+
+    def parents(self) -> dict[PageKey, PageKey | None]:
+        """Of all that is there, the keys of the pages before."""
+        ...
+
+    def put(self, pages: Sequence[NamedPage]) -> list[PageKey]:
+        """Keep what is in these pages, or not; return the keys that are there no longer because of it."""
+        ...
+
+    def discard(self, key: PageKey) -> None:
+        """Forget the page with this key, if it is there."""
+        ...
+
+    def take(self, keys: Sequence[PageKey]) -> list[int]:
+        """Give up what is there, to who gets it back by the numbers that are returned."""
+        ...
+
+    def problems(self) -> list[str]:
+        """How the books contradict themselves, if they do."""
+        ...
+
+
+class PageAllocator:
+    """Says who holds which page; touches no memory of the pool.
+
+    A page is `free`, `cached` (nobody holds it, but its content may be taken again), `reserved` (held for content
+    that is still to arrive and be verified) or `used` (held, content trusted). Holders are counted: the page goes back
+    when the last one releases it. A **promise** counts pages that an admitted request may still need; it takes no
+    page, but nobody else can be given the last ones. A page's **generation** changes at each allocation, so a late
+    reference to an earlier holder's content can be told.
+
+    A used page whose content is final may be **named** by a key (services.runtime.page_keys): `find` gives named pages
+    to whoever needs the same content, and they are cached when their last holder lets go. Of two pages with the same
+    content one is named. Cached pages give way to an allocation that finds no free ones: first those that were let go
+    first, and of those that were let go together the end of the sequence before its beginning, without which it could
+    not be found. With a `store`, named pages that give way go there, where `find_stored` finds them; a key is in the
+    pool or in the store. Which keys come and go, in both together, is written down for who tells others
+    (`take_changes`).
+
+    Misuse (releasing a free page, marking a page used twice …) raises InvariantViolated: the books are then wrong and
+    so, sooner or later, is an answer.
+    """
+
+    def __init__(self, num_pages: int, *, store: PageStore | None = None) -> None:
+        if num_pages < 1:
+            raise ValueError(f"an allocator needs at least 1 page, not {num_pages}")
+        self._store = store
+        self._num_pages = num_pages
+        self._states = bytearray(num_pages)
+        self._references = [0] * num_pages
+        self._generations = [0] * num_pages
+        # Taken from the end: a page that was just released is the likeliest to be in a processor's cache.
+        self._free_ids = list(range(num_pages - 1, -1, -1))
+        self._num_in_state = [num_pages, 0, 0, 0]
+        self._num_promised = 0
+        self._keys: list[PageKey | None] = [None] * num_pages
+        self._page_of: dict[PageKey, int] = {}
+        self._cached: dict[int, None] = {}  # in the order in which they give way
+        self._parents: dict[PageKey, PageKey | None] = {}  # the key of the page before, of each key in _page_of
+        self._added: dict[PageKey, None] = {}  # since take_changes
+        self._evicted: dict[PageKey, None] = {}
+
+    @property
+    def num_pages(self) -> int:
+        """All pages."""
+        return self._num_pages
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody holds and whose content means nothing."""
+        return self._num_in_state[_FREE]
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages that nobody holds but whose content can be taken again; they give way to an allocation."""
+        return self._num_in_state[_CACHED]
+
+    @property
+    def num_reserved_pages(self) -> int:
+        """Pages held for content that has not been verified."""
+        return self._num_in_state[_RESERVED]
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages whose content is being used."""
+        return self._num_in_state[_USED]
+
+    @property
+    def num_promised_pages(self) -> int:
+        """Pages that are spoken for, though still free or cached."""
+        return self._num_promised
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that can be promised or allocated without breaking a promise."""
+        return self._num_in_state[_FREE] + self._num_in_state[_CACHED] - self._num_promised
+
+    def counts(self) -> PageCounts:
+        """Return the number of pages in each state."""
+        return PageCounts(self._num_pages, *self._num_in_state)
+
+    def can_promise(self, num_pages: int) -> bool:
+        """Say whether `promise` would succeed now."""
+        return num_pages <= self.num_available_pages
+
+    def promise(self, num_pages: int) -> None:
+        """Count `num_pages` as spoken for.
+
+        Raises:
+            NoFreePages: fewer are available.
+        """
+        _check_count(num_pages)
+        if not self.can_promise(num_pages):
+            raise self._no_free_pages(num_pages)
+        self._num_promised += num_pages
+
+    def unpromise(self, num_pages: int) -> None:
+        """Give back a promise of `num_pages`."""
+        _check_count(num_pages)
+        if num_pages > self._num_promised:
+            raise InvariantViolated(f"{num_pages} pages given back of {self._num_promised} promised")
+        self._num_promised -= num_pages
+
+    def allocate(self, num_pages: int, *, state: HeldState, num_promised: int = 0) -> list[int]:
+        """Take `num_pages` pages, each with one holder and a new generation; all or none. Free ones come first.
+
+        `num_promised` of them were promised to the caller before: these cannot fail, and the promise shrinks by as
+        many.
+
+        Raises:
+            NoFreePages: there are not enough beyond what is promised to others.
+        """
+        _check_count(num_pages)
+        if not 0 <= num_promised <= min(num_pages, self._num_promised):
+            raise InvariantViolated(
+                f"{num_pages} pages asked for, {num_promised} of them from a promise of {self._num_promised}"
+            )
+        if num_pages - num_promised > self.num_available_pages:
+            raise self._no_free_pages(num_pages - num_promised)
+        self._num_promised -= num_promised
+        self._evict(num_pages - len(self._free_ids))
+        page_ids = [self._free_ids.pop() for _ in range(num_pages)]
+        code = _CODE_OF[state]
+        for page_id in page_ids:
+            self._move(page_id, code)
+            self._references[page_id] = 1
+            self._generations[page_id] += 1
+        return page_ids
+
+    def name(self, page_ids: Sequence[int], keys: Sequence[PageKey], *, parent: PageKey | None = None) -> None:
+        """Say what is in used pages that follow each other, to which nobody writes any more.
+
+        `parent` is the key of the page before them; None: there is none. A key that another page has stays with that
+        one. Behind a page that nobody finds, nothing is named: it could not be found either.
+        """
+        for page_id, key in zip(page_ids, keys, strict=True):
+            self._check_state(page_id, _USED)
+            if self._keys[page_id] not in (None, key):
+                raise InvariantViolated(f"page {page_id} is named twice")
+            if parent is not None and parent not in self._page_of and not self._is_stored(parent):
+                return
+            if key not in self._page_of:
+                self._page_of[key] = page_id
+                self._parents[key] = parent
+                self._keys[page_id] = key
+                if self._store is not None and key in self._store:
+                    self._store.discard(key)  # it was computed again: one copy is enough
+                else:
+                    self._note(key, self._added, self._evicted)
+            parent = key
+
+    def unname(self, page_ids: Sequence[int]) -> None:
+        """Have nobody find these used pages any more, nor what was computed behind them: their content is wrong.
+
+        Takes time in proportion to all named pages, stored ones included.
+        """
+        for page_id in page_ids:
+            self._check_state(page_id, _USED)
+        is_doubtful: dict[PageKey | None, bool] = {None: False}
+        for page_id in page_ids:
+            if (key := self._keys[page_id]) is not None:
+                is_doubtful[key] = True
+        if len(is_doubtful) == 1:
+            return
+        parents = self._parents if self._store is None else self._parents | self._store.parents()
+        for key in parents:
+            chain: list[PageKey | None] = []
+            ancestor: PageKey | None = key
+            while ancestor not in is_doubtful:
+                if ancestor not in parents:  # gave way: what is behind it may be behind more
+                    is_doubtful[ancestor] = True
+                    break
+                chain.append(ancestor)
+                ancestor = parents[ancestor]
+            is_doubtful.update(dict.fromkeys(chain, is_doubtful[ancestor]))
+        for key in [key for key in parents if is_doubtful[key]]:
+            named = self._page_of.get(key)
+            if named is None:
+                self._forget_stored(key)
+            elif named in self._cached:
+                self._free_cached(named)
+            else:
+                self._forget_key(named)
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` would say something."""
+        return bool(self._added or self._evicted)
+
+    def take_changes(self) -> PageChanges:
+        """Return which keys have come and gone since the last call. What came and went is in neither."""
+        changes = PageChanges(tuple(self._added), tuple(self._evicted))
+        self._added.clear()
+        self._evicted.clear()
+        return changes
+
+    def find(self, keys: Sequence[PageKey]) -> list[int]:
+        """Return the pages with the first of these keys, as many as there are in a row. Nothing changes."""
+        page_ids = []
+        for key in keys:
+            page_id = self._page_of.get(key)
+            if page_id is None:
+                break
+            page_ids.append(page_id)
+        return page_ids
+
+    def find_stored(self, keys: Sequence[PageKey]) -> list[PageKey]:
+        """Return the first of these keys whose pages are in the store, as many as there are in a row."""
+        return list(takewhile(self._is_stored, keys))
+
+    def take_stored(self, keys: Sequence[PageKey]) -> list[int]:
+        """Take what `find_stored` found out of the store; nobody finds it until it is named again."""
+        assert self._store is not None, "what was found is somewhere"
+        for key in keys:
+            self._note(key, self._evicted, self._added)
+        return self._store.take(keys)
+
+    def take(self, page_ids: Sequence[int], generations: Sequence[int] | None = None, *, num_promised: int = 0) -> bool:
+        """Use different pages whose content is there, each with one holder more; all or none.
+
+        `num_promised` of them were promised to the caller before; the promise shrinks by as many. Return False, and
+        change nothing, where a page is not of the given generation or holds nothing, or where they cannot be had
+        because of promises to others.
+        """
+        if not 0 <= num_promised <= min(len(page_ids), self._num_promised):
+            raise InvariantViolated(
+                f"{len(page_ids)} pages taken, {num_promised} of them from a promise of {self._num_promised}"
+            )
+        if generations is not None and self.generations(page_ids) != tuple(generations):
+            return False
+        if any(self._states[page_id] not in (_CACHED, _USED) for page_id in page_ids):
+            return False
+        cached = [page_id for page_id in page_ids if self._states[page_id] == _CACHED]
+        if len(cached) - num_promised > self.num_available_pages:
+            return False
+        self._num_promised -= num_promised
+        for page_id in cached:
+            del self._cached[page_id]
+            self._move(page_id, _USED)
+        for page_id in page_ids:
+            self._references[page_id] += 1
+        return True
+
+    def drop(self, page_ids: Sequence[int], generations: Sequence[int]) -> None:
+        """Free those of the pages that are cached in that generation and that no key finds. Idempotent."""
+        for page_id, generation in zip(page_ids, generations, strict=True):
+            is_meant = page_id in self._cached and self._generations[page_id] == generation
+            if is_meant and self._keys[page_id] is None:
+                self._free_cached(page_id)
+
+    def mark_used(self, page_ids: Sequence[int]) -> None:
+        """Move reserved pages to used: their content was verified."""
+        for page_id in page_ids:
+            self._check_state(page_id, _RESERVED)
+            self._move(page_id, _USED)
+
+    def retain(self, page_ids: Sequence[int]) -> None:
+        """Add one holder to each page."""
+        for page_id in page_ids:
+            self._check_held(page_id)
+            self._references[page_id] += 1
+
+    def release(self, page_ids: Sequence[int], *, is_kept: bool = False) -> None:
+        """Take one holder from each page; a page without holders is cached if it is named or `is_kept`, else free.
+
+        In the order of a sequence's tokens.
+        """
+        for page_id in reversed(page_ids):
+            self._check_held(page_id)
+            self._references[page_id] -= 1
+            if self._references[page_id]:
+                continue
+            if self._states[page_id] == _USED and (is_kept or self._keys[page_id] is not None):
+                self._move(page_id, _CACHED)
+                self._cached[page_id] = None
+            else:
+                self._move(page_id, _FREE)
+                self._free_ids.append(page_id)
+
+    def state(self, page_id: int) -> PageState:
+        """Return the page's state."""
+        self._check_id(page_id)
+        return _STATES[self._states[page_id]]
+
+    def num_references(self, page_id: int) -> int:
+        """Return how many hold the page."""
+        self._check_id(page_id)
+        return self._references[page_id]
+
+    def generation(self, page_id: int) -> int:
+        """Return the number of times the page was allocated; 0 is a page that never was."""
+        self._check_id(page_id)
+        return self._generations[page_id]
+
+    def generations(self, page_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the generation of each page. The only method that other threads may call, too."""
+        if page_ids and not (min(page_ids) >= 0 and max(page_ids) < self._num_pages):
+            raise InvariantViolated(f"pages {list(page_ids)} do not all exist; the pool has {self._num_pages}")
+        return tuple(map(self._generations.__getitem__, page_ids))
+
+    def check_integrity(self) -> None:
+        """Compare every count with every page. Takes time in proportion to the pool: call it when idle.
+
+        Raises:
+            InvariantViolated: the books contradict themselves; the message says all the ways in which they do.
+        """
+        problems = [
+            *self._count_problems(),
+            *self._page_problems(),
+            *self._free_list_problems(),
+            *self._cache_problems(),
+            *self._store_problems(),
+        ]
+        if problems:
+            raise InvariantViolated("page allocator: " + "; ".join(problems))
+
+    def _evict(self, num_pages: int) -> None:
+        page_ids = list(islice(self._cached, max(0, num_pages)))
+        if self._store is not None:
+            keys = [(page_id, key) for page_id in page_ids if (key := self._keys[page_id]) is not None]
+            for key in self._store.put([NamedPage(page_id, key, self._parents[key]) for page_id, key in keys]):
+                self._note(key, self._evicted, self._added)
+        for page_id in page_ids:
+            self._free_cached(page_id)
+
+    def _free_cached(self, page_id: int) -> None:
+        del self._cached[page_id]
+        self._forget_key(page_id)
+        self._move(page_id, _FREE)
+        self._free_ids.append(page_id)
+
+    def _forget_key(self, page_id: int) -> None:
+        key, self._keys[page_id] = self._keys[page_id], None
+        if key is not None:
+            del self._page_of[key]
+            del self._parents[key]
+            if not self._is_stored(key):
+                self._note(key, self._evicted, self._added)
+
+    def _is_stored(self, key: PageKey) -> bool:
+        return self._store is not None and key in self._store
+
+    def _forget_stored(self, key: PageKey) -> None:
+        assert self._store is not None, "what is in no page is in the store"
+        self._store.discard(key)
+        self._note(key, self._evicted, self._added)
+
+    @staticmethod
+    def _note(key: PageKey, happened: dict[PageKey, None], opposite: dict[PageKey, None]) -> None:
+        if key in opposite:
+            del opposite[key]
+        else:
+            happened[key] = None
+
+    def _no_free_pages(self, num_pages: int) -> NoFreePages:
+        return NoFreePages(
+            f"{num_pages} KV pages are needed, {max(self.num_available_pages, 0)} of {self._num_pages} are available"
+        )
+
+    def _move(self, page_id: int, code: int) -> None:
+        self._num_in_state[self._states[page_id]] -= 1
+        self._num_in_state[code] += 1
+        self._states[page_id] = code
+
+    def _check_id(self, page_id: int) -> None:
+        # A negative id would silently mean a page from the end.
+        if not 0 <= page_id < self._num_pages:
+            raise InvariantViolated(f"page {page_id} does not exist; the pool has {self._num_pages}")
+
+    def _check_state(self, page_id: int, code: int) -> None:
+        self._check_id(page_id)
+        if self._states[page_id] != code:
+            raise InvariantViolated(f"page {page_id} is {self.state(page_id)}, not {_STATES[code]}")
+
+    def _check_held(self, page_id: int) -> None:
+        self._check_id(page_id)
+        if self._references[page_id] < 1:
+            raise InvariantViolated(f"page {page_id} is {self.state(page_id)}: nobody holds it")
+
+    def _count_problems(self) -> list[str]:
+        problems = []
+        for code, name in enumerate(_STATES):
+            counted = self._states.count(code)
+            if counted != self._num_in_state[code]:
+                problems.append(f"{self._num_in_state[code]} pages said to be {name}, {counted} are")
+        if sum(self._num_in_state) != self._num_pages:
+            problems.append(f"states add up to {sum(self._num_in_state)} of {self._num_pages} pages")
+        if not 0 <= self._num_promised <= self._num_in_state[_FREE] + self._num_in_state[_CACHED]:
+            problems.append(
+                f"{self._num_promised} pages promised of {self._num_in_state[_FREE]} free "
+                f"and {self._num_in_state[_CACHED]} cached"
+            )
+        return problems
+
+    def _page_problems(self) -> list[str]:
+        problems = []
+        for page_id, references in enumerate(self._references):
+            is_held = self._states[page_id] in (_RESERVED, _USED)
+            if is_held != (references > 0) or references < 0:
+                problems.append(f"page {page_id} is {self.state(page_id)} with {references} holders")
+            if self._states[page_id] != _FREE and self._generations[page_id] < 1:
+                problems.append(f"page {page_id} is {self.state(page_id)} but was never allocated")
+        return problems
+
+    def _free_list_problems(self) -> list[str]:
+        listed = set(self._free_ids)
+        problems = []
+        if len(listed) != len(self._free_ids):
+            problems.append("a page is listed as free twice")
+        really_free = {page_id for page_id, code in enumerate(self._states) if code == _FREE}
+        if listed != really_free:
+            problems.append(f"list of free pages is wrong about pages {sorted(listed ^ really_free)[:10]}")
+        return problems
+
+    def _cache_problems(self) -> list[str]:
+        problems = []
+        really_cached = {page_id for page_id, code in enumerate(self._states) if code == _CACHED}
+        if wrong := sorted(self._cached.keys() ^ really_cached):
+            problems.append(f"list of cached pages is wrong about pages {wrong[:10]}")
+        named = {page_id: key for page_id, key in enumerate(self._keys) if key is not None}
+        if {key: page_id for page_id, key in named.items()} != self._page_of or len(named) != len(self._page_of):
+            problems.append("pages and keys do not agree")
+        if self._parents.keys() != self._page_of.keys():
+            problems.append("keys and the keys before them do not agree")
+        if wrong := [page_id for page_id in named if self._states[page_id] not in (_CACHED, _USED)]:
+            problems.append(f"pages {wrong[:10]} are named and hold nothing")
+        return problems
+
+    def _store_problems(self) -> list[str]:
+        if self._store is None:
+            return []
+        problems = self._store.problems()
+        if both := self._page_of.keys() & self._store.parents().keys():
+            problems.append(f"{len(both)} keys are in the pool and in the store")
+        return problems
+
+
+class PageLease:
+    """The pages of one sequence, and what it was promised beyond them, as a scope: leaving it gives back all.
+
+    `page_ids` is the sequence's page table, in order; it grows in place and is emptied by `close`, so a sequence that
+    shares the list cannot reach its former pages.
+    """
+
+    def __init__(self, allocator: PageAllocator, *, num_promised_pages: int = 0) -> None:
+        """Promise `num_promised_pages`; raises NoFreePages where that cannot be kept."""
+        allocator.promise(num_promised_pages)
+        self._allocator = allocator
+        self._num_promised = num_promised_pages
+        self._is_closed = False
+        self.page_ids: list[int] = []
+
+    @property
+    def num_promised_pages(self) -> int:
+        """Pages that `grow` can still take without fail."""
+        return self._num_promised
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether everything was given back."""
+        return self._is_closed
+
+    def can_grow(self, num_pages: int) -> bool:
+        """Say whether `grow` would succeed now."""
+        return self._allocator.can_promise(num_pages - min(num_pages, self._num_promised))
+
+    def grow(self, num_pages: int, *, state: HeldState) -> list[int]:
+        """Take `num_pages` more, from the promise first; return only the new ones. All or none.
+
+        Raises:
+            NoFreePages: the promise is smaller and the rest is not available.
+        """
+        if self._is_closed:
+            raise InvariantViolated("a closed page lease cannot grow")
+        num_promised = min(num_pages, self._num_promised)
+        page_ids = self._allocator.allocate(num_pages, state=state, num_promised=num_promised)
+        self._num_promised -= num_promised
+        self.page_ids += page_ids
+        return page_ids
+
+    def grow_to(self, num_pages: int, *, state: HeldState) -> list[int]:
+        """Grow until the lease holds at least `num_pages`; return only the new ones."""
+        return self.grow(max(0, num_pages - len(self.page_ids)), state=state)
+
+    def mark_used(self) -> None:
+        """Move all pages of the lease that are reserved to used."""
+        is_reserved = [page_id for page_id in self.page_ids if self._allocator.state(page_id) == "reserved"]
+        self._allocator.mark_used(is_reserved)
+
+    def take(self, page_ids: Sequence[int], generations: Sequence[int] | None = None) -> bool:
+        """Add pages whose content is there already, as `PageAllocator.take`; the promise shrinks by as many."""
+        if self._is_closed:
+            raise InvariantViolated("a closed page lease cannot grow")
+        num_promised = min(len(page_ids), self._num_promised)
+        if not self._allocator.take(page_ids, generations, num_promised=num_promised):
+            return False
+        self._num_promised -= num_promised
+        self.page_ids += page_ids
+        return True
+
+    def close(self, *, is_kept: bool = False) -> None:
+        """Give back the pages and the promise. The second time does nothing.
+
+        `is_kept`: the content of used pages stays, as long as there is room, for who takes it by its generation.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        page_ids, self.page_ids[:] = self.page_ids[:], []
+        num_promised, self._num_promised = self._num_promised, 0
+        self._allocator.unpromise(num_promised)
+        self._allocator.release(page_ids, is_kept=is_kept)
+
+    def __enter__(self) -> PageLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_count(num_pages: int) -> None:
+    if num_pages < 0:
+        raise InvariantViolated(f"{num_pages} is no number of pages")

@@ -1,0 +1,1 @@
+"""What computes on CPUs in place of the readable decoder."""

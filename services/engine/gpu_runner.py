@@ -1,0 +1,274 @@
+"""Runs plans on a CUDA device: prompts as they come, decode rows by graphs, the next step ahead of being asked.
+
+A plan is taken apart. Whatever belongs to a prompt is computed as `ModelRunner` does it, with the kernel of prompts,
+also where a chunk has one token; each token after a prompt is a row of a decode step. So a token comes from the same
+kernel however it was scheduled. A plan with both takes two passes over the weights. Proposals are rows of the same
+sequence at its next positions: each layer writes all rows' keys before any row reads them, so that what is chosen
+behind a proposal comes from the same kernels as in a step of its own.
+
+Launching ahead. When the device has been given step n and all of its rows choose on the device, step n + 1 of the same
+rows is launched at once: it takes their tokens from the device's memory. Only then does the host wait for the tokens of
+step n. If the next plan is of these rows as they were expected to be, its result is there already or on its way; if
+not (one joined, gave way or was given another token), it is dropped and the plan is computed. That is safe:
+
+- It writes only where its rows' next keys and values belong, in pages that they had when it was launched. A row that
+  has ended has no use for them; who gets such a page writes to it later on the same stream, and reads nothing that was
+  not written since. Whoever writes to pages on another stream must wait for this one first (an event will do).
+- Rows do not depend on each other, so that some may have left.
+
+Not for here: what a step of a sequence with penalties, biases, a grammar, top-k, top-p or reports chooses. Its logits
+come from the same graph, its token from `services.engine.sampling`, and nothing is launched ahead of it. Nor is
+anything launched ahead of proposals: how many of them are right decides what comes next.
+
+Legend: B rows, S slots of a page.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from services.engine.cache.pages import PagePool
+from services.engine.gpu.decoder import TritonDecoder
+from services.engine.gpu.graphs import MAX_ROWS, NO_FEED, Capture, DecodeGraphs, Launched, Row
+from services.engine.gpu.sampling_triton import NOTHING_CHOSEN
+from services.engine.model import Model
+from services.engine.runner import ModelRunner, PreparedStep, accepted, check_plan, choose
+from services.engine.sampling import noise_key, sample
+from services.engine.steps.sequence import Sequence
+from services.engine.steps.step import (
+    NonFiniteLogits,
+    SampledToken,
+    StepItem,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+)
+from services.runtime.errors import InvariantViolated
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStep(PreparedStep):
+    """A prepared step: `packed` has what is not decoding."""
+
+    decoding: tuple[StepItem, ...]
+    others: PreparedStep
+
+
+class GpuRunner(ModelRunner):
+    """Runs plans on one model and one pool of a device. For one thread, and one CUDA stream, at a time."""
+
+    lookahead_tokens = 1
+
+    def __init__(
+        self, model: Model, pool: PagePool, *, max_rows: int = MAX_ROWS, capture: Capture | None = None
+    ) -> None:
+        super().__init__(model, pool)
+        if not isinstance(model.decoder, TritonDecoder):
+            raise InvariantViolated("graphs need the decoder of a CUDA device")
+        self._page_size = pool.layout.page_size
+        self._context_tokens = model.config.context_length_tokens
+        with self._on_device():
+            self._graphs = DecodeGraphs(model.decoder, pool, model.whole_rope(), max_rows=max_rows, capture=capture)
+        self._ahead: _Ahead | None = None
+        self.num_launched_ahead = 0
+        """Steps that were launched before anybody asked for them."""
+        self.num_ahead_used = 0
+        """How many of these were what the next plan wanted."""
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> GpuStep:
+        """Do the part of `run` that needs the interpreter. The step must be computed before the next is prepared.
+
+        Raises InvariantViolated as `run` does.
+        """
+        check_plan(plan, self._page_size)
+        decoding = tuple(item for item in plan.items if _is_decoding(item))
+        token_ids = [token_id for item in decoding for token_id in _token_ids(item)]
+        if token_ids:
+            self._check_token_ids(min(token_ids), max(token_ids))
+        others = super().prepare(StepPlan([item for item in plan.items if not _is_decoding(item)]))
+        return GpuStep(plan, others.packed, decoding, others)
+
+    @torch.inference_mode()
+    def compute(self, step: PreparedStep) -> StepResult:
+        """Do the rest of `run`, and launch the next step where it is known what that will be."""
+        assert isinstance(step, GpuStep), "who prepared it is who computes it"
+        with self._on_device():
+            read_decoded = self._launch(step.decoding, is_alone=not step.others.plan.items)
+            others = iter(super().compute(step.others).outcomes)
+            decoded = iter(read_decoded())
+        return StepResult([next(decoded if _is_decoding(item) else others) for item in step.plan.items])
+
+    def _launch(self, items: SequenceOf[StepItem], *, is_alone: bool) -> Callable[[], list[StepOutcome]]:
+        """Has the device compute decode rows. Who calls what it returns waits for their tokens; a chunk goes before."""
+        ahead, self._ahead = self._ahead, None
+        if not items:
+            return list
+        if sum(item.num_rows for item in items) > min(len(items), self._graphs.max_rows):
+            outcomes = self._decode_many_rows(items)
+            return lambda: outcomes
+        row_of = ahead.rows_of(items) if ahead is not None else None
+        if ahead is not None and row_of is not None:
+            self.num_ahead_used += 1
+            launched = ahead.launched
+        else:
+            row_of = [*range(len(items))]
+            launched = self._graphs.launch([row for item in items for row in _rows(item)])
+        on_host = [index for index, item in enumerate(items) if item.is_sampled and not _chooses_on_device(item)]
+        by_host: dict[int, SampledToken | NonFiniteLogits] = {}
+        if on_host:
+            logits = self._graphs.logits[torch.tensor([row_of[index] for index in on_host], device=self._device)]
+            chosen = sample(logits, [items[index].sequence for index in on_host])
+            by_host = dict(zip(on_host, chosen, strict=True))
+        elif is_alone:
+            self._ahead = self._launch_ahead(items, row_of)
+
+        def read() -> list[StepOutcome]:
+            tokens = launched.tokens()
+            if self._ahead is not None:
+                self._ahead.expect([tokens[row] for row in row_of], items)
+            return [
+                by_host.get(index, _outcome(item, tokens[row])) if item.is_sampled else None
+                for index, (item, row) in enumerate(zip(items, row_of, strict=True))
+            ]
+
+        return read
+
+    def _decode_many_rows(self, items: SequenceOf[StepItem]) -> list[StepOutcome]:
+        """The same with proposals, or with more rows than a graph has: these take several launches."""
+        rows = [row for item in items for row in _rows(item)]
+        ends = [*itertools.accumulate(item.num_rows for item in items)]
+        is_on_host = [item.is_sampled and not _chooses_on_device(item) for item in items]
+        for_host = {
+            row
+            for item, end, is_chosen_there in zip(items, ends, is_on_host, strict=True)
+            if is_chosen_there
+            for row in range(end - item.num_rows, end)
+        }
+        size = self._graphs.max_rows
+        tokens: list[int] = []
+        logits: list[torch.Tensor] = []
+        for start in range(0, len(rows), size):
+            launched = self._graphs.launch(rows[start : start + size])
+            wanted = [row for row in range(min(size, len(rows) - start)) if start + row in for_host]
+            if wanted:
+                logits.append(self._graphs.logits[torch.tensor(wanted, device=self._device)])
+            tokens += launched.tokens()
+        on_host = [*itertools.compress(items, is_on_host)]
+        by_host = iter(choose(torch.cat(logits), on_host) if on_host else ())
+        outcomes: list[StepOutcome] = []
+        for item, end, is_chosen_there in zip(items, ends, is_on_host, strict=True):
+            chosen = [_outcome(item, token_id) for token_id in tokens[end - item.num_rows : end]]
+            if not item.is_sampled:
+                outcomes.append(None)
+            elif is_chosen_there:
+                outcomes.append(next(by_host))
+            else:
+                outcomes.append(accepted(item, chosen) if item.proposed else chosen[0])
+        return outcomes
+
+    def _launch_ahead(self, items: SequenceOf[StepItem], row_of: SequenceOf[int]) -> "_Ahead | None":
+        """Has the device compute the step after the one it was just given, if all of it is known but the tokens."""
+        rows, expected = [], []
+        for item, row in zip(items, row_of, strict=True):
+            sequence = item.sequence
+            if not item.is_sampled:
+                return None
+            if sequence.num_tokens + 1 >= min(sequence.max_num_tokens, self._context_tokens):
+                continue  # its last token is being chosen
+            if sequence.num_tokens >= len(sequence.page_table) * self._page_size:
+                return None  # nowhere to write
+            rows.append(_row(sequence, sequence.num_tokens, feed_row=row))
+            expected.append(sequence)
+        if not rows:
+            return None
+        self.num_launched_ahead += 1
+        return _Ahead(self._graphs.launch(rows), expected)
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Kernels go to the thread's current device, which is the first one wherever nothing else was said."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+
+class _Ahead:
+    """A step that was launched before it was asked for, and what its rows must be like for it to be of use."""
+
+    def __init__(self, launched: Launched, sequences: SequenceOf[Sequence]) -> None:
+        self.launched = launched
+        self._rows = {id(sequence): row for row, sequence in enumerate(sequences)}
+        self._expected = [(one, one.page_table, one.num_tokens) for one in sequences]
+        self._tokens: dict[int, int] = {}
+
+    def expect(self, tokens: SequenceOf[int], items: SequenceOf[StepItem]) -> None:
+        """Says which token each of the items is given by the step before."""
+        self._tokens = {id(item.sequence): token for item, token in zip(items, tokens, strict=True)}
+
+    def rows_of(self, items: SequenceOf[StepItem]) -> list[int] | None:
+        """The rows that these items have in it; None where one has none, or is not what it was expected to be."""
+        rows = []
+        for item in items:
+            row = self._rows.get(id(item.sequence))
+            if row is None:
+                return None
+            sequence, page_table, position = self._expected[row]
+            # Another list of pages: it has given way in between, and what was written went to pages it has no more.
+            is_expected = (
+                sequence.page_table is page_table
+                and sequence.num_computed_tokens == position
+                and sequence.num_tokens == position + 1
+                and sequence.token_ids[-1] == self._tokens[id(sequence)]
+            )
+            if not is_expected:
+                return None
+            rows.append(row)
+        return rows
+
+
+def _is_decoding(item: StepItem) -> bool:
+    sequence = item.sequence
+    return item.num_scheduled_tokens == 1 and sequence.num_computed_tokens >= sequence.num_prompt_tokens
+
+
+def _chooses_on_device(item: StepItem) -> bool:
+    """Whether nothing but the logits, temperature, min_p and noise decides what the sequence's next token is."""
+    sequence, sampling = item.sequence, item.sequence.sampling
+    is_ended_early = sequence.num_generated_tokens < sampling.min_tokens and bool(sampling.stop_token_ids)
+    is_cut = not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1)
+    is_shaped = sampling.has_penalties or bool(sampling.logit_bias) or sequence.grammar is not None
+    return not (is_ended_early or is_cut or is_shaped or sampling.logprobs is not None)
+
+
+def _token_ids(item: StepItem) -> tuple[int, ...]:
+    """Of its rows: the token that is not computed, and the proposals."""
+    return item.sequence.token_ids[item.sequence.num_computed_tokens], *item.proposed
+
+
+def _rows(item: StepItem) -> list[Row]:
+    start = item.sequence.num_computed_tokens
+    return [_row(item.sequence, start + place, token_id=token_id) for place, token_id in enumerate(_token_ids(item))]
+
+
+def _row(sequence: Sequence, position: int, *, token_id: int = 0, feed_row: int = NO_FEED) -> Row:
+    sampling = sequence.sampling
+    return Row(
+        token_id=token_id,
+        position=position,
+        page_ids=sequence.page_table,
+        noise_key=noise_key(sampling.seed, position + 1),
+        temperature=0.0 if sampling.is_greedy else sampling.temperature,
+        min_p_margin=math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf,
+        feed_row=feed_row,
+    )
+
+
+def _outcome(item: StepItem, token_id: int) -> SampledToken | NonFiniteLogits:
+    if token_id == NOTHING_CHOSEN:
+        return NonFiniteLogits(
+            f"no token can be chosen at position {item.sequence.num_tokens}: the model's output is not finite"
+        )
+    return SampledToken(token_id)

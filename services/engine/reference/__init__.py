@@ -1,0 +1,1 @@
+"""The readable decoder, the oracle of the fast ones."""

@@ -1,0 +1,1 @@
+"""Plain data of a step: sequences, plans, outcomes, guesses."""

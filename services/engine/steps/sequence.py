@@ -1,0 +1,285 @@
+"""One request's state in the engine: its tokens, how far they are computed, where their KV lies, how to sample.
+
+Plain data: no torch, and a clock only for what its grammar takes. The engine thread owns every Sequence; the runner
+only reads it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from services.runtime.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from services.engine.steps.step import SampledToken
+
+FinishReason = Literal["stop", "length"]
+
+# Below this, dividing by the temperature leaves nothing to chance but rounding; the same bound as vLLM's.
+GREEDY_BELOW_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens and when to stop. Values are checked at construction: InvalidRequest names the field.
+
+    The order of what is applied: min_tokens and logit_bias, repetition penalty, frequency and presence penalty,
+    temperature, min_p, top_k, top_p. `logprobs` are of the model's own distribution, before all of these.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    min_p: float = 0.0
+    seed: int = 0
+    """Any 64-bit integer, signed or not; it alone decides what chance decides."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """End the answer and are its last token; the model's end-of-sequence ids among them, unless they are ignored."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    """How many of the likeliest tokens to report beside the chosen one; None reports no probabilities at all."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first, which nothing comes before."""
+
+    def __post_init__(self) -> None:
+        for name, is_valid, rule in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"from 0 to max_tokens ({self.max_tokens})"),
+            ("temperature", 0 <= self.temperature < math.inf, "a finite number of at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("seed", -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number of more than 0"),
+            ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
+            ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0"),
+        ):
+            if not is_valid:
+                raise InvalidRequest(f"{name} must be {rule}, not {getattr(self, name)}", field=name)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken and chance plays no part."""
+        return self.temperature < GREEDY_BELOW_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a choice depends on the tokens before it in other ways than through the model."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    def finish_reason(self, num_generated_tokens: int, last_token_id: int) -> FinishReason | None:
+        """Say why an answer of so many tokens, at least one, ends with its last one; None where it does not."""
+        if num_generated_tokens > self.min_tokens and last_token_id in self.stop_token_ids:
+            return "stop"
+        return "length" if num_generated_tokens >= self.max_tokens else None
+
+
+class Grammar(Protocol):
+    """What form an answer must have, and how much of it is there. It belongs to one sequence.
+
+    Its state follows from the tokens that it was given, and from nothing else.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of the answer it was given."""
+        ...
+
+    def advance(self, token_ids: SequenceOf[int]) -> None:
+        """Give it the next tokens of the answer."""
+        ...
+
+    def allowed(self) -> bytes:
+        """Say which tokens may come next: token t may if bit t % 8, of value 2^(t % 8), of byte t // 8 is set.
+
+        Those of tokens beyond the last byte are not. No bit is set where nothing can follow any more: a token before
+        was not allowed, or the grammar is too complex to go on with.
+        """
+        ...
+
+
+class Sequence:
+    """Tokens of one attempt of a request and how far they have come.
+
+    `token_ids` is prompt + emitted (by earlier attempts) + generated. Everything after the prompt counts for
+    penalties, min_tokens and max_tokens, so a resumed sequence goes on exactly as the first one would have.
+    """
+
+    __slots__ = (
+        "_generated_counts",
+        "_num_counted_tokens",
+        "_prompt_token_set",
+        "grammar",
+        "mask_s",
+        "num_computed_tokens",
+        "num_emitted_tokens",
+        "num_prompt_tokens",
+        "page_table",
+        "prompt_reports",
+        "sampling",
+        "sequence_id",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        sequence_id: Hashable,
+        prompt_token_ids: Iterable[int],
+        *,
+        sampling: Sampling,
+        emitted_token_ids: Iterable[int] = (),
+        page_table: list[int] | None = None,
+        grammar: Grammar | None = None,
+    ) -> None:
+        """`page_table` is kept, not copied: a PageLease's `page_ids` may be passed and grow under the sequence.
+
+        `grammar` may have been given some of the emitted tokens already, or none.
+        """
+        self.sequence_id = sequence_id
+        self.sampling = sampling
+        self.grammar = grammar
+        self.mask_s = 0.0
+        """Seconds that the grammar has taken since `take_mask_s`."""
+        self.token_ids: list[int] = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        if not self.num_prompt_tokens:
+            raise InvalidRequest("the prompt has no tokens", field="prompt")
+        self.token_ids += emitted_token_ids
+        self.num_emitted_tokens = len(self.token_ids) - self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.page_table: list[int] = page_table if page_table is not None else []
+        self.prompt_reports: list[SampledToken] = []
+        """What is known of the prompt's tokens from the second on, where they are reported."""
+        self._generated_counts: dict[int, int] = {}
+        self._num_counted_tokens = self.num_prompt_tokens
+        self._prompt_token_set: frozenset[int] | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A copy of the prompt."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens so far; also the position of the next one."""
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens after the prompt, those of earlier attempts included; also the index of the next one."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV does not exist yet."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The number of tokens at which it ends at the latest."""
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether the prompt's tokens are to be reported, so that all of them must be computed, cached or not."""
+        return self.sampling.prompt_logprobs is not None and self.num_generated_tokens == 0
+
+    def append_token(self, token_id: int) -> None:
+        """Add a chosen token. Its KV is computed by the next step."""
+        self.token_ids.append(token_id)
+
+    def finish_reason(self) -> FinishReason | None:
+        """Say why the last token ends the sequence; None where it does not."""
+        num_generated = self.num_generated_tokens
+        return None if num_generated == 0 else self.sampling.finish_reason(num_generated, self.token_ids[-1])
+
+    def allowed_tokens(self) -> bytes | None:
+        """Say which tokens may come next, in the bits of `Grammar.allowed`; None where there is no grammar: all may.
+
+        The grammar is given the tokens that it lacks first, so that a resumed sequence has the same ones to choose from
+        as the one that it goes on from. Costs only what was added since the last call.
+        """
+        if self.grammar is None:
+            return None
+        begun_s = time.perf_counter()
+        self.grammar.advance(self.token_ids[self.num_prompt_tokens + self.grammar.num_tokens :])
+        allowed = self.grammar.allowed()
+        self.mask_s += time.perf_counter() - begun_s
+        return allowed
+
+    def take_mask_s(self) -> float:
+        """Return the seconds that its grammar has taken since the last call."""
+        mask_s, self.mask_s = self.mask_s, 0.0
+        return mask_s
+
+    def generated_counts(self) -> Mapping[int, int]:
+        """Return how often each token occurs after the prompt. Costs only what was added since the last call."""
+        for token_id in self.token_ids[self._num_counted_tokens :]:
+            self._generated_counts[token_id] = self._generated_counts.get(token_id, 0) + 1
+        self._num_counted_tokens = len(self.token_ids)
+        return self._generated_counts
+
+    def prompt_token_set(self) -> frozenset[int]:
+        """Return the distinct tokens of the prompt."""
+        if self._prompt_token_set is None:
+            self._prompt_token_set = frozenset(self.prompt_token_ids)
+        return self._prompt_token_set
+
+
+class Lookahead:
+    """A sequence as it will be with more tokens, for who chooses the token after them. The sequence is not changed.
+
+    Where it has a grammar, these must be tokens that it will have: a grammar only goes forward.
+    """
+
+    __slots__ = ("_sequence", "_token_ids", "num_generated_tokens", "num_tokens", "sampling")
+
+    def __init__(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
+        self._sequence = sequence
+        self._token_ids = token_ids
+        self.sampling = sequence.sampling
+        self.num_tokens = sequence.num_tokens + len(token_ids)
+        self.num_generated_tokens = sequence.num_generated_tokens + len(token_ids)
+
+    def allowed_tokens(self) -> bytes | None:
+        """As of a Sequence."""
+        sequence, grammar = self._sequence, self._sequence.grammar
+        if grammar is None:
+            return None
+        num_missing = self.num_generated_tokens - grammar.num_tokens
+        num_ahead = min(num_missing, len(self._token_ids))
+        behind = sequence.token_ids[sequence.num_tokens - (num_missing - num_ahead) :]
+        begun_s = time.perf_counter()
+        grammar.advance([*behind, *self._token_ids[len(self._token_ids) - num_ahead :]])
+        allowed = grammar.allowed()
+        sequence.mask_s += time.perf_counter() - begun_s
+        return allowed
+
+    def generated_counts(self) -> Mapping[int, int]:
+        """As of a Sequence."""
+        counts = dict(self._sequence.generated_counts())
+        for token_id in self._token_ids:
+            counts[token_id] = counts.get(token_id, 0) + 1
+        return counts
+
+    def prompt_token_set(self) -> frozenset[int]:
+        """As of a Sequence."""
+        return self._sequence.prompt_token_set()
+
+
+Chooser = Sequence | Lookahead
+"""What a choice depends on, beside the logits."""

@@ -1,0 +1,123 @@
+"""The plain description of one engine step and of its result; no torch, no policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from services.engine.steps.sequence import Sequence
+from services.runtime.errors import GrammarExhausted, TandemError
+
+PROMPT_ROWS = 64
+"""So many tokens of prompts that are reported are computed at a time, and in a step, for which all others in it wait:
+[64, V] logits are 80 MB of float64 for the largest vocabularies, a whole chunk's would be gigabytes."""
+
+
+class NonFiniteLogits(TandemError):
+    """The model gave NaN or infinity for a sequence, or nothing was left to choose from: no token can be trusted."""
+
+
+class NothingAllowed(NonFiniteLogits, GrammarExhausted):
+    """A sequence's grammar allows no token, as one that is too complex to go on with: no fault of who computes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """Compute `token_ids[num_computed : num_computed + num_scheduled_tokens]` of one sequence.
+
+    A token is sampled where that reaches the end of `token_ids`, unless `wants_token` is false. `proposed` are guesses
+    of what comes then: they are computed in the same pass, and a token is chosen behind each of them, too.
+    """
+
+    sequence: Sequence
+    num_scheduled_tokens: int
+    wants_token: bool = True
+    proposed: tuple[int, ...] = ()
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the step gives a token for this sequence."""
+        return self.wants_token and self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that go through the model for it."""
+        return self.num_scheduled_tokens + len(self.proposed)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes. A sequence occurs at most once."""
+
+    items: list[StepItem] = field(default_factory=list)
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens of all items."""
+        return sum(item.num_scheduled_tokens for item in self.items)
+
+    @property
+    def reports_prompts(self) -> bool:
+        """Whether tokens of any prompt are reported."""
+        return any(item.sequence.reports_prompt for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A chosen token. Logprobs are natural logarithms under the model's own distribution.
+
+    `logprob` and `top` (token id and logprob, likeliest first) are None and empty where `Sampling.logprobs` is None.
+    The first of an answer has the prompt's tokens but the first in `prompt`, where `Sampling.prompt_logprobs` asks so.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    prompt: tuple[SampledToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """What a step without a token for the sequence says of its prompt: of the tokens after those it computed."""
+
+    prompt: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What an item with proposals gave: each proposal that is what was chosen in its place, and the next choice.
+
+    The last one is missing where it could not be made, or where a token before it ends the sequence. At least one.
+    """
+
+    tokens: tuple[SampledToken, ...]
+
+
+Outcome = SampledToken | NonFiniteLogits | None
+StepOutcome = SampledToken | SampledTokens | PromptTokens | NonFiniteLogits | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome per item of the plan, in its order: a token, None where none was due, or why that sequence must fail.
+
+    A failure is the sequence's own: the others' results stand. Of a prompt that is reported each outcome has the part
+    that the step computed; `with_whole_prompt` puts them together.
+    """
+
+    outcomes: list[StepOutcome]
+
+
+def with_whole_prompt(sequence: Sequence, start: int, outcome: StepOutcome) -> Outcome:
+    """Return the outcome of a step that began at token `start`, a first token with all of the prompt's reports.
+
+    Until then they are kept with the sequence; what is computed once more takes the place of what was there. Nothing
+    was proposed.
+    """
+    assert not isinstance(outcome, SampledTokens), "who proposes tokens takes the outcome apart"
+    if not sequence.reports_prompt or not isinstance(outcome, SampledToken | PromptTokens):
+        assert not isinstance(outcome, PromptTokens)
+        return outcome
+    sequence.prompt_reports[start:] = outcome.prompt
+    if isinstance(outcome, PromptTokens):
+        return None
+    return replace(outcome, prompt=tuple(sequence.prompt_reports))

@@ -1,0 +1,1 @@
+"""From a checkpoint to weights in memory, shared or split."""

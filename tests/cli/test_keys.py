@@ -1,0 +1,84 @@
+"""`tandem keys`: a key is shown once, its entry is good, and a file is checked."""
+
+import io
+import re
+
+import pytest
+
+from cli import keys, main
+from gateway.access.keys import parse_keys
+from services.runtime.errors import ConfigError
+
+
+def new(*flags):
+    stdout, stderr = io.StringIO(), io.StringIO()
+    assert keys.run(["new", *flags], stdout, stderr) == 0
+    shown = re.fullmatch(r"the key, shown only now: (tandem-[A-Za-z0-9_-]{43})\n", stderr.getvalue())
+    assert shown
+    assert shown[1] not in stdout.getvalue()
+    return shown[1], stdout.getvalue()
+
+
+def test_a_new_key_is_good_with_its_entry():
+    key, entry = new("--tenant", "acme", "--models", "a,b", "--admin", "--service-class", "critical", "--priority", "9")
+    found = parse_keys(entry).find(key)
+    assert (found.tenant, found.models, found.is_admin) == ("acme", frozenset({"a", "b"}), True)
+    assert (found.service_class, found.priority, found.expires_s) == ("critical", 9, None)
+    assert not found.allow_fallback
+    assert key != new("--tenant", "acme")[0]
+    key, entry = new("--tenant", "acme", "--allow-fallback")
+    assert parse_keys(entry).find(key).allow_fallback
+
+
+def test_entries_can_be_collected_and_checked(tmp_path, capsys):
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(new("--tenant", tenant, "--days", "1")[1] for tenant in ("a", "a", "b")))
+    assert main.main(["keys", "check", "--file", str(file)]) == 0
+    assert capsys.readouterr().out == "3 keys of 2 tenants, 0 with limits of their own\n"
+    file.write_text("nonsense\n")
+    assert main.main(["keys", "check", "--file", str(file)]) == 2
+    assert "line 1" in capsys.readouterr().err
+
+
+def test_a_tenant_is_set_and_shown(tmp_path, capsys):
+    file = tmp_path / "keys.toml"
+    tables = ""
+    for flags in (
+        ["--tenant", "acme:eu", "--weight", "3", "--share-cache", "team", "--tokens-per-minute", "500"],
+        ["--tenant", "b", "--weight", "0.5"],
+        ["--tenant", "c", "--concurrency", "0", "--requests-per-minute", "7"],
+    ):
+        assert main.main(["keys", "tenant", *flags]) == 0
+        tables += capsys.readouterr().out
+    file.write_text(tables)
+    assert main.main(["keys", "check", "--file", str(file)]) == 0
+    assert capsys.readouterr().out == (
+        "0 keys of 0 tenants, 2 with limits of their own\n"
+        "acme:eu: weight 3, tokens_per_minute 500, shares its cache as team\n"
+        "b: weight 0.5, default limits\n"
+        "c: weight 1, requests_per_minute 7, concurrency 0\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["old"],
+        ["new"],
+        ["new", "--tenant", "a b"],
+        ["new", "--tenant", "a", "--name", 'a"b'],
+        ["new", "--tenant", "a", "--models", "a b"],
+        ["new", "--tenant", "a", "--days", "0"],
+        ["tenant"],
+        ["tenant", "--tenant", "a"],
+        ["tenant", "--tenant", "a", "--weight", "1"],
+        ["tenant", "--tenant", "a", "--weight", "0"],
+        ["tenant", "--tenant", "a", "--weight", "nan"],
+        ["tenant", "--tenant", "a", "--share-cache", "a b"],
+        ["tenant", "--tenant", "a", "--concurrency", "-1"],
+    ],
+)
+def test_bad_flags(flags):
+    with pytest.raises(ConfigError):
+        keys.run(flags, io.StringIO(), io.StringIO())

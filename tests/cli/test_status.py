@@ -1,0 +1,128 @@
+"""`tandem status` against a small HTTP server."""
+
+import json
+from typing import Any
+
+import pytest
+
+from cli.main import main
+
+WORKER = {
+    "id": "decode-0",
+    "role": "decode",
+    "pid": 4242,
+    "host": "here",
+    "address": "127.0.0.1:40001",
+    "incarnation": "0" * 32,
+    "state": "ready",
+    "model": "tandem-demo",
+    "exact": True,
+    "pages": {"total": 100, "free": 91, "cached": 2, "reserved": 3, "used": 4},
+    "running": 5,
+    "waiting": 6,
+}
+CLUSTER = {"workers": [WORKER], "requests": {"queued": 7, "running": 8}}
+
+
+def test_the_table_shows_every_figure_under_its_heading(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    api.routes["GET /cluster"] = (200, CLUSTER)
+    assert main(["status", "--url", api.url]) == 0
+    heading, row, *rest = capsys.readouterr().out.splitlines()
+    shown = dict(zip(heading.split(), row.split(), strict=True))
+    assert shown == {
+        "WORKER": "decode-0", "ROLE": "decode", "STATE": "ready", "PID": "4242", "ADDRESS": "127.0.0.1:40001",
+        "PAGES": "100", "FREE": "91", "CACHED": "2", "RESERVED": "3", "USED": "4", "RUN": "5", "WAIT": "6",
+        "EXACT": "yes",
+    }  # fmt: skip
+    assert heading.index("ADDRESS") == row.index("127.0.0.1:40001")
+    assert rest[-1].split() == ["requests", "8", "running,", "7", "queued"]
+
+
+def test_a_gpu_in_trouble_is_named_with_what_was_found(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = [None, {"state": "ok", "weight": 1.0, "reasons": []}, {"state": "out", "reasons": ["too_hot", "xid_79"]}]
+    workers = [WORKER | {"id": f"decode-{number}", "gpu": gpu} for number, gpu in enumerate(gpus)]
+    api.routes["GET /cluster"] = (200, CLUSTER | {"workers": workers})
+    assert main(["status", "--url", api.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "GPU" in line] == ["GPU of decode-2: out, too_hot, xid_79"]
+
+
+def test_a_worker_that_is_left_out_is_named_with_the_reason(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    workers = [WORKER | {"left_out": ""}, WORKER | {"id": "decode-1", "state": "left_out", "left_out": "other weights"}]
+    api.routes["GET /cluster"] = (200, CLUSTER | {"workers": workers})
+    assert main(["status", "--url", api.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "left out" in line] == ["decode-1 is left out: other weights"]
+
+
+def test_what_is_gone_and_what_is_wrong_stand_below_the_workers(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = {key: WORKER[key] for key in ("role", "model", "host", "address")} | {"id": "decode-1", "since_unix_s": 1e9}
+    told = {"kind": "gone", "subject": "decode-1", "cause": "it vanished", "remedy": "look at it", "since_unix_s": 1e9}
+    # What troubles say, as that a worker is left out, is not said twice.
+    workers = [WORKER | {"state": "left_out", "left_out": "other weights"}]
+    api.routes["GET /cluster"] = (200, CLUSTER | {"workers": workers, "gone": [gone], "troubles": [told]})
+    assert main(["status", "--url", api.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split()[:5] == ["decode-1", "decode", "gone", "-", "127.0.0.1:40001"]
+    (place,) = (number for number, line in enumerate(lines) if line.startswith("! "))
+    assert lines[place].startswith("! gone decode-1: it vanished (since 2001-09-")
+    assert lines[place + 1] == "  look at it"
+    assert not [line for line in lines if "is left out:" in line]
+
+
+def test_json_is_the_answer_itself(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    api.routes["GET /cluster"] = (200, CLUSTER)
+    assert main(["status", "--url", api.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == CLUSTER
+
+
+def test_an_empty_cluster_is_said_to_be_empty(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    api.routes["GET /cluster"] = (200, {"workers": [], "requests": {"queued": 0, "running": 0}})
+    assert main(["status", "--url", api.url]) == 0
+    assert "no workers" in capsys.readouterr().out
+
+
+def test_nobody_there_is_exit_code_1_and_one_sentence(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url = api.url
+    api.close()
+    assert main(["status", "--url", url]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert url in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("answer", [(500, {"error": {"message": "broken inside"}}), (200, b"<html>"), (404, b"")])
+def test_a_useless_answer_is_exit_code_1(api: Any, capsys: pytest.CaptureFixture[str], answer: Any) -> None:
+    api.routes["GET /cluster"] = answer
+    assert main(["status", "--url", api.url]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_url_that_is_none_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", "localhost"]) == 2
+    assert "--url" in capsys.readouterr().err
+
+
+CIRCUIT = {
+    **{"state": "open", "cause": "slow", "words": "what comes takes 6.1 times as long as expected"},
+    **{"figures": {"ratio": 6.1}, "for_s": 12.3, "num_openings": 2},
+}
+
+
+def test_who_gets_no_work_is_named_with_cause_and_figures(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    workers = [
+        {"id": "d0", "circuit": CIRCUIT},
+        {"id": "d1", "circuit": {**CIRCUIT, "state": "suspected"}},
+        {"id": "d2"},
+    ]
+    pair = {"prefill_id": "p0", "decode_id": "d0", "state": "open", "words": "no connection", "for_s": 4.0}
+    api.routes["GET /cluster"] = (200, {"workers": workers, "cut_pairs": [pair], "requests": {}})
+    assert main(["status", "--url", api.url]) == 0
+    text = capsys.readouterr().out
+    why = "slow: what comes takes 6.1 times as long as expected (since 12 s, 2 times lately)"
+    assert f"d0 is kept from work: {why}\n" in text
+    assert f"d1 should get no work, and does, as no more of its role can be spared: {why}\n" in text
+    assert "the way from p0 to d0 is avoided: no connection (since 4 s)\n" in text
+    assert "d2 " not in text.split("\n\n")[1]

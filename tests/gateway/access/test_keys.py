@@ -1,0 +1,275 @@
+"""The file of API keys: what it says, what is wrong with it and where, and following it."""
+
+import asyncio
+import hashlib
+import os
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.access.keys import (
+    ApiKey,
+    KeyFile,
+    Tenant,
+    digest_of_key,
+    new_key,
+    parse_keys,
+    read_keys,
+    toml_entry,
+    toml_tenant,
+)
+from gateway.limits import SERVICE_CLASSES
+from services.cluster.rate_limits import TenantLimits
+from services.runtime.errors import ConfigError
+
+DIGEST = "a" * 64
+FULL = f"""
+[default_limits]
+requests_per_minute = 60
+
+[[key]]
+name = "Alice's laptop"
+sha256 = "{DIGEST}"
+tenant = "acme"
+models = ["one", "two"]
+service_class = "interactive"
+priority = 5
+allow_fallback = true
+admin = true
+expires = 2027-01-31T00:00:00Z
+
+[[key]]
+sha256 = "{"b" * 64}"
+tenant = "acme:eu"
+models = "all"
+
+[tenant.acme]
+requests_per_minute = 600
+tokens_per_minute = 0
+concurrency = 8
+
+[tenant."acme:eu"]
+
+[tenant.weighty]
+weight = 2.5
+share_cache = "team"
+"""
+
+
+def test_all_fields():
+    keys = parse_keys(FULL)
+    assert keys.keys[DIGEST] == ApiKey(
+        sha256=DIGEST,
+        tenant="acme",
+        name="Alice's laptop",
+        models=frozenset({"one", "two"}),
+        service_class="interactive",
+        priority=5,
+        allow_fallback=True,
+        is_admin=True,
+        expires_s=1801353600.0,
+    )
+    assert keys.keys["b" * 64] == ApiKey(sha256="b" * 64, tenant="acme:eu")
+    assert keys.limits_of("acme") == TenantLimits(600, 0, 8)
+    assert keys.limits_of("acme:eu").is_unlimited
+    assert keys.limits_of("somebody") == TenantLimits(requests_per_minute=60)
+    assert keys.weights == {"acme": 1.0, "acme:eu": 1.0, "weighty": 2.5}
+    assert [keys.share_cache_of(tenant) for tenant in ("weighty", "acme", "somebody", "team")] == ["team", "", "", ""]
+    assert parse_keys("").keys == {}
+
+
+def test_a_weight_alone_does_not_lift_the_default_limits():
+    assert parse_keys(FULL).limits_of("weighty") == TenantLimits(requests_per_minute=60)
+
+
+def test_a_key_is_found_by_its_digest_alone():
+    key = new_key()
+    assert len(key) > 40
+    assert key != new_key()
+    assert digest_of_key(key) == hashlib.sha256(key.encode()).hexdigest()
+    keys = parse_keys(toml_entry(ApiKey(digest_of_key(key), "t")))
+    assert keys.find(key).tenant == "t"
+    assert keys.find(key[:-1]) is None
+    assert keys.find(key + "a") is None
+    assert keys.find(digest_of_key(key)) is None
+
+
+HEAD = f'[[key]]\nsha256 = "{DIGEST}"\ntenant = "t"\n'
+BROKEN = {
+    "no toml": ("[[key]\n", "line 1", "no TOML"),
+    "no toml below": (HEAD + "priority = \n", "line 4", "no TOML"),
+    "unknown table": ("[[keys]]\n", "line 1", "keys is no field"),
+    "unknown field": (HEAD + "modles = []\n", "line 4", "modles is no field of a key; there are name, sha256"),
+    "unknown limit": (HEAD + "[tenant.t]\nrpm = 5\n", "line 5", "tenant.t: rpm is no field of a tenant"),
+    "no tenant": (f'[[key]]\nsha256 = "{DIGEST}"\n', "line 1", "tenant is missing"),
+    "second key": (HEAD + "\n[[key]]\n# a comment\ntenant = 5\n", "line 5", "[[key]] 2: sha256 is missing"),
+    "upper case": (HEAD.replace("a" * 64, "A" * 64), "line 2", "64 hex digits in lower case"),
+    "the key itself": (HEAD.replace("a" * 64, "tandem-secret"), "line 2", "64 hex digits"),
+    "twice": (HEAD + HEAD, "line 5", "sha256 is there twice"),
+    "tenant": (HEAD.replace('"t"', '"a b"'), "line 3", "tenant is 'a b' but must be"),
+    "class": (HEAD + 'service_class = "urgent"\n', "line 4", "one of critical, interactive, normal, low, batch"),
+    "priority": (HEAD + "priority = 101\n", "line 4", "an integer in [-100, 100]"),
+    "priority bool": (HEAD + "priority = true\n", "line 4", "an integer"),
+    "admin": (HEAD + 'admin = "yes"\n', "line 4", "true or false"),
+    "fallback": (HEAD + "allow_fallback = 1\n", "line 4", "allow_fallback is '1' but must be true or false"),
+    "local time": (HEAD + "expires = 2027-01-31T00:00:00\n", "line 4", "with its offset"),
+    "no models": (HEAD + "models = []\n", "line 4", "a list of model names"),
+    "negative": (HEAD + "\n[tenant.t]\nconcurrency = -1\n", "line 6", "concurrency is '-1' but must be an integer in"),
+    "float": ("[default_limits]\ntokens_per_minute = 1.5\n", "line 2", "default_limits: tokens_per_minute"),
+    "key is a table": ('[key]\ntenant = "t"\n', "line 1", "[[key]]"),
+    "weight 0": (HEAD + "\n[tenant.t]\nweight = 0\n", "line 6", "tenant.t: weight is '0' but must be a number greater"),
+    "weight below 0": ("[tenant.t]\nweight = -1.5\n", "line 2", "weight is '-1.5' but must be a number greater than 0"),
+    "weight nan": ("[tenant.t]\nweight = nan\n", "line 2", "weight is 'nan' but must be a number greater than 0"),
+    "weight inf": ("[tenant.t]\nweight = inf\n", "line 2", "from 0.001 to 1000"),
+    "weight text": ('[tenant.t]\nweight = "3"\n', "line 2", "weight is '3' but must be a number"),
+    "weight bool": ("[tenant.t]\nweight = true\n", "line 2", "weight is 'True' but must be a number"),
+    "weight of all": ("[default_limits]\nweight = 2\n", "line 2", "weight is no field of a tenant's limits"),
+    "no name to share": ('[tenant.t]\nshare_cache = ""\n', "line 2", "share_cache is '' but must be a text that"),
+    "share with all": ("[tenant.t]\nshare_cache = true\n", "line 2", "share_cache is 'True' but must be a text that"),
+    "tenant is a number": ("tenant = 5\n", "line 1", "[tenant.NAME]"),
+    "name of a tenant": ('[tenant."a b"]\n', "line 1", "must match"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_wrong_is_said_with_line_field_and_rule(case, tmp_path):
+    text, place, words = BROKEN[case]
+    file = tmp_path / "keys.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_keys(file)
+    assert caught.value.message.startswith(str(file))
+    assert place in caught.value.message
+    assert words in caught.value.message
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_keys(tmp_path / "missing.toml")
+    (tmp_path / "latin").write_bytes(b'[[key]]\nname = "\xe4"\n')
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_keys(tmp_path / "latin")
+    with pytest.raises(ConfigError):
+        read_keys(tmp_path)
+
+
+@given(st.text(max_size=200) | st.lists(st.sampled_from(FULL.splitlines()), max_size=12).map("\n".join))
+def test_any_text_is_read_or_refused(text):
+    try:
+        keys = parse_keys(text)
+    except ConfigError:
+        return
+    assert all(key.sha256 == digest for digest, key in keys.keys.items())
+
+
+@given(
+    key=st.builds(
+        ApiKey,
+        sha256=st.text("0123456789abcdef", min_size=64, max_size=64),
+        tenant=st.text("azAZ09_.:-", min_size=1, max_size=64),
+        name=st.text(st.characters(exclude_characters='"\\', exclude_categories=("Cc", "Cs")), max_size=128),
+        models=st.none() | st.frozensets(st.text("ab/-.", min_size=1, max_size=9), min_size=1),
+        service_class=st.sampled_from(SERVICE_CLASSES),
+        priority=st.integers(-100, 100),
+        allow_fallback=st.booleans(),
+        is_admin=st.booleans(),
+        expires_s=st.none() | st.integers(0, 4_000_000_000).map(float),
+    )
+)
+def test_an_entry_is_read_as_it_was_meant(key):
+    assert parse_keys(toml_entry(key)).keys == {key.sha256: key}
+
+
+@given(
+    name=st.text("azAZ09_.:-", min_size=1, max_size=64),
+    tenant=st.builds(
+        Tenant,
+        st.none()
+        | st.builds(
+            TenantLimits, *[st.none() | st.integers(0, 10**9)] * 2, concurrency=st.none() | st.integers(0, 9)
+        ).filter(lambda limits: not limits.is_unlimited),
+        st.sampled_from([0.001, 0.5, 1.0, 3.0, 1000.0]) | st.floats(0.001, 1000),
+        st.just("") | st.text("azAZ09_.:-", min_size=1, max_size=64),
+    ).filter(lambda tenant: tenant != Tenant()),
+)
+def test_a_tenant_is_read_as_it_was_meant(name, tenant):
+    assert parse_keys(toml_tenant(name, tenant)).tenants == {name: tenant}
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(HEAD)
+    return path
+
+
+async def test_a_change_is_taken_and_a_broken_one_is_not(key_file, caplog):
+    changes = []
+    followed = KeyFile(key_file, on_change=lambda: changes.append(1))
+    key_file.write_text(HEAD.replace('"t"', '"u"'))
+    await followed.check()
+    assert followed.keys.keys[DIGEST].tenant == "u"
+    key_file.write_text(HEAD + "nonsense = 1\n")
+    for _ in range(3):
+        await followed.check()
+    assert followed.keys.keys[DIGEST].tenant == "u"
+    assert "line 4" in followed.error.message
+    records = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(records) == 1
+    assert "nonsense is no field" in records[0].error
+    key_file.unlink()
+    await followed.check()
+    assert followed.keys.keys[DIGEST].tenant == "u"
+    assert "No such file" in followed.error.message
+    key_file.write_text("")
+    await followed.check()
+    assert followed.keys.keys == {}
+    assert followed.error is None
+    assert len(changes) == 2
+
+
+async def test_a_change_within_one_tick_of_the_clock_is_seen(key_file):
+    followed = KeyFile(key_file)
+    stat = key_file.stat()
+    key_file.write_text(HEAD.replace('"t"', '"u"'))
+    os.utime(key_file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    await followed.check()
+    assert followed.keys.keys[DIGEST].tenant == "u"
+
+
+async def test_a_key_is_taken_out_while_all_of_asyncios_threads_are_busy(key_file):
+    followed = KeyFile(key_file)
+    followed.start()
+    may_end = threading.Event()
+    busy = [asyncio.create_task(asyncio.to_thread(may_end.wait, 30)) for _ in range(100)]
+    await asyncio.sleep(0)
+    key_file.write_text("")
+    try:
+        async with asyncio.timeout(2.0 + 8.0):  # two seconds, and what a busy machine takes
+            while followed.keys.keys:  # noqa: ASYNC110 - the condition is another task's state
+                await asyncio.sleep(0.01)
+    finally:
+        may_end.set()
+        await asyncio.gather(*busy)
+        await followed.close()
+
+
+async def test_a_replaced_file_is_seen_within_two_seconds(key_file, tmp_path):
+    followed = KeyFile(key_file)
+    followed.start()
+    other = tmp_path / "new.toml"
+    other.write_text(HEAD.replace('"t"', '"u"'))
+    other.replace(key_file)
+    async with asyncio.timeout(10):
+        while followed.keys.keys[DIGEST].tenant != "u":  # noqa: ASYNC110 - the file is looked at once a second
+            await asyncio.sleep(0.02)
+    assert followed.num_checks <= 3
+    await followed.close()
+
+
+def test_a_broken_file_stops_the_start(key_file):
+    key_file.write_text("x = 1\n")
+    with pytest.raises(ConfigError, match="line 1, x is no field"):
+        KeyFile(key_file)

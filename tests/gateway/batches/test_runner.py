@@ -1,0 +1,794 @@
+"""Batches as OpenAI's own client sees them, and what becomes of one whatever happens to its gateway."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections import Counter
+from types import SimpleNamespace
+
+import openai
+import pytest
+import redis
+
+import gateway.batches.batches_api
+import gateway.batches.runner
+from gateway.access.keys import ApiKey, digest_of_key, toml_entry
+from gateway.batches.rows import ENDPOINTS, MAX_CUSTOM_ID_CHARS, MAX_ERRORS, MAX_ROWS, Checker, FileWrong, Line, row_of
+from protos import worker_pb2
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.files import Room
+from services.cluster.keys import Keys
+from services.runtime.errors import StoreUnavailable
+
+ANSWER = [71, 72, 73]
+OVER = ("completed", "failed", "expired", "cancelled")
+BATCH_CLASS = 4
+
+
+class Script:
+    """A decode worker's: it answers at once, but rows with a first prompt token that is `held` only when they are let
+    go."""
+
+    def __init__(self):
+        self.held = set()
+        self.gate = asyncio.Event()
+        self.running = set()
+        self.most_at_once = 0
+        self.asked = []
+        self.on_asked = lambda: None
+
+    async def decode(self, attempt):
+        self.asked.append(attempt.spec.prompt_token_ids[0])
+        self.on_asked()
+        self.running.add(attempt.key)
+        self.most_at_once = max(self.most_at_once, len(self.running))
+        attempt.emit(worker_pb2.Admitted())
+        attempt.emit(worker_pb2.DecodeStarted())
+        if attempt.spec.prompt_token_ids[0] in self.held:
+            await self.gate.wait()
+        await asyncio.sleep(0.005)  # a step
+        attempt.tokens(0, ANSWER[: attempt.spec.sampling.max_tokens])
+        self.running.discard(attempt.key)
+        attempt.finish()
+
+
+@pytest.fixture
+def script():
+    return Script()
+
+
+@pytest.fixture
+def make(make_system, worker_type, script):
+    """Makes gateways on one Redis, with one worker."""
+
+    async def make_them(num_gateways=1, *, has_worker=True, **settings):
+        systems = [await make_system(**settings) for _ in range(num_gateways)]
+        for system in systems:
+            system.gateway.batches._poll_s = 0.1
+        if has_worker:
+            await systems[0].add(worker_type("decode", "decode-0", script.decode))
+            for system in systems:
+                await system.until(lambda system=system: system.gateway.topology.num_ready("decode") == 1)
+        return systems[0] if num_gateways == 1 else systems
+
+    return make_them
+
+
+def client_of(system, key="none"):
+    return openai.AsyncOpenAI(base_url=f"{system.base_url}/v1", api_key=key, max_retries=0)
+
+
+def row(number, **body):
+    return {
+        "custom_id": f"row-{number}",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": "tiny", "prompt": [5 + number, 6, 7], "max_tokens": 3, **body},
+    }
+
+
+def jsonl(rows):
+    return b"".join(json.dumps(each).encode() + b"\n" for each in rows)
+
+
+async def created(client, rows, *, endpoint="/v1/completions", **fields):
+    content = rows if isinstance(rows, bytes) else jsonl(rows)
+    file = await client.files.create(file=("rows.jsonl", content), purpose="batch")
+    return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields)
+
+
+async def until_status(client, batch, *statuses, timeout_s=30):
+    async with asyncio.timeout(timeout_s):
+        while True:
+            with contextlib.suppress(openai.InternalServerError):  # Redis may be away
+                now = await client.batches.retrieve(batch.id)
+                if now.status in statuses:
+                    return now
+            await asyncio.sleep(0.02)
+
+
+async def until_completed(client, batch, num_rows):
+    async with asyncio.timeout(30):
+        while (await client.batches.retrieve(batch.id)).request_counts.completed < num_rows:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def lines(client, file_id):
+    text = "" if file_id is None else (await client.files.content(file_id)).text
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def counts(batch):
+    so_far = batch.request_counts
+    return so_far.total, so_far.completed, so_far.failed
+
+
+def asked(system):
+    """Outcome → rows of which that came."""
+    (family,) = system.gateway.metrics.batch_rows.collect()
+    return {each.labels["outcome"]: each.value for each in family.samples if each.name.endswith("_total")}
+
+
+async def answered_once(client, batch, num_rows):
+    """The batch is complete, and each of its rows has one result, which is a good one."""
+    batch = await until_status(client, batch, *OVER)
+    assert batch.status == "completed", batch
+    assert counts(batch) == (num_rows, num_rows, 0)
+    assert batch.error_file_id is None
+    results = await lines(client, batch.output_file_id)
+    assert sorted(line["custom_id"] for line in results) == sorted(f"row-{number}" for number in range(num_rows))
+    assert {line["response"]["body"]["choices"][0]["text"] for line in results} == {"cde"}
+    return results
+
+
+async def test_every_row_is_answered_as_its_request_would_be(make, script):
+    system = await make(batch_rows=4)
+    rows = [row(number) for number in range(20)]
+    rows[7]["body"]["temperature"] = 3
+    async with client_of(system) as client:
+        batch = await created(client, rows, metadata={"of": "a test"})
+        assert (batch.object, batch.status, batch.metadata) == ("batch", "validating", {"of": "a test"})
+        assert batch.expires_at == batch.created_at + 86_400
+        batch = await until_status(client, batch, *OVER)
+        assert batch.status == "completed"
+        assert counts(batch) == (20, 19, 1)
+        assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+        results = await lines(client, batch.output_file_id)
+        (refused,) = await lines(client, batch.error_file_id)
+        alone = await client.completions.create(**row(1)["body"])
+        output = await client.files.retrieve(batch.output_file_id)
+    assert {line["custom_id"] for line in results} == {f"row-{number}" for number in range(20)} - {"row-7"}
+    one = next(line for line in results if line["custom_id"] == "row-1")
+    assert set(one) == {"id", "custom_id", "response", "error"}
+    assert one["id"].startswith("batch_req_")
+    assert one["error"] is None
+    assert one["response"]["status_code"] == 200
+    assert one["response"]["body"]["id"] == f"cmpl-{one['response']['request_id']}"
+    assert one["response"]["body"]["choices"] == [choice.to_dict() for choice in alone.choices]
+    assert one["response"]["body"]["usage"] == alone.usage.to_dict()
+    assert refused["response"]["status_code"] == 400
+    assert refused["response"]["body"]["error"]["param"] == "temperature"
+    assert len({line["id"] for line in [*results, refused]}) == 20
+    assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+    # The rows ran in their class, and no more at once than they may.
+    attempts = system.workers["decode-0"].attempts
+    assert [attempt.spec.service_class for attempt in attempts[:-1]] == [BATCH_CLASS] * 19
+    assert 1 < script.most_at_once <= 4
+    assert asked(system) == {"completed": 19, "failed": 1}
+
+
+BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
+    "/v1/completions": {"prompt": "hello", "max_tokens": 3},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 3},
+}
+
+
+async def test_whoever_waits_for_an_answer_goes_before_rows(make, script, worker_type):
+    system = await make(has_worker=False, batch_rows=4)
+    worker = worker_type("decode", "decode-0", script.decode)
+    worker.load.pages.free = 0  # so it has one request at a time
+    await system.add(worker)
+    script.held = {300}
+    async with client_of(system) as client:
+
+        async def request(token_id):
+            return await client.completions.create(model="tiny", prompt=[token_id], max_tokens=3)
+
+        first = asyncio.create_task(request(300))
+        await system.until(lambda: script.asked == [300])
+        batch = await created(client, [row(number) for number in range(8)])
+        await system.until(lambda: system.gateway.requests.num_queued == 4)
+        second = asyncio.create_task(request(301))
+        await system.until(lambda: system.gateway.requests.num_queued == 5)
+        script.gate.set()
+        await first
+        await second
+        assert script.asked[:2] == [300, 301]
+        worker.load.pages.free = 100
+        worker.sessions.load_changed()
+        await answered_once(client, batch, 8)
+
+
+async def test_every_endpoint_is_answered(make):
+    system = await make()
+    async with client_of(system) as client:
+        for endpoint in ENDPOINTS:
+            rows = [{"custom_id": "a", "method": "POST", "url": endpoint, "body": BODIES[endpoint]}]
+            batch = await until_status(client, await created(client, rows, endpoint=endpoint), *OVER)
+            assert counts(batch) == (1, 1, 0)
+            (line,) = await lines(client, batch.output_file_id)
+            assert '"cde"' in json.dumps(line["response"]["body"])
+
+
+async def test_all_that_is_wrong_with_a_file_is_told_by_its_lines(make):
+    system = await make(has_worker=False)
+    bad = [
+        b"not json\n",
+        b"\n",
+        b"[1]\n",
+        jsonl([{key: value for key, value in row(1).items() if key != "custom_id"}]),
+        jsonl([row(2) | {"custom_id": 3}]),
+        jsonl([row(2) | {"custom_id": "x" * (MAX_CUSTOM_ID_CHARS + 1)}]),
+        jsonl([row(4), row(4)]),
+        jsonl([row(5) | {"method": "GET"}]),
+        jsonl([row(6) | {"url": "/v1/chat/completions"}]),
+        jsonl([{key: value for key, value in row(7).items() if key != "body"}]),
+        jsonl([row(8) | {"body": [1]}]),
+        jsonl([row(9, stream=True)]),
+        jsonl([row(10, model="nobody")]),
+        b'{"custom_id": "\xff", "method": "POST"}\n',
+        b"[" * 100_000 + b"\n",
+        jsonl([row(11)]).replace(b"{", b'{"custom_id": 5, ', 1),
+        jsonl([row(12)]).replace(b'"POST"', b'1, "method": "POST"'),
+        jsonl([row(13)]).replace(b"{", b'{"x": {"b": {}, "b": {}}, ', 1),
+        jsonl([row(14)]).replace(b'"body"', b'"body": {"prompt": "b"}, "bo\\u0064y"'),
+        jsonl([row(15)]),
+    ]
+    async with client_of(system) as client:
+        batch = await until_status(client, await created(client, b"".join(bad)), *OVER)
+    assert batch.status == "failed"
+    assert batch.failed_at
+    assert batch.output_file_id is None
+    told = [(error.line, error.code, error.param) for error in batch.errors.data]
+    assert told == [
+        (1, "invalid_json_line", None),
+        (3, "invalid_json_line", None),
+        (4, "missing_required_parameter", "custom_id"),
+        (5, "invalid_type", "custom_id"),
+        (6, "invalid_custom_id", "custom_id"),
+        (8, "duplicate_custom_id", "custom_id"),
+        (9, "invalid_method", "method"),
+        (10, "invalid_url", "url"),
+        (11, "missing_required_parameter", "body"),
+        (12, "invalid_type", "body"),
+        (13, "invalid_value", "body.stream"),
+        (14, "model_not_found", "body.model"),
+        (15, "invalid_json_line", None),
+        (16, "invalid_json_line", None),
+        (17, "duplicate_key", None),
+        (18, "duplicate_key", None),
+        (19, "duplicate_key", None),
+        (20, "duplicate_key", None),
+    ]
+    assert batch.errors.object == "list"
+    assert "line 7" in batch.errors.data[5].message
+
+
+def test_what_a_row_does_not_need_may_be_anything():
+    others = b'"x": "{}", "y": %s, "z": {"body": {}}, "body": {}}' % (b"9" * 5000)
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", ' + others
+    checker = Checker("/v1/completions", lambda model: None)
+    checker.check(1, line)
+    assert checker.finish() == 1
+    assert bytes(row_of(line).body) == b"{}"
+
+
+def test_a_file_has_rows_but_not_too_many_and_not_all_its_errors_are_looked_for():
+    line = json.dumps(row(0)).encode()
+    checker = Checker("/v1/completions", lambda model: None)
+    for number in range(1, MAX_ROWS + 1):
+        checker.check(number, line.replace(b"row-0", b"row-%d" % number))
+    assert checker.finish() == MAX_ROWS
+    with pytest.raises(FileWrong, match="too_many_requests"):
+        checker.check(MAX_ROWS + 1, line)
+    with pytest.raises(FileWrong, match="empty_file"):
+        Checker("/v1/completions", lambda model: None).finish()
+    checker = Checker("/v1/completions", lambda model: None)
+    for number in range(1, MAX_ERRORS):
+        checker.check(number, b"{")
+    with pytest.raises(FileWrong) as wrong:
+        checker.check(MAX_ERRORS, b"{")
+    assert len(wrong.value.errors) == MAX_ERRORS
+
+
+WRONG_BATCHES = [
+    ({"input_file_id": "file-none"}, "input_file_id"),
+    ({"input_file_id": "../x"}, "input_file_id"),
+    ({"endpoint": "/v1/embeddings"}, "endpoint"),
+    ({"completion_window": "1h"}, "completion_window"),
+    ({"metadata": {"a" * 65: "x"}}, "metadata"),
+    ({"metadata": {"a": "x" * 513}}, "metadata"),
+    ({"metadata": {str(number): "x" for number in range(17)}}, "metadata"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after.seconds"),
+    ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "output_expires_after.anchor"),
+    ({"unknown": 1}, "unknown"),
+    ({"endpoint": None}, "endpoint"),
+]
+
+
+async def test_a_batch_that_is_asked_for_wrongly_is_not_made(make):
+    system = await make(has_worker=False)
+    async with client_of(system) as client:
+        file = await client.files.create(file=("rows.jsonl", jsonl([row(0)])), purpose="batch")
+        right = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        for changes, param in WRONG_BATCHES:
+            response = await system.http.post("/v1/batches", json=right | changes)
+            assert response.status_code == (404 if "input_file_id" in changes else 400), response.text
+            assert response.json()["error"]["param"] == param, response.text
+        twice = json.dumps(right).replace("{", '{"endpoint": "/v1/responses", ').encode()
+        for body, status, code in (
+            (b"{", 400, "invalid_json"),
+            (b"[" * 60_000, 400, "invalid_type"),
+            (b"[]", 400, "invalid_type"),
+            (b"\xff", 400, "invalid_json"),
+            (json.dumps(right | {"metadata": {"a": "\ud800"}}).encode(), 400, "invalid_json"),
+            (twice, 400, "duplicate_key"),
+            (b"x" * 65_537, 413, "request_too_large"),
+        ):
+            response = await system.http.post("/v1/batches", content=body, headers={"content-type": "application/json"})
+            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert (await client.batches.list()).data == []
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(make, monkeypatch):
+    monkeypatch.setattr(gateway.batches.batches_api, "MAX_BODY_READ_S", 0.2)
+    system = await make(has_worker=False)
+    for path in ("/v1/batches", "/v1/batches/batch_x/cancel"):
+        for num_bytes, status in ((10, b" 408 "), (65_537, b" 413 "), (10**12, b" 413 ")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
+            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            writer.write(f"{head}content-length: {num_bytes}\r\n\r\n".encode())
+            assert status in await asyncio.wait_for(reader.readline(), 10)
+            writer.close()
+
+
+async def test_a_batch_is_made_once_where_redis_answers_too_late(make, monkeypatch):
+    system = await make(has_worker=False, batch_rows=0)
+    store = system.gateway.batches.store
+    create, times = store.create, []
+
+    async def late(*args, **kwargs):
+        times.append(await create(*args, **kwargs))
+        if len(times) == 1:
+            raise StoreUnavailable("Redis did not answer in time")
+        return times[-1]
+
+    monkeypatch.setattr(store, "create", late)
+    async with client_of(system) as client:
+        batch = await created(client, [row(0)])
+        assert [one.id for one in times] == [batch.id, batch.id]
+        assert [one.id for one in (await client.batches.list()).data] == [batch.id]
+
+
+async def test_batches_are_listed_the_newest_first_and_in_pages(make, monkeypatch):
+    system = await make(has_worker=False)
+    async with client_of(system) as client:
+        ids = [(await created(client, [row(0)])).id for _ in range(5)]
+        assert [batch.id async for batch in await client.batches.list(limit=2)] == ids[::-1]
+        page = await client.batches.list(limit=2, after=ids[3])
+        assert [batch.id for batch in page.data] == [ids[2], ids[1]]
+        assert page.has_more
+        assert not (await client.batches.list(limit=2, after=ids[2])).has_more
+        assert len((await client.batches.list(limit=10_000)).data) == 5
+        monkeypatch.setattr(gateway.batches.batches_api, "MAX_LIST_LIMIT", 4)
+        assert len((await client.batches.list(limit=10_000)).data) == 4
+        for query in ("limit=0", "limit=x", "after=*"):
+            assert (await system.http.get(f"/v1/batches?{query}")).status_code == 400
+        with pytest.raises(openai.NotFoundError):
+            await client.batches.retrieve("batch_none")
+
+
+async def test_a_cancelled_batch_frees_its_workers_and_keeps_what_it_has(make, script):
+    system = await make(batch_rows=2)
+    script.held = {5 + 2, 5 + 3}
+    async with client_of(system) as client:
+        batch = await created(client, [row(number) for number in range(10)])
+        await system.until(lambda: len(script.asked) == 4)
+        await until_completed(client, batch, 2)
+        cancelled = await client.batches.cancel(batch.id)
+        assert cancelled.status == "cancelling"
+        assert cancelled.cancelling_at
+        batch = await until_status(client, batch, *OVER)
+        assert batch.status == "cancelled"
+        assert counts(batch) == (10, 2, 0)
+        assert {line["custom_id"] for line in await lines(client, batch.output_file_id)} == {"row-0", "row-1"}
+        await system.until(lambda: set(system.workers["decode-0"].cancelled) == script.running)
+        assert system.gateway.requests.num_running == 0
+        with pytest.raises(openai.ConflictError, match="is cancelled cannot be") as refused:
+            await client.batches.cancel(batch.id)
+        assert refused.value.response.headers["x-should-retry"] == "false"
+        with pytest.raises(openai.NotFoundError):
+            await client.batches.cancel("batch_none")
+
+
+async def test_rows_wait_for_workers_rather_than_fail(make, script, worker_type, monkeypatch):
+    system = await make(has_worker=False)
+    async with client_of(system) as client:
+        batch = await created(client, [row(number) for number in range(5)])
+        await until_status(client, batch, "in_progress")
+        await system.until(lambda: asked(system).get("later", 0) >= 5)
+        await system.add(worker_type("decode", "decode-0", script.decode))
+        await answered_once(client, batch, 5)
+
+
+@pytest.fixture
+def keys(tmp_path):
+    path = tmp_path / "keys.toml"
+    names = {"acme": ApiKey(digest_of_key("tandem-acme"), "acme"), "bolt": ApiKey(digest_of_key("tandem-bolt"), "bolt")}
+    names["none"] = ApiKey(digest_of_key("tandem-none"), "acme", models=frozenset({"other"}))
+    path.write_text("\n".join(map(toml_entry, names.values())) + "\n[tenant.acme]\nconcurrency = 1\n")
+    return path
+
+
+async def test_tenants_see_only_what_is_theirs_and_rows_count_for_their_limits(make, script, keys):
+    system = await make(api_keys=keys)
+    async with (
+        client_of(system, "tandem-acme") as acme,
+        client_of(system, "tandem-bolt") as bolt,
+        client_of(system, "tandem-none") as without_model,
+        client_of(system, "tandem-nobody") as nobody,
+    ):
+        batch = await created(acme, [row(number) for number in range(3)])
+        # Two of them were told to come later, for one runs at a time.
+        await answered_once(acme, batch, 3)
+        assert script.most_at_once == 1
+        batch = await acme.batches.retrieve(batch.id)
+        for ask in (
+            bolt.batches.retrieve(batch.id),
+            bolt.batches.cancel(batch.id),
+            bolt.files.retrieve(batch.output_file_id),
+            bolt.files.content(batch.input_file_id),
+            bolt.files.delete(batch.input_file_id),
+            bolt.batches.create(input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await ask
+        assert (await bolt.files.list()).data == []
+        assert (await bolt.batches.list()).data == []
+        assert len((await acme.files.list()).data) == 2
+        for ask in (nobody.files.list(), nobody.batches.list(), nobody.files.retrieve(batch.output_file_id)):
+            with pytest.raises(openai.AuthenticationError):
+                await ask
+        failed = await until_status(without_model, await created(without_model, [row(0)]), *OVER)
+        assert [error.code for error in failed.errors.data] == ["model_not_allowed"]
+
+
+async def test_rows_of_a_key_that_is_gone_are_refused(make, script, keys):
+    system = await make(api_keys=keys, batch_rows=1)
+    script.held = {5}
+    async with client_of(system, "tandem-acme") as acme:
+        batch = await created(acme, [row(0), row(1)])
+        await system.until(lambda: script.running)
+        keys.write_text(keys.read_text().replace(digest_of_key("tandem-acme"), "0" * 64).replace('"bolt"', '"acme"'))
+        file = system.gateway.door.key_file
+        await system.until(lambda: file.keys.find("tandem-acme") is None)
+        script.gate.set()
+    async with client_of(system, "tandem-bolt") as acme:
+        batch = await until_status(acme, batch, *OVER)
+        assert counts(batch) == (2, 1, 1)
+        (line,) = await lines(acme, batch.error_file_id)
+    assert line["response"]["status_code"] == 401
+
+
+def cut_off(system, *names):
+    """These words about batches, or all, reach Redis no more from this gateway, as if it was dead or far away."""
+    store = system.gateway.batches.store
+    words = {name: getattr(store, name) for name in names or ("claim", "renew", "record", "advance", "release")}
+
+    async def away(*args, **kwargs):
+        raise StoreUnavailable("cut off")
+
+    for name in words:
+        setattr(store, name, away)
+    return SimpleNamespace(heal=lambda: [setattr(store, name, word) for name, word in words.items()])
+
+
+async def test_another_gateway_goes_on_when_the_owner_is_gone_and_the_owner_comes_too_late(make, script):
+    first, second = await make(2, batch_rows=4)
+    for system in (first, second):
+        system.gateway.batches.store.lease_s = 600.0
+    num_rows = 60
+    script.held = {5 + number for number in (20, 21, 22)}
+    async with client_of(first) as client, client_of(second) as other:
+        batch = await created(client, [row(number) for number in range(num_rows)])
+        await until_completed(client, batch, num_rows - 3)
+        owner, successor = await parted(first, second)
+        cut = cut_off(owner)
+        change(owner, batch, lease=0)
+        # The successor claims it and asks anew for what was under way.
+        await first.until(lambda: successor.gateway.batches._runs.keys() == {batch.id})
+        script.gate.set()
+        results = await answered_once(other, batch, num_rows)
+        cut.heal()
+        await first.until(lambda: not owner.gateway.batches._tasks)
+        assert await answered_once(other, batch, num_rows) == results
+    times = Counter(script.asked)
+    assert set(times) == {5 + number for number in range(num_rows)}
+    assert {token_id for token_id, count in times.items() if count > 1} == script.held
+    assert times.total() == num_rows + 3
+
+
+def change(system, batch, **fields):
+    """Changes what Redis knows of a batch."""
+    key = Keys(system.cluster).batch_prefix + batch.id
+    with redis.Redis.from_url(system.redis_url) as client:
+        assert client.hset(key, mapping=fields) == 0  # none of the fields is new
+
+
+async def parted(first, second):
+    """The gateway that works on the batch, and the other one."""
+    await first.until(lambda: first.gateway.batches._runs or second.gateway.batches._runs)
+    return (first, second) if first.gateway.batches._runs else (second, first)
+
+
+async def test_a_gateway_that_leaves_lets_go_at_once(make, script):
+    first, second = await make(2, batch_rows=2)
+    for system in (first, second):
+        system.gateway.batches.store.lease_s = 600.0
+    script.held = {5 + 4}
+    async with client_of(first) as client, client_of(second) as other:
+        batch = await created(client, [row(number) for number in range(10)])
+        await first.until(lambda: len(script.asked) == 10)
+        leaving, stays = await parted(first, second)
+        asks = other if leaving is first else client
+        closing = asyncio.create_task(leaving.gateway.batches.close(timeout_s=0.2))
+        await stays.until(lambda: stays.gateway.batches._runs)
+        await closing
+        script.gate.set()
+        await answered_once(asks, batch, 10)
+
+
+async def test_a_leaving_gateway_waits_for_rows_that_end_soon(make, script):
+    first, second = await make(2, batch_rows=2)
+    script.held = {5 + 4, 5 + 5}
+    async with client_of(first) as client, client_of(second) as other:
+        batch = await created(client, [row(number) for number in range(10)])
+        await first.until(lambda: len(script.running) == 2)
+        leaving, _ = await parted(first, second)
+        asks = other if leaving is first else client
+        closing = asyncio.create_task(leaving.gateway.batches.close(timeout_s=20))
+        await asyncio.sleep(0)
+        script.gate.set()
+        await closing
+        await answered_once(asks, batch, 10)
+    assert len(script.asked) == 10
+
+
+async def test_nothing_is_begun_while_somebody_else_may_have_the_batch(make, script):
+    system = await make(batch_rows=4)
+    script.held = {5 + number for number in (3, 4, 5, 6)}
+    batches = system.gateway.batches
+    async with client_of(system) as client:
+        batch = await created(client, [row(number) for number in range(8)])
+        await system.until(lambda: len(script.asked) == 7 and len(script.running) == 4)
+        (run,) = batches._runs.values()
+        cut = cut_off(system, "claim", "renew")
+        batches.store.lease_s = 0.2
+        run.look()
+        await system.until(lambda: not run._has_claim.is_set())
+        script.gate.set()
+        await until_completed(client, batch, 7)
+        # The last row has a place, but the batch may not be ours.
+        await system.until(lambda: batches.slots._value == 3)
+        assert len(script.asked) == 7
+        batches.store.lease_s = 600.0
+        cut.heal()
+        await answered_once(client, batch, 8)
+
+
+async def test_redis_may_be_away_for_a_while(make, script):
+    with EmbeddedRedis() as server:
+        system = await make(redis=server.url, batch_rows=4)
+        system.gateway.batches.store.lease_s = 2.0
+        script.held = {5 + 9, 5 + 10, 5 + 11, 5 + 12}
+        async with client_of(system) as client:
+            batch = await created(client, [row(number) for number in range(30)])
+            await system.until(lambda: len(script.asked) == 13)
+            (run,) = system.gateway.batches._runs.values()
+            os.kill(server.pid, signal.SIGSTOP)
+            try:
+                # Nobody can know whether the batch is still ours, so what runs goes on and nothing more is begun.
+                await system.until(lambda: not run._has_claim.is_set())
+                script.gate.set()
+                await system.until(lambda: not script.running)
+                await asyncio.sleep(0.3)
+                assert len(script.asked) == 13
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+            await answered_once(client, batch, 30)
+
+
+async def running(system):
+    await system.until(lambda: system.gateway.batches._runs)
+    return list(system.gateway.batches._runs.values())
+
+
+async def test_rows_that_are_not_answered_in_time_expire(make, script, monkeypatch):
+    monkeypatch.setattr(gateway.batches.runner, "MAX_UNANSWERED_AT_ONCE", 3)
+    system = await make(batch_rows=2)
+    script.held = {5 + 3, 5 + 4}
+    async with client_of(system) as client:
+        batch = await created(client, [row(number) for number in range(12)])
+        await until_completed(client, batch, 3)
+        change(system, batch, **{"at:expires": batch.created_at})
+        system.gateway.batches.poke(batch.id)
+        batch = await until_status(client, batch, *OVER)
+        assert batch.status == "expired"
+        assert batch.expired_at >= batch.finalizing_at >= batch.expires_at
+        assert counts(batch) == (12, 3, 9)
+        assert {line["custom_id"] for line in await lines(client, batch.output_file_id)} == {"row-0", "row-1", "row-2"}
+        expired = await lines(client, batch.error_file_id)
+    assert {line["custom_id"] for line in expired} == {f"row-{number}" for number in range(3, 12)}
+    assert {line["error"]["code"] for line in expired} == {"batch_expired"}
+    assert {line["response"] for line in expired} == {None}
+    assert asked(system) == {"completed": 3, "expired": 9}
+    await system.until(lambda: system.gateway.requests.num_running == 0)
+
+
+async def test_results_without_room_wait_until_there_is_some(make, monkeypatch):
+    monkeypatch.setattr(gateway.batches.runner, "FULL_RETRY_S", 0.1)
+    system = await make()
+    files = system.gateway.batches.files
+    async with client_of(system) as client:
+        other = await client.files.create(file=("other.jsonl", b"x" * 50_000), purpose="batch")
+        files.room = Room(tenant_bytes=62_000)
+        batch = await created(client, [row(number) for number in range(20)])
+        (run,) = await running(system)
+        await system.until(lambda: run._is_full)
+        now = await client.batches.retrieve(batch.id)
+        assert (now.status, now.request_counts.completed < 20) == ("in_progress", True)
+        await client.files.delete(other.id)
+        await answered_once(client, batch, 20)
+
+
+async def test_a_batch_without_room_for_a_line_of_each_row_fails_before_it_asks_any(make, script):
+    system = await make()
+    files = system.gateway.batches.files
+    async with client_of(system) as client:
+        await client.files.create(file=("other.jsonl", b"x" * 50_000), purpose="batch")
+        files.room = Room(tenant_bytes=62_000)
+        batch = await created(client, [row(number) for number in range(30)])
+        batch = await until_status(client, batch, *OVER)
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "storage_full")
+        assert not script.asked
+
+
+async def test_a_small_batch_does_not_wait_for_a_large_one(make, script):
+    system = await make(batch_rows=2)
+    async with client_of(system) as client:
+        large = await created(client, [row(number) for number in range(60)])
+        await system.until(lambda: script.asked)
+        small = await created(client, [row(number) for number in range(100, 106)])
+        for batch in (small, large):
+            assert (await until_status(client, batch, *OVER)).status == "completed"
+    assert script.asked.index(5 + 105) < script.asked.index(5 + 59)
+    assert script.most_at_once == 2
+
+
+async def test_a_batch_without_its_file_fails(make):
+    system = await make(batch_rows=0)
+    async with client_of(system) as client:
+        batch = await created(client, [row(0)])
+        await client.files.delete(batch.input_file_id)
+        system.gateway.batches.num_rows = 1
+        system.gateway.batches.start()
+        batch = await until_status(client, batch, *OVER)
+    assert batch.status == "failed"
+    assert [error.code for error in batch.errors.data] == ["input_file_gone"]
+
+
+def test_a_row_that_is_put_off_comes_again_after_its_time():
+    never = {"retry-after": "60", "x-should-retry": "false"}
+    tries = iter([(429, {"retry-after": "7"}), (503, {}), (0, {}), (504, {}), (504, {}), (400, {}), (429, never)])
+    row = gateway.batches._Row(0, 0, 0)
+    later = [gateway.batches._later_s(gateway.batches.RowAnswer(*each, b""), row) for each in tries]
+    assert later == [7.0, 1.0, 1.0, 60.0, 120.0, None, None]
+    row.num_timeouts = gateway.batches.MAX_TIMEOUTS - 1
+    assert gateway.batches._later_s(gateway.batches.RowAnswer(504, {}, b""), row) is None
+
+
+@pytest.fixture
+def pending():
+    """Two rows."""
+
+    async def rows():
+        for number in range(2):
+            yield number, Line(number + 1, 3 * number, b"%d\n" % number)
+
+    async def read(row):
+        return b"read again at %d" % row.start
+
+    return gateway.batches._Pending(rows(), 2, read)
+
+
+async def test_the_row_whose_time_comes_first_is_next_whenever_it_was_put_off(pending):
+    (first, line), (second, _) = await pending.take(), await pending.take()
+    assert line == b"0\n"
+    pending.put_off(first, 3600.0)
+    waiting = asyncio.create_task(pending.is_due())
+    await asyncio.sleep(0)
+    pending.put_off(second, 0.01)
+    async with asyncio.timeout(10):
+        assert await waiting
+    assert await pending.take() == (second, b"read again at 3")
+    waiting = asyncio.create_task(pending.is_due())
+    await asyncio.sleep(0)
+    pending.close()
+    async with asyncio.timeout(10):
+        assert not await waiting
+
+
+async def test_no_line_is_read_before_its_row_has_a_slot(make, script):
+    system = await make(batch_rows=2)
+    script.held = {5, 6}
+    async with client_of(system) as client:
+        first = await created(client, [row(0), row(1)])
+        await system.until(lambda: len(script.running) == 2)
+        lines = [row(number) for number in range(2, 6)]
+        second = await created(client, lines)
+        await until_status(client, second, "in_progress")
+        run = system.gateway.batches._runs[second.id]
+        await system.until(lambda: system.gateway.batches.slots._waiters)
+        assert run._pending._num_in_file == 4
+        script.gate.set()
+        await answered_once(client, first, 2)
+        assert (await until_status(client, second, *OVER)).request_counts.completed == 4
+
+
+async def test_a_row_that_its_tenant_may_never_ask_is_refused_at_once(make, keys):
+    keys.write_text(keys.read_text() + "tokens_per_minute = 20\n")
+    system = await make(api_keys=keys)
+    async with client_of(system, "tandem-acme") as acme:
+        batch = await created(acme, [row(0), row(1, max_tokens=100)])
+        batch = await until_status(acme, batch, *OVER)
+        assert counts(batch) == (2, 1, 1)
+        (line,) = await lines(acme, batch.error_file_id)
+    assert line["custom_id"] == "row-1"
+    assert line["response"]["status_code"] == 429
+    assert "this request alone may need 103" in line["response"]["body"]["error"]["message"]
+
+
+async def test_a_batch_that_cannot_be_worked_on_fails_after_some_tries(make, monkeypatch):
+    def broken(line):
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr(gateway.batches.runner, "row_of", broken)
+    system = await make()
+    batches = system.gateway.batches
+    batches.store.lease_s = 600.0
+    async with client_of(system) as client:
+        batch = await created(client, [row(0)])
+        for num_faults in range(1, gateway.batches.MAX_FAULTS):
+            await system.until(lambda num=num_faults: batches.faults[batch.id] == num and not batches._runs)
+            assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+            change(system, batch, lease=0)
+        batch = await until_status(client, batch, *OVER)
+    assert batch.status == "failed"
+    assert [error.code for error in batch.errors.data] == ["internal_error"]
+    assert batches.faults[batch.id] == gateway.batches.MAX_FAULTS
+
+
+async def test_a_batch_that_cannot_be_read_keeps_no_other_waiting(make):
+    system = await make(batch_rows=0)
+    batches = system.gateway.batches
+    async with client_of(system) as client:
+        odd = await created(client, [row(0)])
+        change(system, odd, status="of a later version")
+        batches.num_rows = 1
+        batches.slots = asyncio.Semaphore(1)
+        batches.start()
+        await answered_once(client, await created(client, [row(0)]), 1)

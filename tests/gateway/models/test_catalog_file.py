@@ -1,0 +1,158 @@
+"""The models file: what it says, and one row per mistake with the field and the rule that the error names."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.models.catalog_file import ModelEntry, _way, parse_models, read_models_file
+from services.runtime.errors import ConfigError
+
+GOOD = """
+[[model]]
+name = "large"
+path = "models/large"
+aliases = ["default", "best/1.0"]
+fallback = ["medium", "small"]
+fallback_after_s = 2
+prefill = 0
+decode = 3
+
+[[model]]
+name = "medium"
+path = "models/medium"
+fallback = ["small"]
+
+[[model]]
+name = "small"
+path = "models/small"
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    for name in ("large", "medium", "small"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    return tmp_path / "models.toml"
+
+
+def test_all_that_a_file_can_say(file):
+    file.write_text(GOOD)
+    folder = file.parent / "models"
+    large, medium, small = read_models_file(file)
+    assert large == ModelEntry(
+        "large", folder / "large", ("default", "best/1.0"), ("medium", "small"), 2.0, num_prefill=0, num_decode=3
+    )
+    assert medium == ModelEntry("medium", folder / "medium", fallbacks=("small",))
+    assert small == ModelEntry("small", folder / "small")
+
+
+def test_an_absolute_path_stays_as_it_is(file):
+    (entry,) = parse_models(f'[[model]]\nname = "m"\npath = "{file.parent}"\n', file=file)
+    assert entry.path == file.parent
+
+
+# (what is replaced in GOOD, by what, words of the error)
+BAD = {
+    "no-toml": ("[[model]]", "[[model", "is not valid TOML"),
+    "empty": (GOOD, "", "model is [] but must be 1 to 64 [[model]] entries"),
+    "one-table": (GOOD, '[model]\nname = "a"', "1 to 64 [[model]] entries"),
+    "other-table": (GOOD, GOOD + "\n[limits]\n", "limits is {} but must be absent"),
+    "no-table": (GOOD, "model = [1]", "model[0] is 1 but must be a [[model]] entry"),
+    "unknown-key": ("decode = 3", "decodes = 3", "model[0].decodes is 3 but must be absent"),
+    "no-name": ('name = "medium"', "", "model[1].name is None but must be 1 to 256 characters"),
+    "empty-name": ('name = "medium"', 'name = ""', "model[1].name is ''"),
+    "name-with-space": ('name = "medium"', 'name = "a b"', "model[1].name is 'a b'"),
+    "name-with-line-break": ('name = "medium"', 'name = "a\\r\\nb"', "model[1].name is 'a\\r\\nb'"),
+    "name-no-text": ('name = "medium"', "name = 5", "model[1].name is 5"),
+    "long-name": ('name = "medium"', f'name = "{"m" * 257}"', "model[1].name is 'mmm"),
+    "same-name": ('name = "medium"', 'name = "large"', "model[1].name is 'large' but must be another name"),
+    "alias-is-a-name": (
+        '"default"',
+        '"small"',
+        "model[0].aliases[0] is 'small' but must be another name than model[2]",
+    ),
+    "alias-is-its-own-name": ('"default"', '"large"', "model[0].aliases[0] is 'large'"),
+    "alias-twice": ('"default"', '"best/1.0"', "model[0].aliases[1] is 'best/1.0'"),
+    "alias-of-another": ('name = "small"', 'name = "small"\naliases = ["default"]', "model[2].aliases[0] is 'default'"),
+    "aliases-no-list": ('aliases = ["default", "best/1.0"]', 'aliases = "a"', "model[0].aliases is 'a'"),
+    "alias-no-name": ('"default"', '"\u00e9"', "model[0].aliases[0] is '\u00e9'"),
+    "no-path": ('path = "models/small"', "", "model[2].path is None but must be the path"),
+    "path-no-text": ('path = "models/small"', "path = 1", "model[2].path is 1 but must be the path"),
+    "path-nowhere": ("models/small", "models/nowhere", "model[2].path is 'models/nowhere' but must be a folder"),
+    "path-is-a-file": ("models/small", "models.toml", "model[2].path is 'models.toml' but must be a folder"),
+    "unknown-fallback": (
+        '"medium", "small"',
+        '"tiny"',
+        "model[0].fallback[0] is 'tiny' but must be the name (no alias)",
+    ),
+    "fallback-is-an-alias": ('fallback = ["small"]', 'fallback = ["default"]', "model[1].fallback[0] is 'default'"),
+    "fallback-twice": (
+        '"medium", "small"',
+        '"small", "small"',
+        "model[0].fallback[1] is 'small' but must be named only",
+    ),
+    "falls-back-to-itself": ('"medium", "small"', '"large"', "(large -> large)"),
+    "cycle": ('fallback = ["small"]', 'fallback = ["large"]', "(large -> medium -> large)"),
+    "long-cycle": (
+        'name = "small"',
+        'name = "small"\nfallback = ["large"]',
+        "must be a model that does not fall back to this one again (large -> medium -> small -> large)",
+    ),
+    "fallback-no-list": ('fallback = ["small"]', "fallback = 1", "model[1].fallback is 1"),
+    "negative-wait": ("fallback_after_s = 2", "fallback_after_s = -1", "model[0].fallback_after_s is -1 but must be"),
+    "no-wait": (
+        "fallback_after_s = 2",
+        "fallback_after_s = 0",
+        "model[0].fallback_after_s is 0 but must be seconds in [0.05",
+    ),
+    "endless-wait": ("fallback_after_s = 2", "fallback_after_s = inf", "model[0].fallback_after_s is inf"),
+    "true-wait": ("fallback_after_s = 2", "fallback_after_s = true", "model[0].fallback_after_s is True"),
+    "no-decode": ("decode = 3", "decode = 0", "model[0].decode is 0 but must be a whole number in [1, 256]"),
+    "half-a-prefill": (
+        "prefill = 0",
+        "prefill = 0.5",
+        "model[0].prefill is 0.5 but must be a whole number in [0, 256]",
+    ),
+    "true-prefill": ("prefill = 0", "prefill = true", "model[0].prefill is True"),
+}
+
+
+@pytest.mark.parametrize("row", BAD, ids=BAD)
+def test_a_mistake_is_named_with_its_field_and_rule(file, row):
+    wrong, instead, words = BAD[row]
+    assert wrong in GOOD
+    file.write_text(GOOD.replace(wrong, instead, 1))
+    with pytest.raises(ConfigError) as caught:
+        read_models_file(file)
+    assert str(file) in caught.value.message
+    assert words in caught.value.message
+    assert len(caught.value.message) < 1000
+
+
+def test_a_file_that_is_none(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist; give --models"):
+        read_models_file(tmp_path / "models.toml")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        read_models_file(tmp_path)
+    (tmp_path / "m.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        read_models_file(tmp_path / "m.toml")
+
+
+NAMES = "abcdef"
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), st.lists(st.sampled_from(NAMES), max_size=4), min_size=1))
+def test_a_way_is_found_exactly_where_there_is_one(chains):
+    for start in NAMES:
+        reached = {start}
+        while more := {name for each in reached for name in chains.get(each, ())} - reached:
+            reached |= more
+        for goal in NAMES:
+            way = _way(chains, start, goal)
+            assert (way is not None) == (goal in reached)
+            if way is not None:
+                assert (way[0], way[-1]) == (start, goal)
+                assert all(after in chains[before] for before, after in itertools.pairwise(way))

@@ -1,0 +1,296 @@
+"""What a gateway remembers: bounded, found again, told without a gap; and the figures of each second."""
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.dashboard.series import COLUMNS, WINDOW_S, Series, Totals, quantile
+from gateway.observability.history import (
+    ROW_BYTES,
+    AnswerStory,
+    AttemptStory,
+    History,
+    Query,
+    Row,
+    bars,
+    parts,
+    reasons,
+)
+from services.scheduling.overload import Targets
+from services.scheduling.routing import Router, RouteRequest, WorkerView, rival_of
+
+PHASES = ("queue", "prefill", "transfer", "decode")
+
+
+def row(request_id: str = "one", **fields: Any) -> Row:
+    return Row(request_id=request_id, **{"outcome": "finished", **fields})
+
+
+def found(history: History, **query: Any) -> list[str]:
+    return [each.request_id for each in history.find(Query(**query))[0]]
+
+
+def test_the_latest_come_first_and_the_oldest_go() -> None:
+    history = History(max_requests=3)
+    for number in range(5):
+        history.add(row(f"r{number}"), [])
+    assert found(history) == ["r4", "r3", "r2"]
+    assert history.last_number == 5
+    assert history.story("r1") is None
+    assert len(history) == 3
+
+
+def test_it_is_bounded_in_bytes() -> None:
+    history = History(max_bytes=20 * ROW_BYTES)
+    attempts = [AttemptStory(0, 1, "decode-0", reason="x" * 400)]
+    for number in range(200):
+        history.add(row(f"r{number}"), [AnswerStory([("queue", 0)], attempts)])
+        assert history.num_bytes <= 20 * ROW_BYTES
+    assert 5 < len(history) < 20
+    assert history.num_bytes == sum(ROW_BYTES + len(kept.story) for kept in history._kept)
+
+
+def test_requests_are_found_by_words_and_by_fields() -> None:
+    history = History()
+    history.add(row("alpha", model="tiny", tenant="acme", service_class="batch", workers="p-1 d-1"), [])
+    history.add(row("beta", model="large", tenant="acme", outcome="failed", code="worker_unavailable"), [])
+    history.add(row("alpha", model="large", tenant="globex", workers="p-10 d-2"), [])
+    assert found(history, q="ACME  al") == ["alpha"]
+    assert found(history, q="worker_un") == ["beta"]
+    assert found(history, q="tiny large") == []
+    assert found(history, worker="p-1") == ["alpha"]
+    assert found(history, tenant="acme", outcome="failed") == ["beta"]
+    assert found(history, service_class="batch") == ["alpha"]
+    assert found(history, model="large", before=3) == ["beta"]
+    assert found(history, id="alph") == []
+    assert history.find(Query(limit=2))[1]
+    assert not history.find(Query(limit=3))[1]
+    latest = history.story("alpha")
+    assert latest is not None
+    assert latest[0].tenant == "globex"
+    first = history.story(number=1)
+    assert first is not None
+    assert first[0].tenant == "acme"
+
+
+def test_a_request_is_good_if_all_its_answers_were_in_time() -> None:
+    history = History(targets=Targets(ttft_s=1.0, itl_s=0.1))
+
+    def answer(first_us: int | None, tpot_us: int) -> AnswerStory:
+        return AnswerStory([("queue", 0)], first_token_us=first_us, tpot_us=tpot_us)
+
+    assert history.note_end("finished", [answer(1_000_000, 100_000)])
+    assert not history.note_end("finished", [answer(1_000_001, 0)])
+    assert not history.note_end("finished", [answer(1, 1), answer(1, 100_001)])
+    assert not history.note_end("failed", [answer(1, 1)])
+    assert history.note_end("finished", [answer(None, 0)])
+    assert history.num_ended == {"finished": 4, "failed": 1, "good": 2}
+    assert History().note_end("finished", [answer(10**9, 10**9)])
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> AnswerStory:
+    """Any order of phases; each prefill has an attempt that workers took at its beginning, most of the time."""
+    at_us, steps, attempts = 0, [("queue", 0)], []
+    for phase in draw(st.lists(st.sampled_from(PHASES), max_size=12)):
+        since_us = at_us
+        at_us += draw(st.integers(0, 1000))
+        steps.append((phase, at_us))
+        if phase == "prefill" and draw(st.booleans()):
+            began_us = draw(st.integers(since_us - 10, at_us + 10))
+            attempts.append(AttemptStory(began_us, at_us, "d", waited_us=draw(st.integers(0, 2000))))
+    return AnswerStory(steps, attempts, ended_us=at_us + draw(st.integers(0, 1000)))
+
+
+@given(story=stories())
+def test_bars_are_the_whole_time_without_a_gap(story: AnswerStory) -> None:
+    drawn = bars(story)
+    assert drawn[0].began_us == 0
+    assert drawn[-1].ended_us == story.ended_us
+    for one, other in itertools.pairwise(drawn):
+        assert one.ended_us == other.began_us
+    assert all(bar.began_us <= bar.ended_us for bar in drawn)
+    assert {bar.phase for bar in drawn} <= {*PHASES, "route", "waiting"}
+
+
+def test_a_failover_has_the_bars_of_both_attempts() -> None:
+    story = AnswerStory(
+        [("queue", 0), ("prefill", 30), ("decode", 90), ("queue", 100), ("prefill", 150), ("decode", 180)],
+        [
+            AttemptStory(20, 30, "d-0", "p-0", waited_us=10, chunks=[(0, 20, 512), (25, 90, 9)], failure="worker_lost"),
+            AttemptStory(140, 150, "d-1", reason="local_is_cheaper"),
+        ],
+        ended_us=200,
+    )
+    assert bars(story)[3].chunks == [(40, 60, 512), (65, 90, 9)]
+    assert [(bar.phase, bar.began_us, bar.ended_us, bar.attempt, bar.worker) for bar in bars(story)] == [
+        ("queue", 0, 20, 0, ""),
+        ("route", 20, 30, 1, ""),
+        ("waiting", 30, 40, 1, "p-0"),
+        ("prefill", 40, 90, 1, "p-0"),
+        ("decode", 90, 100, 1, "d-0"),
+        ("queue", 100, 140, 0, ""),
+        ("route", 140, 150, 2, ""),
+        ("prefill", 150, 180, 2, "d-1"),
+        ("decode", 180, 200, 2, "d-1"),
+    ]
+
+
+def view(worker_id: str, **fields: Any) -> WorkerView:
+    defaults = {"pages_total": 1000, "pages_available": 1000, "num_requests": 0, "waiting_tokens": 0}
+    return WorkerView(worker_id, worker_id, max_sequence_tokens=4096, **{**defaults, **fields})
+
+
+def test_why_a_request_went_there_is_what_the_router_has_said() -> None:
+    """The rival is the worker that would have been taken, for its price, were the chosen one not there."""
+    prefills = [view("p-0"), view("p-1", waiting_tokens=50_000)]
+    decodes = [view("d-0", waiting_tokens=400), view("d-1"), view("d-2", waiting_tokens=90_000)]
+    asked = RouteRequest(num_prompt_tokens=1000, max_new_tokens=50, cached_tokens={"p-0": 320})
+    routes = Router().route(asked, prefills, decodes, now_s=0.0)
+    route, second = routes[0], routes[1]
+    assert rival_of(routes, route) == (second.decode.worker_id, pytest.approx(second.inputs["price_s"]))
+    assert rival_of(routes, second) == (route.decode.worker_id, pytest.approx(route.inputs["price_s"]))
+    assert rival_of(routes[:2], route) == (second.decode.worker_id, second.inputs["price_s"])
+    assert rival_of(routes[:1], route) is None
+
+    story = AnswerStory([("queue", 0)])
+    story.note_route(route, rival_of(routes, route), prefill="p-0", began_us=5, placed_us=9)
+    attempt = story.attempts[0]
+    assert (attempt.decode, attempt.prefill, attempt.cached_tokens) == (route.decode.worker_id, "p-0", 320)
+    assert attempt.predicted_ttft_us == round(route.predicted_ttft_s * 1e6)
+    assert attempt.predicted_second_us == round(route.predicted_second_s * 1e6)
+    assert attempt.predicted_exposed_us == round(float(route.inputs["exposed_s"]) * 1e6) > 0
+    assert story.predicted() is attempt
+    said = reasons(attempt, 1000)
+    assert said[0] == "a prefill worker was the cheaper way"
+    assert said[2].startswith(f"the next best was {second.decode.worker_id}, for ")
+    assert said[2].endswith(" more")
+    attempt.rival_us = attempt.price_us
+    assert reasons(attempt, 1000)[2] == f"the next best was {second.decode.worker_id}, for the same price"
+    assert said[3] == "320 of 1000 tokens of the prompt were expected in its cache"
+    spent = list(parts(attempt).values())
+    assert spent == sorted(spent, reverse=True)
+    assert "generating" in parts(attempt)
+    # What was tried again has nothing to be compared with.
+    story.note_route(route, None, prefill="p-0", began_us=15, placed_us=19)
+    assert story.predicted() is None
+
+
+def test_without_prefill_workers_there_was_no_other_way() -> None:
+    routes = Router().route(RouteRequest(num_prompt_tokens=10, max_new_tokens=5), [], [view("d-0")], now_s=0.0)
+    story = AnswerStory([("queue", 0)])
+    story.note_route(routes[0], rival_of(routes, routes[0]), prefill="", began_us=0, placed_us=1)
+    assert reasons(story.attempts[0], 10) == [
+        "no prefill worker was there, so the decode worker computed the prompt itself"
+    ]
+
+
+def test_a_story_has_a_bound() -> None:
+    story = AnswerStory([("queue", 0)])
+    for number in range(1000):
+        story.note_move("d", number)
+    assert len(story.attempts) == 64
+    story.note_failure("first")
+    story.note_failure("second")
+    assert story.attempts[-1].failure == "first"
+
+
+def test_what_workers_say_that_cannot_be_is_left_out() -> None:
+    story = AnswerStory([("queue", 0)])
+    story.note_move("d", 0)
+    story.note_prompt("p", math.nan)
+    story.note_handoff(num_pages=1, num_bytes=2, exposed_s=math.inf, transport="shm", chunks=[(math.nan, -math.inf, 3)])
+    (attempt,) = story.attempts
+    assert (attempt.waited_us, attempt.exposed_us, attempt.chunks) == (0, 0, [(0, 0, 3)])
+
+
+def totals(**fields: Any) -> Totals:
+    nothing: dict[str, Any] = {
+        **{"ttft": [0] * 4, "itl": [0] * 3, "ended": {}, "queued": 0, "running": 0},
+        **{"generated_tokens": 0.0, "prompt_tokens": 0.0, "cached_tokens": 0.0},
+    }
+    return Totals(**{**nothing, **fields})
+
+
+def test_figures_are_those_of_the_window() -> None:
+    series = Series((0.1, 0.2, 0.4), (0.01, 0.02), seconds=30)
+    for second in range(25):
+        count = second * 5
+        series.add(
+            1000.0 + second - 3600.0 * (second > 20),  # somebody sets the clock
+            float(second),
+            totals(
+                ttft=[0, count, 0, 0],
+                itl=[count, 0, count],
+                generated_tokens=100.0 * second,
+                prompt_tokens=40.0 * second,
+                cached_tokens=10.0 * second,
+                ended={"finished": 2 * second, "good": second},
+                queued=second,
+                running=3,
+            ),
+        )
+    times, columns = series.last(2)
+    assert times == [-2577.0, -2576.0]
+    assert set(columns) == set(COLUMNS)
+    now = {name: values[-1] for name, values in columns.items()}
+    assert now["ttft_p50_s"] == pytest.approx(0.15)
+    assert now["itl_p99_s"] == 0.02  # beyond the last bound, which is all that is known
+    assert (now["generated_per_s"], now["hit_share"]) == (100.0, 0.25)
+    assert (now["finished_per_s"], now["good_per_s"], now["refused_per_s"]) == (2.0, 1.0, 0.0)
+    assert (now["queued"], now["running"]) == (24, 3)
+
+
+def test_what_is_over_leaves_the_figures_and_what_nobody_knows_is_nothing() -> None:
+    series = Series((0.1,), (0.1,), seconds=5)
+    series.add(0.0, 0.0, totals(ttft=[0, 0], itl=[0, 0]))
+    assert series.last(1)[1]["generated_per_s"] == [None]  # nothing to compare with yet
+    for second in range(1, WINDOW_S + 3):
+        series.add(float(second), float(second), totals(ttft=[1, 0], itl=[0, 0], generated_tokens=8.0))
+        now = {name: values[-1] for name, values in series.last(1)[1].items()}
+        is_over = second > WINDOW_S
+        assert now["generated_per_s"] == (0.0 if is_over else pytest.approx(8.0 / second, rel=1e-3))
+        assert now["ttft_p50_s"] == (None if is_over else 0.05)
+        assert now["hit_share"] is None
+    assert len(series.last(900)[0]) == 5
+
+
+@given(
+    values=st.lists(st.floats(0.0, 100.0), min_size=1, max_size=40),
+    share=st.floats(0.0, 1.0),
+)
+def test_a_quantile_is_in_its_bucket(values: list[float], share: float) -> None:
+    bounds = (1.0, 5.0, 20.0, 50.0)
+    counts = [0] * 5
+    for value in values:
+        counts[sum(bound < value for bound in bounds)] += 1
+    true = sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+    read = quantile(bounds, counts, share)
+    low = max((bound for bound in (0.0, *bounds) if bound < true), default=0.0)
+    high = min((bound for bound in bounds if bound >= true), default=50.0)
+    assert low <= read <= high or read == pytest.approx(low)
+    assert math.isnan(quantile(bounds, [0] * 5, share))
+
+
+def test_names_of_nobody_are_no_mistake() -> None:
+    """Terms of other policies' prices, or none at all, are told as far as they are there."""
+    decode = cast(Any, SimpleNamespace(worker_id="d"))
+    route = SimpleNamespace(
+        decode=decode,
+        prefills=(),
+        is_remote=False,
+        reason="x",
+        predicted_ttft_s=0.0,
+        predicted_second_s=0.0,
+        num_cached_tokens=0,
+        inputs={},
+    )
+    story = AnswerStory([("queue", 0)])
+    story.note_route(cast(Any, route), None, prefill="", began_us=0, placed_us=0)
+    assert reasons(story.attempts[0], 1) == ["x"]
+    assert parts(story.attempts[0]) == {}

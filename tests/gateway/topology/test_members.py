@@ -1,0 +1,260 @@
+"""Workers in rotation as requests see them: what is kept of them, and until when."""
+
+import asyncio
+import functools
+
+import msgspec
+import pytest
+
+from gateway.topology.books import Bookings, Books
+from gateway.topology.members import FRESH_S, Topology
+from gateway.topology.session import Load
+from services.cluster.registry import WorkerRecord
+from services.scheduling.links import PeerLink, PeerLinks
+from services.scheduling.prediction import DEFAULT_LINK, DecodeSpeed
+
+PROMPT = (2, 100)
+
+
+def record(worker_id, **facts):
+    """Of a worker that has no address yet, so that nobody connects to it."""
+    facts = {"kv_bytes_per_token": 100, "page_size": 16, "layout_fingerprint": "same", "tenants": ()} | facts
+    facts = {"identity": f"weights={facts['layout_fingerprint']}", "incarnation": "0" * 32} | facts
+    return WorkerRecord(
+        id=worker_id,
+        role="prefill" if worker_id.startswith("p") else "decode",
+        pid=1,
+        host="localhost",
+        address="",
+        started_unix_ns=0,
+        state="starting",
+        model="m",
+        exact=True,
+        max_sequence_tokens=1000,
+        **facts,
+    )
+
+
+@pytest.fixture
+async def make_topology():
+    made = []
+
+    def make(*records, **settings):
+        topology = Topology(gateway_incarnation="1" * 32, on_change=lambda: None, **settings)
+        made.append(topology)
+        topology.take_membership(records)
+        for member in topology.members():
+            come_up(member, Load(pages_total=100, pages_free=50))
+        return topology
+
+    yield make
+    for topology in made:
+        await topology.close()
+
+
+def come_up(member, load):
+    """As if its session had come up and brought this load."""
+    member.session.is_up = True
+    report(member, load)
+
+
+def report(member, load):
+    member.session.load = load
+    if load.running:
+        member.session._worked_at_s = asyncio.get_running_loop().time()
+    member.session._on_change(member.session)
+
+
+def member_of(topology, worker_id):
+    return next(member for member in topology.members() if member.record.id == worker_id)
+
+
+async def test_a_view_follows_load_bookings_open_attempts_record_and_speeds(make_topology):
+    topology = make_topology(record("d-0"), record("p-0"))
+    member = member_of(topology, "d-0")
+
+    def seen(*names):
+        view = topology.decode_views("m", prompt=PROMPT)[0]
+        return tuple(getattr(view, name) for name in names)
+
+    assert seen("pages_available", "num_requests", "waiting_tokens", "region") == (50, 0, 0, "")
+    report(member, Load(pages_total=100, pages_free=20, pages_promised=5, running=3, waiting_tokens=7))
+    assert seen("pages_available", "num_requests", "waiting_tokens", "num_running") == (15, 3, 7, 3)
+    bookings = Bookings()
+    bookings.enter(member.session.books, member.session.books, num_pages=4, prompt=PROMPT)
+    assert seen("pages_available", "num_requests", "waiting_tokens") == (11, 3, 100)
+    bookings.leave()
+    assert seen("pages_available", "num_requests", "waiting_tokens") == (15, 3, 7)
+    for number in range(5):
+        member.session.open(("r", number), None)
+    assert seen("num_requests") == (5,)
+    member.record = msgspec.structs.replace(member.record, region="east")
+    assert seen("region") == ("east",)
+    fast = DecodeSpeed(1e-6, 1e-6, 1e-9)
+    report(member, Load(pages_total=100, pages_free=20, running=1, decode_speed=fast))
+    topology._usual.clear()
+    assert seen("decode_speed") == (fast,)
+    member.session._worked_at_s -= 2 * FRESH_S
+    assert seen("num_running") == (1,)
+
+
+async def test_a_view_has_the_links_of_its_worker_and_what_is_on_its_way(make_topology):
+    topology = make_topology(record("d-0"), record("p-0"))
+    member = member_of(topology, "p-0")
+
+    def link(worker_id):
+        return topology.prefill_views("m", prompt=PROMPT)[0].links.get(worker_id)
+
+    assert link("d-0") is None
+    slow, fast = PeerLink(0.001, 4e6, 1000), PeerLink(0.0021, 0.9e9)
+    member.session.links = PeerLinks({"d-0": slow, "d-1": fast})
+    assert link("d-0") == slow
+    # As fast as is usual: of two that differ by chance one would get everything.
+    assert link("d-1") == PeerLink(DEFAULT_LINK.latency_s, DEFAULT_LINK.bytes_per_s)
+    bookings = Bookings()
+    for worker_id, num_bytes, underway in (("d-0", 10, 1010), ("d-0", 5000, 6000), ("d-2", 7, 7)):
+        bookings.enter(Books(), member.session.books, num_pages=1, prompt=PROMPT, handoff=(worker_id, num_bytes))
+        assert link(worker_id).underway_bytes == underway
+    bookings.leave()
+    assert link("d-0") == slow
+    assert link("d-2") is None
+
+
+async def test_a_load_keeps_the_rotation_and_a_worker_that_leaves_ends_it(make_topology):
+    topology = make_topology(record("d-0"), record("d-1"))
+    before = topology._rotation("decode", "m")
+    report(member_of(topology, "d-0"), Load(pages_total=100, pages_free=1))
+    assert topology._rotation("decode", "m") is before
+    assert topology.decode_views("m", prompt=PROMPT)[0].pages_available == 1
+    report(member_of(topology, "d-0"), Load(pages_total=100, is_draining=True))
+    assert topology.decode_views("m", prompt=PROMPT).worker_ids == ["d-1"]
+    report(member_of(topology, "d-0"), Load(pages_total=100))
+    assert topology.decode_views("m", prompt=PROMPT).worker_ids == ["d-0", "d-1"]
+    member = member_of(topology, "d-1")
+    member.session.is_up = False
+    member.session._on_change(member.session)
+    assert topology.decode_views("m", prompt=PROMPT).worker_ids == ["d-0"]
+    assert topology.decode_views("other", prompt=PROMPT).worker_ids == []
+
+
+async def test_whoever_waits_hears_of_every_load(make_topology):
+    topology = make_topology(record("d-0"))
+    noted = []
+    with topology.watched(lambda: noted.append(1)):
+        for pages_free in range(3):
+            report(member_of(topology, "d-0"), Load(pages_total=100, pages_free=pages_free))
+    assert len(noted) == 3
+
+
+async def test_what_all_workers_have_in_common_follows_those_in_rotation(make_topology):
+    topology = make_topology(
+        record("d-0"), record("d-1", layout_fingerprint="other", page_size=32), record("p-0", kv_bytes_per_token=300)
+    )
+    assert topology.cache_layouts("m") == {("same", 16), ("other", 32)}
+    assert not topology.is_uniform("m")
+    assert topology.kv_bytes_per_token("m") == 300
+    assert topology.max_sequence_tokens("m") == 1000
+    report(member_of(topology, "d-1"), Load(is_draining=True))
+    assert topology.cache_layouts("m") == {("same", 16)}
+    assert topology.is_uniform("m")
+    assert (topology.kv_bytes_per_token("n"), topology.max_sequence_tokens("n")) == (0, None)
+
+
+async def test_the_share_that_is_free_is_that_of_the_emptiest_worker_one_may_use(make_topology):
+    topology = make_topology(record("d-0"), record("d-1", tenants=("t",)))
+    report(member_of(topology, "d-0"), Load(pages_total=100, pages_free=10))
+    report(member_of(topology, "d-1"), Load(pages_total=100, pages_free=60, pages_cached=10))
+    assert topology.free_share("m", "") == 0.1
+    assert topology.free_share("m", "t") == 0.7
+    assert topology.free_share("n", "") == 1.0
+    assert (topology.lane_of("m", "t"), topology.lane_of("m", "u")) == ("t", "")
+    topology.take_membership([record("d-0"), record("d-1", tenants=("u",))])
+    come_up(member_of(topology, "d-0"), Load())  # A worker without an address gets another session with each record.
+    assert (topology.lane_of("m", "t"), topology.lane_of("m", "u")) == ("", "u")
+    assert topology.decode_ids("m", tenant="t") == {"d-0"}
+
+
+async def test_weights_that_others_do_not_have_are_a_lane_of_their_own(make_topology):
+    topology = make_topology(record("d-0"), record("d-1", tenants=("t",)))
+    lane = functools.partial(topology.lane_of, "m")
+    same, other = record("d-0"), record("d-1", layout_fingerprint="other")
+    assert (lane("u", same.identity_key), lane("t", same.identity_key)) == ("", "t")
+    topology.take_membership([same, other])
+    for worker_id in ("d-0", "d-1"):
+        come_up(member_of(topology, worker_id), Load())
+    assert len({lane("u"), lane("u", same.identity_key), lane("u", other.identity_key)}) == 3
+
+
+DTYPES = ("weights=same dtype=bfloat16", "weights=same dtype=float32")
+
+
+async def test_an_answer_goes_on_only_where_all_that_decides_its_tokens_is_the_same(make_topology):
+    one, two = (record(f"d-{n}", identity=text) for n, text in enumerate(DTYPES))
+    prefill = record("p-0", identity=DTYPES[0])
+    topology = make_topology(one, two, prefill)
+    assert topology.decode_ids("m", tenant="", bound_to=one.identity_key) == {"d-0"}
+    assert topology.decode_ids("m", tenant="") == {"d-0", "d-1"}
+    assert topology.prefill_ids("m", decode=member_of(topology, "d-0").session.peer) == ["p-0"]
+    assert topology.prefill_ids("m", decode=member_of(topology, "d-1").session.peer) == []
+    assert not topology.can_take_over("d-1", member_of(topology, "d-0").session.peer)
+    assert not topology.is_uniform("m")
+    assert [member.is_exact for member in topology.members()] == [False] * 3
+
+
+async def test_who_allows_it_gets_answers_that_go_on_inexactly_and_are_told_so(make_topology):
+    one, two = (record(f"d-{n}", identity=text) for n, text in enumerate(DTYPES))
+    other_weights = record("d-2", identity="weights=other dtype=bfloat16", layout_fingerprint="other")
+    topology = make_topology(one, two, other_weights, allows_inexact=True)
+    assert topology.decode_ids("m", tenant="", bound_to=one.identity_key) == {"d-0", "d-1"}
+    assert topology.can_take_over("d-1", member_of(topology, "d-0").session.peer)
+    assert not make_topology(one, allows_inexact=True).members()[0].is_exact
+    assert make_topology(one).members()[0].is_exact
+
+
+async def test_a_worker_that_does_not_say_what_it_computes_with_is_like_no_other(make_topology):
+    """Two of an older version may differ in what neither says."""
+    older = [record(f"d-{n}", identity="", incarnation=str(n) * 32) for n in range(2)]
+    topology = make_topology(*older)
+    assert topology.decode_ids("m", tenant="", bound_to=older[0].identity_key) == {"d-0"}
+    assert [member.is_exact for member in topology.members()] == [False] * 2
+    assert not make_topology(older[0]).members()[0].is_exact
+
+
+async def test_a_worker_that_is_left_out_is_in_no_rotation_and_said_once(make_topology, caplog):
+    caplog.set_level("INFO")
+    topology = make_topology(
+        record("d-0"), record("d-1", max_running=1), judge=lambda one: "it is wrong" * one.max_running
+    )
+    wrong = member_of(topology, "d-1")
+    assert (wrong.state, wrong.left_out) == ("left_out", "it is wrong")
+    assert topology.decode_ids("m", tenant="") == {"d-0"}
+    topology.take_membership([record("d-0"), record("d-1", max_running=1)])
+    wrong.session.is_up = False
+    topology.take_membership([record("d-0")])
+    said = [(line.message, line.worker) for line in caplog.records if "left out" in line.message]
+    assert [worker for _, worker in said] == ["d-1", "d-1"]
+    assert "has gone" in said[1][0]
+
+
+async def test_who_vanished_is_missed_and_who_had_said_that_it_leaves_is_not(make_topology):
+    topology = make_topology(record("d-0"), record("d-1"), record("d-2"), record("p-0"))
+    report(member_of(topology, "d-1"), Load(is_draining=True))
+    topology.take_membership([record("d-0"), record("d-1"), msgspec.structs.replace(record("d-2"), state="draining")])
+    report(member_of(topology, "d-1"), Load())  # of a new session, which has said nothing yet
+    for worker_id in ("d-0", "d-1", "d-2"):
+        member_of(topology, worker_id).session.is_up = False
+    topology.take_membership([])
+    assert [gone.worker.id for gone in topology.presence.gone] == ["d-0"]
+    topology.take_membership([record("d-0")])
+    topology.look_for_missing()
+    assert topology.presence.gone == []
+    assert [member.record.id for member in topology.members()] == ["d-0", "p-0"]
+
+
+async def test_watchers_hear_that_something_is_wrong(make_topology):
+    topology = make_topology(record("d-0"))
+    noted = []
+    with topology.watched(lambda: noted.append(1)):
+        topology.tell_watchers()
+    topology.tell_watchers()
+    assert noted == [1]

@@ -1,0 +1,191 @@
+"""What is looked for each second: clocks, certificates, Redis, unreachable workers and links, and when it is over."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gateway.topology.presence import Presence, Seen
+from gateway.topology.trouble_watch import (
+    CLOCK_OFF_FOR_S,
+    DAY_S,
+    LARGE_BYTES,
+    LINK_FOR_S,
+    SLOW_REDIS_FOR_S,
+    UNREACHABLE_AFTER_S,
+    TroubleWatch,
+    circuits,
+)
+from gateway.topology.troubles import Found, Troubles
+from gateway.topology.watch import CircuitReport, CutPair
+from services.runtime import rpc
+from services.runtime.errors import TransferFailed, TransferStalled
+from services.runtime.reach import NO_TLS
+from services.runtime.tls import Identity
+
+UNIX_S = 1_800_000_000.0
+
+
+class Wall:
+    """A clock that is set by hand; both of its times move together."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def unix_ns(self) -> int:
+        return round((UNIX_S + self.now_s) * 1e9)
+
+
+def member(id_: str, **what: Any) -> Any:
+    """A member as the watch sees it."""
+    record = SimpleNamespace(id=id_, address=f"{id_}:1", certificate_end_unix_s=what.pop("certificate_end_unix_s", 0))
+    session = SimpleNamespace(is_up=True, load=SimpleNamespace(clock_ahead_s=what.pop("clock_ahead_s", None)))
+    facts = {"state": "ready", "left_out": "", "obstacle": None, "changed_at_s": 0.0, **what}
+    return SimpleNamespace(record=record, session=session, **facts)
+
+
+class Scene:
+    """A watch over members that are set by hand."""
+
+    def __init__(self) -> None:
+        self.wall, self.presence = Wall(), Presence({"decode": 1})
+        self.members: list[Any] = []
+        self.store = SimpleNamespace(is_available=True, last_failure="", round_trip=SimpleNamespace(mean_s=0.001))
+        topology = SimpleNamespace(
+            members=lambda: self.members,
+            presence=self.presence,
+            now_s=self.wall.monotonic,
+            look_for_missing=lambda: None,
+            watch_handoffs=lambda note: None,
+        )
+        self.circuits: dict[str, Found] = {}
+        self.watch = TroubleWatch(
+            Troubles(clock=self.wall),
+            cast(Any, topology),
+            cast(Any, self.store),
+            circuits=lambda: self.circuits,
+            clock=self.wall,
+        )
+
+    def look(self, after_s: float = 0.0) -> dict[tuple[str, str], str]:
+        """The causes of all troubles, after a time."""
+        self.wall.now_s += after_s
+        self.watch.look()
+        return {(trouble.kind, trouble.subject): trouble.cause for trouble in self.watch.troubles.all()}
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    yield Scene()
+    rpc.set_identity(None)
+
+
+def test_nothing_is_found_where_nothing_is(scene: Scene) -> None:
+    scene.members = [member("d", clock_ahead_s=1.5, certificate_end_unix_s=int(UNIX_S + 30 * DAY_S)), member("e")]
+    assert scene.look() == scene.look(60.0) == {}
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(30.0, "30 s ahead of"), (-5.0, "5 s behind")])
+def test_a_clock_that_stays_wrong(scene: Scene, ahead_s: float, words: str) -> None:
+    scene.members = [member("d", clock_ahead_s=ahead_s)]
+    assert scene.look() == scene.look(CLOCK_OFF_FOR_S - 0.1) == {}
+    assert words in scene.look(0.1)["clock", "d"]
+    scene.members = [member("d", clock_ahead_s=0.0)]
+    assert scene.look(1.0) == {}
+    scene.members = [member("d", clock_ahead_s=ahead_s)]
+    assert scene.look(1.0) == {}, "one late message is not a wrong clock"
+
+
+def test_certificates_that_end_soon(scene: Scene) -> None:
+    scene.members = [
+        member("expired", certificate_end_unix_s=int(UNIX_S)),
+        member("soon", certificate_end_unix_s=int(UNIX_S + 2.5 * DAY_S + 100)),
+        member("later", certificate_end_unix_s=int(UNIX_S + 8 * DAY_S)),
+        member("none"),
+    ]
+    rpc.set_identity(cast(Identity, SimpleNamespace(end_unix_s=lambda: UNIX_S + DAY_S + 100)))
+    assert scene.look() == {
+        ("certificate", "expired"): "it has expired",
+        ("certificate", "gateway"): "it expires in 1.0 days",
+        ("certificate", "soon"): "it expires in 2.5 days",
+    }
+
+
+def test_a_worker_that_stays_unreachable(scene: Scene) -> None:
+    scene.members = [
+        member("d", state="lost", obstacle=NO_TLS, changed_at_s=scene.wall.now_s),
+        member("s", state="starting", changed_at_s=0.0),
+        member("o", state="left_out", left_out="other weights"),
+    ]
+    assert scene.look() == {("left_out", "o"): "other weights"}
+    found = scene.look(UNREACHABLE_AFTER_S)
+    assert found["unreachable", "d"] == f"at d:1: {NO_TLS.cause}"
+    assert len(found) == 2
+    scene.members = []
+    assert scene.look(1.0) == {}
+
+
+def test_redis_that_is_far_and_redis_that_is_away(scene: Scene) -> None:
+    scene.store.round_trip.mean_s = 0.2
+    assert scene.look() == {}
+    assert scene.look(SLOW_REDIS_FOR_S) == {("redis_slow", "redis"): "a call takes 200 ms on average"}
+    scene.store.is_available, scene.store.last_failure = False, "Connection refused"
+    scene.watch.note_redis(is_away=True)
+    scene.store.last_failure = "invalid username-password pair"
+    assert scene.look(1.0) == {("redis", "redis"): "invalid username-password pair"}
+    (trouble,) = scene.watch.troubles.all()
+    assert "password" in trouble.remedy
+    scene.store.is_available, scene.store.round_trip.mean_s = True, 0.001
+    scene.watch.note_redis(is_away=False)
+    assert scene.look(1.0) == {}
+
+
+def test_a_link_that_loses_large_packets(scene: Scene) -> None:
+    scene.members = [member("p"), member("d")]
+    note = scene.watch.note_handoff
+    note("p", "d", TransferFailed("a checksum is wrong"))
+    assert scene.look() == {}
+    note("p", "d", TransferStalled("it does not move"))
+    assert "large packets are lost" in scene.look()["link", "p to d"]
+    note("p", "d", LARGE_BYTES - 1)
+    note("p", "other", LARGE_BYTES)
+    assert len(scene.look()) == 1
+    note("p", "d", LARGE_BYTES)
+    assert scene.look() == {}
+    note("p", "d", TransferStalled("it does not move"))
+    assert len(scene.look(LINK_FOR_S - 1.0)) == 1
+    note("p", "d", TransferStalled("it does not move"))
+    assert len(scene.look(LINK_FOR_S - 1.0)) == 1
+    assert scene.look(1.0) == {}, "nobody has tried it for a while"
+    note("p", "d", TransferStalled("it does not move"))
+    scene.members = [member("p")]
+    assert scene.look() == {}
+
+
+def test_who_is_gone_and_how_many_are_missing(scene: Scene) -> None:
+    scene.presence.left(
+        Seen("d", "decode", "m", "host", "d:1", "lost", has_worked=True), 0.0, unix_s=UNIX_S, in_order=False
+    )
+    scene.presence.look([], 0.0)
+    scene.presence.look([], 20.0)
+    assert scene.look() == {
+        ("gone", "d"): "the decode worker at d:1 (host) vanished without a word",
+        ("missing", "decode"): "0 of 1 decode workers are ready",
+    }
+
+
+def test_a_circuit_is_a_trouble_until_it_is_closed(scene: Scene) -> None:
+    slow = CircuitReport("d", "open", "slow", "6 times as long as the others", {"ratio": 6.0}, 3.0, 2)
+    pair = CutPair("p", "d", "suspected", "the link is down", 4.0)
+    scene.circuits = dict(circuits([slow], [pair]))
+    assert scene.look() == {
+        ("circuit", "d"): "it is kept from work: slow: 6 times as long as the others (since 3 s, 2 times lately)",
+        ("circuit", "p to d"): "the way is used all the same: the link is down (since 4 s)",
+    }
+    assert "trials" in scene.watch.troubles.of("circuit")[0].remedy
+    scene.circuits = {}
+    assert scene.look() == {}

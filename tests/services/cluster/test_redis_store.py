@@ -1,0 +1,217 @@
+"""The connection: what a healthy, frozen, dead and restarted Redis costs."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.cluster.embedded_redis import EmbeddedRedis
+from services.cluster.keys import Keys
+from services.cluster.redis_store import PATIENT_TIMEOUT_S, Breaker, Script, Store
+from services.cluster.redis_url import check_url
+from services.cluster.registry import watch_workers
+from services.runtime.clock import ManualClock
+from services.runtime.errors import ConfigError, StoreUnavailable
+from tests.limited_redis import LimitedRedis
+
+ECHO = Script("return ARGV[1]")
+
+
+async def fails(store: Store) -> float:
+    """Seconds that a failing call took."""
+    began_s = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        await store.run(ECHO, (), ("x",))
+    return time.monotonic() - began_s
+
+
+def test_the_breaker_lets_one_probe_through_at_a_time() -> None:
+    clock = ManualClock()
+    breaker = Breaker(open_s=1.0, clock=clock)
+    assert [breaker.try_begin(), breaker.try_begin()] == [True, True]
+    breaker.ended(True)
+    breaker.ended(False)
+    assert breaker.is_open
+    assert not breaker.try_begin()
+    clock.advance(1.0)
+    assert [breaker.try_begin(), breaker.try_begin()] == [True, False]
+    breaker.ended(False)
+    clock.advance(0.9)
+    assert not breaker.try_begin()
+    clock.advance(0.1)
+    assert breaker.try_begin()
+    breaker.ended(None)
+    assert breaker.try_begin()
+    breaker.ended(True)
+    assert not breaker.is_open
+    assert [breaker.try_begin(), breaker.try_begin()] == [True, True]
+
+
+async def test_a_late_failure_of_an_old_call_does_not_end_a_probe() -> None:
+    clock = ManualClock()
+    breaker = Breaker(open_s=1.0, clock=clock)
+    assert all((breaker.try_begin(), breaker.try_begin()))
+    breaker.ended(False)
+    clock.advance(0.05)
+    breaker.ended(False)
+    clock.advance(0.95)
+    assert not breaker.try_begin()
+
+
+async def test_scripts_answer_and_survive_a_restart_and_a_flush(store: Store, redis_server: LimitedRedis) -> None:
+    assert await store.run(ECHO, (), ("x",)) == b"x"
+    redis_server.kill()
+    await fails(store)
+    redis_server.start()
+    await asyncio.sleep(1.01)
+    assert await store.run(ECHO, (), ("y",)) == b"y"
+    with redis.Redis.from_url(redis_server.admin_url) as client:
+        client.script_flush()
+    assert await store.run(ECHO, (), ("z",)) == b"z"
+
+
+async def test_a_frozen_redis_costs_one_timeout_per_second(store: Store, redis_server: EmbeddedRedis) -> None:
+    assert await store.run(ECHO, (), ("x",)) == b"x"
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    took_s = [await fails(store) for _ in range(50)]
+    assert took_s[0] < 1.0
+    assert statistics.median(took_s[1:]) < 0.02
+    assert store.stats.num_failed_calls == 1
+    assert store.stats.num_skipped_calls == 49
+    assert not store.is_available
+    await asyncio.sleep(1.01)
+    together_s = await asyncio.gather(*(fails(store) for _ in range(50)))
+    assert sum(took > 0.05 for took in together_s) == 1
+    os.kill(redis_server.pid, signal.SIGCONT)
+    await asyncio.sleep(1.01)
+    assert await store.run(ECHO, (), ("x",)) == b"x"
+    assert store.is_available
+
+
+async def test_who_is_patient_waits_for_a_frozen_redis_whatever_others_met(
+    store: Store, redis_server: EmbeddedRedis
+) -> None:
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    await fails(store)
+    patient = asyncio.create_task(store.run_patiently(ECHO, (), ("x",)))
+    # Three times as long as others wait, who are not even let through now.
+    assert await asyncio.wait((patient,), timeout=0.3) == (set(), {patient})
+    await fails(store)
+    assert store.stats.num_skipped_calls == 1
+    os.kill(redis_server.pid, signal.SIGCONT)
+    assert await patient == b"x"
+    assert not store._left_calls
+
+
+async def test_patience_ends(store: Store, redis_server: EmbeddedRedis) -> None:
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        await store.run_patiently(ECHO, (), ("x",))
+    os.kill(redis_server.pid, signal.SIGCONT)
+    assert PATIENT_TIMEOUT_S / 2 < time.monotonic() - began_s < 5
+    assert store.stats.num_failed_calls == 1
+    assert store.is_available, "others have not met anything"
+
+
+async def test_a_frozen_redis_does_not_block_the_event_loop(patient_store: Store, redis_server: EmbeddedRedis) -> None:
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    gaps: list[float] = []
+
+    async def tick() -> None:
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(0.005)
+            gaps.append(time.monotonic() - last_s)
+            last_s = time.monotonic()
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.gather(*(fails(patient_store) for _ in range(5)))
+    ticking.cancel()
+    os.kill(redis_server.pid, signal.SIGCONT)
+    assert len(gaps) > 5
+    assert max(gaps) < 1.0
+
+
+async def test_a_cancelled_call_leaves_the_connection_usable(store: Store, redis_server: EmbeddedRedis) -> None:
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    call = asyncio.create_task(store.run(ECHO, (), ("old",)))
+    await asyncio.sleep(0.02)
+    call.cancel()
+    await asyncio.wait((call,))
+    assert call.cancelled()
+    os.kill(redis_server.pid, signal.SIGCONT)
+    for index in range(20):
+        assert await store.run(ECHO, (), (f"new{index}",)) == f"new{index}".encode()
+
+
+async def test_a_cancellation_passes_at_any_moment_also_while_connecting(redis_server: EmbeddedRedis) -> None:
+    for num_turns in range(25):
+        store = Store(redis_server.url, cluster="test")
+        call = asyncio.create_task(store.run(ECHO, (), ("x",)))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        is_late = call.done()
+        call.cancel()
+        await asyncio.wait((call,), timeout=1)
+        assert call.cancelled() or is_late
+        await store.close()
+
+
+async def test_a_watch_ends_at_any_moment(redis_server: EmbeddedRedis) -> None:
+    async def watch(store: Store) -> None:
+        async with contextlib.aclosing(watch_workers(store)) as memberships:
+            async for _ in memberships:
+                pass
+
+    for num_turns in range(0, 60, 2):
+        store = Store(redis_server.url, cluster="test")
+        watching = asyncio.create_task(watch(store))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.02 if num_turns % 4 else 0)
+        watching.cancel()
+        await asyncio.wait((watching,), timeout=3)
+        assert watching.cancelled()
+        await store.close()
+
+
+async def test_nobody_listening_fails_fast(tmp_path: Path) -> None:
+    for url in (f"unix://{tmp_path}/none.sock", "redis://127.0.0.1:1"):
+        store = Store(url, cluster="test")
+        assert await fails(store) < 1.0
+        await store.close()
+
+
+async def test_a_script_error_is_no_answer(store: Store) -> None:
+    with pytest.raises(StoreUnavailable):
+        await store.run(Script("return redis.call('GET')"), (), ())
+
+
+def test_bad_urls_and_names_are_settings_errors() -> None:
+    for url in ("http://x", "localhost:6379", "", "redis://127.0.0.1:port"):
+        with pytest.raises(ConfigError):
+            check_url(url)
+    for name in ("", "a b", "x" * 65, "{a}", "a:b", "ä"):
+        with pytest.raises(ConfigError):
+            Keys(name)
+    assert Keys("eu-1").worker("decode-0") == "tandem:{eu-1}:worker:decode-0"
+
+
+async def test_connections_that_do_not_say_in_time_that_they_are_closed_are_closed(store: Store) -> None:
+    assert await store.run(ECHO, (), ("x",)) == b"x"
+    async with contextlib.aclosing(store.subscriber()) as subscription:
+        await subscription.subscribe(store.keys.workers_changed)
+    pools = store._client.connection_pool, store._patient_client.connection_pool
+    connections = [connection for pool in pools for connection in pool._available_connections]
+    assert len(connections) == 2
+    for connection in connections:
+        connection.socket_connect_timeout = 0.0
+    await store.close()
+    assert not any(connection.is_connected for connection in connections)

@@ -1,0 +1,1 @@
+"""What both kinds of workers are made of."""

@@ -1,0 +1,265 @@
+"""The attempts that a worker knows: read from messages, fenced by number, answered by messages. Knows no engine."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
+
+from protos import inference_pb2, worker_pb2
+from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
+from services.runtime.errors import AlreadyExists, InvalidRequest
+from services.structured.form import AnswerForm, read_form
+from worker.sessions import NewTokens
+
+DEFAULT_SERVICE_CLASS = 2
+"""Of five, 0 to 4: of an attempt that names none."""
+NUM_SERVICE_CLASSES = 5
+
+S = TypeVar("S")
+A = TypeVar("A")
+
+
+class AttemptKey(NamedTuple):
+    """One try of a request."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptSpec(Generic[S]):
+    """A SequenceSpec as plain data; `sampling` is of the engine's class."""
+
+    key: AttemptKey
+    prompt_token_ids: list[int]
+    emitted_token_ids: list[int]
+    sampling: S
+    deadline: Deadline
+    traceparent: str
+    cache_salt: str = ""
+    service_class: int = DEFAULT_SERVICE_CLASS
+    """0 is served first, 4 last."""
+    form: AnswerForm | None = None
+    """What the answer must keep to; None: any text will do."""
+    tracestate: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's ends of sequence, as far as they end this answer."""
+
+
+def read_key(message: worker_pb2.AttemptId) -> AttemptKey:
+    """The name of an attempt. Raises InvalidRequest for one that cannot be."""
+    if not message.request_id or message.attempt < 1:
+        raise InvalidRequest("an attempt needs a request_id and a number from 1", field="id")
+    return AttemptKey(message.request_id, message.attempt)
+
+
+def read_spec(
+    message: worker_pb2.SequenceSpec,
+    sampling_class: Callable[..., S],
+    *,
+    clock: Clock = SYSTEM_CLOCK,
+) -> AttemptSpec[S]:
+    """Turns a message into plain data. Raises InvalidRequest naming the field; `sampling_class` checks its own."""
+    if not message.prompt_token_ids:
+        raise InvalidRequest("the prompt is empty", field="prompt_token_ids")
+    eos_token_ids = () if message.sampling.ignore_eos else tuple(message.eos_token_ids)
+    form = read_form(message)
+    if form is not None and not eos_token_ids:
+        raise InvalidRequest("an answer that must have a form needs a token that ends it", field="eos_token_ids")
+    return AttemptSpec(
+        key=read_key(message.id),
+        prompt_token_ids=list(message.prompt_token_ids),
+        emitted_token_ids=list(message.emitted_token_ids),
+        sampling=sampling_class(**_sampling_values(message)),
+        deadline=Deadline.from_remaining_ms(max(message.deadline_ms, 1), clock=clock),
+        traceparent=message.traceparent,
+        cache_salt=message.cache_salt,
+        service_class=_service_class(message),
+        form=form,
+        tracestate=message.tracestate,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _service_class(message: worker_pb2.SequenceSpec) -> int:
+    service_class = message.service_class if message.HasField("service_class") else DEFAULT_SERVICE_CLASS
+    if service_class >= NUM_SERVICE_CLASSES:
+        raise InvalidRequest(f"service_class must be from 0 to {NUM_SERVICE_CLASSES - 1}", field="service_class")
+    return service_class
+
+
+def _sampling_values(message: worker_pb2.SequenceSpec) -> dict[str, Any]:
+    given = message.sampling
+    if not given.HasField("max_tokens"):
+        raise InvalidRequest("max_tokens is not set", field="max_tokens")
+    eos_token_ids = () if given.ignore_eos else message.eos_token_ids
+    return {
+        "max_tokens": given.max_tokens,
+        "min_tokens": given.min_tokens,
+        "temperature": given.temperature if given.HasField("temperature") else 1.0,
+        "top_p": given.top_p if given.HasField("top_p") else 1.0,
+        "top_k": given.top_k,
+        "min_p": given.min_p,
+        "seed": given.seed,
+        "stop_token_ids": frozenset(given.stop_token_ids) | frozenset(eos_token_ids),
+        "presence_penalty": given.presence_penalty,
+        "frequency_penalty": given.frequency_penalty,
+        "repetition_penalty": given.repetition_penalty if given.HasField("repetition_penalty") else 1.0,
+        "logit_bias": dict(given.logit_bias),
+        "logprobs": given.logprobs if given.HasField("logprobs") else None,
+        "prompt_logprobs": given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
+    }
+
+
+class Sampled(Protocol):
+    """What travels of a token that an engine chose."""
+
+    @property
+    def token_id(self) -> int:
+        """The token."""
+        ...
+
+    @property
+    def logprob(self) -> float | None:
+        """Its log-probability, when asked for."""
+        ...
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """The likeliest tokens, descending."""
+        ...
+
+    @property
+    def prompt(self) -> "Sequence[Sampled]":
+        """Of the first token, those of the prompt from the second on, when asked for."""
+        ...
+
+
+def is_bare(token: Sampled) -> bool:
+    """Whether nothing was asked for about a token."""
+    return token.logprob is None and not token.prompt
+
+
+def tokens_message(index: int, *tokens: Sampled) -> NewTokens | worker_pb2.Tokens:
+    """Tokens of an answer, at least one, from place `index` on, as an event."""
+    token_ids = [token.token_id for token in tokens]
+    if is_bare(tokens[0]):
+        return NewTokens(index, token_ids)
+    message = worker_pb2.Tokens(first_index=index, token_ids=token_ids)
+    if tokens[0].logprob is not None:
+        message.logprobs.extend(map(_logprobs_message, tokens))
+    if tokens[0].prompt:
+        prompt = tokens[0].prompt
+        columns = message.prompt_logprobs
+        columns.logprobs.extend([cast("float", token.logprob) for token in prompt])
+        columns.top_token_ids.extend([token_id for token in prompt for token_id, _ in token.top])
+        columns.top_logprobs.extend([logprob for token in prompt for _, logprob in token.top])
+    return message
+
+
+def _logprobs_message(token: Sampled) -> inference_pb2.TokenLogprobs:
+    assert token.logprob is not None
+    top = [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top]
+    return inference_pb2.TokenLogprobs(logprob=token.logprob, top=top)
+
+
+class Carried(Protocol):
+    """A part of what went over a link while that was never idle."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its bytes."""
+        ...
+
+    @property
+    def time_s(self) -> float:
+        """Seconds that they took."""
+        ...
+
+
+class Moved(Protocol):
+    """What is told of a handoff that was committed."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that travelled."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Their payload bytes."""
+        ...
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds from the seal to the commit."""
+        ...
+
+    @property
+    def transport(self) -> str:
+        """Name of the channel."""
+        ...
+
+    @property
+    def carried(self) -> Carried | None:
+        """What it says of the link itself; None: nothing."""
+        ...
+
+
+def handed_off_message(moved: Moved, chunks: Sequence[worker_pb2.PromptChunk] = ()) -> worker_pb2.HandedOff:
+    """A committed handoff, as an event. `chunks`: how its prompt was computed."""
+    return worker_pb2.HandedOff(
+        num_pages=moved.num_pages,
+        num_bytes=moved.num_bytes,
+        exposed_s=moved.exposed_s,
+        transport=moved.transport,
+        chunks=chunks,
+    )
+
+
+def finished_message(reason: Literal["stop", "length"]) -> worker_pb2.Finished:
+    """The end of an answer, as an event."""
+    return worker_pb2.Finished(reason=_FINISH_REASONS[reason])
+
+
+_FINISH_REASONS = {
+    "stop": inference_pb2.FINISH_REASON_STOP,
+    "length": inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+class AttemptTable(Generic[A]):
+    """The attempts that a worker knows: of each request at most one, the newest. This is the fence.
+
+    What is not in the table has never been, has ended or was superseded: messages about it are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[str, tuple[AttemptKey, A]] = {}
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    def __iter__(self) -> Iterator[A]:
+        """The attempts at this moment; the table may change meanwhile."""
+        return iter([attempt for _, attempt in self._newest.values()])
+
+    def begin(self, key: AttemptKey, attempt: A) -> A | None:
+        """Enters an attempt and returns the older one that it supersedes.
+
+        Raises AlreadyExists where the same or a newer attempt is known: the message is late or repeated.
+        """
+        known_key, known = self._newest.get(key.request_id, (None, None))
+        if known_key is not None and known_key.attempt >= key.attempt:
+            raise AlreadyExists(f"attempt {known_key.attempt} of the request is known here")
+        self._newest[key.request_id] = (key, attempt)
+        return known
+
+    def find(self, key: AttemptKey) -> A | None:
+        """The attempt of exactly this number, or None."""
+        known_key, known = self._newest.get(key.request_id, (None, None))
+        return known if known_key == key else None
+
+    def end(self, key: AttemptKey) -> None:
+        """Forgets an attempt. Unknown and superseded ones are ignored."""
+        if self.find(key) is not None:
+            del self._newest[key.request_id]

@@ -1,0 +1,335 @@
+"""What both workers do around their engines: start, publish their load, live until they are drained, end.
+
+Knows no engine, no model, no Redis and no role: a worker package passes its parts in.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from services.runtime import logs, process, rpc, telemetry
+from services.runtime.clock import Deadline
+from services.runtime.config import is_loopback
+from services.runtime.errors import DeadlineExceeded, InvariantViolated, RequestCancelled
+from services.runtime.membership import Member
+from services.runtime.rpc import RpcServer, set_identity, set_member
+from services.runtime.telemetry import TraceContext, Value
+from services.runtime.tls import Identity
+from worker.attempts import Moved
+from worker.config import WorkerConfig
+from worker.metrics import Load
+
+# Sessions are closed by then; what is left are health checks and Links that end by themselves.
+SERVER_GRACE_S = 1.0
+PUBLISH_INTERVAL_S = 0.5
+WATCH_INTERVAL_S = 0.25
+
+SWITCH_INTERVAL_S = 1e-4
+"""How long the engine's thread waits for the interpreter at most when its kernels are done: the event loop has it
+meanwhile, and Python's own 5 ms are longer than a step. Steps come first; what a step brings is sent during the next.
+"""
+
+S = TypeVar("S")
+R = TypeVar("R")
+C = TypeVar("C", bound=WorkerConfig)
+H = TypeVar("H", bound="Released | None")
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.asynccontextmanager
+async def within(deadline: Deadline) -> AsyncIterator[None]:
+    """Ends what is inside when the deadline passes. Raises DeadlineExceeded."""
+    limit = asyncio.timeout(deadline.remaining_s())
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded("the request's deadline passed") from None
+
+
+def infallible(command: Callable[[], R]) -> Callable[[], R]:
+    """A command for the engine thread that cannot fail: if it does, the books are wrong and the engine stops."""
+
+    def run() -> R:
+        try:
+            return command()
+        except InvariantViolated:
+            raise
+        except Exception as error:
+            raise InvariantViolated(f"a command of the engine failed: {type(error).__name__}") from error
+
+    return run
+
+
+def on_this_loop(receive: Callable[[R], None]) -> Callable[[R], None]:
+    """A function that any thread may call and that calls `receive` on the event loop that runs now."""
+    loop = asyncio.get_running_loop()
+
+    def call(what: R) -> None:
+        # A closed loop means that the process is ending and nobody is left to tell.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(receive, what)
+
+    return call
+
+
+def record_chunk(
+    trace: TraceContext | None, start_unix_ns: int, end_unix_ns: int, *, start: int, num_tokens: int
+) -> None:
+    """The step that computed `num_tokens` of a prompt from position `start`, as a part of the attempt's `prefill`."""
+    if trace is not None:
+        attributes = {"tandem.start": start, "tandem.tokens": num_tokens}
+        telemetry.record("prefill.chunk", trace, start_unix_ns, end_unix_ns, attributes=attributes)
+
+
+def record_sending(
+    trace: TraceContext | None,
+    start_unix_ns: int,
+    end_unix_ns: int,
+    *,
+    sent: Moved | None = None,
+    error: BaseException | None = None,
+) -> None:
+    """Pages on their way from this worker: from the first that left to their commit, or to the error that ended it."""
+    if trace is None:
+        return
+    attributes: dict[str, Value] = {}
+    if sent is not None:
+        attributes = {
+            "tandem.kv.pages": sent.num_pages,
+            "tandem.kv.bytes": sent.num_bytes,
+            "tandem.kv.transport": sent.transport,
+            "tandem.kv.exposed_s": sent.exposed_s,
+        }
+        if sent.carried is not None:
+            attributes["tandem.kv.gb_per_s"] = sent.carried.num_bytes / sent.carried.time_s / 1e9
+    if isinstance(error, asyncio.CancelledError | RequestCancelled):
+        attributes["tandem.is_cancelled"], error = True, None
+    telemetry.record("kv_transfer.send", trace, start_unix_ns, end_unix_ns, attributes=attributes, error=error)
+
+
+class Worker(Protocol):
+    """What the host needs of a worker."""
+
+    drain_requested: asyncio.Event
+    """Set when a gateway sent DrainWorker."""
+    failed: "asyncio.Future[None]"
+    """Fails with the error that makes going on impossible; its attempts have been answered by then."""
+
+    def load(self) -> Load:
+        """How busy it is."""
+        ...
+
+    def begin_drain(self) -> None:
+        """Takes nothing new from here on."""
+        ...
+
+    def check_engine(self, elapsed_s: float) -> None:
+        """Fails if the engine is stuck; called again and again, `elapsed_s` apart, also while it is closed."""
+        ...
+
+    async def wait_idle(self) -> None:
+        """Returns when every attempt has ended. Each has a deadline, so this does too."""
+        ...
+
+    async def close(self) -> None:
+        """Ends and answers what is left, frees everything and stops the engine."""
+        ...
+
+
+class Released(Protocol):
+    """Something that must be released."""
+
+    def release(self) -> None:
+        """Gives it back."""
+        ...
+
+
+class Lease(Protocol):
+    """What the host needs of services.cluster.registry.WorkerLease."""
+
+    def update(self, **changes: Any) -> None:
+        """Changes the published record, from any thread."""
+        ...
+
+    def release(self) -> None:
+        """Takes the record back."""
+        ...
+
+
+def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """A worker process from its settings to its end: logs, membership, traces, parent, signals, event loop.
+
+    Raises what ends it.
+    """
+    logs.setup(settings.log_level, service=service, worker_id=settings.id)
+    process.be_nice(settings.nice)
+    if settings.cores is not None:
+        process.keep_to_cores(settings.cores)
+    process.die_with_parent()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    role = service.removesuffix("-worker")
+    set_identity(worker_identity(settings, role=role))
+    _join(settings, role=role)
+    telemetry.setup(service, settings.otlp, instance_id=settings.id)
+
+    async def run() -> None:
+        with process.stop_signals() as stop:
+            await serve(settings, stop)
+
+    try:
+        process.run_async(run())
+    finally:
+        telemetry.shutdown()
+
+
+def worker_identity(settings: WorkerConfig, *, role: str) -> Identity | None:
+    """The certificate of a worker, which must name its role and the host that it advertises; None: no TLS.
+
+    Raises ConfigError.
+    """
+    if settings.tls is None:
+        return None
+    is_within_host = settings.transport in ("shm", "cuda_ipc") or is_loopback(settings.advertise_host or settings.host)
+    if settings.insecure and not is_within_host:
+        logger.warning("KV pages on the channel tcp or nccl are not encrypted, as --insecure asks for it")
+    return Identity(settings.tls, roles=(role,), host=settings.advertise_host or settings.host)
+
+
+def channel_tls(settings: WorkerConfig) -> Identity | None:
+    """What pages are encrypted with on their way to and from other hosts; None: they are not."""
+    identity = rpc.identity()
+    return identity if identity is not None and identity.is_mutual and not settings.insecure else None
+
+
+def _join(settings: WorkerConfig, *, role: str) -> None:
+    """Makes this process prove that it is of its cluster, and ask its callers for the same."""
+    if settings.secrets is not None:
+        set_member(Member(settings.secrets, role))
+    elif settings.tls is None:
+        logger.warning(
+            "this worker serves whoever reaches its port: it has neither --cluster-secret-file nor --redis, from "
+            "which it would have its cluster's secret"
+        )
+    if settings.tls is None and not is_loopback(settings.host):
+        logger.warning("prompts, answers and pages pass unencrypted through the network, as --insecure asks for it")
+
+
+@contextlib.contextmanager
+def held(what: H) -> Iterator[H]:
+    """Releases it, if there is anything, at the end."""
+    try:
+        yield what
+    finally:
+        if what is not None:
+            what.release()
+
+
+async def load_or_stop(load: Callable[[], S], lease: Lease | None, stop: asyncio.Event) -> S:
+    """Runs a long `load` beside the event loop. A process that is told to stop meanwhile ends at once, cleanly."""
+    loading = asyncio.ensure_future(asyncio.to_thread(load))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if loading.done():
+        return loading.result()
+    if lease is not None:
+        await asyncio.to_thread(lease.release)
+    telemetry.shutdown()
+    # A thread cannot be interrupted, and leaving in an orderly way would wait for it: nothing is held yet.
+    os._exit(0)
+
+
+async def serve_until_drained(
+    worker: Worker,
+    server: RpcServer,
+    lease: Lease | None,
+    stop: asyncio.Event,
+    *,
+    drain_timeout_s: float | None = None,
+) -> None:
+    """A worker's life: ready, until `stop` or DrainWorker, then draining until nothing is left, then gone.
+
+    After `drain_timeout_s` of draining it goes with what is left, which fails. `server` has started. Worker and server
+    are closed when this returns or raises. Raises the worker's own failure.
+    """
+    background = [asyncio.create_task(_watch_engine(worker))]
+    if lease is not None:
+        background.append(asyncio.create_task(_publish_load(worker, lease)))
+    try:
+        await server.set_serving(True)
+        _publish(lease, "ready")
+        await _first_of(worker, background, stop.wait(), worker.drain_requested.wait())
+        logger.info("draining")
+        worker.begin_drain()
+        _publish(lease, "draining")
+        await server.set_serving(False)
+        await _first_of(worker, background, _drained(worker, drain_timeout_s))
+    finally:
+        # The watch goes on meanwhile: an engine that hangs now must not keep the worker from ending.
+        try:
+            await worker.close()
+        finally:
+            for task in background:
+                task.cancel()
+            await server.stop(SERVER_GRACE_S)
+    if worker.failed.done():
+        worker.failed.result()
+
+
+async def _publish_load(worker: Worker, lease: Lease) -> None:
+    """Gateways with a session hear the load with each step; this is for everybody else, so it may be a little old."""
+    while True:
+        lease.update(**worker.load().record_fields(), certificate_end_unix_s=certificate_end_unix_s())
+        await asyncio.sleep(PUBLISH_INTERVAL_S)
+
+
+def certificate_end_unix_s() -> int:
+    """When this process's certificate expires, as its record has it; 0: it has none."""
+    identity = rpc.identity()
+    return 0 if identity is None else max(0, int(identity.end_unix_s()))
+
+
+async def _watch_engine(worker: Worker) -> None:
+    while True:
+        await asyncio.sleep(WATCH_INTERVAL_S)
+        worker.check_engine(WATCH_INTERVAL_S)
+
+
+async def _drained(worker: Worker, timeout_s: float | None) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await worker.wait_idle()
+    except TimeoutError:
+        load = worker.load()
+        unfinished = {"running": load.running, "waiting": load.waiting}
+        logger.warning("the drain took longer than its limit; what is left fails", extra=unfinished)
+
+
+def _publish(lease: Lease | None, state: str) -> None:
+    if lease is not None:
+        lease.update(state=state)
+
+
+async def _first_of(
+    worker: Worker, background: Sequence["asyncio.Task[None]"], *waits: Coroutine[Any, Any, Any]
+) -> None:
+    """Returns when one of the waits does. Raises what the worker, or something behind it, failed with before."""
+    tasks = {asyncio.create_task(wait) for wait in waits}
+    try:
+        await asyncio.wait({*tasks, *background, worker.failed}, return_when=asyncio.FIRST_COMPLETED)
+        if worker.failed.done():
+            worker.failed.result()
+        for task in (*background, *tasks):
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()

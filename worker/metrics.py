@@ -1,0 +1,412 @@
+"""How busy a worker is, and its Prometheus metrics. Knows no engine and no role."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from protos import cluster_pb2, worker_pb2
+from services.runtime.clock import SYSTEM_CLOCK
+from services.runtime.errors import ConfigError
+from services.runtime.fast_metrics import Count, Distribution
+from services.runtime.gpu_use import GpuUse
+from services.runtime.span_metrics import SpanCounts
+from services.runtime.tls_metrics import CertificateEnd
+from worker.config import WorkerConfig
+
+# A step is between some 100 microseconds (a tiny model) and seconds (a long chunk on few cores).
+STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+# From a few pages through shared memory to gigabytes over a slow network.
+TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+SIZE_BUCKETS = tuple(2**exponent for exponent in range(16))
+"""Of sequences, or of tokens, in a step."""
+
+logger = logging.getLogger(__name__)
+
+
+class HostTierStats(Protocol):
+    """What is needed of services.engine.cache.host_tier.HostTierStats."""
+
+    @property
+    def total(self) -> int:
+        """Pages that fit in."""
+        ...
+
+    @property
+    def free(self) -> int:
+        """Room that nothing takes."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """Pages that are there."""
+        ...
+
+    @property
+    def num_stored(self) -> int:
+        """Pages that came, since the start."""
+        ...
+
+    @property
+    def num_loaded(self) -> int:
+        """Pages that went back into the pool."""
+        ...
+
+    @property
+    def num_dropped(self) -> int:
+        """Pages that were lost."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a worker has measured, as the numbers of `PrefillSpeed` … in `worker.proto`. None: nothing yet."""
+
+    prefill: tuple[float, ...] | None = None
+    decode: tuple[float, ...] | None = None
+    link: tuple[float, ...] | None = None
+
+    def set_in(self, load: worker_pb2.WorkerLoad) -> None:
+        """Writes down what is known."""
+        if self.prefill is not None:
+            speed = load.prefill_speed
+            speed.overhead_s, speed.s_per_token, speed.s_per_token_squared = self.prefill
+        if self.decode is not None:
+            step = load.decode_speed
+            step.overhead_s, step.s_per_sequence, step.s_per_context_token = self.decode
+        if self.link is not None:
+            load.link_speed.latency_s, load.link_speed.bytes_per_s = self.link
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a worker is; pages by state as in `cluster.proto`."""
+
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_reserved: int
+    pages_used: int
+    promised_pages: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    context_tokens: int = 0
+    promised_pages_by_class: tuple[int, ...] = ()
+    """Of a decode worker, by service class from 0 on: what its requests are expected to need, taken or not."""
+    running_by_class: tuple[int, ...] = ()
+    """Of a decode worker, by service class from 0 on: requests that it has taken."""
+    num_preempted: int = field(default=0, compare=False)
+    speeds: Speeds = field(default=Speeds(), compare=False)
+
+    def record_fields(self) -> dict[str, int]:
+        """The load as fields of a WorkerRecord."""
+        return {
+            "pages_total": self.pages_total,
+            "pages_free": self.pages_free,
+            "pages_cached": self.pages_cached,
+            "pages_reserved": self.pages_reserved,
+            "pages_used": self.pages_used,
+            "running": self.running,
+            "waiting": self.waiting,
+        }
+
+    def to_message(self, *, is_draining: bool) -> worker_pb2.WorkerLoad:
+        """The load as it travels with a session's events."""
+        state = cluster_pb2.WORKER_STATE_DRAINING if is_draining else cluster_pb2.WORKER_STATE_READY
+        message = worker_pb2.WorkerLoad(
+            pages=cluster_pb2.PageCounts(
+                total=self.pages_total,
+                free=self.pages_free,
+                cached=self.pages_cached,
+                reserved=self.pages_reserved,
+                used=self.pages_used,
+            ),
+            promised_pages=self.promised_pages,
+            running=self.running,
+            waiting=self.waiting,
+            waiting_tokens=self.waiting_tokens,
+            context_tokens=self.context_tokens,
+            promised_pages_by_class=self.promised_pages_by_class,
+            running_by_class=self.running_by_class,
+            num_preempted=self.num_preempted,
+            state=state,
+            unix_ms=SYSTEM_CLOCK.unix_ns() // 1_000_000,
+        )
+        self.speeds.set_in(message)
+        return message
+
+
+class WorkerMetrics:
+    """Prometheus metrics of one worker, in a registry of their own."""
+
+    def __init__(self, *, worker_id: str) -> None:
+        self.registry = CollectorRegistry()
+        self._worker_id = worker_id
+        self._counts = worker_pb2.WorkerCounts()
+        self._tier: Callable[[], HostTierStats] | None = None
+        names, values = ("worker",), (worker_id,)
+        self._steps = _Steps(worker_id)
+        self.registry.register(self._steps)
+        self.cached_tokens: Counter = Counter(
+            "tandem_cached_tokens",
+            "Prompt tokens that were not computed because their pages were still here.",
+            names,
+            registry=self.registry,
+        ).labels(*values)
+        self.transferred_bytes: Counter = Counter(
+            "tandem_transferred_bytes", "Payload bytes of committed handoffs.", names, registry=self.registry
+        ).labels(*values)
+        self._prompt_tokens: Counter = Counter(
+            "tandem_prefix_queried_tokens",
+            "Tokens of prompts that were begun here: what could have been found in the cache.",
+            names,
+            registry=self.registry,
+        ).labels(*values)
+        self._transfer_s: Histogram = Histogram(
+            "tandem_transfer_seconds",
+            "Time of a committed handoff from its first pages, which go while others are computed, to the commit.",
+            names,
+            registry=self.registry,
+            buckets=TRANSFER_BUCKETS_S,
+        ).labels(*values)
+        self._exposed_s: Histogram = Histogram(
+            "tandem_transfer_exposed_seconds",
+            "The part of it that computing did not hide: from the seal to the commit.",
+            names,
+            registry=self.registry,
+            buckets=TRANSFER_BUCKETS_S,
+        ).labels(*values)
+        self._preemptions = Counter(
+            "tandem_preemptions",
+            "Sequences that gave way to others, by how: place (left its place to a better class), no_page (left its "
+            "place because it found no page), swapped and recomputed (lost its pages).",
+            ("worker", "reason"),
+            registry=self.registry,
+        )
+        self._proposed, self._accepted = (
+            Counter(f"tandem_speculative_{what}_tokens", words, ("worker", "source"), registry=self.registry)
+            for what, words in (
+                ("proposed", "Tokens that were proposed and computed along with others, by where they are from."),
+                ("accepted", "Those of them that were what the model chose."),
+            )
+        )
+        self._attempts = Counter(
+            "tandem_attempts", "Attempts by how they ended.", ("worker", "outcome"), registry=self.registry
+        )
+        self.registry.register(SpanCounts())
+        self.registry.register(CertificateEnd())
+
+    def note_step(self, *, seconds: float, num_sequences: int, num_tokens: int) -> None:
+        """One engine step has ended, with so many sequences and tokens of them."""
+        steps = self._steps
+        steps.seconds.observe(seconds)
+        steps.num_computed.value += num_tokens
+        steps.sequences.observe(num_sequences)
+        steps.tokens.observe(num_tokens)
+
+    def note_prompt(self, *, num_tokens: int, num_cached_tokens: int) -> None:
+        """A prompt was begun, of which so many tokens need not be computed."""
+        self._prompt_tokens.inc(num_tokens)
+        self.cached_tokens.inc(num_cached_tokens)
+
+    def note_transfer(self, *, num_bytes: int, seconds: float, exposed_s: float) -> None:
+        """Pages were handed to another worker, which has committed them."""
+        self.transferred_bytes.inc(num_bytes)
+        self._transfer_s.observe(seconds)
+        self._exposed_s.observe(exposed_s)
+
+    def watch_faults(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Reads what was refused or dropped in handoffs, by reason, for each scrape; in the thread that serves it."""
+        self.registry.register(_Faults(self._worker_id, counts))
+
+    def watch_host_tier(self, stats: Callable[[], HostTierStats]) -> None:
+        """Reads what the host's memory holds of pages: for `counts`, and in the thread that serves a scrape."""
+        self._tier = stats
+        self.registry.register(_HostTier(self._worker_id, stats))
+
+    def watch_gpu(self, use: Callable[[], GpuUse | None]) -> None:
+        """Reads how much the worker's GPU does for each scrape; in the thread that serves it."""
+        self.registry.register(_GpuUse(self._worker_id, use))
+
+    def count_attempt(self, outcome: str) -> None:
+        """Counts an attempt that ended; `outcome` is one of a few words."""
+        self._attempts.labels(self._worker_id, outcome).inc()
+
+    def note_speculation(self, source: str, *, proposed: int, accepted: int) -> None:
+        """Counts tokens that were proposed for a sequence; `source` is one of a few words."""
+        self._proposed.labels(self._worker_id, source).inc(proposed)
+        self._accepted.labels(self._worker_id, source).inc(accepted)
+        self._counts.proposed_tokens[source] += proposed
+        self._counts.accepted_tokens[source] += accepted
+
+    def count_preemption(self, reason: str) -> None:
+        """Counts a sequence that gave way to another; `reason` is one of a few words."""
+        self._preemptions.labels(self._worker_id, reason).inc()
+        self._counts.preemptions[reason] += 1
+
+    def counts(self) -> worker_pb2.WorkerCounts:
+        """What gateways are told of it, whether /metrics is served or not; a copy."""
+        counts = worker_pb2.WorkerCounts()
+        counts.CopyFrom(self._counts)
+        if self._tier is not None:
+            stats, tier = self._tier(), counts.host_tier
+            tier.total_pages, tier.free_pages, tier.held_pages = stats.total, stats.free, stats.held
+            tier.num_stored, tier.num_loaded, tier.num_dropped = stats.num_stored, stats.num_loaded, stats.num_dropped
+        return counts
+
+    def serve(self, settings: WorkerConfig, load: Callable[[], Load]) -> None:
+        """Serves /metrics, if a port is set, from a thread of its own for the rest of the process's life.
+
+        `load` is called for each scrape, in that thread. Raises ConfigError where the port cannot be had.
+        """
+        if settings.metrics_port is None:
+            return
+        self.watch(load)
+        try:
+            server, _ = start_http_server(settings.metrics_port, addr=settings.host, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(f"--metrics-port is {settings.metrics_port}, which cannot be listened on") from error
+        logger.info("serving metrics", extra={"port": server.server_port})
+
+    def watch(self, load: Callable[[], Load]) -> None:
+        """Reads how busy the worker is for each scrape; once."""
+        pages = Gauge("tandem_kv_pages", "KV pages by state.", ("worker", "state"), registry=self.registry)
+        for state in ("total", "free", "cached", "reserved", "used"):
+            pages.labels(self._worker_id, state).set_function(partial(_field, load, f"pages_{state}"))
+        for name_of_field, name, words in (
+            ("promised_pages", "tandem_kv_pages_promised", "Pages promised and not yet taken."),
+            ("running", "tandem_running_sequences", "Sequences that are being computed."),
+            ("waiting", "tandem_waiting_sequences", "Sequences taken and not begun."),
+            ("waiting_tokens", "tandem_waiting_prompt_tokens", "Prompt tokens that wait for computation."),
+        ):
+            gauge = Gauge(name, words, ("worker",), registry=self.registry).labels(self._worker_id)
+            gauge.set_function(partial(_field, load, name_of_field))
+
+
+class _Steps(Collector):
+    """Engine steps, which are told on the event loop once for each of them: see `fast_metrics`."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self.seconds = Distribution(STEP_BUCKETS_S)
+        self.sequences = Distribution(SIZE_BUCKETS)
+        self.tokens = Distribution(SIZE_BUCKETS)
+        self.num_computed = Count()
+
+    def collect(self) -> Iterable[Metric]:
+        """What a scrape gets."""
+        families, computed = self._families()
+        for family, steps in zip(families, (self.seconds, self.sequences, self.tokens), strict=True):
+            limits = [*(repr(float(bound)) for bound in steps.bounds), "+Inf"]
+            buckets = list(zip(limits, steps.cumulative(), strict=True))
+            family.add_metric((self._worker_id,), buckets, steps.sum)
+        computed.add_metric((self._worker_id,), self.num_computed.value)
+        return [*families, computed]
+
+    def describe(self) -> Iterable[Metric]:
+        """The names, for the registry."""
+        families, computed = self._families()
+        return [*families, computed]
+
+    @staticmethod
+    def _families() -> tuple[list[HistogramMetricFamily], CounterMetricFamily]:
+        words = {
+            "seconds": "Time of one engine step.",
+            "sequences": "Sequences in one engine step: the batch size.",
+            "tokens": "Tokens that went through the model in one engine step.",
+        }
+        whose = ("worker",)
+        families = [HistogramMetricFamily(f"tandem_step_{name}", said, labels=whose) for name, said in words.items()]
+        return families, CounterMetricFamily(
+            "tandem_computed_tokens", "Tokens that went through the model.", labels=whose
+        )
+
+
+class _Faults(Collector):
+    """The counts of a handoff's faults, which are kept elsewhere."""
+
+    def __init__(self, worker_id: str, counts: Callable[[], Mapping[str, int]]) -> None:
+        self._worker_id = worker_id
+        self._counts = counts
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """What a scrape gets."""
+        family = self.describe()[0]
+        for reason, count in self._counts().items():
+            family.add_metric((self._worker_id, reason), count)
+        return [family]
+
+    def describe(self) -> list[CounterMetricFamily]:
+        """The name, for the registry."""
+        words = "What was refused, dropped or broken in handoffs, at either end, by reason."
+        return [CounterMetricFamily("tandem_transfer_faults", words, labels=("worker", "reason"))]
+
+
+class _HostTier(Collector):
+    """Pages that the pool had no room for, whose counts are kept elsewhere."""
+
+    def __init__(self, worker_id: str, stats: Callable[[], HostTierStats]) -> None:
+        self._worker_id = worker_id
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        """What a scrape gets."""
+        pages, moved = self.describe()
+        stats = self._stats()
+        for state, number in (("total", stats.total), ("free", stats.free), ("held", stats.held)):
+            pages.add_metric((self._worker_id, state), number)
+        for way, number in (("out", stats.num_stored), ("back", stats.num_loaded), ("dropped", stats.num_dropped)):
+            moved.add_metric((self._worker_id, way), number)
+        return [pages, moved]
+
+    def describe(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
+        """The names, for the registry."""
+        held = "Room for KV pages in the host's memory: all of it, free, and held by cached pages."
+        moved = "Cached KV pages that went to the host's memory (out), came back, or gave way there (dropped)."
+        return [
+            GaugeMetricFamily("tandem_host_tier_pages", held, labels=("worker", "state")),
+            CounterMetricFamily("tandem_host_tier_moved_pages", moved, labels=("worker", "way")),
+        ]
+
+
+class _GpuUse(Collector):
+    """What a GPU says of its use. What it does not say has no figure, not one of 0."""
+
+    def __init__(self, worker_id: str, use: Callable[[], GpuUse | None]) -> None:
+        self._worker_id = worker_id
+        self._use = use
+
+    def collect(self) -> Iterable[Metric]:
+        """What a scrape gets."""
+        power, limit, energy, clocks, busy = self.describe()
+        use = self._use() or GpuUse()
+        for family, value in ((power, use.power_w), (limit, use.power_limit_w), (energy, use.energy_j)):
+            if value is not None:
+                family.add_metric((self._worker_id,), value)
+        for family, values in ((clocks, use.clocks_hz), (busy, use.busy)):
+            for name, value in values.items():
+                family.add_metric((self._worker_id, name), value)
+        return [power, limit, energy, clocks, busy]
+
+    def describe(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
+        """The names, for the registry."""
+        whose = ("worker",)
+        return [
+            GaugeMetricFamily("tandem_gpu_power_watts", "Power that the GPU draws.", labels=whose),
+            GaugeMetricFamily("tandem_gpu_power_limit_watts", "Power that it may draw.", labels=whose),
+            CounterMetricFamily("tandem_gpu_energy_joules", "Energy since its driver was loaded.", labels=whose),
+            GaugeMetricFamily("tandem_gpu_clock_hertz", "Its clocks.", labels=(*whose, "clock")),
+            GaugeMetricFamily(
+                "tandem_gpu_busy_ratio", "Share of the time, or of what it could do, by part.", labels=(*whose, "part")
+            ),
+        ]
+
+
+def _field(load: Callable[[], Load], name: str) -> float:
+    return float(getattr(load(), name))
