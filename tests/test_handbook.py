@@ -12,7 +12,17 @@ from gateway.openai.vocabulary import WORDS
 from services.runtime.status import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
-PROGRAMS = ("gateway", "services", "kv_transfer", "worker", "prefill_worker", "decode_worker", "planning", "cli", "client")
+PROGRAMS = (
+    "gateway",
+    "services",
+    "kv_transfer",
+    "worker",
+    "prefill_worker",
+    "decode_worker",
+    "planning",
+    "cli",
+    "client",
+)
 API, TROUBLE, GLOSSARY = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("api", "troubleshooting", "glossary"))
 CODE = "\n".join(path.read_text() for name in PROGRAMS for path in sorted((ROOT / name).rglob("*.py")))
 SETTINGS = (ROOT / "docs" / "configuration.md").read_text()

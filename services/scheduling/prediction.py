@@ -23,6 +23,10 @@ OUTLIER_RATIO = 4.0
 """Times that are off by more than this factor are taken as if they were off by it."""
 NUM_BEFORE_DOUBT = 5
 """The first observations are taken as they are: they know better than the default."""
+SLOW_RATIO = 1.3
+NUM_YOUNG, SLOW_WEIGHT = 24, 0.1
+"""What is slower than the law by `SLOW_RATIO` counts so little among the first observations: a neighbour can make work
+slower and never faster, and one disturbed step of five would teach that steps cost nothing, or nothing else."""
 NUM_TO_CHANGE = 8
 """So many outliers in a row on the same side are no outliers: the past is dropped."""
 SOLVE_AFTER = 8
@@ -212,6 +216,9 @@ class _Fit:
         # Relative errors: a short prompt says as much as a long one. By the larger of both times, so that neither
         # what is far too slow nor a bad first guess gets more to say than the rest.
         weight = 1 / max(time_s, expected_s) ** 2
+        if 0 < self._num_seen < NUM_YOUNG and time_s > SLOW_RATIO * expected_s:
+            weight *= SLOW_WEIGHT
+        self._num_seen += 1
         self._num += 1
         for row, amount in enumerate(amounts):
             self._products[row] += weight * amount * time_s
@@ -237,7 +244,7 @@ class _Fit:
 
     def _drop_past(self) -> None:
         size = len(self._default)
-        self._num = 0.0
+        self._num, self._num_seen = 0.0, 0
         self._took_s = self._lawful_s = 0.0
         self._squares = [[0.0] * size for _ in range(size)]
         self._products = [0.0] * size

@@ -694,11 +694,11 @@ async def test_a_batch_without_its_file_fails(make):
 def test_a_row_that_is_put_off_comes_again_after_its_time():
     never = {"retry-after": "60", "x-should-retry": "false"}
     tries = iter([(429, {"retry-after": "7"}), (503, {}), (0, {}), (504, {}), (504, {}), (400, {}), (429, never)])
-    row = gateway.batches._Row(0, 0, 0)
-    later = [gateway.batches._later_s(gateway.batches.RowAnswer(*each, b""), row) for each in tries]
+    row = gateway.batches.runner._Row(0, 0, 0)
+    later = [gateway.batches.runner._later_s(gateway.batches.runner.RowAnswer(*each, b""), row) for each in tries]
     assert later == [7.0, 1.0, 1.0, 60.0, 120.0, None, None]
-    row.num_timeouts = gateway.batches.MAX_TIMEOUTS - 1
-    assert gateway.batches._later_s(gateway.batches.RowAnswer(504, {}, b""), row) is None
+    row.num_timeouts = gateway.batches.runner.MAX_TIMEOUTS - 1
+    assert gateway.batches.runner._later_s(gateway.batches.runner.RowAnswer(504, {}, b""), row) is None
 
 
 @pytest.fixture
@@ -712,7 +712,7 @@ def pending():
     async def read(row):
         return b"read again at %d" % row.start
 
-    return gateway.batches._Pending(rows(), 2, read)
+    return gateway.batches.runner._Pending(rows(), 2, read)
 
 
 async def test_the_row_whose_time_comes_first_is_next_whenever_it_was_put_off(pending):
@@ -772,14 +772,14 @@ async def test_a_batch_that_cannot_be_worked_on_fails_after_some_tries(make, mon
     batches.store.lease_s = 600.0
     async with client_of(system) as client:
         batch = await created(client, [row(0)])
-        for num_faults in range(1, gateway.batches.MAX_FAULTS):
+        for num_faults in range(1, gateway.batches.runner.MAX_FAULTS):
             await system.until(lambda num=num_faults: batches.faults[batch.id] == num and not batches._runs)
             assert (await client.batches.retrieve(batch.id)).status == "in_progress"
             change(system, batch, lease=0)
         batch = await until_status(client, batch, *OVER)
     assert batch.status == "failed"
     assert [error.code for error in batch.errors.data] == ["internal_error"]
-    assert batches.faults[batch.id] == gateway.batches.MAX_FAULTS
+    assert batches.faults[batch.id] == gateway.batches.runner.MAX_FAULTS
 
 
 async def test_a_batch_that_cannot_be_read_keeps_no_other_waiting(make):

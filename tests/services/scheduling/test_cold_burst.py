@@ -28,6 +28,8 @@ def burst(num: int, *, prompt_s: float, num_workers: int, is_measured: bool = Tr
 
     for number in range(num):
         now_s = number * 1e-3
+        while len(queue) and min(free_s) <= now_s:
+            start(queue.pop(), free_s.index(min(free_s)), now_s)
         entry = QueueEntry(number, ServiceClass.NORMAL, "", 500, now_s, prompt_s=prompt_s if is_measured else 0.0)
         load = ClusterLoad(
             queue.num_ahead(ServiceClass.NORMAL),
@@ -60,7 +62,7 @@ def test_who_is_let_in_has_its_first_token_in_time_and_few_others_would_have(
     num_let_in, longest_s = burst(num, prompt_s=prompt_s, num_workers=num_workers)
     assert longest_s <= LIMIT_S
     num_that_fit = min(num, int(LIMIT_S / prompt_s) * num_workers)
-    assert num_let_in >= num_that_fit * 0.4 - num_workers
+    assert num_let_in >= num_that_fit * 0.5 - num_workers
 
 
 def test_without_those_speeds_all_are_let_in_and_late() -> None:
