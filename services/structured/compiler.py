@@ -84,7 +84,8 @@ class FormChecks:
         return known
 
     async def _run(self, work: Callable[[], T], tenant: str) -> T:
-        if not await self._places.take(tenant, timeout_s=self._timeout_s):
+        # As long as a check may take: on a busy machine a line of usual schemas moves slowly too.
+        if not await self._places.take(tenant, timeout_s=PATIENCE * self._timeout_s):
             raise Overloaded("too many schemas are being checked", retry_after_s=self._timeout_s)
         check, loop = _Check(work), asyncio.get_running_loop()
         beginning = self._threads.submit(check)

@@ -57,7 +57,9 @@ def test_a_few_handoffs_of_any_number_of_chunks_teach_what_the_next_one_takes(
     learnt = Wire(meter.speed(now_s))
     sent_s = [now_s + step_s * number for number in range(num_chunks)]
     ends_s = [max(way.put(chunk_bytes, at_s) for at_s in sent_s) - sent_s[-1] for way in (learnt, wire)]
-    assert ends_s[0] == pytest.approx(ends_s[1], rel=0.1)
+    # What is not hidden behind the computation is a small difference of large times where they are nearly equal.
+    whole_s = num_chunks * chunk_bytes / rate
+    assert ends_s[0] == pytest.approx(ends_s[1], rel=0.1, abs=0.03 * whole_s)
 
 
 @pytest.mark.parametrize("mbit", [30, 300, 3000])

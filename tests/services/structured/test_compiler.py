@@ -100,6 +100,12 @@ async def test_one_that_gets_no_core_is_not_too_complex(gate: Gate, monkeypatch:
     await FormChecks(check=gate, timeout_s=0.2).check(AnswerForm("usual"))
 
 
+async def test_the_line_before_a_thread_moves_slowly_on_a_busy_machine(gate: Gate) -> None:
+    checks, loop = FormChecks(check=gate, timeout_s=0.2), asyncio.get_running_loop()
+    loop.call_later(0.6, gate.is_open.set)  # without a core until then
+    await asyncio.gather(*(checks.check(AnswerForm(str(n))) for n in range(2 * compiler.NUM_THREADS)))
+
+
 async def test_one_that_had_to_wait_has_its_whole_time(gate: Gate) -> None:
     """It waits for half of the limit and then takes a little more than the other half."""
     timeout_s, may_end = 4.0, threading.Event()
