@@ -154,7 +154,7 @@ class DecodeMeter:
             self._speed = DecodeSpeed(*self._fit.factors)
 
 
-class LinkMeter:
+class TransferMeter:
     """Fits a LinkSpeed to the transfers that were made."""
 
     MAX_BYTES_PER_S = 1e13

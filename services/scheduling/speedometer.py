@@ -8,7 +8,7 @@ from services.scheduling.prediction import (
     DEFAULT_LINK,
     DecodeMeter,
     DecodeSpeed,
-    LinkMeter,
+    TransferMeter,
     LinkSpeed,
     PrefillMeter,
     PrefillSpeed,
@@ -32,7 +32,7 @@ class Speedometer:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._prefill, self._decode, self._link = PrefillMeter(), DecodeMeter(), LinkMeter()
+        self._prefill, self._decode, self._link = PrefillMeter(), DecodeMeter(), TransferMeter()
 
     @property
     def prefill(self) -> PrefillSpeed | None:

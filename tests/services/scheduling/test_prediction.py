@@ -13,7 +13,7 @@ from services.scheduling.prediction import (
     DEFAULT_PREFILL,
     DecodeMeter,
     DecodeSpeed,
-    LinkMeter,
+    TransferMeter,
     LinkSpeed,
     PrefillMeter,
     PrefillSpeed,
@@ -50,7 +50,7 @@ def test_laws():
 def test_before_the_first_observation_the_default():
     assert PrefillMeter().speed == DEFAULT_PREFILL
     assert DecodeMeter().speed == DEFAULT_DECODE
-    assert LinkMeter().speed == DEFAULT_LINK
+    assert TransferMeter().speed == DEFAULT_LINK
     assert PrefillMeter(GPU).speed == GPU
 
 
@@ -72,7 +72,7 @@ def test_a_decode_meter_finds_the_speed():
 
 
 def test_a_link_meter_finds_the_speed():
-    true, rng, meter = LinkSpeed(0.0005, 2e8), random.Random(2), LinkMeter()
+    true, rng, meter = LinkSpeed(0.0005, 2e8), random.Random(2), TransferMeter()
     for i in range(500):
         num_bytes = rng.randint(1000, 10_000_000)
         meter.observe(num_bytes, true.time_s(num_bytes) * rng.gauss(1, 0.1), i * 0.02)
@@ -123,7 +123,7 @@ def test_a_pause_forgets_nothing_but_what_comes_after_it_counts():
 
 @pytest.mark.parametrize("time_s", [0.0, -1.0, math.nan, math.inf])
 def test_times_that_cannot_be_say_nothing(time_s):
-    prefill, decode, link = PrefillMeter(), DecodeMeter(), LinkMeter()
+    prefill, decode, link = PrefillMeter(), DecodeMeter(), TransferMeter()
     prefill.observe(10, 0, time_s, 1.0)
     decode.observe(10, 10, time_s, 1.0)
     link.observe(10, time_s, 1.0)
@@ -131,7 +131,7 @@ def test_times_that_cannot_be_say_nothing(time_s):
 
 
 def test_no_work_says_nothing():
-    prefill, decode, link = PrefillMeter(), DecodeMeter(), LinkMeter()
+    prefill, decode, link = PrefillMeter(), DecodeMeter(), TransferMeter()
     prefill.observe(0, 100, 1.0, 1.0)
     decode.observe(0, 0, 1.0, 1.0)
     link.observe(0, 1.0, 1.0)
@@ -145,7 +145,7 @@ observations = st.lists(st.tuples(amounts, amounts, times, st.floats(-1e3, 1e5))
 
 @given(observations)
 def test_no_speed_is_ever_negative_or_not_a_number(seen):
-    prefill, decode, link = PrefillMeter(), DecodeMeter(), LinkMeter()
+    prefill, decode, link = PrefillMeter(), DecodeMeter(), TransferMeter()
     for first, second, time_s, now_s in seen:
         prefill.observe(first, second, time_s, now_s)
         decode.observe(first, second, time_s, now_s)
@@ -156,7 +156,7 @@ def test_no_speed_is_ever_negative_or_not_a_number(seen):
             assert sum(factors) > 0
         assert math.isfinite(link.speed.latency_s)
         assert link.speed.latency_s >= 0
-        assert 0 < link.speed.bytes_per_s <= LinkMeter.MAX_BYTES_PER_S
+        assert 0 < link.speed.bytes_per_s <= TransferMeter.MAX_BYTES_PER_S
 
 
 @given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(0.5, 2.0)), min_size=1, max_size=60))
