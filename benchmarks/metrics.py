@@ -19,7 +19,7 @@ from gateway.limits import SERVICE_CLASSES, Sampling
 from gateway.observability.metrics import LONG_GAPS_S, TOKEN_BUCKETS_S, Metrics
 from gateway.observability.request_log import CallFacts, RequestLog
 from gateway.observability.tracing import NO_TRACE
-from gateway.requests.call import AcceptedCall, Generation, Totals
+from gateway.requests.call import AcceptedCall, AnswerSpec, Totals
 from services.runtime import logs
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 
@@ -142,7 +142,7 @@ def measure(rounds: dict[str, Round], num_rounds: int) -> dict[str, list[float]]
     return figures
 
 
-def _generation(number: int) -> Generation:
+def _generation(number: int) -> AnswerSpec:
     sampling = Sampling(
         max_tokens=200,
         min_tokens=0,
@@ -160,7 +160,7 @@ def _generation(number: int) -> Generation:
         logit_bias={},
         logprobs=None,
     )
-    return Generation(
+    return AnswerSpec(
         request_id=f"request-{number}.1.0",
         choice=0,
         model="model",
@@ -177,7 +177,7 @@ def _generation(number: int) -> Generation:
     )
 
 
-def _call(generation: Generation) -> AcceptedCall:
+def _call(generation: AnswerSpec) -> AcceptedCall:
     return AcceptedCall(
         [generation],
         request_id=generation.request_id,

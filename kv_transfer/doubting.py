@@ -27,7 +27,7 @@ PROBE_TIMEOUT_S = LIMIT_S + 4.0
 MAX_FAILURES = 20
 """A receiver that so many probes in a row did not reach is forgotten."""
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class LinkDoubts:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 measured = await self._probe(receiver.key, receiver.transport)
         except (TandemError, grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
-            _log.debug("the link to %s could not be tried: %s", receiver_id, error)
+            logger.debug("the link to %s could not be tried: %s", receiver_id, error)
             measured = Measured()
         if not measured.rounds:
             receiver.num_failures += 1
@@ -101,4 +101,4 @@ class LinkDoubts:
         measured.teach(meter.opinion, receiver.transport, self._clock.monotonic())
         if not 0.5 < meter.opinion.speed.bytes_per_s / before.bytes_per_s < 2:
             rates = before.bytes_per_s / 1e6, meter.opinion.speed.bytes_per_s / 1e6
-            _log.info("the link to %s carries %.3g MB/s, and no longer %.3g MB/s", receiver_id, *reversed(rates))
+            logger.info("the link to %s carries %.3g MB/s, and no longer %.3g MB/s", receiver_id, *reversed(rates))

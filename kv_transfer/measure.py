@@ -59,7 +59,7 @@ VALID_S = 600.0
 """For so long a measurement is used for the Links of a pair."""
 
 _Call = grpc.aio.StreamStreamCall[link_pb2.LinkMessage, link_pb2.LinkMessage]
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ async def measure(
                 finally:
                     call.cancel()
     except TimeoutError:
-        _log.info("no time was left to measure the channels %s", ", ".join(probe.left))
+        logger.info("no time was left to measure the channels %s", ", ".join(probe.left))
     return probe.measured
 
 

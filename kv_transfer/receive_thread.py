@@ -32,7 +32,7 @@ from kv_transfer.transports.base import (
 from services.runtime.errors import InvariantViolated, TandemError
 
 _IDLE_POLL_S = 1.0
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,8 @@ class FramePlacer:
             # Not itself: its traceback would keep the ring alive.
             error = again(broken)
             self.is_broken = not self._is_stopped and not isinstance(broken, ChannelEnded)
-        except Exception:  # noqa: BLE001 - the thread's root: its end must be told, or pages stay reserved for ever
-            _log.exception("placing a frame failed")
+        except Exception:
+            logger.exception("placing a frame failed")
             error = ChannelBroken("placing a frame failed")
             self.is_broken = True
         finally:

@@ -74,7 +74,7 @@ from services.runtime.errors import (
 )
 
 MAX_LINKS = 256
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
                 for link in tuple(self._links):
                     await link.ended.wait()
         except TimeoutError:
-            _log.error("%d Links did not end: the worker does not answer for their pages", len(self._links))
+            logger.error("%d Links did not end: the worker does not answer for their pages", len(self._links))
         for listener in self._listeners.values():
             await asyncio.to_thread(listener.close)
         self._listeners.clear()
@@ -236,7 +236,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         hello = await self._receive_hello(requests)
         refusal = self._refusal_of(hello)
         if refusal is not None:
-            _log.warning("Link of %s refused: %s", hello.worker_id, refusal)
+            logger.warning("Link of %s refused: %s", hello.worker_id, refusal)
             yield to_wire(abort_of(None, refusal))
             return
         terms, ack = self._terms_for(hello)
@@ -261,7 +261,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         request_iterator: AsyncIterator[link_pb2.LinkMessage],
         context: grpc.aio.ServicerContext[link_pb2.LinkMessage, link_pb2.LinkMessage],
     ) -> AsyncIterator[link_pb2.LinkMessage]:
-        """One channel after the other is opened for the sender to measure; see `probing`."""
+        """One channel after the other is opened for the sender to measure; see `measure`."""
         requests = aiter(request_iterator)
         async with self._probing:  # two at a time would measure each other
             while True:
@@ -387,7 +387,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
             ),
         )
         self._links.add(link)
-        _log.info("handoff channel %s from %s", transport, hello.worker_id)
+        logger.info("handoff channel %s from %s", transport, hello.worker_id)
         note_arithmetic(self._layout, hello.layout, hello.worker_id)
         return link
 
@@ -455,7 +455,7 @@ class _ReceiveLink:
         if self._machine.lost is not None:
             return
         level = logging.WARNING if self._machine.transfers else logging.INFO
-        _log.log(level, "Link of %s is lost: %s", self._around.peer, error)
+        logger.log(level, "Link of %s is lost: %s", self._around.peer, error)
         self._perform_last(self._machine.link_lost(error))
         self._placer.stop()
         for task in self._tasks:
@@ -493,8 +493,8 @@ class _ReceiveLink:
         for action in actions:
             try:
                 self._perform([action])
-            except Exception:  # noqa: BLE001 - whatever it is, it is logged, and nobody else comes after this
-                _log.critical("the Link of %s contradicts itself", self._around.peer, exc_info=True)
+            except Exception:
+                logger.critical("the Link of %s contradicts itself", self._around.peer, exc_info=True)
 
     def _send_message(self, message: Message) -> None:
         try:
@@ -530,7 +530,7 @@ class _ReceiveLink:
             self._around.writer.check(destination)
         except InvariantViolated:
             # The pages go back to who named them; none of them is ever written to.
-            _log.exception("transfer %s got unusable pages", action.id)
+            logger.exception("transfer %s got unusable pages", action.id)
             self._perform(self._machine.reserved(action.id, 0, 0))
             return
         self._placer.open(action.id, destination)
@@ -554,20 +554,20 @@ class _ReceiveLink:
     async def _release(self, action: ReleasePages) -> None:
         try:
             await self._target.release(action.id, action.error)
-        except Exception:  # noqa: BLE001 - the boundary to the worker: the Link must be able to end
-            _log.exception("pages of transfer %s could not be released", action.id)
+        except Exception:
+            logger.exception("pages of transfer %s could not be released", action.id)
         self._perform(self._machine.released(action.id))
 
     async def _abandon(self, action: AbandonPages) -> None:
         try:
             await self._target.abandon(action.id, action.error)
-        except Exception:  # noqa: BLE001 - the boundary to the worker: the Link must be able to end
-            _log.exception("what was begun with the pages of transfer %s could not be ended", action.id)
+        except Exception:
+            logger.exception("what was begun with the pages of transfer %s could not be ended", action.id)
 
     def _on_work_ended(self, task: asyncio.Task[None]) -> None:
         self._works.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.critical("the Link of %s contradicts itself", self._around.peer, exc_info=error)
+            logger.critical("the Link of %s contradicts itself", self._around.peer, exc_info=error)
             self.fail(WorkerUnavailable("the Link broke"))
         self._end_when_idle()
 
@@ -576,7 +576,7 @@ class _ReceiveLink:
         if isinstance(error, MalformedMessage):
             self._around.counters.count(Reason.PROTOCOL_VIOLATION)
         if error is not None and not isinstance(error, TandemError):
-            _log.error("a task of the Link failed", exc_info=error)
+            logger.error("a task of the Link failed", exc_info=error)
             error = WorkerUnavailable("the Link broke")
         self.fail(error or WorkerUnavailable("the sender ended the Link"))
 
@@ -588,8 +588,8 @@ class _ReceiveLink:
     def _tell(self, call: Callable[..., object], *args: object) -> None:
         try:
             call(*args)
-        except Exception:  # noqa: BLE001 - the root of the call: else only a time limit would end the transfer
-            _log.critical("the Link of %s contradicts itself", self._around.peer, exc_info=True)
+        except Exception:
+            logger.critical("the Link of %s contradicts itself", self._around.peer, exc_info=True)
             self.fail(WorkerUnavailable("the Link broke"))
 
     def _on_placer_ended(self, error: TandemError) -> None:
@@ -618,5 +618,5 @@ def _told(error: Exception, doing: str) -> TandemError:
     """Return what the sender is told of the worker's failure; texts of unknown errors stay here."""
     if isinstance(error, TandemError) and not isinstance(error, InvariantViolated):
         return error
-    _log.error("the worker failed to %s", doing, exc_info=error)
+    logger.error("the worker failed to %s", doing, exc_info=error)
     return TransferFailed(f"the receiving worker failed to {doing}")

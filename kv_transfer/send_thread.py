@@ -24,7 +24,7 @@ from kv_transfer.transports.base import ChannelBroken, DeviceSendChannel, SendCh
 from services.runtime.errors import InvariantViolated, TandemError
 
 _Generations: TypeAlias = tuple[int, ...]
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class ChunkPoster:
@@ -102,8 +102,8 @@ class ChunkPoster:
             answer = self._post(chunk, generations)
         except ChannelBroken as error:
             self._break(error)
-        except Exception:  # noqa: BLE001 - the thread's root: a chunk that is never answered would hold its pages
-            _log.exception("posting a chunk failed")
+        except Exception:
+            logger.exception("posting a chunk failed")
             self._break(ChannelBroken("posting a chunk failed"))
         answer()
 

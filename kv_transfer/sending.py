@@ -70,7 +70,7 @@ CONNECT, PROBE = "/tandem.v1.Link/Connect", "/tandem.v1.Link/Probe"
 """Methods as proofs name them."""
 
 _Call = grpc.aio.StreamStreamCall[link_pb2.LinkMessage, link_pb2.LinkMessage]
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +374,7 @@ class SendLinks:
                 return
             better = await self._dial(key)
         except (TandemError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # the last: its call has ended
-            _log.info("the channels to %s were not measured, or not changed: %s", key[0], error)
+            logger.info("the channels to %s were not measured, or not changed: %s", key[0], error)
             return
         if better.is_lost or better.transport == link.transport or not self._is_current(key, link):
             better.retire()
@@ -398,7 +398,7 @@ class SendLinks:
                         offered = tuple(name for name in offered if name != failure.transport)
                         if not offered:
                             raise TransferFailed(failure.message) from failure
-                        _log.warning("channel %s to %s: %s; trying %s", failure.transport, key[0], failure, offered)
+                        logger.warning("channel %s to %s: %s; trying %s", failure.transport, key[0], failure, offered)
         except TimeoutError:
             raise WorkerUnavailable("the receiver did not make a Link in time") from None
         except grpc.aio.AioRpcError as error:
@@ -443,7 +443,7 @@ class SendLinks:
             return probing.Measured()  # a receiver of an earlier version
         finally:
             await rpc_channel.close()
-        _log.info("channels to %s: %s", address, measured)
+        logger.info("channels to %s: %s", address, measured)
         return measured
 
     def _hello(self, peer_incarnation: str, offered: tuple[str, ...]) -> Hello:
@@ -475,7 +475,7 @@ class SendLinks:
                 call.cancel()
             await rpc_channel.close()
             raise
-        _log.info("handoff channel %s to %s at %s", ack.transport, ack.worker_id, address)
+        logger.info("handoff channel %s to %s at %s", ack.transport, ack.worker_id, address)
         note_arithmetic(self._layout, ack.layout, ack.worker_id)
         return self._adopt(key, _Opened(rpc_channel, call, channel, hello, ack))
 
@@ -657,7 +657,7 @@ class _SendLink:
         if self.is_lost:
             return
         level = logging.WARNING if self._machine.transfers else logging.INFO
-        _log.log(level, "Link to %s is lost: %s", self._opened.ack.worker_id, error)
+        logger.log(level, "Link to %s is lost: %s", self._opened.ack.worker_id, error)
         if not self.is_retired or self._handles:
             self._counters.count(Reason.LINK_LOST)
         actions = self._machine.link_lost(error)
@@ -697,8 +697,8 @@ class _SendLink:
         for action in actions:
             try:
                 self._perform([action])
-            except Exception:  # noqa: BLE001 - whatever it is, it is logged, and nobody else comes after this
-                _log.critical("the Link contradicts itself", exc_info=True)
+            except Exception:
+                logger.critical("the Link contradicts itself", exc_info=True)
 
     def _send_message(self, message: Message) -> None:
         try:
@@ -733,7 +733,7 @@ class _SendLink:
             error = _link_error(error)
         if error is not None and not isinstance(error, TandemError):
             if not isinstance(error, asyncio.InvalidStateError):  # a write to a call that has just ended
-                _log.error("a task of the Link failed", exc_info=error)
+                logger.error("a task of the Link failed", exc_info=error)
             error = WorkerUnavailable("the Link broke")
         self.fail(error or WorkerUnavailable("the Link was ended"))
 
@@ -745,8 +745,8 @@ class _SendLink:
     def _tell(self, call: Callable[..., None], *args: object) -> None:
         try:
             call(*args)
-        except Exception:  # noqa: BLE001 - the root of the call: else only a time limit would end the transfer
-            _log.critical("the Link contradicts itself", exc_info=True)
+        except Exception:
+            logger.critical("the Link contradicts itself", exc_info=True)
             self.fail(WorkerUnavailable("the Link broke"))
 
     def _on_posted(self, chunk: PostChunk, digest: bytes) -> None:

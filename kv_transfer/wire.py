@@ -42,7 +42,7 @@ TICK_S = 0.1
 # Control messages that wait to be written; a peer that lets more pile up does not read.
 MAX_OUTBOX = 4096
 _MAX_UINT32 = 2**32 - 1
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ async def tick_until_cancelled(tick: Callable[[], None]) -> None:
 def note_arithmetic(own: WireLayout, peer: WireLayout, peer_id: str) -> None:
     """Say it where both sides promise bits of their own and these are not the same. No fault: the pages fit."""
     if own.exact and peer.exact and own.arithmetic != peer.arithmetic:
-        _log.info("%s computes with %r, this worker with %r", peer_id, peer.arithmetic, own.arithmetic)
+        logger.info("%s computes with %r, this worker with %r", peer_id, peer.arithmetic, own.arithmetic)
 
 
 def channel_key(hello: Hello, ack: HelloAck) -> ChannelKey:

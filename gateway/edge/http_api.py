@@ -59,7 +59,7 @@ from gateway.openai.types import (
     system_fingerprint,
 )
 from gateway.openapi.document import document_bytes
-from gateway.requests.call import AcceptedCall, Call, Delta, Generation, Usage
+from gateway.requests.call import AcceptedCall, AnswerSpec, Call, Delta, Usage
 from gateway.requests.fallback import Stream, begun
 from gateway.requests.fan_out import all_of, merged
 from gateway.requests.lifecycle import Requests
@@ -425,7 +425,7 @@ class HttpApi:
         request: Body,
         request_id: str,
         created_unix_s: int,
-        generations: Sequence[Generation],
+        generations: Sequence[AnswerSpec],
     ) -> Writer:
         model = self._requests.catalog[generations[0].model]
         fingerprint = self._fingerprints.get(model.name)
@@ -435,7 +435,7 @@ class HttpApi:
         prompts = [generation.prompt_token_ids for generation in generations]
         return writer_type(model.tokenizer, request, head=head, prompts=prompts)
 
-    async def _body(self, writer: Writer, answers: Sequence[Whole], generations: Sequence[Generation]) -> bytes:
+    async def _body(self, writer: Writer, answers: Sequence[Whole], generations: Sequence[AnswerSpec]) -> bytes:
         """The body of an answer that is not streamed."""
         num_entries = sum(len(answer.logprobs or ()) + len(answer.prompt_logprobs or ()) for answer in answers)
         if num_entries < MANY_LOGPROBS:
@@ -444,7 +444,7 @@ class HttpApi:
         turns = self._requests.catalog[generations[0].model].tokenizer.turns
         return await turns.call(lambda: writer.whole(answers), tenant=generations[0].tenant)
 
-    async def _whole(self, generation: Generation, stream: Stream) -> Whole:
+    async def _whole(self, generation: AnswerSpec, stream: Stream) -> Whole:
         """One answer, complete."""
         token_ids: list[int] = []
         texts: list[str] = []
@@ -650,7 +650,7 @@ def _ask(exchange: Exchange, call: Call, digest: str, request: Body, writer_type
 
 
 async def _named_events(
-    reader: Reader, writer: Writer, new_text: Callable[[Generation], AnswerText]
+    reader: Reader, writer: Writer, new_text: Callable[[AnswerSpec], AnswerText]
 ) -> AsyncGenerator[bytes, None]:
     """The events of all answers from the reader's position on, each with its id."""
     tally = _UsageTally(reader.generations, is_continuous=writer.is_usage_continuous)
@@ -718,7 +718,7 @@ async def _wholes(reader: Reader) -> list[Whole]:
 class _UsageTally:
     """Usage of the answers of a stream: at the end, and so far for clients that want it with every chunk."""
 
-    def __init__(self, generations: list[Generation], *, is_continuous: bool) -> None:
+    def __init__(self, generations: list[AnswerSpec], *, is_continuous: bool) -> None:
         self._is_continuous = is_continuous
         self._prompts = [generation.prompt_token_ids for generation in generations]
         self._num_tokens = [0] * len(generations)

@@ -36,7 +36,7 @@ from gateway.named.journal import (
 )
 from gateway.named.memory import LIMIT, JournalMemory, MemoryBounds
 from gateway.observability.tracing import NO_TRACE, RequestSpans, attached
-from gateway.requests.call import AcceptedCall, Call, Delta, Generation, StoredCall, TenantTicket, Usage
+from gateway.requests.call import AcceptedCall, AnswerSpec, Call, Delta, StoredCall, TenantTicket, Usage
 from gateway.requests.fallback import begun
 from gateway.requests.fan_out import merged
 from gateway.requests.lifecycle import Requests
@@ -239,7 +239,7 @@ class Journal:
     call: StoredCall | None = None
     """As it was accepted, without tokens; None until then."""
     call_cost_bytes: int = 0
-    generations: list[Generation] = field(default_factory=list)
+    generations: list[AnswerSpec] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     record: Record | None = None
     spans: RequestSpans = NO_TRACE

@@ -32,7 +32,7 @@ from gateway.models.catalog import ModelCatalog, ServedModel
 from gateway.models.sampling_defaults import with_defaults
 from gateway.models.tools import encode_conversation
 from gateway.observability.tracing import RequestSpans, Tracing
-from gateway.requests.call import AcceptedCall, Call, Generation, StoredCall, StoredChoice, TenantTicket, Totals
+from gateway.requests.call import AcceptedCall, AnswerSpec, Call, StoredCall, StoredChoice, TenantTicket, Totals
 from gateway.requests.form import answer_form
 from services.runtime import telemetry
 from services.runtime.clock import Clock, Deadline
@@ -180,7 +180,7 @@ class Acceptance:
             self._allow_fallback(accepted, call)
         return accepted
 
-    async def fall_back(self, accepted: AcceptedCall) -> list[Generation] | None:
+    async def fall_back(self, accepted: AcceptedCall) -> list[AnswerSpec] | None:
         """The call's answers as another of its models would generate them: the next one that has a worker and can.
 
         None: there is none. Raises what calls are refused with, if they are.
@@ -277,13 +277,13 @@ class Acceptance:
 
     def _generations(
         self, choices: Sequence[StoredChoice], model: ServedModel, *, request_id: str, **shared: Any
-    ) -> list[Generation]:
+    ) -> list[AnswerSpec]:
         """One for each choice, named towards workers as no answer was named before."""
         totals = Totals(waiting_since_s=self._clock.monotonic())
         self._num_calls += 1
         worker_id = f"{request_id}.{self._id_suffix}{self._num_calls:x}"
         return [
-            Generation(
+            AnswerSpec(
                 request_id=f"{worker_id}.{number}",
                 choice=number,
                 model=model.name,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from gateway.models.answer_text import AnswerText, Taken
 from gateway.requests.admission import Lane
 from gateway.requests.attempt import Arrived, Attempt, Fault, FinishReason, Giver, Mailbox, TokenLog
-from gateway.requests.call import Delta, Generation, Usage
+from gateway.requests.call import AnswerSpec, Delta, Usage
 from gateway.topology.books import Bookings
 from gateway.topology.session import AttemptKey, DecodeSession, Peer, SequenceOrder
 from gateway.topology.watch import AttemptWatch
@@ -39,7 +39,7 @@ class Strike:
     is_alone: bool = False
 
 
-class RunningRequest:
+class RunningAnswer:
     """State of one answer; belongs to the task that runs it.
 
     `num_failures` counts failed attempts, `num_failures_in_row` those since the last new token. `strikes` are of the
@@ -48,7 +48,7 @@ class RunningRequest:
     """
 
     def __init__(
-        self, generation: Generation, text: AnswerText, clock: Clock, *, queue_entry: QueueEntry, lane: Lane
+        self, generation: AnswerSpec, text: AnswerText, clock: Clock, *, queue_entry: QueueEntry, lane: Lane
     ) -> None:
         self.generation = generation
         self.mailbox = Mailbox()
@@ -298,6 +298,6 @@ class RunningRequest:
         )
 
 
-def _num_prompt_logprobs(generation: Generation) -> int:
+def _num_prompt_logprobs(generation: AnswerSpec) -> int:
     """The first token of a prompt has no probability: nothing comes before it."""
     return 0 if generation.sampling.prompt_logprobs is None else len(generation.prompt_token_ids) - 1

@@ -6,7 +6,7 @@ A hint may be wrong, and costs a recompute then.
 
 from collections.abc import Mapping, Sequence
 
-from gateway.requests.answer import RunningRequest
+from gateway.requests.answer import RunningAnswer
 from gateway.topology.members import Topology
 from gateway.topology.prefix_view import PrefixView
 from services.runtime.page_keys import cache_salt, page_keys
@@ -23,7 +23,7 @@ class CacheHints:
         self._view = view
         self._topology = topology
 
-    def cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:
+    def cached_tokens(self, request: RunningAnswer) -> Mapping[str, int]:
         """Worker id → tokens from the start of the prompt whose pages it has. Workers without any are left out."""
         cached: dict[str, int] = {}
         for layout in self._topology.cache_layouts(request.generation.model):
@@ -32,7 +32,7 @@ class CacheHints:
                 cached[worker_id] = max(cached.get(worker_id, 0), num_pages * page_size)
         return cached
 
-    def expect(self, request: RunningRequest, route: Route) -> None:
+    def expect(self, request: RunningAnswer, route: Route) -> None:
         """The request goes this way: whoever comes next with the same prefix should know."""
         views = (route.decode, *(route.prefills[:1] if route.is_remote else ()))
         for layout in self._topology.cache_layouts(request.generation.model):
@@ -44,7 +44,7 @@ class CacheHints:
         """The worker has refused, or failed: what was expected of it is not to be."""
         self._view.forget_expected(worker_id)
 
-    def _keys(self, request: RunningRequest, layout: tuple[str, int]) -> Sequence[bytes]:
+    def _keys(self, request: RunningAnswer, layout: tuple[str, int]) -> Sequence[bytes]:
         keys = request.page_keys.get(layout)
         if keys is None:
             salt = cache_salt(model=layout[0], tenant=request.cache_salt)

@@ -112,7 +112,7 @@ class Outlet:
         self.take: Callable[[Delta], bool] | None = None
 
 
-class Generation(msgspec.Struct, frozen=True):
+class AnswerSpec(msgspec.Struct, frozen=True):
     """One answer to be generated: checked, tokenized, with a seed. `choice` numbers the answers of its call.
 
     `emitted_token_ids` are the tokens that the answer has already; it goes on after them. `model` is the name of the
@@ -152,7 +152,7 @@ class StoredChoice(msgspec.Struct, frozen=True):
     sampling: Sampling
     emitted_token_ids: Sequence[int] = ()
     layout: str = ""
-    """As in `Generation`; before the first token, that of all workers that there are."""
+    """As in `AnswerSpec`; before the first token, that of all workers that there are."""
 
 
 class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,7 +236,7 @@ class AcceptedCall:
 
     def __init__(
         self,
-        generations: list[Generation],
+        generations: list[AnswerSpec],
         *,
         request_id: str,
         operation: str,
@@ -291,7 +291,7 @@ class AcceptedCall:
             traceparent=self.span.told_traceparent,
         )
 
-    def fall_back(self, generations: list[Generation], fallback: str) -> None:
+    def fall_back(self, generations: list[AnswerSpec], fallback: str) -> None:
         """The answers come from another model; none of the earlier generations has given a token."""
         self.generations = generations
         self.model = generations[0].model

@@ -8,7 +8,7 @@ end, a failure, a worker that leaves, or a client that does not take what there 
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from gateway.requests.answer import RunningRequest
+from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
 from gateway.requests.call import Delta, Outlet
 from services.runtime.errors import TandemError
@@ -21,9 +21,9 @@ class Delivery(Generic[Observed]):
 
     def __init__(
         self,
-        request: RunningRequest,
+        request: RunningAnswer,
         outlet: Outlet,
-        observe: Callable[[RunningRequest, Attempt, Delta, Observed], None],
+        observe: Callable[[RunningAnswer, Attempt, Delta, Observed], None],
         observed: Observed,
     ) -> None:
         self._request = request

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.requests.answer import RunningRequest
+from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
-from gateway.requests.call import Generation
+from gateway.requests.call import AnswerSpec
 from gateway.topology.members import Topology
 from gateway.topology.session import DecodeSession, Peer, PrefillSession, WorkerSession
 from gateway.topology.watch import TOKENS_PER_STAGE, AttemptWatch, CutPair, WorkerWatch
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 class PrefixHints(Protocol):
     """What workers are believed to hold; `gateway.requests.cache_hints` asks the cluster's index."""
 
-    def cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:
+    def cached_tokens(self, request: RunningAnswer) -> Mapping[str, int]:
         """Worker id → tokens from the start of the prompt whose pages it has."""
         ...
 
-    def expect(self, request: RunningRequest, route: Route) -> None:
+    def expect(self, request: RunningAnswer, route: Route) -> None:
         """The request goes this way, so its workers will have the prompt's pages."""
         ...
 
@@ -59,7 +59,7 @@ class RoomLimits:
     itl_s: float | None = None
 
 
-class Candidates:
+class Dispatcher:
     """The choice of workers of one gateway. Faults are kept by worker id: a crash loop makes many processes.
 
     `prefill_choice` gives who computes the prompts of requests that do not say so themselves.
@@ -83,7 +83,7 @@ class Candidates:
         self._hints = hints
         self._region = region
         self._prefill_choice = prefill_choice
-        self.on_trial: set[RunningRequest] = set()
+        self.on_trial: set[RunningAnswer] = set()
         """Those that are tried alone after a death (`gateway.requests.recovery`): each goes where no other one is, if
         it can.
         """
@@ -124,7 +124,7 @@ class Candidates:
                 found.append(CutPair(*pair, state, self._why_cut.get(pair, ""), for_s))
         return found
 
-    def plan(self, request: RunningRequest, kept: Set[str] = frozenset()) -> Route | None:
+    def plan(self, request: RunningAnswer, kept: Set[str] = frozenset()) -> Route | None:
         """Decides where the request would go, whether there is room or not; None: there is no way.
 
         It does not go to a decode worker in `kept`.
@@ -133,7 +133,7 @@ class Candidates:
         request.routes = routes = self.routes(request, kept)
         return routes[0] if routes else None
 
-    def allowed(self, request: RunningRequest) -> set[str]:
+    def allowed(self, request: RunningAnswer) -> set[str]:
         """Ids of the decode workers in rotation that the request may go to, whether there is room or not.
 
         Nobody behind it may take these while it waits. Prefill workers need no such care. What waits there counts by
@@ -142,7 +142,7 @@ class Candidates:
         generation = request.generation
         return self._topology.decode_ids(generation.model, tenant=generation.tenant, bound_to=request.bound_to)
 
-    def book(self, request: RunningRequest, route: Route) -> None:
+    def book(self, request: RunningAnswer, route: Route) -> None:
         """Keeps the places of a route, and of no other one. Raises WorkerUnavailable."""
         decode = self._topology.decode_session(route.decode.worker_id)
         computes = self._topology.prefill_session(route.prefills[0].worker_id) if route.is_remote else decode
@@ -154,7 +154,7 @@ class Candidates:
             handoff=(route.decode.worker_id, int(route.inputs.get("handoff_bytes", 0))) if route.is_remote else None,
         )
 
-    def routes(self, request: RunningRequest, kept: Set[str] = frozenset()) -> Sequence[Route]:
+    def routes(self, request: RunningAnswer, kept: Set[str] = frozenset()) -> Sequence[Route]:
         """Ways to decode workers not `kept` that can hold the whole sequence; those that have failed it come last.
 
         An answer that has tokens goes on where the next ones are the same.
@@ -197,7 +197,7 @@ class Candidates:
             ),
         )
 
-    def prefill_sessions(self, request: RunningRequest, route: Route) -> list[PrefillSession]:
+    def prefill_sessions(self, request: RunningAnswer, route: Route) -> list[PrefillSession]:
         """A route's prefill workers: first who may still have the prompt's pages, last those that failed it."""
         sessions = [self._topology.prefill_session(view.worker_id) for view in route.prefills]
         decode = self._topology.decode_session(route.decode.worker_id).peer
@@ -206,12 +206,12 @@ class Candidates:
             sessions.sort(key=lambda session: session.peer.incarnation in tried_at)
         return sessions
 
-    def takers(self, request: RunningRequest, giver: DecodeSession) -> list[WorkerView]:
+    def takers(self, request: RunningAnswer, giver: DecodeSession) -> list[WorkerView]:
         """Decode workers that an answer may move to with its pages."""
         views = [route.decode for route in self.routes(request)]
         return [view for view in views if self._topology.can_take_over(view.worker_id, giver.peer)]
 
-    def note_sent(self, request: RunningRequest, route: Route) -> None:
+    def note_sent(self, request: RunningAnswer, route: Route) -> None:
         """Workers took the request, and are about to have its prompt's pages."""
         if self._hints is not None:
             self._hints.expect(request, route)
@@ -223,7 +223,7 @@ class Candidates:
             if self._breakers.begin(pair, self._clock.monotonic()):
                 attempt.probes.add(pair)
 
-    def new_watch(self, request: RunningRequest, decode: WorkerView) -> AttemptWatch:
+    def new_watch(self, request: RunningAnswer, decode: WorkerView) -> AttemptWatch:
         """Watches an attempt on this decode worker: what it needs, by what is usual for its role."""
         usual = self._topology.usual_speeds(request.generation.model)
         num_sequences = max(decode.num_requests, decode.num_running) + 1
@@ -235,7 +235,7 @@ class Candidates:
         watch.sent(decode.worker_id, prompt_s + TOKENS_PER_STAGE * token_s)
         return watch
 
-    def watch_prompt(self, request: RunningRequest, route: Route, attempt: Attempt) -> None:
+    def watch_prompt(self, request: RunningAnswer, route: Route, attempt: Attempt) -> None:
         """The prompt is about to be computed by the attempt's workers."""
         worker_id = (attempt.prefill or attempt.decode).peer.worker_id
         usual = self._topology.usual_speeds(request.generation.model)
@@ -292,7 +292,7 @@ class Candidates:
             pair = (attempt.prefill.peer.worker_id, attempt.decode.peer.worker_id)
             self._topology.note_handoff(*pair, attempt.handed_off.num_bytes)
 
-    def least_service_s(self, generation: Generation) -> float:
+    def least_service_s(self, generation: AnswerSpec) -> float:
         """What an answer takes at least, from the moment in which workers take it, if nobody else was there."""
         sampling = generation.sampling
         num_new_tokens = sampling.max_tokens if sampling.ignore_eos else max(1, sampling.min_tokens)
@@ -300,12 +300,12 @@ class Candidates:
         steps = (speed.step_s(1, len(generation.prompt_token_ids)) for speed in speeds)
         return min(steps, default=0.0) * max(0, num_new_tokens - len(generation.emitted_token_ids))
 
-    def prompt_s(self, generation: Generation) -> float:
+    def prompt_s(self, generation: AnswerSpec) -> float:
         """What computing an answer's whole prompt takes on a usual worker, without what each step costs."""
         speed = self._topology.usual_speeds(generation.model).prefill
         return speed.time_s(len(generation.prompt_token_ids)) - speed.overhead_s
 
-    def has_room(self, request: RunningRequest, route: Route) -> bool:
+    def has_room(self, request: RunningAnswer, route: Route) -> bool:
         """Whether a route's workers would begin with the request soon."""
         decode, limits = route.decode, self._limits
         service_class = request.queue_entry.service_class
@@ -318,7 +318,7 @@ class Candidates:
                 return False
         return prefill_queue_s(route.prefills[0] if route.is_remote else decode) <= limits.ahead_s
 
-    def _tried_at(self, request: RunningRequest) -> set[str]:
+    def _tried_at(self, request: RunningAnswer) -> set[str]:
         """Processes at which others are tried alone, where this request is to be tried alone too."""
         if request not in self.on_trial:
             return set()
@@ -326,7 +326,7 @@ class Candidates:
         workers = [worker for attempt in attempts for worker in (attempt.decode, attempt.prefill) if worker is not None]
         return {worker.peer.incarnation for worker in workers}
 
-    def _cached_tokens(self, request: RunningRequest) -> Mapping[str, int]:
+    def _cached_tokens(self, request: RunningAnswer) -> Mapping[str, int]:
         if request.generation.sampling.prompt_logprobs is not None and not request.log.next_index:
             return {}  # All of the prompt is computed.
         cached = dict(self._hints.cached_tokens(request)) if self._hints is not None else {}
@@ -408,7 +408,7 @@ def prefill_queue_s(view: WorkerView) -> float:
     return view.prefill_speed.time_s(view.waiting_tokens) if view.waiting_tokens else 0.0
 
 
-def _reluctance(request: RunningRequest, prefill: Peer, decode: Peer) -> tuple[bool, bool]:
+def _reluctance(request: RunningAnswer, prefill: Peer, decode: Peer) -> tuple[bool, bool]:
     has_failed = prefill.incarnation in request.avoided
     was_cut = (prefill.incarnation, decode.incarnation) in request.avoided_pairs
     return has_failed or was_cut, not request.has_kept_prompt(prefill)

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.requests.call import AcceptedCall, Delta, Generation
+from gateway.requests.call import AcceptedCall, AnswerSpec, Delta
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
 
@@ -32,7 +32,7 @@ FALLS_BACK = (Overloaded, WorkerUnavailable)
 class Runs(Protocol):
     """What generates answers; `Requests` is one."""
 
-    def run(self, generation: Generation) -> Stream:
+    def run(self, generation: AnswerSpec) -> Stream:
         """Generates one answer."""
         ...
 
@@ -44,7 +44,7 @@ class Runs(Protocol):
         """Whether this model has workers now; a call that may fall back waits for no others."""
         ...
 
-    async def prepare_fallback(self, accepted: AcceptedCall) -> list[Generation] | None:
+    async def prepare_fallback(self, accepted: AcceptedCall) -> list[AnswerSpec] | None:
         """The call's answers for the next of its models that can take them; None: there is none."""
         ...
 
@@ -55,7 +55,7 @@ class Runs(Protocol):
 
 @contextlib.asynccontextmanager
 async def begun(
-    runs: Runs, accepted: AcceptedCall, generations: Sequence[Generation], *, clock: Clock = SYSTEM_CLOCK
+    runs: Runs, accepted: AcceptedCall, generations: Sequence[AnswerSpec], *, clock: Clock = SYSTEM_CLOCK
 ) -> AsyncIterator[list[Stream]]:
     """A stream for each of the generations, which are the call's; leaving the block ends them.
 
@@ -88,7 +88,7 @@ class _Refusal:
     """A model does not answer, why, and the call's answers for another one; None: there is no other."""
 
     failure: TandemError
-    instead: list[Generation] | None
+    instead: list[AnswerSpec] | None
 
 
 async def _refusal(runs: Runs, accepted: AcceptedCall, starts: Sequence["_Start"], clock: Clock) -> _Refusal | None:

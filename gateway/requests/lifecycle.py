@@ -4,9 +4,9 @@ Begin reading at `Requests.accept` and `Requests.run`. Knows neither HTTP nor pr
 and get `Delta`s. Whatever happens (refusal, death of a worker, deadline, a client that leaves), leaving `run` gives
 back what the workers hold.
 
-What it leaves to others: `accepting` turns a call into answers to generate, `candidates` says which workers to ask,
-`attempts` puts the events of one try in order, `recovery` decides what follows a failure, and `moves` takes an answer
-away from a worker that is leaving.
+What it leaves to others: `acceptance` turns a call into answers to generate, `dispatch` says which workers to ask,
+`attempt` puts the events of one try in order, `recovery` decides what follows a failure, and `migration` takes an
+answer away from a worker that is leaving.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from gateway.observability.request_log import AnswerTrace, CallFacts, Phase, Req
 from gateway.observability.tracing import AnswerSpans, Tracing
 from gateway.requests.acceptance import Acceptance
 from gateway.requests.admission import AdmissionQueue, Lane
-from gateway.requests.answer import RunningRequest
+from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt, CrowdedOut
-from gateway.requests.call import AcceptedCall, Call, Delta, Generation, StoredCall
+from gateway.requests.call import AcceptedCall, AnswerSpec, Call, Delta, StoredCall
 from gateway.requests.delivery import Delivery
-from gateway.requests.dispatch import Candidates, PrefixHints, RoomLimits
+from gateway.requests.dispatch import Dispatcher, PrefixHints, RoomLimits
 from gateway.requests.migration import Moves
 from gateway.requests.monitor import Monitor
 from gateway.requests.promises import Promises
@@ -164,7 +164,7 @@ class Requests:
         self._promises = Promises(metrics, clock=clock)
         self._clock = clock
         self._gateway_incarnation = gateway_incarnation
-        self._open: dict[RunningRequest, _Observed] = {}
+        self._open: dict[RunningAnswer, _Observed] = {}
         self._lanes: dict[str, set[Lane]] = {model.name: set() for model in catalog}
         self.tracing = Tracing(clock=clock, slow_s=slow_request_s)
         self._accepting = Acceptance(
@@ -177,7 +177,7 @@ class Requests:
             tracing=self.tracing,
             clock=clock,
         )
-        self._candidates = candidates = Candidates(
+        self._dispatcher = dispatcher = Dispatcher(
             topology,
             router=policies.router,
             clock=clock,
@@ -186,19 +186,19 @@ class Requests:
             region=policies.region,
             prefill_choice=lambda: self.prefill_choice,
         )
-        self.monitor = Monitor(candidates, topology, models=[model.name for model in catalog], clock=clock)
+        self.monitor = Monitor(dispatcher, topology, models=[model.name for model in catalog], clock=clock)
         self._recovery = Recovery(
             max_attempts=policies.max_attempts,
             failover_wait_s=policies.failover_wait_s,
             topology=topology,
-            candidates=candidates,
+            dispatcher=dispatcher,
             quarantine=quarantine,
             metrics=metrics,
             clock=clock,
         )
-        self._moves = Moves(topology=topology, candidates=candidates, metrics=metrics)
+        self._moves = Moves(topology=topology, dispatcher=dispatcher, metrics=metrics)
         metrics.watch_requests(self._population)
-        metrics.watch_breakers(lambda: candidates.num_open_breakers, candidates.circuit, candidates.watch.num_openings)
+        metrics.watch_breakers(lambda: dispatcher.num_open_breakers, dispatcher.circuit, dispatcher.watch.num_openings)
 
     @property
     def num_queued(self) -> int:
@@ -207,11 +207,11 @@ class Requests:
 
     def circuits(self) -> dict[str, CircuitReport]:
         """By worker id, those that get no work, or should get none: why, with figures, and since when."""
-        return {report.worker_id: report for report in self._candidates.watch.circuits()}
+        return {report.worker_id: report for report in self._dispatcher.watch.circuits()}
 
     def cut_pairs(self) -> list[CutPair]:
         """Pairs of workers between which pages keep failing to go."""
-        return self._candidates.cut_pairs()
+        return self._dispatcher.cut_pairs()
 
     def limits(self, model: ServedModel) -> ModelLimits:
         """The model's limits, or less where no worker in rotation has pages for so much."""
@@ -241,7 +241,7 @@ class Requests:
         """
         return self._follow(self._accepting.adopt(stored, call))
 
-    async def prepare_fallback(self, accepted: AcceptedCall) -> list[Generation] | None:
+    async def prepare_fallback(self, accepted: AcceptedCall) -> list[AnswerSpec] | None:
         """The call's answers for the next of its models that can take them; None: there is none."""
         generations = await self._accepting.fall_back(accepted)
         if generations is not None:
@@ -282,13 +282,13 @@ class Requests:
         for request in self._open:
             request.fail(error)
 
-    async def run(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+    async def run(self, generation: AnswerSpec) -> AsyncGenerator[Delta, None]:
         """Generates one answer. Use with `contextlib.aclosing`: leaving early cancels it on the workers.
 
         Raises Overloaded, WorkerUnavailable, DeadlineExceeded or whatever ended the last attempt.
         """
         lane = self._lane(generation.model, generation.tenant)
-        request = RunningRequest(
+        request = RunningAnswer(
             generation,
             self.new_text(generation),
             self._clock,
@@ -346,7 +346,7 @@ class Requests:
             self._recovery.end_trial(request)
             self._note_end(request, error, observed)
 
-    def new_text(self, generation: Generation) -> AnswerText:
+    def new_text(self, generation: AnswerSpec) -> AnswerText:
         """What turns the answer's tokens into text, from its first token on."""
         sampling = generation.sampling
         ends = () if sampling.ignore_eos else generation.eos_token_ids
@@ -357,13 +357,13 @@ class Requests:
             min_tokens=sampling.min_tokens,
         )
 
-    async def _place(self, request: RunningRequest) -> Attempt:
+    async def _place(self, request: RunningAnswer) -> Attempt:
         """Finds workers, at once or after waiting in the queue. Raises Quarantined."""
         request.attempt = None
         self._recovery.check(request)
         queue, guard = self._queues[request.generation.model], request.lane.guard
         entry = request.queue_entry
-        route = self._candidates.plan(request)
+        route = self._dispatcher.plan(request)
         if not request.is_resumed and not request.is_judged:
             request.is_judged = True
             request.admitted = guard.check(entry, route, own=request.generation.wishes.targets)
@@ -392,7 +392,7 @@ class Requests:
             what = "no worker had room in time"
         raise Overloaded(what, retry_after_s=NO_WORKER_RETRY_S, reason="wait")
 
-    async def _wait_in_queue(self, request: RunningRequest, patience: Deadline, *, was_refused: bool) -> Attempt | None:
+    async def _wait_in_queue(self, request: RunningAnswer, patience: Deadline, *, was_refused: bool) -> Attempt | None:
         """Waits until workers have room for the request and take it.
 
         None: its patience is over, it is stranded, or it has to wait in another lane now.
@@ -403,14 +403,14 @@ class Requests:
             return self._is_stranded(request) or self._lane_of(request) is not lane
 
         def take_room(kept: Set[str]) -> bool:
-            return must_leave() or self._take_room(request, self._candidates.plan(request, kept))
+            return must_leave() or self._take_room(request, self._dispatcher.plan(request, kept))
 
         spans = self._open[request].spans
         num_ahead = 0 if spans is None else lane.queue.num_ahead(entry.service_class)
         with queue.enter(
             entry,
             take_room,
-            awaited=lambda: self._candidates.allowed(request),
+            awaited=lambda: self._dispatcher.allowed(request),
             lane=lane,
             is_resumed=request.is_resumed,
             was_refused=was_refused,
@@ -425,22 +425,22 @@ class Requests:
                 place.come_back()
         return None
 
-    def _lane_of(self, request: RunningRequest) -> Lane:
+    def _lane_of(self, request: RunningAnswer) -> Lane:
         """Where it waits. An answer that began with what others do not have holds up only its like."""
         generation, bound_to = request.generation, request.bound_to
         return self._lane(generation.model, generation.tenant, bound_to) if bound_to else request.lane
 
-    def _is_stranded(self, request: RunningRequest) -> bool:
+    def _is_stranded(self, request: RunningAnswer) -> bool:
         """Whether the answer has tokens, and nobody in rotation computes as their worker did, with the same weights.
 
         Such a request does not stand in the queue, where others would wait behind it.
         """
-        return bool(request.bound_to) and not self._candidates.allowed(request)
+        return bool(request.bound_to) and not self._dispatcher.allowed(request)
 
-    def _take_room(self, request: RunningRequest, route: Route | None) -> bool:
+    def _take_room(self, request: RunningAnswer, route: Route | None) -> bool:
         """Keeps a place for the request where it would go now. False: there is none, or it is kept for others."""
         guard = request.lane.guard
-        has_room = route is not None and self._candidates.has_room(request, route)
+        has_room = route is not None and self._dispatcher.has_room(request, route)
         if route is None or not has_room:
             guard.note_waiting(is_for_room=True)
             return False
@@ -448,12 +448,12 @@ class Requests:
             guard.note_waiting(is_for_room=False)
             return False
         try:
-            self._candidates.book(request, route)
+            self._dispatcher.book(request, route)
         except WorkerUnavailable:
             return False  # It has just gone.
         return True
 
-    async def _offer(self, request: RunningRequest) -> Attempt | None:
+    async def _offer(self, request: RunningAnswer) -> Attempt | None:
         """Offers the request to the decode workers of its routes, best first. None: nobody has room now.
 
         Raises WorkerUnavailable where every one of them turned out to be unreachable.
@@ -469,7 +469,7 @@ class Requests:
                 attempt.watch.came(asked)
                 if route.is_remote:
                     attempt.start_prefill(prefills)
-                self._candidates.watch_prompt(request, route, attempt)
+                self._dispatcher.watch_prompt(request, route, attempt)
             except (Overloaded, CrowdedOut):
                 is_full = True
                 self._leave(request)
@@ -485,13 +485,13 @@ class Requests:
             return None
         raise failure
 
-    def _new_attempt(self, request: RunningRequest, route: Route) -> tuple[Attempt, list[PrefillSession]]:
+    def _new_attempt(self, request: RunningAnswer, route: Route) -> tuple[Attempt, list[PrefillSession]]:
         """An attempt that goes this way, and the prefill workers for it, best first."""
-        self._candidates.book(request, route)
+        self._dispatcher.book(request, route)
         decode = self._topology.decode_session(route.decode.worker_id)
-        prefills = self._candidates.prefill_sessions(request, route) if route.is_remote else []
-        request.attempt = request.new_attempt(decode, self._candidates.new_watch(request, route.decode))
-        self._candidates.begin(request.attempt, prefills)
+        prefills = self._dispatcher.prefill_sessions(request, route) if route.is_remote else []
+        request.attempt = request.new_attempt(decode, self._dispatcher.new_watch(request, route.decode))
+        self._dispatcher.begin(request.attempt, prefills)
         return request.attempt, prefills
 
     def _check_room(self, call: Call, model: ServedModel, deadline: Deadline) -> None:
@@ -570,9 +570,9 @@ class Requests:
             outcome = outcome_of(error, was_placed=False)
             self._metrics.note_end(model, service_class, outcome, total_s=self._clock.monotonic() - arrived_s)
 
-    def _queue_entry(self, generation: Generation, lane: Lane) -> QueueEntry:
+    def _queue_entry(self, generation: AnswerSpec, lane: Lane) -> QueueEntry:
         service_class, arrived_s = ServiceClass.from_name(generation.service_class), generation.arrived_s
-        service_s, prompt_s = self._candidates.least_service_s(generation), self._candidates.prompt_s(generation)
+        service_s, prompt_s = self._dispatcher.least_service_s(generation), self._dispatcher.prompt_s(generation)
         return QueueEntry(
             key=generation.request_id,
             service_class=service_class,
@@ -589,15 +589,15 @@ class Requests:
             ),
         )
 
-    def _leave(self, request: RunningRequest) -> None:
+    def _leave(self, request: RunningAnswer) -> None:
         """The request's attempt is over, however it ended."""
         request.close_attempt()
         self._moves.end(request)
         if request.attempt is not None:
             self._note_handoff(request, request.attempt.handed_off, self._open[request])
-            self._candidates.release(request.attempt)
+            self._dispatcher.release(request.attempt)
 
-    def _patience(self, request: RunningRequest) -> Deadline:
+    def _patience(self, request: RunningAnswer) -> Deadline:
         """Until when the request may wait for workers."""
         generation, policies = request.generation, self._policies
         if request.is_resumed:
@@ -606,7 +606,7 @@ class Requests:
             return generation.deadline  # It takes what others leave, whenever that is.
         return generation.deadline.sooner(Deadline(generation.arrived_s + policies.max_queue_wait_s, self._clock))
 
-    async def _until_served(self, request: RunningRequest) -> None:
+    async def _until_served(self, request: RunningAnswer) -> None:
         """Waits while a model's workers are only away for a moment, and no longer than a lease lasts.
 
         Raises WorkerUnavailable where there are none, Overloaded where as many wait as may, and what ended the request.
@@ -629,7 +629,7 @@ class Requests:
         if not self.is_served(model):
             raise WorkerUnavailable("no decode worker is ready", retry_after_s=NO_WORKER_RETRY_S)
 
-    def _note_placed(self, request: RunningRequest, attempt: Attempt, route: Route, asked_s: float) -> None:
+    def _note_placed(self, request: RunningAnswer, attempt: Attempt, route: Route, asked_s: float) -> None:
         """Books that workers took the request, after they were asked at `asked_s`."""
         observed, admitted = self._open[request], request.admitted
         request.lane.guard.note_started(request.queue_entry, admitted)
@@ -642,11 +642,11 @@ class Requests:
             predicted_queue_s = None if admitted is None else admitted.queue_delay_s
             observed.spans.placed(attempt.facts, route, asked_s=asked_s, predicted_queue_s=predicted_queue_s)
         self._note_route(request, attempt, route, asked_s)
-        self._candidates.note_sent(request, route)
+        self._dispatcher.note_sent(request, route)
         self.num_running += request.count_as_running()
         self._note(request, State.ADMITTED)
 
-    def _note_taken(self, request: RunningRequest, attempt: Attempt, observed: _Observed) -> None:
+    def _note_taken(self, request: RunningAnswer, attempt: Attempt, observed: _Observed) -> None:
         """Tells metrics and log that workers took the request."""
         generation, trace = request.generation, observed.trace
         if attempt.prefill is not None:
@@ -663,7 +663,7 @@ class Requests:
         trace.enter("prefill")
         _note_workers(trace, attempt)
 
-    def _note_route(self, request: RunningRequest, attempt: Attempt, route: Route, asked_s: float) -> None:
+    def _note_route(self, request: RunningAnswer, attempt: Attempt, route: Route, asked_s: float) -> None:
         """Writes down for those who look at the request why it went there."""
         trace = self._open[request].trace
         trace.story.note_route(
@@ -674,7 +674,7 @@ class Requests:
             placed_us=trace.waterfall.steps[-1][1],
         )
 
-    def _observe(self, request: RunningRequest, attempt: Attempt, delta: Delta, observed: _Observed) -> None:
+    def _observe(self, request: RunningAnswer, attempt: Attempt, delta: Delta, observed: _Observed) -> None:
         """Books what a delta says about progress."""
         num_tokens = len(delta.token_ids)
         if observed.steady is attempt and delta.finish_reason is None:
@@ -711,14 +711,14 @@ class Requests:
         if phase != observed.trace.waterfall.phase:
             self._note_phase(request, attempt, phase, observed, num_new=num_tokens)
         if request.is_finished or (attempt.is_decoding and request.noted_state is not state):
-            self._candidates.note_success(attempt)
+            self._dispatcher.note_success(attempt)
         if state is not request.noted_state and not request.is_finished:
             request.noted_state = state
             self._note(request, state)
         if num_tokens and state is State.DECODING and request.num_tokens >= 2:
             observed.steady = attempt
 
-    def _note_kept(self, request: RunningRequest, observed: _Observed, *, is_second: bool) -> None:
+    def _note_kept(self, request: RunningAnswer, observed: _Observed, *, is_second: bool) -> None:
         """A token came whose time was predicted: the first, or the second."""
         generation, story = request.generation, observed.trace.story
         seen_us = round((self._clock.monotonic() - generation.arrived_s) * 1e6)
@@ -742,7 +742,7 @@ class Requests:
             seen_s=seen_s,
         )
 
-    def _note_first_token(self, request: RunningRequest, figures: RequestFigures) -> None:
+    def _note_first_token(self, request: RunningAnswer, figures: RequestFigures) -> None:
         generation = request.generation
         figures.ttft_s.observe(request.ttft_s)
         self._metrics.note_first_token(
@@ -752,7 +752,7 @@ class Requests:
         )
 
     def _note_phase(
-        self, request: RunningRequest, attempt: Attempt, phase: Phase, observed: _Observed, *, num_new: int = 0
+        self, request: RunningAnswer, attempt: Attempt, phase: Phase, observed: _Observed, *, num_new: int = 0
     ) -> None:
         """The answer goes from one phase to another: its workers may have changed, and a handoff may be done.
 
@@ -778,7 +778,7 @@ class Requests:
         self._note_handoff(request, attempt.handed_off, observed)
         _note_workers(trace, attempt)
 
-    def _note_handoff(self, request: RunningRequest, handed_off: HandedOff | None, observed: _Observed) -> None:
+    def _note_handoff(self, request: RunningAnswer, handed_off: HandedOff | None, observed: _Observed) -> None:
         if handed_off is None or handed_off is observed.seen_handoff:
             return
         observed.seen_handoff = handed_off
@@ -796,7 +796,7 @@ class Requests:
             exposed_s=handed_off.exposed_s,
         )
 
-    def _note(self, request: RunningRequest, state: State) -> None:
+    def _note(self, request: RunningAnswer, state: State) -> None:
         attempt = request.attempt
         placement = Placement(
             request.generation.request_id,
@@ -809,7 +809,7 @@ class Requests:
         )
         self._placements.post(placement)
 
-    def _note_end(self, request: RunningRequest, error: BaseException | None, observed: _Observed) -> None:
+    def _note_end(self, request: RunningAnswer, error: BaseException | None, observed: _Observed) -> None:
         generation = request.generation
         request.lane.guard.note_ended(request.queue_entry)
         self.num_running -= request.is_running
@@ -841,7 +841,7 @@ class Requests:
         )
 
 
-def due_s(generation: Generation, *, service_s: float, prompt_s: float) -> float:
+def due_s(generation: AnswerSpec, *, service_s: float, prompt_s: float) -> float:
     """When an answer's turn should come by what its client said; `math.inf`: it said nothing."""
     wishes, arrived_s = generation.wishes, generation.arrived_s
     due_s = generation.deadline.at_s - service_s if generation.has_own_deadline else math.inf

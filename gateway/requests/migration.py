@@ -12,9 +12,9 @@ import logging
 from collections import Counter
 
 from gateway.observability.metrics import Metrics
-from gateway.requests.answer import RunningRequest
+from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt, Giver, GiverFailed
-from gateway.requests.dispatch import Candidates
+from gateway.requests.dispatch import Dispatcher
 from gateway.topology.members import Topology
 from services.cluster.placements import State
 from services.runtime.errors import TandemError, WorkerUnavailable
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 class Moves:
     """All moves of one gateway."""
 
-    def __init__(self, *, topology: Topology, candidates: Candidates, metrics: Metrics) -> None:
+    def __init__(self, *, topology: Topology, dispatcher: Dispatcher, metrics: Metrics) -> None:
         self._topology = topology
-        self._candidates = candidates
+        self._dispatcher = dispatcher
         self._metrics = metrics
-        self._givers: dict[RunningRequest, str] = {}
+        self._givers: dict[RunningAnswer, str] = {}
         """Answers under way, and the incarnation of the worker they leave."""
         self._num_moves: Counter[str] = Counter()
 
-    async def follow(self, request: RunningRequest, attempt: Attempt) -> Attempt:
+    async def follow(self, request: RunningAnswer, attempt: Attempt) -> Attempt:
         """The attempt that goes on after this moment: the same, or the one at the answer's new worker."""
         if attempt.is_paused:
             return await self._hand_over(request, attempt)
@@ -48,7 +48,7 @@ class Moves:
             self._begin(request, attempt)
         return attempt
 
-    def end(self, request: RunningRequest) -> None:
+    def end(self, request: RunningAnswer) -> None:
         """The request moves no more, or its attempt is over."""
         giver = self._givers.pop(request, None)
         if giver is not None:
@@ -56,12 +56,12 @@ class Moves:
             if not self._num_moves[giver]:
                 del self._num_moves[giver]
 
-    def _begin(self, request: RunningRequest, attempt: Attempt) -> None:
+    def _begin(self, request: RunningAnswer, attempt: Attempt) -> None:
         giver = attempt.decode.peer.incarnation
         now_s = asyncio.get_running_loop().time()
         if now_s < request.next_move_at_s or self._num_moves[giver] >= MAX_MOVES_PER_WORKER:
             return
-        if not self._candidates.takers(request, attempt.decode):
+        if not self._dispatcher.takers(request, attempt.decode):
             request.next_move_at_s = now_s + TRY_AGAIN_S
             return
         try:
@@ -71,10 +71,10 @@ class Moves:
         self._givers[request] = giver
         self._num_moves[giver] += 1
 
-    async def _hand_over(self, request: RunningRequest, older: Attempt) -> Attempt:
+    async def _hand_over(self, request: RunningAnswer, older: Attempt) -> Attempt:
         """Finds a taker and has the pages sent there. Without one, the older attempt goes on."""
         try:
-            for view in self._candidates.takers(request, older.decode):
+            for view in self._dispatcher.takers(request, older.decode):
                 newer = await self._offer(request, older, view)
                 if newer is not None:
                     request.attempt = newer
@@ -89,13 +89,13 @@ class Moves:
         request.next_move_at_s = asyncio.get_running_loop().time() + TRY_AGAIN_S
         return older
 
-    async def _offer(self, request: RunningRequest, older: Attempt, view: WorkerView) -> Attempt | None:
+    async def _offer(self, request: RunningAnswer, older: Attempt, view: WorkerView) -> Attempt | None:
         """None: the worker does not take the answer. Raises GiverFailed."""
         try:
             decode = self._topology.decode_session(view.worker_id)
         except WorkerUnavailable:
             return None
-        watch = self._candidates.new_watch(request, view)
+        watch = self._dispatcher.new_watch(request, view)
         newer = request.new_attempt(decode, watch, giver=Giver(older.decode, older.order.key))
         try:
             await newer.admit(is_local_prefill=False)

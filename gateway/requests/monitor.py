@@ -14,7 +14,7 @@ from functools import partial
 
 from gateway.limits import Sampling
 from gateway.requests.attempt import Attempt, Mailbox, TokenLog
-from gateway.requests.dispatch import Candidates
+from gateway.requests.dispatch import Dispatcher
 from gateway.topology.members import ROLES, Role, Topology
 from gateway.topology.session import AttemptKey, DecodeSession, PrefillSession, SequenceOrder
 from gateway.topology.watch import AttemptWatch
@@ -56,9 +56,9 @@ _SAMPLING = Sampling(
 class Monitor:
     """The look at all workers of one gateway."""
 
-    def __init__(self, candidates: Candidates, topology: Topology, *, models: Iterable[str], clock: Clock) -> None:
-        self._candidates = candidates
-        self._watch = candidates.watch
+    def __init__(self, dispatcher: Dispatcher, topology: Topology, *, models: Iterable[str], clock: Clock) -> None:
+        self._dispatcher = dispatcher
+        self._watch = dispatcher.watch
         self._topology = topology
         self._models = tuple(models)
         self._clock = clock
@@ -127,16 +127,16 @@ class Monitor:
         try:
             async with asyncio.timeout(limit_s):
                 await self._run(attempt, prefill, prompt_s)
-                self._candidates.note_success(attempt)
+                self._dispatcher.note_success(attempt)
         except Overloaded:
             return False
         except TimeoutError:
             pass  # Its stage was found late while it went on.
         except TandemError:
-            self._candidates.note_failure(attempt)
+            self._dispatcher.note_failure(attempt)
         finally:
             attempt.close()
-            self._candidates.release(attempt)
+            self._dispatcher.release(attempt)
         return True
 
     async def _run(self, attempt: Attempt, prefill: PrefillSession | None, prompt_s: float) -> None:
@@ -144,7 +144,7 @@ class Monitor:
         asked = watch.asked()
         await attempt.admit(is_local_prefill=prefill is None)
         watch.came(asked)
-        self._candidates.begin(attempt, [] if prefill is None else [prefill])
+        self._dispatcher.begin(attempt, [] if prefill is None else [prefill])
         watch.prompt_sent((prefill or attempt.decode).peer.worker_id, prompt_s)
         if prefill is not None:
             attempt.start_prefill([prefill])

@@ -35,10 +35,10 @@ from weakref import WeakSet
 import msgspec
 
 from gateway.observability.metrics import Metrics
-from gateway.requests.answer import RunningRequest, Strike
+from gateway.requests.answer import RunningAnswer, Strike
 from gateway.requests.attempt import Attempt
-from gateway.requests.call import Generation
-from gateway.requests.dispatch import Candidates
+from gateway.requests.call import AnswerSpec
+from gateway.requests.dispatch import Dispatcher
 from gateway.topology.members import ROLES, Topology
 from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import Quarantined, TandemError, WorkerLost
@@ -93,7 +93,7 @@ class Recovery:
         max_attempts: int,
         failover_wait_s: float,
         topology: Topology,
-        candidates: Candidates,
+        dispatcher: Dispatcher,
         quarantine: QuarantineList,
         metrics: Metrics,
         clock: Clock,
@@ -101,15 +101,15 @@ class Recovery:
         self._max_attempts = max_attempts
         self._failover_wait_s = failover_wait_s
         self._topology = topology
-        self._candidates = candidates
+        self._dispatcher = dispatcher
         self._quarantine = quarantine
         self._metrics = metrics
         self._clock = clock
         self._budget = RetryBudget(now_s=clock.monotonic())
-        self._struck: WeakSet[RunningRequest] = WeakSet()
+        self._struck: WeakSet[RunningAnswer] = WeakSet()
         self._heard = asyncio.Event()
         """Set when it is known what an attempt has failed of; then there is another one for the next."""
-        self._awaiting_trial: deque[RunningRequest] = deque()
+        self._awaiting_trial: deque[RunningAnswer] = deque()
         self._deaths: dict[str, _Death] = {}
         """By process, of those that may have died of a request; not those that a guilty one has killed."""
 
@@ -117,12 +117,12 @@ class Recovery:
         """A call was accepted: retries of others may be a little more."""
         self._budget.note_request(self._clock.monotonic())
 
-    def check(self, request: RunningRequest) -> None:
+    def check(self, request: RunningAnswer) -> None:
         """Raises Quarantined for a request that must not be computed."""
         if len(self._quarantine) and fingerprint_of(request.generation) in self._quarantine:
             raise Quarantined(QUARANTINED)
 
-    async def after(self, request: RunningRequest, attempt: Attempt | None, failure: TandemError) -> None:
+    async def after(self, request: RunningAnswer, attempt: Attempt | None, failure: TandemError) -> None:
         """Returns when the request may be tried again. Raises the failure or Quarantined where it may not."""
         if attempt is not None:
             await self._hear_out(attempt)
@@ -132,9 +132,9 @@ class Recovery:
         logger.warning("attempt failed", extra={"request_id": request.generation.request_id, **reason})
         if attempt is not None and attempt.is_move and not attempt.is_decoding:
             return  # It ran well where it was, so the request has nothing to do with it.
-        strike = request.note_failure(attempt, is_alone=request in self._candidates.on_trial)
+        strike = request.note_failure(attempt, is_alone=request in self._dispatcher.on_trial)
         if attempt is not None:
-            self._candidates.note_failure(attempt)
+            self._dispatcher.note_failure(attempt)
         try:
             is_poison = await self._is_poison(request)
         finally:
@@ -153,29 +153,29 @@ class Recovery:
         if strike is not None and self._counts(strike):
             await self._begin_trial(request, max_wait_s=TRIAL_WAIT_S if strike.is_fresh else 0.0)
 
-    def end_trial(self, request: RunningRequest) -> None:
+    def end_trial(self, request: RunningAnswer) -> None:
         """The request has got a token, has failed again or is over: the next one may be tried."""
-        if request in self._candidates.on_trial:
-            self._candidates.on_trial.discard(request)
+        if request in self._dispatcher.on_trial:
+            self._dispatcher.on_trial.discard(request)
             self._nudge_awaiting()
 
-    async def _begin_trial(self, request: RunningRequest, *, max_wait_s: float) -> None:
+    async def _begin_trial(self, request: RunningAnswer, *, max_wait_s: float) -> None:
         """Waits for a place for its trial, for a bounded time. Without one the request goes on untried."""
         self._awaiting_trial.append(request)
         try:
             if max_wait_s:
                 await request.mailbox.rest(max_wait_s, until=lambda: self._may_be_tried(request))
             if self._may_be_tried(request):
-                self._candidates.on_trial.add(request)
+                self._dispatcher.on_trial.add(request)
         finally:
             self._awaiting_trial.remove(request)
             self._nudge_awaiting()
 
-    def _may_be_tried(self, request: RunningRequest) -> bool:
+    def _may_be_tried(self, request: RunningAnswer) -> bool:
         """Whether a worker is left for its trial, and nobody has waited longer for one."""
         model = request.generation.model
         ahead = next(other for other in self._awaiting_trial if other.generation.model == model)
-        on_trial = [other for other in self._candidates.on_trial if other.generation.model == model]
+        on_trial = [other for other in self._dispatcher.on_trial if other.generation.model == model]
         # Who did not wait for its trial keeps nobody from having one.
         num_on_trial = sum(other.strikes[-1].is_fresh for other in on_trial if other.strikes)
         num_workers = [self._topology.num_ready(role, model) for role in ROLES]
@@ -185,7 +185,7 @@ class Recovery:
         for request in self._awaiting_trial:
             request.mailbox.nudge()
 
-    def _note_poison(self, request: RunningRequest) -> None:
+    def _note_poison(self, request: RunningAnswer) -> None:
         self._metrics.quarantined.inc()
         if fingerprint := fingerprint_of(request.generation):
             self._quarantine.add(fingerprint)
@@ -193,7 +193,7 @@ class Recovery:
             for incarnation in strike.suspects:
                 self._deaths.pop(incarnation, None)
 
-    async def _wait_for_turn(self, request: RunningRequest) -> None:
+    async def _wait_for_turn(self, request: RunningAnswer) -> None:
         turn = self._budget.take(self._clock.monotonic(), max_wait_s=self._failover_wait_s)
         if not turn.wait_s:
             return
@@ -211,7 +211,7 @@ class Recovery:
             self._heard.set()
             self._heard = asyncio.Event()
 
-    async def _is_poison(self, request: RunningRequest) -> bool:
+    async def _is_poison(self, request: RunningAnswer) -> bool:
         if not request.strikes:
             return False
         self._struck.add(request)
@@ -230,7 +230,7 @@ class Recovery:
         num_alone = sum(strike.is_alone and not self._was_shared(strike) for strike in counted)
         return num_alone >= ALONE_STRIKES + self._has_others_deaths(request)
 
-    def _note_deaths(self, request: RunningRequest) -> None:
+    def _note_deaths(self, request: RunningAnswer) -> None:
         now_s = self._clock.monotonic()
         self._deaths = {name: death for name, death in self._deaths.items() if now_s - death.at_s < DEATHS_S}
         for strike in request.strikes:
@@ -244,12 +244,12 @@ class Recovery:
         deaths = (self._deaths.get(name) for name in strike.suspects)
         return any(death is not None and len(death.tried) > 1 for death in deaths)
 
-    def _has_others_deaths(self, request: RunningRequest) -> bool:
+    def _has_others_deaths(self, request: RunningAnswer) -> bool:
         """Whether workers have died lately that were not computing this request: then chance may be at work."""
         own: set[str] = set().union(*(strike.suspects for strike in request.strikes))
         return any(not self._topology.is_alive(name) for name in self._deaths.keys() - own)
 
-    async def _until_heard(self, request: RunningRequest, lost: Set[str]) -> None:
+    async def _until_heard(self, request: RunningAnswer, lost: Set[str]) -> None:
         """Waits until all that may have shared its last death know whether they did."""
         others = [other for other in self._struck if other is not request]
         with contextlib.suppress(TimeoutError):
@@ -260,7 +260,7 @@ class Recovery:
     def _counts(self, strike: Strike) -> bool:
         return strike.is_certain or any(not self._topology.is_alive(suspect) for suspect in strike.suspects)
 
-    async def _learn_who_died(self, request: RunningRequest, suspects: frozenset[str]) -> None:
+    async def _learn_who_died(self, request: RunningAnswer, suspects: frozenset[str]) -> None:
         """Waits until each suspect has spoken again or is known to be gone, which silence tells at the latest."""
         heard_of = asyncio.get_running_loop().time() + LAST_WORDS_S
         patience = request.generation.deadline.sooner(Deadline.after(self._failover_wait_s, clock=self._clock))
@@ -272,7 +272,7 @@ class Recovery:
                         return
 
 
-def fingerprint_of(generation: Generation) -> str:
+def fingerprint_of(generation: AnswerSpec) -> str:
     """The same for the same request, on every gateway; its seed, which is usually drawn, left out. 64 hex digits.
 
     Empty where it cannot be made, with an error in the log: such a request is in no quarantine, rather than lost.

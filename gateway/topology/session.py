@@ -197,7 +197,7 @@ class Load(msgspec.Struct, frozen=True):
     """How far its clock was ahead of this machine's when it reported, less the message's way; None: unknown."""
 
 
-class Route(Protocol):
+class EventSink(Protocol):
     """Where the events of one attempt go."""
 
     def deliver(self, session: "WorkerSession", event: Event) -> None:
@@ -250,11 +250,11 @@ class WorkerSession(ABC):
             gateway_incarnation=gateway_incarnation, worker_incarnation=peer.incarnation
         )
         self._on_change = on_change
-        self._routes: dict[tuple[str, int], Route] = {}
+        self._routes: dict[tuple[str, int], EventSink] = {}
         self._num_left: dict[AttemptKey, Callable[[], int]] = {}
         self._handles: dict[AttemptKey, int] = {}
         """Of open attempts whose tokens may come together with others'."""
-        self._routes_by_handle: dict[int, Route] = {}
+        self._routes_by_handle: dict[int, EventSink] = {}
         self._pace = pace
         self._lateness = Lateness()
         self._held: dict[int, Tokens] = {}
@@ -305,7 +305,7 @@ class WorkerSession(ABC):
             return math.inf
         return max(num_left() for num_left in self._num_left.values())
 
-    def open(self, key: AttemptKey, route: Route, *, num_left: Callable[[], int] | None = None) -> None:
+    def open(self, key: AttemptKey, route: EventSink, *, num_left: Callable[[], int] | None = None) -> None:
         """Sends the attempt's events to `route` from now on. Raises WorkerUnavailable if the stream is broken.
 
         `num_left` says how many tokens an answer may have yet that is generated there.

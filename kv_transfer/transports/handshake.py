@@ -46,7 +46,7 @@ MAX_STRANGERS = 128
 
 _HELLO_BYTES = len(MAGIC) + CHANNEL_ID_BYTES + NONCE_BYTES
 Finish: TypeAlias = Callable[[socket.socket, RingSpec, ChannelKey], AnyReceiveChannel]
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def keep_alive(sock: socket.socket) -> None:
@@ -184,7 +184,7 @@ class Acceptor:
             return
         except OSError as error:
             # Out of descriptors: the backlog stays readable, so give others a moment to close some.
-            _log.warning("cannot accept a channel: %s", error)
+            logger.warning("cannot accept a channel: %s", error)
             time.sleep(0.05)
             return
         if len(self._strangers) >= MAX_STRANGERS:

@@ -32,7 +32,7 @@ from kv_transfer.transports.base import ChannelBroken, ChannelTimeout, Countdown
 
 SUCCESS, IN_PROGRESS = 0, 7
 LAUNCH_LOCK = threading.Lock()
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _left_behind: list[object] = []
 
 
@@ -309,7 +309,7 @@ class NcclPair:
         has_left = self._calling.acquire(timeout=self._limits.leave_s)
         try:
             if not has_left:
-                _log.error("a thread is stuck in NCCL: the communicator is aborted under it")
+                logger.error("a thread is stuck in NCCL: the communicator is aborted under it")
             self._stream.activate()
             with self._changed:
                 self._is_ending = True
@@ -322,7 +322,7 @@ class NcclPair:
         is_settled = self._settles()
         with self._changed:
             if not is_settled:
-                _log.error("kernels of an aborted communicator still run: their memory is left to them for good")
+                logger.error("kernels of an aborted communicator still run: their memory is left to them for good")
                 # The stream too: who was given it next would wait behind them.
                 _left_behind.extend((*self._kept, self._stream))
             self._kept.clear()

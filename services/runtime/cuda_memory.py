@@ -24,7 +24,7 @@ _ACCESS_READ_WRITE = 3
 _GRANULARITY_MINIMUM = 0
 _ATTRIBUTE_VMM = 102
 _ATTRIBUTE_POSIX_FD = 103
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class CudaError(OSError):
@@ -230,7 +230,7 @@ class _Driver:
                 self.call("cuMemUnmap", address, size)
                 self.call("cuMemAddressFree", address, size)
         except CudaError:
-            _log.exception("memory of a GPU could not be given back")
+            logger.exception("memory of a GPU could not be given back")
 
     def _prop(self) -> MemAllocationProp:
         location = MemLocation(_LOCATION_DEVICE, self._device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from services.scheduling.prediction import LinkMeter, LinkSpeed, PrefillSpeed
+from services.scheduling.prediction import LinkSpeed, PrefillSpeed, TransferMeter
 
 DEFAULT_COPY = LinkSpeed(latency_s=5e-5, bytes_per_s=4e9)
 """Of pages to the host's memory or back, until it was measured: about what one core copies."""
@@ -17,7 +17,7 @@ class CopyMeter:
     """How fast pages are copied between the pool and the host's memory."""
 
     def __init__(self) -> None:
-        self._meter = LinkMeter(DEFAULT_COPY)
+        self._meter = TransferMeter(DEFAULT_COPY)
         self._num_too_dear = 0
 
     @property

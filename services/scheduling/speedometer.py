@@ -8,10 +8,10 @@ from services.scheduling.prediction import (
     DEFAULT_LINK,
     DecodeMeter,
     DecodeSpeed,
-    TransferMeter,
     LinkSpeed,
     PrefillMeter,
     PrefillSpeed,
+    TransferMeter,
 )
 
 _NAMES = {kind: tuple(one.name for one in fields(kind)) for kind in (PrefillSpeed, DecodeSpeed, LinkSpeed)}

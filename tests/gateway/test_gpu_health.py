@@ -122,7 +122,7 @@ async def test_another_process_of_the_worker_begins_without_its_past(make_cluste
     await system.add(worker_type("decode", "decode-0", system.workers["decode-1"].script))
     got = await ask(system, 6)
     assert got["decode-0"] > 0
-    assert system.gateway.requests._candidates.num_open_breakers == 0
+    assert system.gateway.requests._dispatcher.num_open_breakers == 0
 
 
 async def test_what_operators_see(make_cluster, caplog):

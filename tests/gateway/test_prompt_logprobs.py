@@ -234,9 +234,9 @@ async def test_after_a_failure_a_prompt_that_was_not_reported_counts_as_computed
         log=SimpleNamespace(next_index=num_tokens),
         has_kept_prompt=lambda peer: True,
     )
-    candidates = system.gateway.requests._candidates
-    candidates._hints = None
-    assert candidates._cached_tokens(request).get("prefill-0", 0) == num_cached
+    dispatcher = system.gateway.requests._dispatcher
+    dispatcher._hints = None
+    assert dispatcher._cached_tokens(request).get("prefill-0", 0) == num_cached
 
 
 async def test_a_worker_that_leaves_them_out_is_not_believed(make_system, worker_type, answer):

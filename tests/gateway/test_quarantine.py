@@ -647,12 +647,12 @@ async def test_suspects_are_tried_on_several_workers_at_the_same_time(make_syste
     assert sorted(map(len, tried.values())) == [1, 1]
     may_answer.release()
     await system.until(lambda: sum(map(len, tried.values())) == 3)
-    assert [len(request.strikes) for request in system.gateway.requests._candidates.on_trial] == [1, 1]
+    assert [len(request.strikes) for request in system.gateway.requests._dispatcher.on_trial] == [1, 1]
     for _ in asked:
         may_answer.release()
     for response in await asyncio.gather(*asked):
         assert response.status_code == 200
-    assert not system.gateway.requests._candidates.on_trial
+    assert not system.gateway.requests._dispatcher.on_trial
 
 
 async def test_a_death_in_a_trial_that_two_shared_is_no_proof(make_system, worker_type, pair, answer):

@@ -34,7 +34,7 @@ from gateway.named.journal import (
 from gateway.named.memory import MemoryBounds
 from gateway.named.requests import Journals, ask_for, ask_to_resume
 from gateway.observability.tracing import NO_TRACE
-from gateway.requests.call import AcceptedCall, Call, Delta, Generation, StoredCall, StoredChoice, Totals, Usage
+from gateway.requests.call import AcceptedCall, AnswerSpec, Call, Delta, StoredCall, StoredChoice, Totals, Usage
 from gateway.topology.session import TokenLogprobs
 from services.cluster.journal_room import JournalRoom
 from services.cluster.journals import JournalStore
@@ -427,7 +427,7 @@ class FakeRequests:
         self.active.add((tenant, request_id))
         totals = Totals()
         generations = [
-            Generation(
+            AnswerSpec(
                 request_id=f"{request_id}.{number}",
                 choice=number,
                 model="tiny",

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.observability.tracing import NO_TRACE
-from gateway.requests.call import AcceptedCall, Delta, Generation, Totals
+from gateway.requests.call import AcceptedCall, AnswerSpec, Delta, Totals
 from gateway.requests.fallback import begun
 from gateway.requests.fan_out import merged
 from services.runtime.clock import Deadline
@@ -114,7 +114,7 @@ class FakeModels:
 def generations_of(model, num_choices, now_s=100.0):
     totals = Totals(waiting_since_s=now_s)
     return [
-        Generation(
+        AnswerSpec(
             request_id=f"{model}.{choice}",
             choice=choice,
             model=model,

@@ -81,7 +81,7 @@ async def test_who_is_kept_from_work_is_tried_without_clients(breakable, caplog,
 async def test_who_should_get_no_work_and_does_is_not_shown_as_open(breakable, caplog):
     caplog.set_level("INFO", logger="gateway.topology.watch")
     system, _ = breakable
-    watch = system.gateway.requests._candidates.watch
+    watch = system.gateway.requests._dispatcher.watch
     for worker_id in ("decode-0", "decode-1"):
         for _ in range(3):
             watch.failed(worker_id, [])
@@ -103,12 +103,12 @@ async def test_who_should_get_no_work_and_does_is_not_shown_as_open(breakable, c
 
 async def test_pairs_that_are_kept_apart_are_shown(breakable):
     system, _ = breakable
-    candidates = system.gateway.requests._candidates
+    dispatcher = system.gateway.requests._dispatcher
     for _ in range(3):
-        candidates._breakers.failed(("prefill-0", "decode-1"), candidates._clock.monotonic())
+        dispatcher._breakers.failed(("prefill-0", "decode-1"), dispatcher._clock.monotonic())
     (pair,) = (await system.http.get("/cluster")).json()["cut_pairs"]
     assert (pair["prefill_id"], pair["decode_id"], pair["state"]) == ("prefill-0", "decode-1", "open")
-    candidates._breakers.trip(("prefill-1", "decode-1"), candidates._clock.monotonic())
+    dispatcher._breakers.trip(("prefill-1", "decode-1"), dispatcher._clock.monotonic())
     states = [pair["state"] for pair in (await system.http.get("/cluster")).json()["cut_pairs"]]
     assert states == ["open", "suspected"], "there is no other way to it"
 

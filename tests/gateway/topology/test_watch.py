@@ -234,7 +234,7 @@ async def test_a_silent_worker_that_is_full_holds_up_nobody(make_system, worker_
     hung = asyncio.create_task(system.complete(prompt=[5, 6, 7], max_tokens=3))
     await taken.wait()
     await system.add(worker_type("decode", "decode-1", pair.decode))
-    watch = system.gateway.requests._candidates.watch
+    watch = system.gateway.requests._dispatcher.watch
     await system.until(lambda: watch.usable(["decode-0", "decode-1"]) == ["decode-1"])
     await system.until(lambda: len(system.workers["decode-0"].attempts) > 1)
     for service_class in ("critical", "normal", "batch"):

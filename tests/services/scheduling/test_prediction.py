@@ -13,10 +13,10 @@ from services.scheduling.prediction import (
     DEFAULT_PREFILL,
     DecodeMeter,
     DecodeSpeed,
-    TransferMeter,
     LinkSpeed,
     PrefillMeter,
     PrefillSpeed,
+    TransferMeter,
 )
 
 GPU = PrefillSpeed(overhead_s=0.012, s_per_token=6e-5, s_per_token_squared=4e-9)
