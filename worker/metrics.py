@@ -13,10 +13,8 @@ from prometheus_client.registry import Collector
 from protos import cluster_pb2, worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import ConfigError
-from services.runtime.fast_metrics import Count, Distribution
 from services.runtime.gpu_use import GpuUse
-from services.runtime.span_metrics import SpanCounts
-from services.runtime.tls_metrics import CertificateEnd
+from services.runtime.metrics import CertificateEnd, Count, Distribution, SpanCounts
 from worker.config import WorkerConfig
 
 # A step is between some 100 microseconds (a tiny model) and seconds (a long chunk on few cores).
@@ -290,7 +288,7 @@ class WorkerMetrics:
 
 
 class _Steps(Collector):
-    """Engine steps, which are told on the event loop once for each of them: see `fast_metrics`."""
+    """Engine steps, which are told on the event loop once for each of them: see `services.runtime.metrics`."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id

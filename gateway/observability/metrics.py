@@ -1,7 +1,7 @@
 """What the gateway counts and times, for Prometheus. Knows no request; one registry per gateway.
 
 `docs/metrics.md` lists every name. Labels are bounded: models come from the catalog, service classes, outcomes, phases
-and codes from this program, workers from the membership. What every token passes is in `services.runtime.fast_metrics`.
+and codes from this program, workers from the membership. What every token passes is in `services.runtime.metrics`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,9 +19,7 @@ from gateway.topology.presence import Presence
 from gateway.topology.troubles import Troubles
 from services.cluster.memory import MemoryUse
 from services.cluster.redis_store import Store
-from services.runtime.fast_metrics import Counts, Distributions, FastRegistry
-from services.runtime.span_metrics import SpanCounts
-from services.runtime.tls_metrics import CertificateEnd
+from services.runtime.metrics import CertificateEnd, Counts, Distributions, FastRegistry, SpanCounts
 from services.scheduling.breakers import CircuitState
 from services.scheduling.health import CAUSES, GpuState
 

@@ -25,9 +25,9 @@ from services.runtime import rpc, tls
 from services.runtime.clock import ManualClock
 from services.runtime.config import load
 from services.runtime.errors import ConfigError, PermissionDenied, TandemError, Unauthenticated
+from services.runtime.metrics import CertificateEnd
 from services.runtime.rpc import set_identity
 from services.runtime.tls import Identity, TlsFiles, check_caller, client_context, pinned_context, roles_of, tls_files
-from services.runtime.tls_metrics import CertificateEnd
 from tests.certificates import Authority, serial_of
 from worker.config import WorkerConfig
 from worker.host import channel_tls, worker_identity

@@ -1,4 +1,4 @@
-"""Counters and histograms for places that every token passes. Knows no service.
+"""Counters and histograms for places that every token passes, and figures that every process has. Knows no service.
 
 prometheus_client takes a lock and, for a histogram, walks through the buckets each time: microseconds for a token's
 count and its gap. Here one thread writes plain numbers and any thread may read them for a scrape, so an update is an
@@ -7,9 +7,14 @@ addition. What a scrape reads may be one update older in one number than in anot
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Generic, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from services.runtime import rpc, telemetry
 
 Child = TypeVar("Child")
 
@@ -176,3 +181,39 @@ def _name(name: str, said: Sequence[str]) -> str:
 
 def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+class SpanCounts(Collector):
+    """To be registered; reads `telemetry.counts` for each scrape."""
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """What a scrape gets."""
+        exported, dropped = self.describe()
+        num_exported, num_dropped = telemetry.counts()
+        exported.add_metric((), num_exported)
+        dropped.add_metric((), num_dropped)
+        return exported, dropped
+
+    def describe(self) -> tuple[CounterMetricFamily, CounterMetricFamily]:
+        """The names, for the registry."""
+        return (
+            CounterMetricFamily("tandem_spans_exported", "Spans that the collector has taken."),
+            CounterMetricFamily("tandem_spans_dropped", "Spans that did not fit into the queue or were not taken."),
+        )
+
+
+class CertificateEnd(Collector):
+    """To be registered; looks at the process's identity for each scrape. Without TLS there is no figure."""
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """What a scrape gets."""
+        (end,) = self.describe()
+        identity = rpc.identity()
+        if identity is not None:
+            end.add_metric((), identity.end_unix_s())
+        return (end,)
+
+    def describe(self) -> tuple[GaugeMetricFamily]:
+        """The name, for the registry."""
+        what = "When the TLS certificate of this process expires, in seconds since 1970."
+        return (GaugeMetricFamily("tandem_tls_certificate_end_timestamp_seconds", what),)

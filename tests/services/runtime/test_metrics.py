@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from services.runtime.fast_metrics import Counts, Distributions, FastRegistry
+from services.runtime.metrics import Counts, Distributions, FastRegistry
 
 BOUNDS = (0.001, 0.01, 0.1, 1, 2.5)
 NAMES = st.sampled_from(["a", 'q"uo\\te', "b\nreak", "naïve"])
