@@ -1,138 +1,36 @@
-"""Starts a prefill worker: settings, lease, model, server; it lives until it is told to leave or its engine fails."""
+"""Starts a prefill worker."""
 
-import asyncio
-import contextlib
-import gc
-import logging
-import sys
-
-import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it sets when it is loaded
-from kv_transfer.protocol.counters import Counters
-from kv_transfer.sending import SendLinks
-from kv_transfer.wire import LinkIdentity
+import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it sets when it is imported
 from prefill_worker.config import PrefillWorkerConfig
 from prefill_worker.worker import Limits, PrefillWorker, Servicer
 from protos import worker_pb2_grpc
-from services.cluster.prefix_index import PrefixPublisher
-from services.cluster.registry import WorkerLease, WorkerRecord, named_channels, new_incarnation
-from services.engine.engine import EngineParts
-from services.engine.rehearsal import load_rehearsed_engine
-from services.runtime import config, process, rpc
-from services.runtime.model_facts import read_model_facts
-from services.structured.grammar import Grammars, grammar_library
-from worker.gpu import GpuWatch, watch_gpu
-from worker.host import channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
-from worker.metrics import WorkerMetrics
+from services.runtime import process
+from worker.startup import Common, Made, Role, run
 
 SERVICE_NAME = "tandem.v1.PrefillWorker"
 
-logger = logging.getLogger(__name__)
+
+async def make(common: Common[PrefillWorkerConfig]) -> Made:
+    """The worker of a loaded model."""
+    settings, gpu, publisher = common.settings, common.gpu, common.publisher
+    worker = PrefillWorker(
+        parts=common.parts,
+        links=common.send_links(),
+        incarnation=common.incarnation,
+        limits=Limits(chunk_tokens=settings.chunk_tokens, max_waiting=settings.max_waiting),
+        metrics=common.metrics,
+        step_timeout_s=settings.step_timeout,
+        gpu=None if gpu is None else gpu.message,
+        grammars=common.grammars(),
+        on_pages_changed=None if publisher is None else publisher.note,
+    )
+    servicer = Servicer(worker.sessions)
+    return Made(worker, [lambda server: worker_pb2_grpc.add_PrefillWorkerServicer_to_server(servicer, server)])
 
 
 def main() -> None:
     """Runs a prefill worker with the settings of the command line."""
-    settings = config.load(PrefillWorkerConfig, sys.argv[1:], prog="python -m prefill_worker")
-    run_service(settings, "prefill-worker", serve)
-
-
-async def serve(settings: PrefillWorkerConfig, stop: asyncio.Event) -> None:
-    """Loads, serves and drains one worker."""
-    incarnation = new_incarnation()
-    with held(_lease(settings, incarnation, stop)) as lease, held(_publisher(settings, lease)) as publisher:
-        await _serve(settings, incarnation, lease, publisher, stop)
-
-
-async def _serve(
-    settings: PrefillWorkerConfig,
-    incarnation: str,
-    lease: WorkerLease | None,
-    publisher: PrefixPublisher | None,
-    stop: asyncio.Event,
-) -> None:
-    parts = await load_or_stop(lambda: load_rehearsed_engine(**settings.engine_settings()), lease, stop)
-    with contextlib.closing(parts), held(watch_gpu(parts.gpu_uuid)) as gpu:
-        facts = await load_or_stop(lambda: read_model_facts(settings.model), lease, stop)
-        identity = parts.identity(vocabulary=facts.vocabulary, grammars=grammar_library())
-        metrics = WorkerMetrics(worker_id=settings.id)
-        worker = _worker(settings, incarnation, parts, identity.numerics, metrics, lease, publisher, gpu)
-        metrics.serve(settings, worker.load)
-        server = rpc.make_server([SERVICE_NAME], with_reflection=False, incarnation=incarnation)
-        worker_pb2_grpc.add_PrefillWorkerServicer_to_server(Servicer(worker.sessions), server.server)
-        address = settings.address(await server.start(settings.host, settings.port))
-        if lease is not None:
-            lease.update(address=address, facts=facts, **parts.record_fields(identity), **worker.load().record_fields())
-        # What was loaded for good is not looked at again by every full collection, which would hold up a step.
-        gc.collect()
-        gc.freeze()
-        logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
-        await serve_until_drained(worker, server, lease, stop, drain_timeout_s=settings.drain_timeout)
-
-
-def _lease(settings: PrefillWorkerConfig, incarnation: str, stop: asyncio.Event) -> WorkerLease | None:
-    if settings.redis is None:
-        return None
-    leave = on_this_loop(lambda _: stop.set())
-    record = WorkerRecord(role="prefill", **settings.record_fields(incarnation=incarnation))
-    lease = WorkerLease(
-        settings.redis, cluster=settings.cluster, record=record, on_lost=leave, secrets=settings.secrets
-    )
-    lease.start()
-    return lease
-
-
-def _publisher(settings: PrefillWorkerConfig, lease: WorkerLease | None) -> PrefixPublisher | None:
-    """Says which pages can be found here; from the start on, so that those of an earlier life are forgotten."""
-    if settings.redis is None or lease is None:
-        return None
-    publisher = PrefixPublisher(settings.redis, cluster=settings.cluster, record=lease.record)
-    publisher.start()
-    return publisher
-
-
-def _worker(
-    settings: PrefillWorkerConfig,
-    incarnation: str,
-    parts: EngineParts,
-    numerics: str,
-    metrics: WorkerMetrics,
-    lease: WorkerLease | None,
-    publisher: PrefixPublisher | None,
-    gpu: GpuWatch | None,
-) -> PrefillWorker:
-    identity = LinkIdentity(
-        settings.id,
-        incarnation,
-        parts.fingerprint,
-        parts.model.exact,
-        arithmetic=numerics,
-        tensor_parallel=parts.parallelism.tensor,
-        pipeline_parallel=parts.parallelism.pipeline,
-    )
-    counters = Counters()
-    metrics.watch_faults(counters.snapshot)
-    if parts.tier is not None:
-        metrics.watch_host_tier(parts.tier.stats)
-    if gpu is not None:
-        metrics.watch_gpu(gpu.use)
-    return PrefillWorker(
-        parts=parts,
-        links=SendLinks(
-            identity=identity,
-            pool=parts.pool,
-            generations=parts.allocator,
-            transports=(settings.transport,),
-            counters=counters,
-            tls=channel_tls(settings),
-            on_channels=None if lease is None else lambda channels: lease.update(channels=named_channels(channels)),
-        ),
-        incarnation=incarnation,
-        limits=Limits(chunk_tokens=settings.chunk_tokens, max_waiting=settings.max_waiting),
-        metrics=metrics,
-        step_timeout_s=settings.step_timeout,
-        gpu=None if gpu is None else gpu.message,
-        grammars=Grammars(settings.model / "tokenizer.json", vocab_size=parts.model_config.vocab_size),
-        on_pages_changed=None if publisher is None else publisher.note,
-    )
+    run(Role("prefill", PrefillWorkerConfig, [SERVICE_NAME], make))
 
 
 if __name__ == "__main__":

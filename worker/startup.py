@@ -1,0 +1,166 @@
+"""Starts a worker: lease, engine, model, server; it lives until it is told to leave or loses its lease.
+
+Knows no role: a worker package says in a `Role` what its own part is made of.
+"""
+
+import asyncio
+import contextlib
+import functools
+import gc
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+import grpc
+
+from kv_transfer.protocol.counters import Counters
+from kv_transfer.sending import SendLinks
+from kv_transfer.wire import LinkIdentity
+from services.cluster.prefix_index import PrefixPublisher
+from services.cluster.registry import WorkerLease, WorkerRecord, named_channels, new_incarnation
+from services.engine.engine import EngineParts
+from services.engine.rehearsal import load_rehearsed_engine
+from services.runtime import config, rpc
+from services.runtime.model_facts import read_model_facts
+from services.structured.grammar import Grammars, grammar_library
+from worker.config import WorkerConfig
+from worker.gpu import GpuWatch, watch_gpu
+from worker.host import Worker, channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
+from worker.metrics import WorkerMetrics
+
+logger = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=WorkerConfig)
+
+
+@dataclass(frozen=True)
+class Common(Generic[C]):
+    """What both workers are made of, once the model is loaded."""
+
+    settings: C
+    incarnation: str
+    parts: EngineParts
+    numerics: str
+    """Which arithmetic its tokens come from."""
+    metrics: WorkerMetrics
+    lease: WorkerLease | None
+    publisher: PrefixPublisher | None
+    gpu: GpuWatch | None
+    stop: asyncio.Event
+    counters: Counters = field(default_factory=Counters)
+
+    @functools.cached_property
+    def identity(self) -> LinkIdentity:
+        """What this worker says of itself to the other end of a Link."""
+        parts = self.parts
+        return LinkIdentity(
+            self.settings.id,
+            self.incarnation,
+            parts.fingerprint,
+            parts.model.exact,
+            arithmetic=self.numerics,
+            tensor_parallel=parts.parallelism.tensor,
+            pipeline_parallel=parts.parallelism.pipeline,
+        )
+
+    def send_links(self) -> SendLinks:
+        """The Links on which it sends pages."""
+        lease = self.lease
+        return SendLinks(
+            identity=self.identity,
+            pool=self.parts.pool,
+            generations=self.parts.allocator,
+            transports=(self.settings.transport,),
+            counters=self.counters,
+            tls=channel_tls(self.settings),
+            on_channels=None if lease is None else lambda channels: lease.update(channels=named_channels(channels)),
+        )
+
+    def grammars(self) -> Grammars:
+        """The grammars of the model's vocabulary."""
+        return Grammars(self.settings.model / "tokenizer.json", vocab_size=self.parts.model_config.vocab_size)
+
+    def watch(self) -> None:
+        """Has metrics read what belongs to no role."""
+        self.metrics.watch_faults(self.counters.snapshot)
+        if self.parts.tier is not None:
+            self.metrics.watch_host_tier(self.parts.tier.stats)
+        if self.gpu is not None:
+            self.metrics.watch_gpu(self.gpu.use)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A worker, what adds each of its services to a server, and what its record says beside what all records say."""
+
+    worker: Worker
+    add_services: Sequence[Callable[[grpc.aio.Server], None]]
+    record_fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Role(Generic[C]):
+    """What one kind of worker is: its name, its settings, the gRPC services that it has, and how it is made."""
+
+    name: Literal["prefill", "decode"]
+    settings: type[C]
+    services: Sequence[str]
+    make: Callable[[Common[C]], Awaitable[Made]]
+
+
+def run(role: Role[C]) -> None:
+    """Runs a worker with the settings of the command line."""
+    settings = config.load(role.settings, sys.argv[1:], prog=f"python -m {role.name}_worker")
+    run_service(settings, f"{role.name}-worker", functools.partial(_serve, role))
+
+
+async def _serve(role: Role[C], settings: C, stop: asyncio.Event) -> None:
+    incarnation = new_incarnation()
+    with contextlib.ExitStack() as stack:
+        lease = stack.enter_context(held(_lease(role, settings, incarnation, stop)))
+        publisher = stack.enter_context(held(_publisher(settings, lease)))
+        parts = await load_or_stop(lambda: load_rehearsed_engine(**settings.engine_settings()), lease, stop)
+        stack.enter_context(contextlib.closing(parts))
+        gpu = stack.enter_context(held(watch_gpu(parts.gpu_uuid)))
+        facts = await load_or_stop(lambda: read_model_facts(settings.model), lease, stop)
+        identity = parts.identity(vocabulary=facts.vocabulary, grammars=grammar_library())
+        metrics = WorkerMetrics(worker_id=settings.id)
+        common = Common(settings, incarnation, parts, identity.numerics, metrics, lease, publisher, gpu, stop)
+        made = await role.make(common)
+        common.watch()
+        metrics.serve(settings, made.worker.load)
+        server = rpc.make_server(role.services, with_reflection=False, incarnation=incarnation)
+        for add in made.add_services:
+            add(server.server)
+        address = settings.address(await server.start(settings.host, settings.port))
+        if lease is not None:
+            said = {**parts.record_fields(identity), **made.worker.load().record_fields(), **made.record_fields}
+            lease.update(address=address, facts=facts, **said)
+        # What was loaded for good is not looked at again by every full collection, which would hold up a step.
+        gc.collect()
+        gc.freeze()
+        logger.info("ready", extra={"address": address, "pages": parts.pool.num_pages})
+        await serve_until_drained(made.worker, server, lease, stop, drain_timeout_s=settings.drain_timeout)
+
+
+def _lease(role: Role[C], settings: C, incarnation: str, stop: asyncio.Event) -> WorkerLease | None:
+    if settings.redis is None:
+        return None
+    leave = on_this_loop(lambda _: stop.set())
+    record = WorkerRecord(role=role.name, **settings.record_fields(incarnation=incarnation))
+    lease = WorkerLease(
+        settings.redis, cluster=settings.cluster, record=record, on_lost=leave, secrets=settings.secrets
+    )
+    lease.start()
+    return lease
+
+
+def _publisher(settings: WorkerConfig, lease: WorkerLease | None) -> PrefixPublisher | None:
+    """Says which pages can be found here; from the start on, so that those of an earlier life are forgotten."""
+    if settings.redis is None or lease is None:
+        return None
+    publisher = PrefixPublisher(settings.redis, cluster=settings.cluster, record=lease.record)
+    publisher.start()
+    return publisher
