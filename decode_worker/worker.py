@@ -35,33 +35,29 @@ from kv_transfer.receiving import LinkReceiver, Reserved
 from kv_transfer.sending import HandoffStats, SendLinks, SendTransfer
 from protos import worker_pb2, worker_pb2_grpc
 from services.engine.cache.swap import SwapSpace
-from services.engine.engine import EngineParts, check_fits, check_token_ids
+from services.engine.engine import EngineParts, check_token_ids
 from services.engine.steps.sequence import Grammar, Sampling, Sequence
 from services.engine.steps.step import PROMPT_ROWS, NonFiniteLogits, SampledToken
-from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
-    InvariantViolated,
     RequestCancelled,
     TandemError,
     TransferFailed,
     WorkerUnavailable,
 )
 from services.runtime.logs import request_fields
-from services.runtime.page_keys import PageKey, cache_salt
+from services.runtime.page_keys import cache_salt
 from services.runtime.telemetry import Event, TraceContext, Value
 from services.scheduling.speedometer import numbers
-from services.structured.compiler import GrammarCompiler
 from services.structured.form import AnswerForm
 from services.structured.grammar import Grammars, GrammarState
 from worker.attempts import (
     AttemptKey,
     AttemptSpec,
-    AttemptTable,
     finished_message,
     handed_off_message,
     is_bare,
@@ -69,11 +65,11 @@ from worker.attempts import (
     read_spec,
     tokens_message,
 )
+from worker.engine_worker import EngineWorker, PagesChanged
 from worker.host import infallible, on_this_loop, record_chunk, record_sending
 from worker.metrics import Load, Speeds, WorkerMetrics
-from worker.sessions import Payload, Session, SessionServer, StepTokens, failed
+from worker.sessions import CommandHandler, Payload, Session, SessionServer, StepTokens, failed
 
-ENGINE_STOP_TIMEOUT_S = 10.0
 MAX_SPAN_EVENTS = 64
 
 R = TypeVar("R")
@@ -190,13 +186,14 @@ class _Attempt:
         )
 
 
-class DecodeWorker:
+class DecodeWorker(EngineWorker[_Attempt]):
     """Takes pages in, generates tokens, and hands sequences over to other decode workers. Made on the event loop.
 
     It is the ReceiveTarget of the LinkReceiver that `attach` gives it. `grammars` are for answers that must have a
-    form, which are refused without. `on_pages_changed(added, evicted)` is called on the event loop with the keys of
-    pages that have come to be found here, and of those that no longer are.
+    form, which are refused without.
     """
+
+    name = "decode worker"
 
     def __init__(
         self,
@@ -209,30 +206,28 @@ class DecodeWorker:
         step_timeout_s: float = 0.0,
         gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None,
         grammars: Grammars | None = None,
-        on_pages_changed: Callable[[tuple[PageKey, ...], tuple[PageKey, ...]], None] | None = None,
+        on_pages_changed: PagesChanged | None = None,
         speculator: Speculator | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._parts = parts
-        self._links = links
-        self._metrics = metrics
-        self._grammars = None if grammars is None else GrammarCompiler(grammars)
-        self._on_pages_changed = on_pages_changed
-        self._clock = clock
-        self._page_size = parts.pool.layout.page_size
-        self._attempts: AttemptTable[_Attempt] = AttemptTable()
+        super().__init__(
+            parts=parts,
+            links=links,
+            metrics=metrics,
+            grammars=grammars,
+            on_pages_changed=on_pages_changed,
+            clock=clock,
+        )
         self._book = AdmissionBook(
             num_pages=parts.pool.num_pages,
             page_size=self._page_size,
             max_admitted=limits.max_admitted,
             is_optimistic=limits.is_optimistic,
         )
-        self._pages = parts.allocator.counts()
         self._num_running = 0
         self._num_preempted = 0
         self._waiting_tokens = 0
         self._context_tokens = 0
-        self._is_draining = False
         self._receiving: dict[AttemptKey, _Attempt] = {}
         """Those whose pages a transfer holds or waits for, ended or not."""
         self._reserving: set[Future[ReservedPages]] = set()
@@ -241,24 +236,14 @@ class DecodeWorker:
         self._receiver: LinkReceiver
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._event_loop = asyncio.get_running_loop()
-        self.drain_requested = asyncio.Event()
-        self.failed: asyncio.Future[None] = self._event_loop.create_future()
-        self.sessions = SessionServer(
-            incarnation=incarnation,
-            handlers={
-                "admit": self._on_admit,
-                "cancel": self._on_cancel,
-                "drain": self._on_drain,
-                "pause": self._on_pause,
-                "unpause": self._on_unpause,
-                "hand_over": self._on_hand_over,
-            },
-            load=lambda: self.load().to_message(is_draining=self._is_draining),
-            on_session_closed=self._on_session_closed,
-            gpu=gpu,
-            counts=metrics.counts,
-        )
+        handlers: dict[str, CommandHandler] = {
+            "admit": self._on_admit,
+            "cancel": self._on_cancel,
+            "pause": self._on_pause,
+            "unpause": self._on_unpause,
+            "hand_over": self._on_hand_over,
+        }
+        self._open_sessions(incarnation, handlers, gpu=gpu)
         self._loop = DecodeLoop(
             runner=parts.runner,
             allocator=parts.allocator,
@@ -280,11 +265,7 @@ class DecodeWorker:
         )
         self._speedometer = self._loop.speedometer
         self._speedometer.observe_steps(parts.first_steps, clock.unix_ns() / 1e9)
-        self._engine = EngineThread(
-            self._loop.step, on_fatal=on_this_loop(self._on_engine_failed), on_idle=self._loop.check_books
-        )
-        self._step_watch = StepWatch(self._engine, timeout_s=step_timeout_s)
-        self._engine.start()
+        self._start_engine(self._loop, step_timeout_s=step_timeout_s)
 
     def attach(self, receiver: LinkReceiver) -> None:
         """Names the receiver whose target this worker is; before the first session."""
@@ -309,23 +290,9 @@ class DecodeWorker:
             num_preempted=self._num_preempted,
         )
 
-    def begin_drain(self) -> None:
-        """Admits nothing new from here on; what was admitted is received and finished."""
-        self._is_draining = True
-        self.sessions.load_changed()
-
     async def wait_idle(self) -> None:
         """Returns when every attempt has ended and its pages are free; each has a deadline."""
         await self._is_idle.wait()
-
-    def check_engine(self, elapsed_s: float) -> None:
-        """Fails the worker if a step does not end; called again and again, `elapsed_s` after the last time."""
-        if self._step_watch.is_stuck(elapsed_s):
-            self._engine.abandon("the engine is stuck")
-            self._on_engine_failed(InvariantViolated("a step of the engine did not end in time"))
-        loss = self._parts.loss
-        if loss is not None:
-            self._on_engine_failed(loss)
 
     async def close(self) -> None:
         """Fails what is left, waits until nothing is held, and stops the engine."""
@@ -335,10 +302,7 @@ class DecodeWorker:
             self._end(attempt, "failed", leaving, answer=failed(leaving))
         await self._receiver.close()
         await self.wait_idle()
-        await self._links.close()
-        self.sessions.close()
-        await asyncio.to_thread(self._engine.settle, timeout_s=ENGINE_STOP_TIMEOUT_S)
-        await asyncio.to_thread(self._engine.stop, timeout_s=ENGINE_STOP_TIMEOUT_S)
+        await self._stop()
 
     # --- commands, on the event loop ---
 
@@ -346,7 +310,9 @@ class DecodeWorker:
         if self._is_draining:
             raise WorkerUnavailable("the decode worker is leaving")
         spec = read_spec(message.sequence, Sampling, clock=self._clock)
-        self._check(spec)
+        self._check(spec, num_new_tokens=spec.sampling.max_tokens)
+        if len(spec.emitted_token_ids) >= spec.sampling.max_tokens:
+            raise InvalidRequest("the emitted tokens leave nothing to generate", field="emitted_token_ids")
         if message.from_decode and (message.local_prefill or not spec.emitted_token_ids):
             raise InvalidRequest("a decode worker hands over a sequence that has emitted tokens", field="from_decode")
         attempt = _Attempt(
@@ -377,17 +343,6 @@ class DecodeWorker:
         if message.local_prefill:
             attempt.phase = Phase.COMPUTING
             self._start(attempt, num_computed_tokens=0, emitted_token_ids=spec.emitted_token_ids)
-
-    def _check(self, spec: AttemptSpec[Sampling]) -> None:
-        config = self._parts.model_config
-        check_fits(config, self._parts.pool, len(spec.prompt_token_ids), spec.sampling.max_tokens)
-        check_token_ids(config, spec.prompt_token_ids)
-        check_token_ids(config, spec.emitted_token_ids, field="emitted_token_ids")
-        check_token_ids(config, spec.sampling.logit_bias, field="logit_bias")
-        if len(spec.emitted_token_ids) >= spec.sampling.max_tokens:
-            raise InvalidRequest("the emitted tokens leave nothing to generate", field="emitted_token_ids")
-        if spec.form is not None and self._grammars is None:
-            raise InvalidRequest("this worker has no grammars", field="json_schema")
 
     def _find(self, session: Session, attempt_id: worker_pb2.AttemptId) -> _Attempt | None:
         attempt = self._attempts.find(read_key(attempt_id))
@@ -430,13 +385,8 @@ class DecodeWorker:
         attempt.hand_over = self._begin_task(self._hand_over(attempt, message))
         attempt.hand_over.add_done_callback(lambda task: self._on_hand_over_ended(attempt, task))
 
-    async def _on_drain(self, session: Session, message: worker_pb2.DrainWorker) -> None:
-        self.drain_requested.set()
-
-    def _on_session_closed(self, session: Session) -> None:
-        for attempt in self._attempts:
-            if attempt.session is session:
-                self._end(attempt, "cancelled", RequestCancelled("the gateway's session ended"))
+    def _lose(self, attempt: _Attempt) -> None:
+        self._end(attempt, "cancelled", RequestCancelled("the gateway's session ended"))
 
     # --- the receiving side of a handoff, on the event loop ---
 
@@ -672,18 +622,13 @@ class DecodeWorker:
         if not len(self._book):
             self._is_idle.set()
 
-    def _emit(self, attempt: _Attempt, payload: Payload) -> None:
-        self.sessions.emit(attempt.session, *attempt.spec.key, payload)
-
     def _salt(self, spec: AttemptSpec[Sampling]) -> bytes:
         return cache_salt(model=self._parts.fingerprint, tenant=spec.cache_salt)
 
     # --- what the engine thread says ---
 
     def _on_report(self, report: StepReport) -> None:
-        self._pages = report.pages
-        if self._on_pages_changed is not None and any(report.changes):
-            self._on_pages_changed(*report.changes)
+        self._note_pages(report.pages, report.changes)
         self._num_running = report.num_running
         self._waiting_tokens = report.waiting_tokens
         for preemption in report.preempted:
@@ -788,19 +733,12 @@ class DecodeWorker:
                 said: dict[str, Value] = {"tandem.reason": preemption.reason, "tandem.tokens": attempt.num_tokens}
                 attempt.span_events.append(Event("preempted", report.start_unix_ns, said))
 
-    def _on_engine_failed(self, error: BaseException) -> None:
-        """Nothing computed here can be trusted any more: answer everything, then let the process end."""
-        if self.failed.done():
-            return
-        logger.critical("the engine failed", exc_info=error)
-        self._is_draining = True
-        broken = InternalError("the decode worker failed")
+    def _fail_all(self, error: TandemError) -> None:
         for attempt in self._attempts:
-            self._end(attempt, "failed", broken, answer=failed(broken))
+            self._end(attempt, "failed", error, answer=failed(error))
         for given in self._reserving:
             if not given.done():
-                given.set_exception(WorkerUnavailable("the decode worker failed"))
-        self.failed.set_exception(error)
+                given.set_exception(WorkerUnavailable(f"the {self.name} failed"))
 
 
 def _answer(error: TandemError) -> Payload | None:

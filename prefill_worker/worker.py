@@ -33,43 +33,37 @@ from prefill_worker.engine_loop import CachedPrefix, ComputedChunk, PrefillLoop,
 from prefill_worker.scheduler import PromptQueue, PromptSize
 from protos import worker_pb2, worker_pb2_grpc
 from services.engine.cache.pages import num_pages_for
-from services.engine.engine import EngineParts, check_fits, check_token_ids
+from services.engine.engine import EngineParts
 from services.engine.steps.sequence import Grammar, Sampling, Sequence
 from services.engine.steps.step import NonFiniteLogits, SampledToken
-from services.engine.thread import EngineThread, StepWatch
 from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import (
-    InternalError,
-    InvalidRequest,
-    InvariantViolated,
     RequestCancelled,
     TandemError,
     TransferFailed,
     WorkerUnavailable,
 )
 from services.runtime.logs import request_fields
-from services.runtime.page_keys import PageKey, cache_salt
+from services.runtime.page_keys import cache_salt
 from services.runtime.telemetry import TraceContext
 from services.scheduling.speedometer import numbers
-from services.structured.compiler import GrammarCompiler
 from services.structured.form import AnswerForm
 from services.structured.grammar import Grammars
 from worker.attempts import (
     AttemptKey,
     AttemptSpec,
-    AttemptTable,
     finished_message,
     handed_off_message,
     read_key,
     read_spec,
     tokens_message,
 )
+from worker.engine_worker import EngineWorker, PagesChanged
 from worker.host import infallible, on_this_loop, record_chunk, record_sending, within
 from worker.metrics import Load, Speeds, WorkerMetrics
-from worker.sessions import Payload, Session, SessionServer, failed
+from worker.sessions import CommandHandler, Session, SessionServer, failed
 
-ENGINE_STOP_TIMEOUT_S = 10.0
 # Uncomputed tokens of prompts that have their turn, in steps: one runs, the next is ready when it ends.
 STEPS_AHEAD = 2
 MAX_TOLD_CHUNKS = 32
@@ -167,12 +161,13 @@ class _Attempt:
         self.abort_reason = abort_reason
 
 
-class PrefillWorker:
+class PrefillWorker(EngineWorker[_Attempt]):
     """Computes prompts and hands their pages over. Made on the event loop.
 
-    `grammars` are for answers that must have a form, which are refused without. `on_pages_changed(added, evicted)` is
-    called on the event loop with the keys of pages that have come to be found here, and of those that no longer are.
+    `grammars` are for answers that must have a form, which are refused without.
     """
+
+    name = "prefill worker"
 
     def __init__(
         self,
@@ -185,39 +180,27 @@ class PrefillWorker:
         step_timeout_s: float = 0.0,
         gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None,
         grammars: Grammars | None = None,
-        on_pages_changed: Callable[[tuple[PageKey, ...], tuple[PageKey, ...]], None] | None = None,
+        on_pages_changed: PagesChanged | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._parts = parts
-        self._links = links
-        self._metrics = metrics
-        self._grammars = None if grammars is None else GrammarCompiler(grammars)
-        self._on_pages_changed = on_pages_changed
-        self._clock = clock
-        self._page_size = parts.pool.layout.page_size
-        self._attempts: AttemptTable[_Attempt] = AttemptTable()
+        super().__init__(
+            parts=parts,
+            links=links,
+            metrics=metrics,
+            grammars=grammars,
+            on_pages_changed=on_pages_changed,
+            clock=clock,
+        )
         self._kept: dict[str, _Kept] = {}
         """By request, of those whose newest computed attempt may be handed over again."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pages = parts.allocator.counts()
-        self._is_draining = False
         self._queue = PromptQueue(
             max_waiting=limits.max_waiting,
             num_pages=parts.pool.num_pages,
             ahead_tokens=STEPS_AHEAD * limits.chunk_tokens,
         )
-        self.drain_requested = asyncio.Event()
-        self._event_loop = asyncio.get_running_loop()
-        self.failed: asyncio.Future[None] = self._event_loop.create_future()
-        self.sessions = SessionServer(
-            incarnation=incarnation,
-            handlers={"prefill": self._on_prefill, "cancel": self._on_cancel, "drain": self._on_drain},
-            load=lambda: self.load().to_message(is_draining=self._is_draining),
-            on_session_closed=self._on_session_closed,
-            gpu=gpu,
-            links=self._links.peer_links,
-            counts=metrics.counts,
-        )
+        handlers: dict[str, CommandHandler] = {"prefill": self._on_prefill, "cancel": self._on_cancel}
+        self._open_sessions(incarnation, handlers, gpu=gpu, links=self._links.peer_links)
         self._loop = PrefillLoop(
             runner=parts.runner,
             allocator=parts.allocator,
@@ -228,11 +211,7 @@ class PrefillWorker:
             tier=parts.tier,
         )
         self._loop.speedometer.observe_steps(parts.first_steps, clock.monotonic())
-        self._engine = EngineThread(
-            self._loop.step, on_fatal=on_this_loop(self._on_engine_failed), on_idle=self._loop.check_books
-        )
-        self._step_watch = StepWatch(self._engine, timeout_s=step_timeout_s)
-        self._engine.start()
+        self._start_engine(self._loop, step_timeout_s=step_timeout_s)
 
     def load(self) -> Load:
         """How busy the worker is now."""
@@ -249,24 +228,10 @@ class PrefillWorker:
             waiting_tokens=self._queue.waiting_tokens,
         )
 
-    def begin_drain(self) -> None:
-        """Takes no new prompt from here on; those that were taken are finished."""
-        self._is_draining = True
-        self.sessions.load_changed()
-
     async def wait_idle(self) -> None:
         """Returns when every attempt has ended; each has a deadline."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
-
-    def check_engine(self, elapsed_s: float) -> None:
-        """Fails the worker if a step does not end; called again and again, `elapsed_s` after the last time."""
-        if self._step_watch.is_stuck(elapsed_s):
-            self._engine.abandon("the engine is stuck")
-            self._on_engine_failed(InvariantViolated("a step of the engine did not end in time"))
-        loss = self._parts.loss
-        if loss is not None:
-            self._on_engine_failed(loss)
 
     async def close(self) -> None:
         """Fails what is left, waits until nothing is held, and stops the engine."""
@@ -275,10 +240,7 @@ class PrefillWorker:
         await self.wait_idle()
         for kept in list(self._kept.values()):
             self._forget(kept)
-        await self._links.close()
-        self.sessions.close()
-        await asyncio.to_thread(self._engine.settle, timeout_s=ENGINE_STOP_TIMEOUT_S)
-        await asyncio.to_thread(self._engine.stop, timeout_s=ENGINE_STOP_TIMEOUT_S)
+        await self._stop()
 
     # --- commands, on the event loop ---
 
@@ -286,7 +248,8 @@ class PrefillWorker:
         if self._is_draining:
             raise WorkerUnavailable("the prefill worker is leaving")
         spec = read_spec(message.sequence, Sampling, clock=self._clock)
-        self._check(spec)
+        # Only the prompt is computed here; whether the answer fits too was the decode worker's question.
+        self._check(spec, num_new_tokens=1)
         attempt = _Attempt(spec, session, message.decode_address, message.decode_incarnation, self._clock.monotonic())
         attempt.trace = telemetry.sampled(spec.traceparent, spec.tracestate)
         superseded = self._attempts.begin(spec.key, attempt)
@@ -320,16 +283,6 @@ class PrefillWorker:
     def _size(self, attempt: _Attempt) -> PromptSize:
         return PromptSize(attempt.num_tokens, num_pages_for(attempt.num_tokens, self._page_size))
 
-    def _check(self, spec: AttemptSpec[Sampling]) -> None:
-        config = self._parts.model_config
-        # Only the prompt is computed here; whether the answer fits too was the decode worker's question.
-        check_fits(config, self._parts.pool, len(spec.prompt_token_ids), 1)
-        check_token_ids(config, spec.prompt_token_ids)
-        check_token_ids(config, spec.emitted_token_ids, field="emitted_token_ids")
-        check_token_ids(config, spec.sampling.logit_bias, field="logit_bias")
-        if spec.form is not None and self._grammars is None:
-            raise InvalidRequest("this worker has no grammars", field="json_schema")
-
     async def _on_cancel(self, session: Session, message: worker_pb2.Cancel) -> None:
         attempt = self._attempts.find(read_key(message.id))
         is_known = attempt is not None and attempt.session is session
@@ -339,13 +292,8 @@ class PrefillWorker:
             has_begun = attempt is not None and is_known and attempt.transfer is not None
             self.sessions.emit(session, *read_key(message.id), worker_pb2.Cancelled(has_begun=has_begun))
 
-    async def _on_drain(self, session: Session, message: worker_pb2.DrainWorker) -> None:
-        self.drain_requested.set()
-
-    def _on_session_closed(self, session: Session) -> None:
-        for attempt in self._attempts:
-            if attempt.session is session:
-                attempt.task.cancel()
+    def _lose(self, attempt: _Attempt) -> None:
+        attempt.task.cancel()
 
     # --- the life of an attempt, one task each ---
 
@@ -573,15 +521,10 @@ class PrefillWorker:
             if attempt is not None:
                 attempt.has_turn.set()
 
-    def _emit(self, attempt: _Attempt, payload: Payload) -> None:
-        self.sessions.emit(attempt.session, *attempt.spec.key, payload)
-
     # --- what the engine thread says ---
 
     def _on_report(self, report: StepReport) -> None:
-        self._pages = report.pages
-        if self._on_pages_changed is not None and any(report.changes):
-            self._on_pages_changed(*report.changes)
+        self._note_pages(report.pages, report.changes)
         for chunk in report.chunks:
             assert isinstance(chunk.key, AttemptKey), "only attempts are computed"
             self._queue.computed(chunk.key, chunk.num_tokens)
@@ -599,15 +542,6 @@ class PrefillWorker:
             self._give_turns()
         else:
             self.sessions.load_changed()  # pages came free: an idle worker is seen as idle at once
-
-    def _on_engine_failed(self, error: BaseException) -> None:
-        """Nothing computed here can be trusted any more: answer everything, then let the process end."""
-        if self.failed.done():
-            return
-        logger.critical("the engine failed", exc_info=error)
-        self._is_draining = True
-        self._fail_all(InternalError("the prefill worker failed"))
-        self.failed.set_exception(error)
 
     def _fail_all(self, error: TandemError) -> None:
         for attempt in self._attempts:

@@ -14,14 +14,14 @@ MAX_CORE_FILES, MAX_CORE_LINES = 20, 10_300
 LONG_FILES = {
     "decode_worker/engine_loop.py": 647,
     "decode_worker/scheduler.py": 689,
-    "decode_worker/worker.py": 822,
+    "decode_worker/worker.py": 760,
     "gateway/batches/runner.py": 591,
     "gateway/edge/grpc_api.py": 580,
     "gateway/edge/http_api.py": 803,
     "gateway/models/tokenizer.py": 527,
     "gateway/models/tool_calls.py": 743,
     "gateway/named/requests.py": 987,
-    "gateway/observability/metrics.py": 585,
+    "gateway/observability/metrics.py": 583,
     "gateway/observability/tracing.py": 539,
     "gateway/openai/types.py": 1012,
     "gateway/openapi/answers.py": 535,
@@ -34,7 +34,7 @@ LONG_FILES = {
     "kv_transfer/protocol/receiver.py": 557,
     "kv_transfer/receiving.py": 622,
     "kv_transfer/sending.py": 819,
-    "prefill_worker/worker.py": 634,
+    "prefill_worker/worker.py": 568,
     "services/cluster/batches.py": 508,
     "services/cluster/journals.py": 582,
     "services/cluster/prefix_index.py": 628,
@@ -48,7 +48,7 @@ LONG_FILES = {
 }
 """Those that are longer, and what they may have at most: the lists become shorter, and never longer."""
 LONG_FUNCTIONS = {
-    "decode_worker/worker.py:DecodeWorker.__init__": 87,
+    "decode_worker/worker.py:DecodeWorker.__init__": 71,
     "gateway/assembly.py:Gateway.__init__": 152,
     "gateway/observability/metrics.py:Metrics.__init__": 274,
     "gateway/requests/lifecycle.py:Requests.__init__": 67,
