@@ -268,7 +268,7 @@ FIELDS: Mapping[str, Field] = {
     "n": _bounded(f"Answers to each prompt; {MAX_SEQUENCES} over all prompts.", 1, MAX_CHOICES, 1),
     "seed": _bounded("Equal seeds give equal answers. Absent: one is drawn.", -(2**63), 2**63 - 1),
     "stop": Field(
-        f"AnswerSpec ends before the first of these texts, each of at most {MAX_STOP_TEXT_BYTES} bytes.",
+        f"Generation ends before the first of these texts, each of at most {MAX_STOP_TEXT_BYTES} bytes.",
         {
             "anyOf": [
                 {"type": "string", "maxLength": MAX_STOP_TEXT_BYTES},
