@@ -33,6 +33,8 @@ QUIET_S = 20.0
 """Most time until nothing of the attacker's runs."""
 MIB = 2**20
 
+NONCE = "a name of each request's own"
+
 Load = Callable[[Target], Awaitable[None]]
 """What the attacker does until it is cancelled."""
 
@@ -53,8 +55,12 @@ class _Side:
 
 @attack(9)
 async def dear_masks(target: Target) -> Sequence[Row]:
-    """Chats with 16 answers each that must be one long text, or keep to a pattern of which much has to be known."""
-    pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": ".*e.{1500}"}}, "required": ["a"]}
+    """Chats with 16 answers each that must be one long text, or keep to a pattern of which much has to be known.
+
+    The pattern is one that is served for a while, and another one in each request: one that was found too complex is
+    refused at once when it comes again.
+    """
+    pattern = {"type": "object", "properties": {NONCE: {"type": "string", "pattern": ".*e.{100}"}}, "required": [NONCE]}
     chat = {"messages": [{"role": "user", "content": "a"}], "n": 16, "max_tokens": 200, "temperature": 1.0}
     return await _compared(
         target,
@@ -162,7 +168,9 @@ def _posting(
         while True:
             if is_named:
                 headers["x-request-id"] = f"fair-{random.getrandbits(64):x}"
-            data = content if not is_new else json.dumps(body | {"cache_salt": f"{random.getrandbits(64):x}"}).encode()
+            data = content.replace(NONCE.encode(), f"{random.getrandbits(64):x}".encode())
+            if is_new:
+                data = json.dumps(body | {"cache_salt": f"{random.getrandbits(64):x}"}).encode()
             with contextlib.suppress(httpx.HTTPError):
                 async with http.stream("POST", path, content=data, headers=headers) as answer:
                     async for _ in answer.aiter_raw():
