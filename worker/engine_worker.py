@@ -175,7 +175,7 @@ class EngineWorker(ABC, Generic[A]):
             self._on_pages_changed(*changes)
 
     def _on_engine_failed(self, error: BaseException) -> None:
-        """Nothing computed here can be trusted any more: answer everything, then let the process end."""
+        """Answers every attempt with an error and lets the process end: its results can no longer be trusted."""
         if self.failed.done():
             return
         logger.critical("the engine failed", exc_info=error)

@@ -185,12 +185,11 @@ class PageAllocator:
     reference to an earlier holder's content can be told.
 
     A used page whose content is final may be **named** by a key (services.runtime.page_keys): `find` gives named pages
-    to whoever needs the same content, and they are cached when their last holder lets go. Of two pages with the same
-    content one is named. Cached pages give way to an allocation that finds no free ones: first those that were let go
-    first, and of those that were let go together the end of the sequence before its beginning, without which it could
-    not be found. With a `store`, named pages that give way go there, where `find_stored` finds them; a key is in the
-    pool or in the store. Which keys come and go, in both together, is written down for who tells others
-    (`take_changes`).
+    to sequences that need the same content, and they are cached when their last holder releases them. Of two pages with
+    the same content one is named. An allocation that finds no free page evicts cached ones: those that were released
+    first, and of those that were released together the end of the sequence before its beginning, without which it could
+    not be found. With a `store`, evicted named pages go there, where `find_stored` finds them; a key is in the pool or
+    in the store. `take_changes` returns which keys have come and gone, in both together.
 
     Misuse (releasing a free page, marking a page used twice …) raises InvariantViolated: the books are then wrong and
     so, sooner or later, is an answer.
