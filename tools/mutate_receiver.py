@@ -39,6 +39,7 @@ COPIED_FILES = (
     "services/__init__.py",
     "services/runtime/__init__.py",
     "services/runtime/errors.py",
+    "tests/examples.py",
 )
 SETTINGS = "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\n"
 # The quick ones first: most mutants end there.
@@ -313,6 +314,7 @@ def main() -> int:
 def _try_all(mutants: list[Mutant], num_jobs: int, original: Path, tests: Sequence[str]) -> int:
     # These tests need no plugins, and loading them takes longer than most mutants live.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ["TANDEM_ALL_EXAMPLES"] = "1"
     # The same examples for each mutant, and none is made smaller: that it fails is enough.
     quick = settings(settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
     settings.register_profile("mutants", quick)
