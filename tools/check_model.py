@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-MODEL = Path(__file__).resolve().parents[1] / "model" / "handoff.pml"
+MODEL = Path(__file__).resolve().parents[1] / "spec" / "handoff.pml"
 TIMEOUT_S = 600.0
 HOLDS, BREAKS = "holds", "breaks"
 

@@ -36,6 +36,15 @@ def test_the_model_holds_with_its_fences_and_breaks_without_one() -> None:
     assert ["NO_REVOKE", "breaks", "breaks"] in rows
 
 
+def test_each_fence_that_can_be_taken_out_is_in_the_model() -> None:
+    """Also where there is no spin, so that a model that was moved or renamed is missed."""
+    model = (RUNNER.parents[1] / "spec" / "handoff.pml").read_text()
+    assert '"spec" / "handoff.pml"' in RUNNER.read_text()
+    fences = [name for name in run("--list").stdout.split() if name.startswith("NO_")]
+    assert len(fences) > 5
+    assert [name for name in fences if name not in model] == []
+
+
 def test_without_spin_it_says_how_to_get_it(tmp_path: Path) -> None:
     done = run(path=str(tmp_path))
     assert done.returncode == 2
