@@ -50,7 +50,7 @@ def test_python_is_read_in_docstrings_comments_and_texts(tmp_path: Path, monkeyp
         "any_more = '`so many` is code'\n"
     )
     lines = [(finding.line, finding.words) for finding in prose.findings(tmp_path / "module.py")]
-    assert sorted(lines) == [(2, "Of"), (7, "whoever"), (8, "goes on"), (9, "any more")]
+    assert sorted(lines) == [(3, "Of"), (7, "whoever"), (8, "goes on"), (9, "any more")]
 
 
 def test_markdown_is_read_without_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

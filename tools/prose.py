@@ -1,7 +1,7 @@
 """Finds constructions that a native reader of English stumbles over: `tools/prose.py [PATH…]`; part of `make lint`.
 
-It reads docstrings, comments and texts of more than three words in Python files, and prose in Markdown files. A line that is right as
-it stands says so with `prose: ok` and a reason. Exit status: 0 where nothing was found, 1 otherwise.
+It reads docstrings, comments and texts of more than two words in Python files, and prose in Markdown files. A line that
+is right as it stands says so with `prose: ok` and a reason. Exit status: 0 where nothing was found, 1 otherwise.
 """
 
 import ast
@@ -14,10 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (
-    "protos services kv_transfer worker gateway prefill_worker decode_worker planning cli client "
-    "benchmarks demo examples tools tests docs"
-).split()
+FOLDERS = [
+    "protos",
+    "services",
+    "kv_transfer",
+    "worker",
+    "gateway",
+    "prefill_worker",
+    "decode_worker",
+    "planning",
+    "cli",
+]
+FOLDERS += ["client", "benchmarks", "demo", "examples", "tools", "tests", "docs"]
 EXCEPTED = {
     "docs/log.md",
     "docs/api.md",
@@ -28,7 +36,7 @@ EXCEPTED = {
 }
 """The record of what was, what is generated from sources that are read themselves, and the files about this check."""
 
-_PEOPLE = r"(?:people|person|somebody|someone|anybody|anyone|everybody|everyone|nobody|those|users?|operators?|attackers?|readers?|he|she|they)"
+_PEOPLE = "people|person|somebody|someone|anybody|anyone|everybody|everyone|nobody|those|users?|operators?|attackers?"
 
 
 class Rule(NamedTuple):
@@ -53,7 +61,7 @@ RULES = (
     _rule(r"\b(?:give|gives|gave|given|giving) way\b", "is evicted, is preempted, yields"),
     _rule(r"\AThe same\b", "say what it does: an editor shows it alone"),
 )
-_AFTER_PEOPLE = re.compile(rf"\b{_PEOPLE}(?:,)? \Z", re.IGNORECASE)
+_AFTER_PEOPLE = re.compile(rf"\b(?:{_PEOPLE}),? \Z", re.IGNORECASE)
 
 
 class Finding(NamedTuple):
@@ -77,7 +85,7 @@ def found(text: str) -> Iterator[tuple[int, str, str]]:
 def texts_of_python(source: str) -> Iterator[tuple[int, str]]:
     """Yields docstrings, texts and blocks of comments, each with the line it begins at."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 2:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 1:
             yield node.lineno, re.sub(r"`[^`]*`", "`x`", node.value)
     block: list[str] = []
     begin = last = 0
@@ -124,12 +132,13 @@ def files(names: list[str]) -> Iterator[Path]:
 
 
 def main() -> int:
+    """Prints what was found below the paths of the command line, or everywhere."""
     names = sys.argv[1:] or [*FOLDERS, *(path.name for path in ROOT.glob("*.md"))]
     everything = [finding for path in files(names) for finding in findings(path)]
     for finding in everything:
-        print(f"{finding.path}:{finding.line}: {finding.words!r}: {finding.advice}")
+        sys.stdout.write(f"{finding.path}:{finding.line}: {finding.words!r}: {finding.advice}\n")
     if everything:
-        print(f"{len(everything)} found")
+        sys.stdout.write(f"{len(everything)} found\n")
     return 1 if everything else 0
 
 
