@@ -51,7 +51,7 @@ def _rule(pattern: str, advice: str) -> Rule:
 
 
 RULES = (
-    _rule(r"\b[Ww]ho(?:ever|m|mever)?\b", "name it: the caller, the worker, a reader"),
+    _rule(r"\b(?!Who may\b)(?<!against )[Ww]ho(?:ever|m|mever)?\b", "name it: the caller, the worker, a reader"),
     _rule(r"(?:\A|[.!?:;] |\n\s*\n\s*)Of (?!course\b)", "give the sentence its subject"),
     _rule(r"\b[Ss]o (?:many|long|late|few)\b(?! (?:that|as|\w+ that)\b)", "up to N; for this long; until then"),
     _rule(r"(?<!\w)(?:[Ii]s|[Aa]re|[Ww]as|[Ww]ere) there\b", "exists, has arrived, is free, is ready"),
@@ -103,9 +103,9 @@ def texts_of_python(source: str) -> Iterator[tuple[int, str]]:
 
 
 def texts_of_markdown(source: str) -> Iterator[tuple[int, str]]:
-    """Yields the text without code, as one piece whose lines are those of the file."""
+    """Yields the text without code and addresses, as one piece whose lines are those of the file."""
     text = re.sub(r"^```.*?^```", lambda code: "\n" * code[0].count("\n"), source, flags=re.MULTILINE | re.DOTALL)
-    yield 1, re.sub(r"`[^`\n]*`", "`x`", text)
+    yield 1, re.sub(r"\]\([^)\n]*\)", "]()", re.sub(r"`[^`\n]*`", "`x`", text))
 
 
 def findings(path: Path) -> Iterator[Finding]:
