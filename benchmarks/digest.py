@@ -177,7 +177,7 @@ def run_worker_without_digest(program: str, arguments: list[str]) -> None:
     for module in (messages, placing, posting):
         # Only there: the fingerprint of the checkpoint is made with the same library.
         if not hasattr(module, "xxhash"):
-            raise RuntimeError(f"{module.__name__} does not hash with xxhash any more")
+            raise RuntimeError(f"{module.__name__} no longer hashes with xxhash")
         vars(module)["xxhash"] = blind
     sys.argv = [program, *arguments]
     process.run(importlib.import_module(f"{program}.__main__").main)

@@ -8,7 +8,8 @@ The random Llama of `benchmarks.engine` in float32. Four clients send prompts of
 - `--openvino PYTHON`: OpenVINO GenAI's continuous batching behind the least of an HTTP server, by the Python of an
   environment with `pip install openvino-genai "optimum-intel[openvino]"`.
 
-All are loaded at first and asked in turn, round by round; ratios are within a round. Who is not asked computes nothing.
+All are loaded at first and asked in turn, round by round; ratios are within a round. A system that is not
+asked computes nothing.
 """
 
 import argparse

@@ -49,13 +49,13 @@ class Peer:
         self.version: str = self._read()["ready"]
 
     def seconds(self, *, batch: int, prompt: int, new: int) -> float:
-        """How long it takes to answer so many prompts of so many tokens with `new` tokens each."""
+        """Returns the seconds in which `batch` prompts of `prompt` tokens are answered with `new` tokens each."""
         assert self._process.stdin is not None
         print(json.dumps({"batch": batch, "prompt": prompt, "new": new}), file=self._process.stdin, flush=True)
         return float(self._read()["seconds"])
 
     def tokens_per_s(self, what: str) -> float:
-        """Of "prefill" or "decode N", measured once."""
+        """Returns the tokens/s of "prefill" or "decode N", measured once."""
         kind, _, batch = what.partition(" ")
         if kind == "prefill":
             return PREFILL_TOKENS / self.seconds(batch=1, prompt=PREFILL_TOKENS, new=1)

@@ -295,11 +295,11 @@ class _Connection(asyncio.Protocol):
         self._head = b""
         self._has_head = False
         self._retry_after_s: int | None = None
-        """Of a refusal."""
+        """What a refusal says."""
         self._num_left: int | None = None
         """Bytes of the body to come; None: it has chunks."""
         self._last = b""
-        """Of the chunks, as much as could be the end."""
+        """The last bytes of the chunks, as many as the end has."""
         self._transport: Any = None
 
     def connection_made(self, transport: Any) -> None:

@@ -47,7 +47,7 @@ AIMS = {"decode 1": 0.85, "decode": 0.75, "prefill": 0.6, "attention 1": 0.6, "a
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model."""
+    """A model's dimensions."""
 
     name: str
     hidden: int
@@ -62,18 +62,18 @@ class Shape:
 
     @property
     def layer_elements(self) -> int:
-        """Of the matrices of a block."""
+        """Number of elements in the matrices of a block."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate
 
     @property
     def step_bytes(self) -> int:
-        """Of the weights that a decode step has to read."""
+        """Bytes of the weights that a decode step has to read."""
         return (self.layers * self.layer_elements + self.vocabulary * self.hidden) * DTYPE.itemsize
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's keys and values in all layers."""
+        """Bytes of a token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE.itemsize
 
     def prompt_operations(self, num_tokens: int) -> float:
@@ -246,7 +246,7 @@ def launch_many(graphs: DecodeGraphs, rows: list[Row]) -> None:
 
 
 def attention_seconds(shape: Shape, pool: PagePool, tables: list[list[int]], work: Work) -> float:
-    """Of the decode attention of all layers, one after the other, so that each reads memory of its own."""
+    """Returns what the decode attention of all layers takes, one after the other, so that each reads its own memory."""
     device, batch = work.device, len(tables)
     lens = torch.full((batch,), work.context_tokens, dtype=torch.int32)
     page_ids = torch.tensor(tables, dtype=torch.int32)
@@ -311,7 +311,7 @@ def model_config(shape: Shape, work: Work) -> ModelConfig:
 
 
 def random_weights(shape: Shape, device: torch.device) -> ModelWeights:
-    """Of a size that keeps numbers from growing through the layers."""
+    """Makes weights small enough to keep numbers from growing through the layers."""
 
     def linear(out_features: int, in_features: int) -> TorchLinear:
         weight = torch.empty(out_features, in_features, dtype=DTYPE, device=device)

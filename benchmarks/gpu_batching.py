@@ -43,14 +43,14 @@ class Workload:
     new_tokens: int = 128
 
     def prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
-        """Of token ids; never the same twice, as an engine with a prefix cache would not compute it."""
+        """Makes prompts of token ids, no two alike: an engine with a prefix cache would not compute them again."""
         draw = random.Random(seed)
         return [[draw.randrange(vocabulary) for _ in range(self.prompt_tokens)] for _ in range(self.requests)]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run, or the medians of several."""
+    """What one run gave, or the medians of several."""
 
     tokens_per_s: float
     ttft_p50_s: float

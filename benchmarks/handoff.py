@@ -80,7 +80,7 @@ class Settings:
     slot_kib: int
     device_slot_mib: int = 8
     device: str = "cpu"
-    """Of the process that asks: cpu, or cuda:index."""
+    """The device of the process that asks: cpu, or cuda:index."""
 
     @property
     def transports(self) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def read(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The runs in the order of their dates. Raises SystemExit for a line that is none."""
+    """The runs in the order of their dates. Raises SystemExit for a line that is not a run."""
     runs = []
     for number, line in enumerate(lines, 1):
         if line.strip():

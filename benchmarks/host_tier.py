@@ -1,4 +1,4 @@
-"""What a prompt costs whose pages gave way in the pool: computed again, or brought back from the host's memory.
+"""What a prompt costs whose pages were evicted from the pool: computed again, or brought back from the host's memory.
 
 `python -m benchmarks.host_tier [--model DIR] [--tokens 64 256 1024] [--rounds 9] [--json FILE]`
 
@@ -37,13 +37,13 @@ class ThreadClock(Clock):
         return time.thread_time()
 
     def unix_ns(self) -> int:
-        """The same, in nanoseconds."""
+        """Nanoseconds."""
         return time.thread_time_ns()
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one length: the least that each case took, and by how much the host tier is faster than computing."""
+    """The least that each case took for one length, and by how much the host tier is faster than computing."""
 
     num_tokens: int
     pool_s: float
@@ -84,11 +84,11 @@ class Prompts:
         num_cached_tokens = self._run([*prompt, 1])
         seconds = time.thread_time() - start_s
         expected = 0 if case == "computed" else num_tokens
-        assert num_cached_tokens == expected, f"{case}: {num_cached_tokens} tokens were there, not {expected}"
+        assert num_cached_tokens == expected, f"{case}: {num_cached_tokens} tokens were cached, not {expected}"
         return seconds
 
     def _empty_pool(self) -> None:
-        """Has everything in the pool give way."""
+        """Evicts everything from the pool."""
         allocator = self._parts.allocator
         allocator.release(allocator.allocate(allocator.num_available_pages, state="used"))
 

@@ -6,7 +6,7 @@ Two systems on the same cores, asked in turn, point by point: 1P1D with half of 
 of them, which computes prompts in chunks together with its steps (`--chunks 512,128` measures it with each size). The
 model is the random Llama of `benchmarks.engine`.
 
-Some streams run all the time, one after the other; they are who is disturbed. Beside them prompts of 1,000 tokens come
+Some streams run all the time, one after the other; they are disturbed. Beside them prompts of 1,000 tokens come
 at random (a Poisson process with a seed: the same times for all systems), and each is answered with 64 tokens. Printed
 are, for each rate, the gaps between tokens of the streams, the times to the first token of the prompts, and goodput:
 requests a second that meet the targets, which are the same for all systems. A request meets them if its first token
@@ -47,7 +47,7 @@ WARM_UP_S = 3.0
 RETRY_S = 1.0
 TWO = "1P1D"
 DRAIN_TIMEOUT_S = 30.0
-"""A request that is not answered so long after the last one was sent has failed."""
+"""A request that is not answered this long after the last one was sent has failed."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def start_systems(model: Path, chunks: Sequence[int], stack: ExitStack) -> dict[str, Endpoint]:
-    """All of them, ready; they end with the stack. Who is not asked computes nothing."""
+    """All of them, ready; they end with the stack. A system that is not asked computes nothing."""
     num_cores = this_machine().num_cores
     half, all_cores = ("--threads", str(max(1, num_cores // 2))), ("--threads", str(num_cores))
     systems = {TWO: ours(stack.enter_context(running_cluster(*half, model=model)).http)}
@@ -148,7 +148,7 @@ async def measure_unloaded(name: str, system: Endpoint, arguments: argparse.Name
 
 
 def targets_from(unloaded: Sequence[Unloaded], ttft_factor: float, itl_factor: float) -> Targets:
-    """The same for all systems, from the better one's unloaded times."""
+    """Returns one set of targets for all systems, from the better one's unloaded times."""
     return Targets(ttft_factor * min(one.ttft_s for one in unloaded), itl_factor * min(one.itl_s for one in unloaded))
 
 

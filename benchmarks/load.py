@@ -61,7 +61,7 @@ class Timing:
     arrivals_s: list[tuple[float, int]] = field(default_factory=list)
     """Time of each message with tokens, and how many."""
     failure: str = ""
-    """Why the answer is none, or not whole."""
+    """Why the answer is missing or not whole."""
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +80,7 @@ class Timing:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of the tokens after the first; 0 where there is none."""
+        """Mean time of the tokens after the first; 0 where the answer has one token."""
         (first_s, first_count), (last_s, _) = self.arrivals_s[0], self.arrivals_s[-1]
         return (last_s - first_s) / max(1, self.num_tokens - first_count)
 
@@ -96,7 +96,7 @@ class _Reader(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's is none of asyncio's classes
+        cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's does not derive from asyncio's classes
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -182,7 +182,7 @@ def poisson(rate: float, duration_s: float, rng: random.Random) -> list[float]:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Nearest rank: the least value that at least so many percent are not above. NaN of nothing."""
+    """Nearest rank: the least value that at least `percent` percent are not above. NaN without values."""
     ordered = sorted(values)
     if not ordered:
         return math.nan
@@ -205,5 +205,5 @@ class Targets:
         return answer.ttft_s <= self.ttft_s and percentile(itls_s, self.itl_percent) <= self.itl_s
 
     def goodput(self, answers: Iterable[Timing], duration_s: float) -> float:
-        """Requests a second that met them, of those that were sent in so many seconds."""
+        """Returns the requests a second that met the targets, of those that were sent within `duration_s`."""
         return sum(map(self.are_met_by, answers)) / duration_s

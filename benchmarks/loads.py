@@ -70,7 +70,7 @@ class Phases:
         return len(ends_s) / (seconds * 2 / 3)
 
     async def at(self, factor: float) -> dict[str, Any]:
-        """The open loop at so many times the capacity."""
+        """Runs the open loop at `factor` times the capacity."""
         before_per_s = await self.capacity_per_s()
         load, seconds = self.load(), self._arguments.seconds
         rate = factor * before_per_s

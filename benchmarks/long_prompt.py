@@ -59,7 +59,7 @@ class Slices:
     ttfts_s: list[float] = field(default_factory=list)
     long_ttfts_s: list[float] = field(default_factory=list)
     p99s_s: list[float] = field(default_factory=list)
-    """Of the short prompts, slice by slice."""
+    """P99 of the short prompts' first tokens, slice by slice."""
 
     def extend(self, other: "Slices") -> None:
         """Adds what was measured in another slice."""

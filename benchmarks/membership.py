@@ -2,7 +2,7 @@
 
     python -m benchmarks.membership [--rounds 200] [--frames 256]
 
-A session is opened up to the worker's first message, on a connection that is there, with and without the proof in
+A session is opened up to the worker's first message, on a connection that exists, with and without the proof in
 turn; a Link's opening does the same. Signing and checking are the functions alone. A channel carries frames of 1 MiB
 from one thread to another of this process over 127.0.0.1, plain and encrypted in turn. Medians, and the best rate; the
 processor's time is that of both ends, which a busy machine changes least.

@@ -48,7 +48,7 @@ def tokens_here() -> Round:
 
 
 def tokens_of_prometheus_client() -> Round:
-    """The same with the library's own."""
+    """Counts tokens with the library's own counters."""
     registry = CollectorRegistry()
     count = Counter("tokens", "Words.", registry=registry)
     buckets = (*TOKEN_BUCKETS_S, *LONG_GAPS_S)

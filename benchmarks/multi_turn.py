@@ -1,6 +1,6 @@
 """What the turns of a chat cost: `python -m benchmarks.multi_turn [--turns 10] [--chats 4]`.
 
-Several conversations at a time on 2P2D with the gateway's own routing. Of each turn it prints how many tokens its
+Several conversations at a time on 2P2D with the gateway's own routing. For each turn it prints how many tokens the
 prompt has, how many of them are new (the user's words and the answer's last token, whose KV nobody has computed yet),
 and how many were computed. The limit is the new ones; whole pages are shared, so up to 15 more are computed. A prefill
 worker never sees the answer that a decode worker gave, so a turn that lands there computes that too.
@@ -32,7 +32,7 @@ async def chat(stub: Any, turns: int, new_tokens: int, answer_tokens: int, seed:
         answer = await collect(stub, message)
         assert answer.usage is not None, "a finished answer has its usage"
         computed = len(prompt) - answer.usage.cached_tokens
-        # Of the last answer's tokens the last one has no KV yet.
+        # The last token of the last answer has no KV yet.
         rows.append({"prompt": len(prompt), "new": len(prompt) - known + (known > 0), "computed": computed})
         prompt += answer.token_ids
         await asyncio.sleep(0.3)  # a reader's pause, in which gateways hear of the pages

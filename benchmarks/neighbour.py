@@ -113,7 +113,7 @@ async def full(cluster: Cluster, *, seconds: float, num_clients: int) -> dict[st
 
 
 def incarnations(cluster: Cluster) -> dict[str, str]:
-    """Of all workers that are in rotation."""
+    """Returns the incarnation of each worker in rotation."""
     return {w["id"]: w["incarnation"] for w in cluster.get("/cluster")["workers"] if w["state"] == "ready"}
 
 

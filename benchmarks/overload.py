@@ -6,7 +6,7 @@ Three phases on one cluster (2P2D, the demo model), so that every figure is a ra
    good answers is the limit, since a closed loop never asks for more than it gets;
 2. unloaded: interactive requests only, at the rate they have under overload;
 3. overload: the same interactive requests, `normal` ones, and as many of `batch` as make it ten times the peak rate,
-   whether or not anybody answers. Whoever is refused does not come back.
+   whether or not anybody answers. A request that is refused is not sent again.
 
 An answer is good if its first token came within --slo-ttft seconds; one that was batch is good whenever it is complete.
 The load generator shares the machine's cores with the cluster: what it costs is part of every phase but the first.
@@ -34,7 +34,7 @@ from services.runtime.rpc import PUSHBACK_METADATA_KEY
 
 INTERACTIVE_SHARE = 0.15
 NORMAL_SHARE = 0.35
-"""Of the peak rate: both could be served, and batch work fills the rest."""
+"""Shares of the peak rate: both could be served, and batch work fills the rest."""
 CLOSED_LOOP_CLIENTS = (16, 32, 48)
 NUM_CONNECTIONS = 17
 """A server takes at most 128 streams on each, and as many requests wait in its queue as that has places."""

@@ -43,7 +43,7 @@ def make_served_model(folder: Path, dtype: str) -> Path:
 
 
 def make_openvino_model(folder: Path, python: Path) -> Path:
-    """The same weights in OpenVINO's form, without a tokenizer; made with the Python of its environment."""
+    """Writes `make_model`'s weights in OpenVINO's form, without a tokenizer, with the Python of its environment."""
     return export_for_openvino(python, make_model(folder, "float32"))
 
 

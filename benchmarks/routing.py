@@ -123,7 +123,7 @@ def _load(view: WorkerView) -> Load:
 
 
 def _record(view: WorkerView) -> WorkerRecord:
-    """Of a worker that has no address yet, so that nobody connects to it."""
+    """Returns the record of a worker without an address, so that nobody connects to it."""
     return WorkerRecord(
         id=view.worker_id,
         role="prefill" if view.worker_id.startswith("p") else "decode",
@@ -143,7 +143,7 @@ def _record(view: WorkerView) -> WorkerRecord:
 
 
 def _health_s(num_workers: int) -> float:
-    """Seconds of what one request costs: who may be asked, and two answers, at 1,000 requests a second."""
+    """Returns the seconds that a request costs: which workers may be asked, and two answers, at 1,000 requests/s."""
     health, group = WorkerHealth(), [f"w{number}" for number in range(num_workers)]
     rng, num_requests = random.Random(1), 2000
     best_s = 1e9

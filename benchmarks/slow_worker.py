@@ -1,4 +1,4 @@
-"""How long a worker that has become slow goes on to get work: `python -m benchmarks.slow_worker [--rounds 5]`.
+"""How long a worker that has become slow still gets work: `python -m benchmarks.slow_worker [--rounds 5]`.
 
 A cluster of 2P2D under a steady load; one worker is made slow by stopping its process for most of every 50 ms, as a
 throttled processor or a noisy neighbour would. Measured by the gateway's own count of attempts that each worker took:

@@ -68,7 +68,7 @@ class ProcessClock:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one kind of prompt at one size of batch; `ratio` is the median of the pairs, to `off`."""
+    """What was seen for one kind of prompt at one size of batch; `ratio` is the median of the pairs, to `off`."""
 
     prompts: str
     temperature: float
@@ -113,9 +113,9 @@ class Bench:
     def run(
         self, prompts: SequenceOf[list[int]], *, batch: int, num_tokens: int, temperature: float
     ) -> tuple[list[list[int]], float, float]:
-        """The answers, tokens/s while so many prompts run at once, and tokens of a sequence's step.
+        """Returns the answers, tokens/s while `batch` prompts run at once, and tokens of a sequence's step.
 
-        Whoever ends makes room for the next prompt, as for a server that has enough to do: a few slow answers at the
+        A prompt that ends makes room for the next one, as for a server that has enough to do: a few slow answers at the
         end would say nothing of that.
         """
         self._num_runs += 1
@@ -147,7 +147,7 @@ class Bench:
         return answers, num_counted / took_s, self._num_tokens / num_steps
 
     def _start(self, place: int, prompt: list[int], *, num_tokens: int, temperature: float) -> None:
-        # Of several lengths: those of one length that began together would begin and end together for ever.
+        # Lengths differ: answers of one length that began together would begin and end together for ever.
         num_tokens = num_tokens * (9 + 3 * (place + 1) % 7) // 12
         sampling = Sampling(max_tokens=num_tokens, temperature=temperature, seed=place)
         sequence = Sequence((self._num_runs, place), prompt, sampling=sampling)
@@ -213,7 +213,7 @@ def ratios(results: SequenceOf[Result], num_different: Mapping[str, int]) -> dic
 
 
 def make_prompts(num: int) -> dict[str, list[list[int]]]:
-    """So many prompts of each kind."""
+    """Makes `num` prompts of each kind."""
     source = random.Random(1)
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     chats = [f"<|bos|><|user|>\nWrite a function that {task}.<|end|>\n<|assistant|>\n" for task in TASKS]
@@ -240,7 +240,7 @@ def group(prompts: list[list[int]], batch: int, num_prompts: int) -> list[list[l
 
 
 def compare(benches: dict[str, Bench], num_prompts: int) -> dict[str, int]:
-    """How many of so many greedy answers differ from those without speculation."""
+    """Returns how many of `num_prompts` greedy answers differ from those without speculation."""
     kinds = make_prompts(num_prompts)
     prompts = [kinds[[*kinds][n % len(kinds)]][n] for n in range(num_prompts)]
     found: dict[str, list[list[int]]] = {mode: [] for mode in benches}

@@ -2,7 +2,7 @@
 whole steps of the model.
 
 `python -m benchmarks.structured [--json FILE]`. For sampling, rows of random logits stand for a model, so that nothing
-else is measured; each row's grammar goes on with the token that was chosen for it, and begins again at its end. Both
+else is measured; each row's grammar advances by the token that was chosen for it, and begins again at its end. Both
 kinds are measured in turn, and medians are printed.
 """
 
@@ -96,7 +96,7 @@ class Bench:
         self._grammar_s = 0.0
 
     def measure_making(self) -> dict[str, float]:
-        """Milliseconds until an answer's grammar is there, and microseconds per token that is replayed."""
+        """Returns the milliseconds until an answer's grammar is ready, and microseconds per token that is replayed."""
         first_s = self._begin_s(self._schema)
         another_s = statistics.median(self._begin_s(json.dumps({**SCHEMA, "title": f"{n}"})) for n in range(9))
         known_s = statistics.median(self._begin_s(self._schema) for _ in range(9))

@@ -1,7 +1,7 @@
 """Answers under JSON schemas at temperature 1 while decode workers are killed: is each of them a value of its schema?
 
 `python -m benchmarks.structured_failover [--answers 1000] [--kills 10] [--json FILE]` starts a cluster with two decode
-workers, asks with many streams at once, and kills -9 a decode worker each time a share of the answers is there; its
+workers, asks with many streams at once, and kills -9 a decode worker each time a share of the answers has come; its
 supervisor starts it anew. Every answer that ends with `stop` is checked against its schema by code that does not know
 the grammar library; one that `max_tokens` cut off must be the beginning of a value. Then what grammars cost per token
 is measured. Exits with 1 if an answer is not valid.
@@ -59,7 +59,7 @@ NOTE: dict[str, Any] = {
     "additionalProperties": False,
 }
 SCHEMAS: tuple[dict[str, Any], ...] = (PEOPLE, NOTE)
-"""Every answer under them ends by itself: nothing in them can go on without a bound."""
+"""Every answer under them ends by itself: nothing in them can continue without a bound."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Answer:
 
     @property
     def was_hit(self) -> bool:
-        """A worker's death ended an attempt in the middle of it, and another one went on."""
+        """A worker's death ended an attempt in the middle of it, and another one continued."""
         return self.was_open_at_a_kill and self.num_attempts > 1
 
 

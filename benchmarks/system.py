@@ -37,7 +37,7 @@ NEW_TOKENS = 512
 TTFT_PROMPT_TOKENS = (64, 256, 768)
 LONG_PROMPT_TOKENS = 2000
 OPENING_TOKENS = 8
-"""Of a request that opens a connection; it is computed where it is decoded."""
+"""Length of a request that opens a connection; it is computed where it is decoded."""
 NUM_STREAMS = 64
 DECODE_AIM = 0.9
 TTFT_AIM, TTFT_ALLOWED_S = 1.05, 0.002
@@ -208,7 +208,7 @@ async def ttft_s(cluster: Cluster, num_tokens: int, seed: int) -> float:
 
 
 def measure_handoff(model: Path, rounds: int) -> dict[str, float]:
-    """Of prompts that come one by one to an idle 1P1D: what of the handoff comes after the prompt is computed."""
+    """Measures the part of the handoff after the prompt is computed; prompts come one by one to an idle 1P1D."""
     always = {"TANDEM_LOCAL_PREFILL_TOKENS": str(OPENING_TOKENS)}
     with running_cluster("--threads", "1", model=model, settings=always) as cluster:
         ttfts_s = [asyncio.run(ttft_s(cluster, LONG_PROMPT_TOKENS, n)) for n in range(rounds + 1)][1:]

@@ -48,7 +48,7 @@ from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.routing import Route, Router, RouteRequest, RoutingSettings, WorkerView
 
 LIMIT = 0.97
-"""Of tokens/s with all requests traced, to those without traces."""
+"""Least ratio of tokens/s with all requests traced to those without traces."""
 ARMS = {"off": "off", "not asked for": "off", "all": "not asked for"}
 """What is measured, and what its ratio is to."""
 NUM_STREAMS = 16
@@ -278,7 +278,7 @@ def some_attempt(request: RequestSpans) -> AttemptFacts:
 
 
 def with_the_sdk(spans: list[Span]) -> tuple[float, float]:
-    """The same spans with OpenTelemetry's SDK: until they are in its queue, and their messages."""
+    """Makes the spans with OpenTelemetry's SDK: until they are in its queue, and their messages."""
     ended: list[ReadableSpan] = []
 
     class Keeps(SpanProcessor):

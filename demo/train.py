@@ -278,7 +278,7 @@ class Attention(nn.Module):
 
 
 class Cache:
-    """Keys and values of one layer, [B, KV heads, at most `num_tokens`, D], of which so many are there."""
+    """Keys and values of one layer, [B, KV heads, at most `num_tokens`, D], of which `self.num_tokens` are filled."""
 
     def __init__(self, num_tokens: int) -> None:
         self._room = num_tokens
@@ -424,7 +424,7 @@ class Report:
     train_loss: float = math.nan
     held_out_loss: float = math.nan
     agreement: float | None = None
-    """Of a draft: the share of the model's greedy answers to held-out prompts of which it names the next token."""
+    """A draft's share of the model's greedy answers to held-out prompts of which it names the next token."""
     finished: bool = False
 
 
@@ -501,7 +501,7 @@ class Lessons:
 
     @torch.no_grad()
     def agreement(self, draft: Llama) -> float:
-        """Of how much of the model's greedy answers to held-out prompts the draft names the next token."""
+        """Returns how often the draft names the next token of the model's greedy answers to held-out prompts."""
         found = [
             (draft(rows[:, :-1]).argmax(-1) == wanted)[:, ANSWER_PROMPT_TOKENS:].float().mean()
             for rows, wanted in self._held_out
@@ -528,7 +528,7 @@ def train(
 ) -> None:
     """Trains until `args.steps` steps or the minutes are over, writing a usable folder every few minutes.
 
-    Who has lessons learns from another model instead of from the text.
+    With lessons the model learns from another model instead of from the text.
     """
     torch.manual_seed(args.seed)
     model = Llama(shape)

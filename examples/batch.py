@@ -12,7 +12,7 @@ from tandem_client import AsyncClient, Request, TandemError
 
 
 async def main() -> None:
-    """Asks for all and prints each as soon as those before it are there."""
+    """Asks for all and prints each as soon as those before it have come."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", default="127.0.0.1:50051")
     parser.add_argument("--concurrency", type=int, default=8)

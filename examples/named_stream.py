@@ -1,4 +1,4 @@
-"""A stream with a name: it goes on where it was when a gateway dies. The same key again gives the same answer again.
+"""A stream with a name: it continues where it was when a gateway dies. The same key again gives the same answer again.
 
 python examples/named_stream.py --key order-4711 "class Stack:" [--addresses 127.0.0.1:50051,127.0.0.1:50052]
 """
@@ -25,8 +25,8 @@ async def main() -> None:
                 print(delta.text, end="", flush=True)
         except Unavailable as error:
             sys.exit(
-                f"\nno gateway could go on: {error.message}\n"
-                f"client.resume({stream.request_id!r}, {stream.next_index}) does when one is there again"
+                f"\nno gateway could continue: {error.message}\n"
+                f"client.resume({stream.request_id!r}, {stream.next_index}) does when one is back"
             )
     print(f"request {stream.request_id}, model {stream.model}, {stream.next_index} tokens", file=sys.stderr)
 

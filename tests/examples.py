@@ -4,5 +4,5 @@ import os
 
 
 def examples(number: int) -> int:
-    """So many for this run."""
+    """Number of examples for this run."""
     return number if os.environ.get("TANDEM_ALL_EXAMPLES") else -(-number // 3)

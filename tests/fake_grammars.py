@@ -51,6 +51,6 @@ class FakeGrammars:
 
 
 def allowed_token(bits: bytes) -> int | None:
-    """The lowest one; None: there is none."""
+    """The lowest one, or None."""
     number = int.from_bytes(bits, "little")
     return (number & -number).bit_length() - 1 if number else None

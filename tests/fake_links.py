@@ -33,7 +33,7 @@ class FakeTransfer:
         assert self.links is not None
         await self.links.may_reserve.wait()
         if self.links.error is not None:
-            self.may_abort.set()  # who refuses holds nothing
+            self.may_abort.set()  # a refusal holds nothing
             raise self.links.error
 
     def send(self, first_page: int, page_ids: Any) -> None:

@@ -78,7 +78,7 @@ def functions(node: ast.AST, path: str = "") -> Iterator[tuple[str, int]]:
 
 
 def judged(lines: dict[str, int], most: int, exceptions: dict[str, int]) -> list[str]:
-    """What is too long, and which exceptions are none."""
+    """What is too long, and which exceptions are not needed."""
     too_long = [f"{name}: {num} lines" for name, num in lines.items() if num > max(most, exceptions.get(name, 0))]
     return too_long + [f"{name}: no exception any longer" for name in exceptions if lines.get(name, 0) <= most]
 

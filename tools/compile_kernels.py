@@ -51,7 +51,7 @@ _POINTER_TYPES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model, one layer of which is compiled."""
+    """Dimensions of a model, one layer of which is compiled."""
 
     hidden: int
     intermediate: int

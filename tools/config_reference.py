@@ -44,7 +44,7 @@ HEAD = """# Configuration
 
 Every setting of every program. A flag wins over the environment variable, and that over the default; an empty variable
 counts as not given. A setting that is true or false is a flag without a value: `--pin`, and `--no-pin` for false. A
-value that breaks its rule ends the program with exit code 2 and says which. Of other variables our code heeds `CXX`
+value that breaks its rule ends the program with exit code 2 and says which. Among other variables our code heeds `CXX`
 (compiler of the CPU kernels), `XDG_CACHE_HOME` (where they are kept), `NO_COLOR` (`tandem top`) and `NCCL_HOSTID`. No
 file of settings is looked for.
 

@@ -315,7 +315,7 @@ def _try_all(mutants: list[Mutant], num_jobs: int, original: Path, tests: Sequen
     # These tests need no plugins, and loading them takes longer than most mutants live.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ["TANDEM_ALL_EXAMPLES"] = "1"
-    # The same examples for each mutant, and none is made smaller: that it fails is enough.
+    # Each mutant sees the same examples, and none is made smaller: that it fails is enough.
     quick = settings(settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
     settings.register_profile("mutants", quick)
     settings.load_profile("mutants")

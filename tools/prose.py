@@ -51,7 +51,7 @@ def _rule(pattern: str, advice: str) -> Rule:
 
 
 RULES = (
-    _rule(r"\b(?!Who may\b)(?<!against )[Ww]ho(?:ever|m|mever)?\b", "name it: the caller, the worker, a reader"),
+    _rule(r"\b(?!Who (?:may|are)\b)(?<!against )[Ww]ho(?:ever|m|mever)?\b", "name it: caller, worker, reader, …"),
     _rule(r"(?:\A|[.!?:;] |\n\s*\n\s*)Of (?!course\b)", "give the sentence its subject"),
     _rule(r"\b[Ss]o (?:many|long|late|few)\b(?! (?:that|as|\w+ that)\b)", "up to N; for this long; until then"),
     _rule(r"(?<!\w)(?:[Ii]s|[Aa]re|[Ww]as|[Ww]ere) there\b", "exists, has arrived, is free, is ready"),

@@ -82,9 +82,9 @@ def _message_breaks(name: str, before: DescriptorProto, now: DescriptorProto | N
         yield f"message {name} was {'' if before.options.map_entry else 'not '}made for a map"
     for kept in before.reserved_range:
         if not any(wide.start <= kept.start and kept.end <= wide.end for wide in now.reserved_range):
-            yield f"message {name}: numbers {kept.start} to {kept.end - 1} are not reserved any more"
+            yield f"message {name}: numbers {kept.start} to {kept.end - 1} are no longer reserved"
     for kept_name in sorted(set(before.reserved_name) - set(now.reserved_name)):
-        yield f"message {name}: the name {kept_name} is not reserved any more"
+        yield f"message {name}: the name {kept_name} is no longer reserved"
     nested = {message.name: message for message in now.nested_type}
     for message in before.nested_type:
         yield from _message_breaks(f"{name}.{message.name}", message, nested.get(message.name))

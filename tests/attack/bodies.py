@@ -28,7 +28,7 @@ async def hold(host: str, port: int, data: bytes) -> None:
 
 
 async def main(host: str, port: int, number: int, mib: int) -> None:
-    """Holds so many bodies at once until the process is killed."""
+    """Holds `number` bodies at once until the process is killed."""
     key = sys.stdin.readline().strip()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Authorization: Bearer {key}\r\nContent-Length: {mib << 20}\r\n\r\n"

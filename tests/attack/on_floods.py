@@ -34,7 +34,7 @@ def _address(target: Target) -> tuple[str, int]:
 
 
 async def _beside(target: Target, what: str, flood: Callable[[float], Awaitable[str]]) -> list[Row]:
-    """`flood` goes on until a time of the monotonic clock, and says what it sent."""
+    """`flood` continues until a time of the monotonic clock, and says what it sent."""
     end_s = time.monotonic() + FLOOD_S
     base_mib = peak_mib = target.rss_mib()
     alone_s = await _call_s(target)

@@ -19,7 +19,7 @@ from tests.attack.http2 import Connection, grpc_headers, message_prefix
 TOKENIZE = "/tandem.v1.Inference/Tokenize"
 MESSAGE_BYTES = 8 * 2**20 - 1024
 NUM_CONNECTIONS, NUM_STREAMS = 3, 100
-"""Of messages of MESSAGE_BYTES together 2.3 GB."""
+"""Connections, and streams on each of them; their messages have 2.3 GB together."""
 SLACK_MIB = 64
 """What resident memory may move beyond a stated bound."""
 PLACES_OF_A_TENANT = 4

@@ -43,7 +43,7 @@ async def _caller(target: Target) -> AsyncIterator[tuple[asyncio.StreamReader, a
 
 
 async def _status(reader: asyncio.StreamReader) -> int:
-    """Of the next answer, whose body is read too; 0: the connection ended, or nothing came."""
+    """Reads the next answer with its body, and returns its status; 0: the connection ended, or nothing came."""
     try:
         async with asyncio.timeout(ANSWER_S):
             head = await reader.readuntil(b"\r\n\r\n")

@@ -32,7 +32,7 @@ GONE_S = 8.0
 
 @attack(4, alone=True)
 async def another_dtype(_: Target) -> list[Row]:
-    """A worker in float32 beside one in bfloat16: what loses its worker must not go on in the other one."""
+    """A worker in float32 beside one in bfloat16: an answer that loses its worker must not continue there."""
     with _cluster({"decode-1": ["--dtype=float32"]}, flags=["--failover-wait-s=3"]) as mixed:
         await mixed.ready()
         exact = [worker["exact"] for worker in await _workers(mixed)]
@@ -49,9 +49,9 @@ async def another_dtype(_: Target) -> list[Row]:
             token_ids, name = await _lose_the_worker(mixed, body)
             num_whole += len(token_ids) == len(wanted[name])
             num_other += token_ids != wanted[name][: len(token_ids)]
-        said = f"{num_other} of {NUM_BROKEN_OFF} have other tokens ({num_whole} went on to their end)"
+        said = f"{num_other} of {NUM_BROKEN_OFF} have other tokens ({num_whole} continued to their end)"
         rows.append(
-            Row("kill -9 after 20 tokens; the other dtype is left", "0 go on with other tokens", said, num_other == 0)
+            Row("kill -9 after 20 tokens; the other dtype is left", "0 continue otherwise", said, num_other == 0)
         )
         return rows
 
@@ -155,7 +155,7 @@ async def _outcome(cluster: FaultCluster, body: dict[str, Any]) -> str:
 
 
 async def _lose_the_worker(cluster: FaultCluster, body: dict[str, Any]) -> tuple[list[int], str]:
-    """The tokens of an answer whose worker is killed after some tokens, and that worker, which is there again then."""
+    """The tokens of an answer whose worker is killed after some tokens, and that worker, which is back then."""
     answer = Answer()
     running = asyncio.create_task(http_generate(cluster["gateway-0"].http, body, answer))
     async with asyncio.timeout(WAIT_S):
@@ -209,7 +209,7 @@ async def _beside(what: str, folder: Path) -> list[Row]:
     told = f"/cluster: {reason or 'nothing'}; in the log of gateway, worker: {logs}; its end: {gone}"
     return [
         Row(f"{what}: answers beside it", "0 from the wrong one", said, num_wrong == 0),
-        Row(f"{what}: who says so", "both logs and /cluster", told, bool(reason) and all(logs) and gone),
+        Row(f"{what}: which places say so", "both logs and /cluster", told, bool(reason) and all(logs) and gone),
     ]
 
 

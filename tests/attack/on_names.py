@@ -55,7 +55,7 @@ async def named_requests_fill_redis(_: Target) -> Sequence[Row]:
 
 @attack(11)
 async def names_of_another_tenant(target: Target) -> Sequence[Row]:
-    """The same names at the same time: running ids, and the ids that are made of idempotency keys."""
+    """One name used by several at the same time: running ids, and the ids that are made of idempotency keys."""
     rows = []
     async with target.client(VICTIM) as victim, target.client(ATTACKER) as attacker:
         async with _running(victim, {"x-request-id": "order-1"}):

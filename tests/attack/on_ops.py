@@ -1,4 +1,4 @@
-"""Attacks on what runs around the requests: what is installed, who reads logs, a neighbour that takes all cores."""
+"""Attacks on what runs around the requests: what is installed, readers of logs, a neighbour that takes all cores."""
 
 from __future__ import annotations
 

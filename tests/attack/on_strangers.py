@@ -142,7 +142,7 @@ def _difference(before: list[int], after: list[int]) -> str:
 
 
 def _forge(client: redis.Redis, real: dict[str, str], address: str) -> None:
-    """Writes a record as a worker's lease does, as well as somebody can who has read the code."""
+    """Writes a record as a worker's lease does, as well as somebody who has read the code can."""
     keys = Keys("default")
     raw = client.hget(keys.worker(real["id"]), "record")
     if not isinstance(raw, bytes):

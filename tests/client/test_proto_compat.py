@@ -113,7 +113,7 @@ BREAKS: dict[str, tuple[Callable[[FileDescriptorSet], None], str]] = {
     ),
     "field out of its oneof": (
         lambda files: _field(files, "GenerateRequest", "text").ClearField("oneof_index"),
-        "field GenerateRequest.text = 3: its oneof was prompt and is none",
+        "field GenerateRequest.text = 3: its oneof was prompt and is none",  # prose: ok, a value,
     ),
     "message gone": (lambda files: _drop(_file(files).message_type, "TopLogprob"), "message TopLogprob is gone"),
     "map's value of another type": (
@@ -184,8 +184,8 @@ def test_what_was_reserved_stays_so() -> None:
     usage.reserved_range.add(start=20, end=22)
     usage.reserved_name.append("old")
     assert compat.breaks(released, RELEASED) == [
-        "message Usage: numbers 20 to 21 are not reserved any more",
-        "message Usage: the name old is not reserved any more",
+        "message Usage: numbers 20 to 21 are no longer reserved",
+        "message Usage: the name old is no longer reserved",
     ]
     wider = _copy()
     wider.CopyFrom(released)

@@ -117,9 +117,9 @@ class Session:
         return found
 
     async def after_fault(self, since: Mark, *, least_s: float = 0.25) -> int:
-        """Waits until every stream that was hit goes on or is over; how many were hit."""
+        """Waits until every stream that was hit continues or is over; how many were hit."""
         await asyncio.sleep(least_s)
-        # A gateway that has much to do may not have said yet whom it hit.
+        # A gateway that has much to do may not have said yet which streams it hit.
         await self.until_resumed(since.running, since.at)
         failed = self._failed_attempts(since)
         hit = [run for run in since.running if run.answer.request_id in failed]
@@ -199,7 +199,7 @@ async def under_load(
     runner: Callable[[Clients, Run], Awaitable[None]] | None = None,
     reference: Reference | None = None,
 ) -> AsyncIterator[Session]:
-    """Streams on a cluster that runs; at the end all is compared and counted. Makes the reference if there is none."""
+    """Streams on a cluster that runs; at the end all is compared and counted. Makes a missing reference."""
     chance = random.Random(f"{options.seed} {fault}")
     await cluster.ready()
     clients = Clients(cluster, chance)
@@ -250,7 +250,7 @@ async def trials(opened: Session, number: int, one: Callable[[], Awaitable[int]]
 
 
 async def kill(options: Options, fault: str, roles: Sequence[str]) -> Row:
-    """kill -9 of a random worker of each of the roles, all at once; replacements are started when streams go on."""
+    """kill -9 of a random worker of each of the roles, all at once; replacements are started when streams continue."""
     async with session(fault, options, flags=flags_for(roles)) as opened:
         await kill_some(opened, roles, options.num_trials(20))
     return opened.row
@@ -631,7 +631,7 @@ async def redis_freeze(options: Options) -> Row:
 
 
 async def resuming(clients: Clients, run: Run) -> None:
-    """A client that goes on elsewhere when its gateway dies.
+    """A client that continues elsewhere when its gateway dies.
 
     Half of them name their request and ask for the rest, half send an idempotency key and take the answer again.
     """
@@ -686,7 +686,7 @@ async def _resume_or_begin_anew(clients: Clients, run: Run) -> None:
 
 
 async def gateway_kill(options: Options) -> Row:
-    """kill -9 of one of two gateways; clients go on at the other one."""
+    """kill -9 of one of two gateways; clients continue at the other one."""
     async with session("gateway_kill", options, gateways=2, runner=resuming) as opened:
         cluster = opened.cluster
         opened.has_lost_gateway = True

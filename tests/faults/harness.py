@@ -300,7 +300,7 @@ class FaultCluster:
             return log.read().decode(errors="replace").split("\n")[:-1]
 
     def _admin_url(self) -> str:
-        """Of a user of Redis that may look at all keys."""
+        """Returns the address with a user of Redis that may look at all keys."""
         return self.redis.url
 
     def _make_redis(self) -> EmbeddedRedis:
@@ -343,7 +343,7 @@ def _is_free(worker: Mapping[str, Any]) -> bool:
 
 
 def _state_of(pid: int) -> str:
-    """The letter of a process's state; empty: there is none."""
+    """Returns the letter of a process's state; empty: it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -279,7 +279,7 @@ class Load:
         self._num += 1
         # Every other one is named by its client, and the server names the rest.
         request_id = f"f-{id(self):x}-{self._num}" if self.is_named and self._num % 2 else ""
-        # Of few requests one finds the pages of another, or no page would ever be handed over.
+        # One request in four finds the pages of others: if all did, hardly a page would be handed over.
         tenant = f"{id(self):x}-{self._num}" if self._num % 4 else ""
         run = Run(replace(spec, tenant=tenant), Answer(request_id=request_id))
         self.running.append(run)

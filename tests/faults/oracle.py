@@ -57,7 +57,7 @@ class Choice:
     logprobs: list[Any] = field(default_factory=list)
 
     def begins(self, whole: Choice) -> bool:
-        """Whether the other one goes on from this one."""
+        """Whether the other one continues this one."""
         is_prefix = self.token_ids == whole.token_ids[: len(self.token_ids)] and whole.text.startswith(self.text)
         return is_prefix and self.logprobs == whole.logprobs[: len(self.logprobs)]
 
@@ -141,7 +141,7 @@ def _make_request(chance: random.Random, number: int, text: str) -> Request:
 
 
 async def ask(address: str, sent: Sent, *, tenant: str, is_stream: bool, leave_after: int | None = None) -> None:
-    """Sends a request once and takes its answers; a client that leaves does so after so many tokens."""
+    """Sends a request once and takes its answers; a client that leaves does so after `leave_after` tokens."""
     body: dict[str, Any] = dict(sent.request.body) | {"tenant": tenant, "stream": is_stream}
     data = msgspec.json.encode(body)
     async with asyncio.timeout(ANSWER_TIMEOUT_S), connected(address) as (reader, writer):
@@ -200,7 +200,7 @@ class Oracle:
         self.sent: list[Sent] = []
 
     async def send_all(self, tally: Tally, gateways: Sequence[str], *, num_answers: int, at_once: int) -> None:
-        """Sends requests until so many answers were asked for, so many requests at a time."""
+        """Sends requests, some at a time, until enough answers were asked for."""
         started_s = time.monotonic()
 
         async def client() -> None:

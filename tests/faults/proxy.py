@@ -17,9 +17,9 @@ class Proxy:
 
     def __init__(self, host: str, port: int, to_host: str, to_port: int) -> None:
         self.latency_s = 0.0
-        """Of every piece."""
+        """Seconds by which each piece is late."""
         self.slice_bytes = 0
-        """Pieces are at most so long; 0: as they come."""
+        """Most bytes of a piece; 0: pieces stay as they come."""
         self.is_open = asyncio.Event()
         """While it is cleared nothing passes, and nobody is told."""
         self.is_open.set()

@@ -21,7 +21,7 @@ class Row:
     within: list[bool] = field(default_factory=list)
     """Gap at most 150 ms + 1.5 x prefill + 2 steps; the prefill beside the other streams."""
     within_alone: list[bool] = field(default_factory=list)
-    """The same with the prefill of an idle cluster."""
+    """Gap at most as above, with the prefill of an idle cluster."""
     leaks: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """What else must not be."""

@@ -90,8 +90,8 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", 
 class HttpInput:
     """Bytes for one connection.
 
-    `leaves`: the client goes away after so many bytes of the answer; None: it stays. `may_be_short`: the server may
-    rightly wait for more of the request.
+    `leaves`: the client goes away after this number of bytes of the answer; None: it stays. `may_be_short`: the server
+    may rightly wait for more of the request.
     """
 
     what: str

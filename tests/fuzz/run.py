@@ -36,7 +36,7 @@ MANY_REQUESTS = 50_000
 MAX_GROWTH_OF_FEW_MIB = 32
 """In a run of fewer than `MANY_REQUESTS` caches and pools still fill while memory is looked at."""
 CUT_OFF_BYTES = 16_384
-"""Who sends more may be answered, and cut off, before all was read: the answer can get lost on the way."""
+"""A client that sends more may be answered, and cut off, before all was read: the answer can get lost on the way."""
 _OF_API = tuple(f"POST {path} ".encode() for path in API_PATHS)
 SOUND_STATUSES = frozenset({200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 429, 431, 503})
 SOUND_CODES = frozenset(
@@ -345,7 +345,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--log-dir", type=Path, help="folder that keeps the cluster's logs")
     settings = parser.parse_args(argv)
     print(f"seed {settings.seed}", file=sys.stderr)
-    # Of so small a pool, 8 MB, what is touched late is no growth that counts.
+    # The pool has 8 MB: what is touched late in it is no growth that counts.
     flags = ["--threads", "1", "--kv-pages", "192"]
     flags += ["--log-dir", str(settings.log_dir)] if settings.log_dir is not None else []
     with running_cluster(*flags) as cluster:
