@@ -15,11 +15,12 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from benchmarks.report import add_arguments, leave
-from gateway.limits import SERVICE_CLASSES, Sampling
+from gateway.limits import SERVICE_CLASSES
 from gateway.observability.metrics import LONG_GAPS_S, TOKEN_BUCKETS_S, Metrics
 from gateway.observability.request_log import CallFacts, RequestLog
 from gateway.observability.tracing import NO_TRACE
 from gateway.requests.call import AcceptedCall, AnswerSpec, Totals
+from gateway.types import Sampling
 from services.runtime import logs
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
+from gateway.types import AskedSampling, Sampling
 from services.runtime.errors import InvalidRequest
 from services.scheduling.queue import ServiceClass
 from services.structured.form import AnswerForm
@@ -67,53 +66,6 @@ class ModelLimits:
 
     vocab_size: int
     context_length_tokens: int
-
-
-class AskedSampling(msgspec.Struct, kw_only=True):
-    """Sampling as a client asked for it; None where absence means something. Unchecked."""
-
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = {}
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    json_schema: str = ""
-    """What the answer must keep to, as `gateway.models.response_format` writes it; empty: any text will do."""
-    form_field: str = "response_format"
-    """Which member of the request asks for that."""
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling as it will be done: checked, complete, the same for every attempt."""
-
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: Mapping[int, float]
-    logprobs: int | None
-    prompt_logprobs: int | None = None
-    form: AnswerForm | None = None
 
 
 def check_sampling(asked: AskedSampling | Sampling, limits: ModelLimits, *, prefix: str = "") -> None:

@@ -19,7 +19,6 @@ from gateway.access.keys import ApiKey
 from gateway.http.bodies import Bodies, Claim
 from gateway.limits import (
     GRPC_PREFIX,
-    AskedSampling,
     check_affinity_key,
     check_idempotency_key,
     check_permission,
@@ -30,13 +29,13 @@ from gateway.models.catalog import header_value
 from gateway.models.response_format import json_schema_in
 from gateway.named.journal import digest_of
 from gateway.named.requests import Ask, Journals, ask_for, ask_to_resume
-from gateway.requests.call import Call, Delta, TenantTicket, Usage
+from gateway.requests.call import Call, TenantTicket
 from gateway.requests.fallback import begun
 from gateway.requests.lifecycle import Requests
 from gateway.topology.members import Member, Topology
 from gateway.topology.presence import Gone
-from gateway.topology.session import TokenLogprobs
 from gateway.topology.troubles import Troubles
+from gateway.types import AskedSampling, Delta, TokenLogprobs, Usage
 from gateway.wishes import read_wishes
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.runtime import rpc, telemetry

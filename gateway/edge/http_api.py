@@ -59,15 +59,15 @@ from gateway.openai.types import (
     system_fingerprint,
 )
 from gateway.openapi.document import document_bytes
-from gateway.requests.call import AcceptedCall, AnswerSpec, Call, Delta, Usage
+from gateway.requests.call import AcceptedCall, AnswerSpec, Call
 from gateway.requests.fallback import Stream, begun
 from gateway.requests.fan_out import all_of, merged
 from gateway.requests.lifecycle import Requests
 from gateway.topology.members import Member, Topology
 from gateway.topology.presence import Gone
-from gateway.topology.session import TokenLogprobs
 from gateway.topology.troubles import Troubles
 from gateway.topology.watch import CircuitReport
+from gateway.types import Delta, TokenLogprobs, Usage
 from gateway.wishes import MAX_MS, TIMEOUT, read_ms, read_wishes
 from services.cluster.redis_store import Store
 from services.runtime import status

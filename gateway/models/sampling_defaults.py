@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.limits import AskedSampling, ModelLimits, check_sampling
+from gateway.limits import ModelLimits, check_sampling
+from gateway.types import AskedSampling
 from services.runtime.errors import InvalidRequest, ModelError
 from services.runtime.model_facts import read_json_object
 

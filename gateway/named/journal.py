@@ -13,11 +13,10 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from gateway.limits import DEFAULT_SERVICE_CLASS, MAX_AFFINITY_CHARS, MAX_NAME_CHARS, MAX_SEQUENCES, Sampling
+from gateway.limits import DEFAULT_SERVICE_CLASS, MAX_AFFINITY_CHARS, MAX_NAME_CHARS, MAX_SEQUENCES
 from gateway.models.answer_text import AnswerText
-from gateway.requests.attempt import FinishReason
-from gateway.requests.call import Delta, StoredCall, StoredChoice, Usage
-from gateway.topology.session import TokenLogprobs
+from gateway.requests.call import StoredCall, StoredChoice
+from gateway.types import Delta, FinishReason, Sampling, TokenLogprobs, Usage
 from services.runtime.errors import InternalError, InvalidRequest
 
 MAX_DELTA_TOKENS = 32

@@ -1,8 +1,7 @@
 """The named requests of this gateway: one generation each, however many clients read it, and from wherever.
 
-A generation runs while somebody reads it. When the last reader leaves it is cancelled at once, and its tokens stay, so
-that a reader who comes back goes on from there. What another gateway needs is written behind to
-`services.cluster.journals`; without Redis everything works on, on this gateway only.
+A generation runs while somebody reads it. When the last reader leaves, it is cancelled and its tokens stay for a reader
+who returns. `services.cluster.journals` gets what another gateway needs; without Redis, this gateway alone knows it.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from gateway.limits import GREEDY_TEMPERATURE, Sampling, check_idempotency_key, check_name
+from gateway.limits import GREEDY_TEMPERATURE, check_idempotency_key, check_name
 from gateway.named.journal import (
     START,
     Answer,
@@ -36,10 +35,11 @@ from gateway.named.journal import (
 )
 from gateway.named.memory import LIMIT, JournalMemory, MemoryBounds
 from gateway.observability.tracing import NO_TRACE, RequestSpans, attached
-from gateway.requests.call import AcceptedCall, AnswerSpec, Call, Delta, StoredCall, TenantTicket, Usage
+from gateway.requests.call import AcceptedCall, AnswerSpec, Call, StoredCall, TenantTicket
 from gateway.requests.fallback import begun
 from gateway.requests.fan_out import merged
 from gateway.requests.lifecycle import Requests
+from gateway.types import Delta, Sampling, Usage
 from services.cluster.journals import (
     MAX_JOURNAL_BYTES,
     TOKEN_BYTES,

@@ -20,8 +20,7 @@ from gateway.models.tools import forced_names, offered_tools, strict_names
 from gateway.named.journal import event_id_error
 from gateway.openai.responses_request import ResponsesRequest, in_own_words
 from gateway.openai.types import Head, Whole, Writer, shown_logprobs
-from gateway.requests.call import Delta, Usage
-from gateway.topology.session import TokenLogprobs
+from gateway.types import Delta, TokenLogprobs, Usage
 
 _MARK = re.compile(r"(.*);(0|[1-9][0-9]{0,9})\.(0|[1-9][0-9]{0,9})")
 """The id of an event: the journal's, the event's number, and its place."""

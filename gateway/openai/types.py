@@ -20,7 +20,6 @@ from gateway.limits import (
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MAX_TOKENS_EVER,
-    AskedSampling,
     check_affinity_key,
     check_cache_salt,
     check_integer,
@@ -35,8 +34,8 @@ from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning
 from gateway.models.tools import forced_names, is_named, offered_tools, strict_names
 from gateway.openai.vocabulary import ignored_members
-from gateway.requests.call import Call, Delta, Usage
-from gateway.topology.session import TokenLogprobs
+from gateway.requests.call import Call
+from gateway.types import AskedSampling, Delta, TokenLogprobs, Usage
 from services.runtime.errors import InvalidRequest
 
 DEFAULT_COMPLETION_TOKENS = 16

@@ -15,7 +15,6 @@ import msgspec
 from gateway.limits import (
     DEFAULT_SERVICE_CLASS,
     ModelLimits,
-    Sampling,
     check_name,
     check_num_choices,
     check_priority,
@@ -34,6 +33,7 @@ from gateway.models.tools import encode_conversation
 from gateway.observability.tracing import RequestSpans, Tracing
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call, StoredCall, StoredChoice, TenantTicket, Totals
 from gateway.requests.form import answer_form
+from gateway.types import Sampling
 from services.runtime import telemetry
 from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import AlreadyExists, InvalidRequest, Overloaded

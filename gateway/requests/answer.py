@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 
 from gateway.models.answer_text import AnswerText, Taken
 from gateway.requests.admission import Lane
-from gateway.requests.attempt import Arrived, Attempt, Fault, FinishReason, Giver, Mailbox, TokenLog
-from gateway.requests.call import AnswerSpec, Delta, Usage
+from gateway.requests.attempt import Arrived, Attempt, Fault, Giver, Mailbox, TokenLog
+from gateway.requests.call import AnswerSpec
 from gateway.topology.books import Bookings
 from gateway.topology.session import AttemptKey, DecodeSession, Peer, SequenceOrder
 from gateway.topology.watch import AttemptWatch
+from gateway.types import Delta, FinishReason, Usage
 from services.cluster.placements import State
 from services.runtime.clock import Clock
 from services.runtime.errors import DeadlineExceeded, TandemError

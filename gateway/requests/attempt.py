@@ -10,7 +10,6 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import msgspec
 
@@ -30,12 +29,12 @@ from gateway.topology.session import (
     PrefillStarted,
     Refused,
     SequenceOrder,
-    TokenLogprobs,
     Tokens,
     Unfit,
     WorkerSession,
 )
 from gateway.topology.watch import AttemptWatch
+from gateway.types import FinishReason, TokenLogprobs
 from services.runtime.errors import (
     InternalError,
     LayoutMismatch,
@@ -45,8 +44,6 @@ from services.runtime.errors import (
     WorkerLost,
     WorkerUnavailable,
 )
-
-FinishReason = Literal["stop", "length"]
 
 
 class CrowdedOut(Exception):

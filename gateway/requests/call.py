@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.limits import DEFAULT_SERVICE_CLASS, AskedSampling, Sampling
+from gateway.limits import DEFAULT_SERVICE_CLASS
 from gateway.observability.tracing import RequestSpans
-from gateway.requests.attempt import FinishReason
-from gateway.topology.session import TokenLogprobs
+from gateway.types import AskedSampling, Delta, Sampling
 from gateway.wishes import NO_WISHES, Wishes
 from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded, WorkerUnavailable
@@ -197,33 +196,6 @@ class Totals:
     finish_reasons: list[str] = field(default_factory=list)
     placed: set[int] = field(default_factory=set)
     waiting_since_s: float = 0.0
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Counts and times of one answer, as in the public API."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    queue_s: float
-    prefill_s: float
-    transfer_s: float
-    decode_s: float
-
-
-class Delta(msgspec.Struct):
-    """The next part of an answer. The last one has `finish_reason` and `usage`."""
-
-    first_index: int
-    token_ids: list[int]
-    text: str
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    """With the first token, where asked for: of the prompt's tokens from the second on."""
-    layout: str = ""
-    """With the first token: fingerprint of layout and weights of the worker that goes on with it."""
 
 
 class AcceptedCall:

@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
-from gateway.requests.call import Delta, Outlet
+from gateway.requests.call import Outlet
+from gateway.types import Delta
 from services.runtime.errors import TandemError
 
 Observed = TypeVar("Observed")

@@ -16,7 +16,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.requests.call import AcceptedCall, AnswerSpec, Delta
+from gateway.requests.call import AcceptedCall, AnswerSpec
+from gateway.types import Delta
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
 

@@ -5,8 +5,7 @@ and get `Delta`s. Whatever happens (refusal, death of a worker, deadline, a clie
 back what the workers hold.
 
 What it leaves to others: `acceptance` turns a call into answers to generate, `dispatch` says which workers to ask,
-`attempt` puts the events of one try in order, `recovery` decides what follows a failure, and `migration` takes an
-answer away from a worker that is leaving.
+`attempt` orders the events of one try, `recovery` decides what follows a failure, `migration` empties a leaving worker.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ from gateway.requests.acceptance import Acceptance
 from gateway.requests.admission import AdmissionQueue, Lane
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt, CrowdedOut
-from gateway.requests.call import AcceptedCall, AnswerSpec, Call, Delta, StoredCall
+from gateway.requests.call import AcceptedCall, AnswerSpec, Call, StoredCall
 from gateway.requests.delivery import Delivery
 from gateway.requests.dispatch import Dispatcher, PrefixHints, RoomLimits
 from gateway.requests.migration import Moves
@@ -38,6 +37,7 @@ from gateway.requests.recovery import QuarantineList, Recovery
 from gateway.topology.members import Topology
 from gateway.topology.session import HandedOff, PrefillSession
 from gateway.topology.watch import CircuitReport, CutPair
+from gateway.types import Delta
 from services.cluster.placements import Placement, State
 from services.cluster.registry import LEASE_TTL_S
 from services.runtime import telemetry

@@ -12,12 +12,12 @@ import secrets
 from collections.abc import Iterable
 from functools import partial
 
-from gateway.limits import Sampling
 from gateway.requests.attempt import Attempt, Mailbox, TokenLog
 from gateway.requests.dispatch import Dispatcher
 from gateway.topology.members import ROLES, Role, Topology
 from gateway.topology.session import AttemptKey, DecodeSession, PrefillSession, SequenceOrder
 from gateway.topology.watch import AttemptWatch
+from gateway.types import Sampling
 from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
 

@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import grpc
 import msgspec
 
-from gateway.limits import Sampling
 from gateway.topology.books import Books
 from gateway.topology.counts import Counts, read_counts
 from gateway.topology.pacing import Lateness, Pace
+from gateway.types import Sampling, TokenLogprobs
 from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import reach, rpc, status, telemetry
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
@@ -81,13 +81,6 @@ class SequenceOrder(msgspec.Struct):
     """0 critical, 1 interactive, 2 normal, 3 low, 4 batch."""
     message: worker_pb2.SequenceSpec | None = None
     """The same for the wire, made once for both workers."""
-
-
-class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Natural logarithms of probabilities: of the chosen token, and (token id, logarithm) of the likeliest ones."""
-
-    logprob: float
-    top: list[tuple[int, float]]
 
 
 class Admitted(msgspec.Struct, frozen=True):

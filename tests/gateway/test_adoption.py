@@ -5,8 +5,8 @@ import contextlib
 import msgspec
 import pytest
 
-from gateway.limits import AskedSampling
 from gateway.requests.call import Call, StoredCall
+from gateway.types import AskedSampling
 from services.runtime.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
 
 ANSWER_TEXT = "hello world, naïve café 🙂 日本語 end"

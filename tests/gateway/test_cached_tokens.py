@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from gateway.access.keys import ApiKey, Tenant, digest_of_key, toml_entry, toml_tenant
-from gateway.limits import AskedSampling
 from gateway.named.journal import decode_call, encode_call
 from gateway.requests.attempt import TokenLog
 from gateway.requests.call import Call
+from gateway.types import AskedSampling
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.errors import TransferFailed
 from services.runtime.page_keys import sharers

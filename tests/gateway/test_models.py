@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from gateway.access.keys import ApiKey, digest_of_key, toml_entry
-from gateway.limits import AskedSampling
 from gateway.requests.call import Call
 from gateway.topology.session import DecodeSession
+from gateway.types import AskedSampling
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import telemetry
 from services.runtime.errors import Overloaded, WorkerUnavailable

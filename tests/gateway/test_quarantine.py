@@ -7,8 +7,8 @@ import types
 import msgspec
 import pytest
 
-from gateway.limits import Sampling
 from gateway.requests.recovery import fingerprint_of
+from gateway.types import Sampling
 from protos import worker_pb2
 from services.runtime.errors import InternalError, TransferFailed, WorkerUnavailable
 from services.structured.form import AnswerForm, CalledFunction, ToolCalls, ToolFormat

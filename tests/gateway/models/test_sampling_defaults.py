@@ -6,8 +6,8 @@ import shutil
 import grpc
 import pytest
 
-from gateway.limits import AskedSampling
 from gateway.models.sampling_defaults import read_defaults, with_defaults
+from gateway.types import AskedSampling
 from protos import inference_pb2, inference_pb2_grpc
 from services.runtime.errors import ModelError
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.limits import AskedSampling, Sampling
 from gateway.models.answer_text import AnswerText
 from gateway.models.model_files import read_model_files
 from gateway.models.tokenizer import ModelTokenizer
@@ -34,8 +33,8 @@ from gateway.named.journal import (
 from gateway.named.memory import MemoryBounds
 from gateway.named.requests import Journals, ask_for, ask_to_resume
 from gateway.observability.tracing import NO_TRACE
-from gateway.requests.call import AcceptedCall, AnswerSpec, Call, Delta, StoredCall, StoredChoice, Totals, Usage
-from gateway.topology.session import TokenLogprobs
+from gateway.requests.call import AcceptedCall, AnswerSpec, Call, StoredCall, StoredChoice, Totals
+from gateway.types import AskedSampling, Delta, Sampling, TokenLogprobs, Usage
 from services.cluster.journal_room import JournalRoom
 from services.cluster.journals import JournalStore
 from services.cluster.redis_store import Store

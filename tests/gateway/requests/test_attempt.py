@@ -16,10 +16,10 @@ from gateway.topology.session import (
     Peer,
     Refused,
     SequenceOrder,
-    TokenLogprobs,
     Tokens,
 )
 from gateway.topology.watch import AttemptWatch, WorkerWatch
+from gateway.types import TokenLogprobs
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import DeadlineExceeded, InternalError, NoFreePages, TransferFailed, WorkerUnavailable
 

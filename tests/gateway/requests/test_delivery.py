@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from gateway.requests.attempt import Mailbox
-from gateway.requests.call import Delta, Outlet
+from gateway.requests.call import Outlet
 from gateway.requests.delivery import Delivery
+from gateway.types import Delta
 from services.runtime.errors import DeadlineExceeded, WorkerUnavailable
 
 

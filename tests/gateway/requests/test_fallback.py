@@ -8,9 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.observability.tracing import NO_TRACE
-from gateway.requests.call import AcceptedCall, AnswerSpec, Delta, Totals
+from gateway.requests.call import AcceptedCall, AnswerSpec, Totals
 from gateway.requests.fallback import begun
 from gateway.requests.fan_out import merged
+from gateway.types import Delta
 from services.runtime.clock import Deadline
 from services.runtime.errors import DeadlineExceeded, Overloaded, TandemError, TransferFailed, WorkerUnavailable
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.limits import AskedSampling, ModelLimits, complete_sampling
+from gateway.limits import ModelLimits, complete_sampling
 from gateway.topology.pacing import BUSY_SHARE, LATE_S, MAX_HOLD_S, MEMORY_S, Lateness, Pace, thread_busy_s
 from gateway.topology.session import AttemptKey, DecodeSession, Failed, Finished, Peer, SequenceOrder, Tokens
+from gateway.types import AskedSampling
 from protos import inference_pb2, worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import WorkerLost, WorkerUnavailable

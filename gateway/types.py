@@ -1,0 +1,95 @@
+"""What a request and its answer are made of: how tokens are chosen, and the parts that an answer comes in.
+
+Plain data, which every room of the gateway may import: nothing here knows an API, a worker or a bound.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from services.structured.form import AnswerForm
+
+FinishReason = Literal["stop", "length"]
+"""Why an answer ended."""
+
+
+class AskedSampling(msgspec.Struct, kw_only=True):
+    """Sampling as a client asked for it; None where absence means something. Unchecked."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    json_schema: str = ""
+    """What the answer must keep to, as `gateway.models.response_format` writes it; empty: any text will do."""
+    form_field: str = "response_format"
+    """Which member of the request asks for that."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling as it will be done: checked, complete, the same for every attempt."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    logprobs: int | None
+    prompt_logprobs: int | None = None
+    form: AnswerForm | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Natural logarithms of probabilities: of the chosen token, and (token id, logarithm) of the likeliest ones."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Counts and times of one answer, as in the public API."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    decode_s: float
+
+
+class Delta(msgspec.Struct):
+    """The next part of an answer. The last one has `finish_reason` and `usage`."""
+
+    first_index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """With the first token, where asked for: of the prompt's tokens from the second on."""
+    layout: str = ""
+    """With the first token: fingerprint of layout and weights of the worker that goes on with it."""
