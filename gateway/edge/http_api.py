@@ -40,24 +40,12 @@ from gateway.named.journal import digest_of, event_id
 from gateway.named.requests import Ask, Journals, Reader, ask_for
 from gateway.observability.metrics import CONTENT_TYPE, Metrics
 from gateway.observability.request_log import code_of
+from gateway.openai.chat import ChatRequest, ChatWriter
+from gateway.openai.completions import CompletionRequest, CompletionWriter
+from gateway.openai.requests import Body, DetokenizeRequest, TokenizeRequest, parse, parse_members, parse_named
 from gateway.openai.responses_request import TEMPLATE_FIELDS, ResponsesRequest, own_words
 from gateway.openai.responses_writer import ResponsesWriter
-from gateway.openai.types import (
-    Body,
-    ChatRequest,
-    ChatWriter,
-    CompletionRequest,
-    CompletionWriter,
-    DetokenizeRequest,
-    Head,
-    TokenizeRequest,
-    Whole,
-    Writer,
-    parse,
-    parse_members,
-    parse_named,
-    system_fingerprint,
-)
+from gateway.openai.writer import Head, Whole, Writer, system_fingerprint
 from gateway.openapi.document import document_bytes
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call
 from gateway.requests.fallback import Stream, begun

@@ -13,7 +13,8 @@ import msgspec
 
 from gateway.limits import MAX_BODY_BYTES, check_affinity_key, check_text
 from gateway.models.tools import check_conversation
-from gateway.openai.types import ChatRequest, EffortOption, RequestBody
+from gateway.openai.chat import ChatRequest
+from gateway.openai.requests import EffortOption, RequestBody
 from gateway.requests.call import Call
 from services.runtime.errors import InvalidRequest
 

@@ -19,7 +19,7 @@ from gateway.models.tool_calls import Arguments, CallStart, Piece, Reasoning
 from gateway.models.tools import forced_names, offered_tools, strict_names
 from gateway.named.journal import event_id_error
 from gateway.openai.responses_request import ResponsesRequest, in_own_words
-from gateway.openai.types import Head, Whole, Writer, shown_logprobs
+from gateway.openai.writer import Head, Whole, Writer, shown_logprobs
 from gateway.types import Delta, TokenLogprobs, Usage
 
 _MARK = re.compile(r"(.*);(0|[1-9][0-9]{0,9})\.(0|[1-9][0-9]{0,9})")

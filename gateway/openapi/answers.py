@@ -1,6 +1,6 @@
 """What the HTTP API answers, as types: for the OpenAPI document, and for tests that hold answers against them.
 
-Nothing is built from them: `gateway.openai.types` writes answers as bytes, because every token goes through there.
+Nothing is built from them: the writers of `gateway.openai` write bytes, as every token goes through them.
 """
 
 from typing import Any, Literal

@@ -20,8 +20,10 @@ from gateway.limits import (
     SERVICE_CLASSES,
 )
 from gateway.observability.metrics import CONTENT_TYPE
+from gateway.openai.chat import ChatRequest
+from gateway.openai.completions import CompletionRequest
+from gateway.openai.requests import DetokenizeRequest, StreamOptions, TokenizeRequest
 from gateway.openai.responses_request import ResponsesRequest
-from gateway.openai.types import ChatRequest, CompletionRequest, DetokenizeRequest, StreamOptions, TokenizeRequest
 from gateway.openapi import answers
 from gateway.openapi.fields import FIELDS, NAME_PATTERN, REF, SHARED_SCHEMAS, Schema, field_of
 from gateway.wishes import MAX_MS, MIN_MS, PREFILL, TIMEOUT, TPOT, TTFT

@@ -33,8 +33,9 @@ from gateway.limits import (
 )
 from gateway.models.template_words import MAX_WORDS as MAX_TEMPLATE_WORDS
 from gateway.models.tools import MAX_TOOL_DEPTH, MAX_TOOLS
+from gateway.openai.completions import DEFAULT_COMPLETION_TOKENS
+from gateway.openai.requests import SERVICE_TIERS
 from gateway.openai.responses_request import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
-from gateway.openai.types import DEFAULT_COMPLETION_TOKENS, SERVICE_TIERS
 from gateway.wishes import MAX_MS
 from services.structured.grammar_text import MAX_CHOICES as MAX_CHOICE_TEXTS
 from services.structured.lark import MAX_CALLS

@@ -21,8 +21,10 @@ from gateway.models.catalog import load_catalog
 from gateway.models.catalog_file import ModelEntry
 from gateway.models.tools import check_conversation
 from gateway.observability.metrics import Metrics
-from gateway.openai import types as openai_types
-from gateway.openai.types import ChatRequest, CompletionRequest, parse
+from gateway.openai import requests as openai_requests
+from gateway.openai.chat import ChatRequest
+from gateway.openai.completions import CompletionRequest
+from gateway.openai.requests import parse
 from gateway.requests.admission import AdmissionQueue, Lane
 from gateway.requests.lifecycle import Policies, Requests
 from gateway.topology.members import Topology
@@ -476,7 +478,7 @@ async def test_long_bodies_are_decoded_once_and_beside_the_event_loop(system, po
     path, body = LONG_BODIES[row]
     short = json.dumps(body)
     long = short + " " * (256 * 1024 - len(short))
-    decoder, threads = openai_types._JSON, []
+    decoder, threads = openai_requests._JSON, []
 
     def spy(text):
         threads.append(threading.get_ident())
@@ -485,7 +487,7 @@ async def test_long_bodies_are_decoded_once_and_beside_the_event_loop(system, po
     for text, is_here in ((long, True), (long + " ", False)):
         threads.clear()
         with monkeypatch.context() as patched:
-            patched.setattr(openai_types, "_JSON", SimpleNamespace(decode=spy))
+            patched.setattr(openai_requests, "_JSON", SimpleNamespace(decode=spy))
             response = await post(path, text.encode(), headers)
         assert response.status_code == 200, response.text
         assert [thread == threading.get_ident() for thread in threads] == [is_here]

@@ -21,7 +21,8 @@ from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.tool_calls import AnswerParser, Arguments, Content, Reasoning
 from gateway.models.tools import check_conversation, closed_objects, encode_conversation
 from gateway.named.journal import decode_call, encode_call
-from gateway.openai.types import ChatRequest, parse
+from gateway.openai.chat import ChatRequest
+from gateway.openai.requests import parse
 from gateway.openapi.document import document
 from protos import inference_pb2, worker_pb2
 from services.runtime import status

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.openai.completions import CompletionWriter
 from gateway.topology.session import DecodeSession
 from protos import cluster_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.cluster.embedded_redis import EmbeddedRedis
@@ -618,7 +619,7 @@ async def test_reader_that_takes_nothing_is_dropped(make_system, worker_type, an
     for server in system.gateway._http._server.servers:
         for listener in server.sockets:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
-    monkeypatch.setattr("gateway.openai.types.CompletionWriter.chunk", lambda *arguments: b"data: " + b"x" * 65536)
+    monkeypatch.setattr(CompletionWriter, "chunk", lambda *arguments: b"data: " + b"x" * 65536)
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         slow.setblocking(False)

@@ -9,7 +9,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.limits import ModelLimits
 from gateway.models.catalog import ServedModel
-from gateway.openai.types import ChatRequest, parse, system_fingerprint
+from gateway.openai.chat import ChatRequest
+from gateway.openai.requests import parse
+from gateway.openai.writer import system_fingerprint
 
 ANSWER_TEXT = "hello world, naïve café"
 

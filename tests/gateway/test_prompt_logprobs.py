@@ -8,7 +8,7 @@ import grpc
 import pytest
 from openai.types import Completion
 
-from gateway.openai.types import CompletionWriter
+from gateway.openai.completions import CompletionWriter
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.errors import WorkerUnavailable
 

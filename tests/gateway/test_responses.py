@@ -15,8 +15,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from gateway.models.answer_parts import AnswerParts, ReasoningTokens
 from gateway.models.model_files import read_model_files
 from gateway.models.tokenizer import ModelTokenizer
+from gateway.openai.requests import parse
 from gateway.openai.responses_request import ResponsesRequest, own_words
-from gateway.openai.types import parse
 from protos import inference_pb2, worker_pb2
 from services.runtime import status
 from services.runtime.errors import InvalidRequest

@@ -9,7 +9,9 @@ import pytest
 from gateway.limits import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from gateway.models.response_format import json_schema_in, json_schema_of
 from gateway.named.journal import decode_call, encode_call
-from gateway.openai.types import ChatRequest, CompletionRequest, parse
+from gateway.openai.chat import ChatRequest
+from gateway.openai.completions import CompletionRequest
+from gateway.openai.requests import parse
 from gateway.requests.call import Call, StoredCall
 from gateway.types import AskedSampling
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from gateway.openai.chat import ChatRequest
+from gateway.openai.completions import CompletionRequest
+from gateway.openai.requests import parse
 from gateway.openai.responses_request import ResponsesRequest, in_own_words
-from gateway.openai.types import ChatRequest, CompletionRequest, parse
 from gateway.openai.vocabulary import INNER_FIELDS, WORDS, Refused
 from services.runtime.errors import InvalidRequest
 from services.structured.grammar_text import MARK

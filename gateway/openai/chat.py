@@ -1,0 +1,246 @@
+"""The chat API: its requests, and the writing of its answers with the calls and the reasoning in them."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.limits import MAX_LOGPROBS, check_integer
+from gateway.models.answer_parts import AnswerParts, ReasoningTokens
+from gateway.models.template_words import template_words_in
+from gateway.models.tokenizer import ModelTokenizer
+from gateway.models.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning
+from gateway.models.tools import forced_names, is_named, offered_tools, strict_names
+from gateway.openai.requests import ChoicesRequest, EffortOption, agreed_max_tokens, asked_sampling
+from gateway.openai.writer import ChoicesWriter, Head, Whole, encode, shown_logprobs
+from gateway.requests.call import Call
+from gateway.types import Delta, TokenLogprobs, Usage
+from services.runtime.errors import InvalidRequest
+
+
+class ChatRequest(ChoicesRequest, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Any] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning: EffortOption | None = None
+    verbosity: str | None = None
+
+    def call(self) -> Call:
+        """The call it asks for. Raises InvalidRequest."""
+        if self.messages is None:
+            raise InvalidRequest("messages is missing", field="messages", code="missing_required_parameter")
+        max_tokens = agreed_max_tokens(self, "max_tokens", "max_completion_tokens")
+        tools = offered_tools(self.tools, self.tool_choice)
+        words, fields = self._template_words()
+        sampling = asked_sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs())
+        return Call(
+            operation="chat",
+            model=self.model,
+            messages=self.messages,
+            tools=tools,
+            template_words=words,
+            template_fields=fields,
+            must_call=forced_names(tools, self.tool_choice),
+            strict_tools=strict_names(self.tools) if tools else frozenset(),
+            parallel_tool_calls=self.parallel_tool_calls is not False and not is_named(self.tool_choice),
+            sampling=sampling,
+            num_choices=1 if self.n is None else self.n,
+            priority=0 if self.priority is None else self.priority,
+            service_class=self.service_class or "",
+            tenant=self.tenant or "",
+            affinity_key=self.prompt_cache_key or self.user or "",
+            cache_salt=self.cache_salt or "",
+            allow_fallback=self.allow_fallback,
+            prompt_field="messages",
+        )
+
+    def _template_words(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """What the chat template is told, where it knows the name, and which member says it. Raises InvalidRequest."""
+        if _told_to_template(self) == _NOTHING_TOLD:
+            return {}, {}
+        words = template_words_in(self.chat_template_kwargs or {}, "chat_template_kwargs")
+        fields = {name: f"chat_template_kwargs.{name}" for name in words}
+        for name, field, value, asks_nothing in (
+            ("enable_thinking", "enable_thinking", self.enable_thinking, None),
+            ("reasoning_effort", "reasoning_effort", self.reasoning_effort, "none"),
+            ("reasoning_effort", "reasoning.effort", self.reasoning and self.reasoning.effort, "none"),
+            ("verbosity", "verbosity", self.verbosity, "medium"),
+        ):
+            if value is not None and value != asks_nothing:
+                checked = template_words_in({name: value}, field)
+                if words.setdefault(name, value) != checked[name]:
+                    raise InvalidRequest(f"{field} is said twice, and differs", field=field, code="invalid_value")
+                fields.setdefault(name, field)
+        return words, fields
+
+    def _num_logprobs(self) -> int | None:
+        if self.top_logprobs is None:
+            return 0 if self.logprobs else None
+        check_integer(self.top_logprobs, "top_logprobs", minimum=0, maximum=MAX_LOGPROBS)
+        if not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+        return self.top_logprobs
+
+
+_TOLD = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "reasoning", "verbosity")
+_told_to_template = operator.attrgetter(*_TOLD)
+_NOTHING_TOLD = (None,) * len(_TOLD)
+
+
+class ChatWriter(ChoicesWriter):
+    """Writes /v1/chat/completions, with the calls and the reasoning that are found in the answers' text."""
+
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def __init__(
+        self, tokenizer: ModelTokenizer, request: ChatRequest, *, head: Head, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        super().__init__(tokenizer, request, head=head, prompts=prompts)
+        tools = offered_tools(request.tools, request.tool_choice)
+        is_strict = bool(strict_names(request.tools))
+        self._parts = AnswerParts(
+            tokenizer,
+            tools,
+            request_id=head.request_id,
+            prompts=prompts,
+            is_strict=is_strict,
+            is_forced=bool(forced_names(tools, request.tool_choice)),
+        )
+        self._is_parallel = request.parallel_tool_calls is not False
+        self._parsers: dict[int, AnswerParser] = {}
+        self._reasoning: dict[int, ReasoningTokens] = {}
+
+    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
+        """What is found next depends on all of the text before it."""
+        if self._parts.are_looked_for:
+            self._count_reasoning(index, token_ids)
+            self._parser(index).push(text, token_ids)
+
+    def opening(self, index: int) -> bytes:
+        """The event that names the role."""
+        delta = b'{"role":"assistant","content":""}'
+        choice = b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta)
+        return self._event(choice, self._no_usage_yet(index))
+
+    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
+        """What the parser has held back until the end comes with the reason of the end."""
+        if not self._parts.are_looked_for:
+            return super().chunk(index, delta, usage)
+        self._count_reasoning(index, delta.token_ids)
+        parser = self._parser(index)
+        members = self._members(index, parser.push(delta.text, delta.token_ids))
+        parts = []
+        if members or delta.logprobs or (self._has_token_ids and delta.token_ids):
+            parts.append(self._event(self._delta_choice(index, delta, encode(members)), usage))
+        if delta.finish_reason is not None:
+            shown = encode(self._members(index, parser.finish()))
+            reason = _finish_reason(delta.finish_reason, parser)
+            parts.append(self._event(self._last_choice(index, reason, shown), usage))
+        return b"".join(parts)
+
+    def _document(self, answers: Sequence[Whole]) -> dict[str, Any]:
+        """All answers have the same prompt."""
+        prompt_logprobs = self._prompt_logprobs(answers[0])
+        return {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
+
+    def _whole_choice(self, answer: Whole) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        finish_reason = answer.finish_reason
+        if self._parts.are_looked_for:
+            self._count_reasoning(answer.index, answer.token_ids)
+            parser = self._parts.parser(answer.index)
+            pieces = [*parser.push(answer.text, answer.token_ids), *parser.finish()]
+            message |= self._message(answer.index, pieces)
+            finish_reason = _finish_reason(finish_reason, parser)
+        choice = {
+            "index": answer.index,
+            "message": message,
+            "logprobs": self._logprobs(answer.token_ids, answer.logprobs),
+            "finish_reason": finish_reason,
+        }
+        if self._has_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+    def _text_choice(self, index: int, delta: Delta) -> bytes:
+        return self._delta_choice(index, delta, b'{"content":%b}' % encode(delta.text))
+
+    def _delta_choice(self, index: int, delta: Delta, shown: bytes) -> bytes:
+        logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.token_ids, delta.logprobs))
+        return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (
+            index,
+            shown,
+            logprobs,
+            self._token_ids_member(delta.token_ids),
+        )
+
+    def _last_choice(self, index: int, finish_reason: str, shown: bytes = b"{}") -> bytes:
+        return b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":"%b"}' % (index, shown, finish_reason.encode())
+
+    def _parser(self, index: int) -> AnswerParser:
+        if index not in self._parsers:
+            self._parsers[index] = self._parts.parser(index)
+        return self._parsers[index]
+
+    def _count_reasoning(self, index: int, token_ids: Sequence[int]) -> None:
+        if self._tokenizer.has_reasoning:
+            if index not in self._reasoning:
+                self._reasoning[index] = ReasoningTokens(self._tokenizer, self._parts.parser(index))
+            self._reasoning[index].push(token_ids)
+
+    def _usage(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:
+        shown = super()._usage(usages)
+        if self._tokenizer.has_reasoning:
+            num_tokens = sum(counter.num_tokens for counter in self._reasoning.values())
+            shown["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return shown
+
+    def _message(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """All pieces of an answer as members of its message."""
+        members = self._members(index, pieces)
+        for call in members.get("tool_calls", ()):
+            del call["index"]
+        return {"content": None if "tool_calls" in members else "", **members}
+
+    def _members(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The pieces as members of a delta: of each call what is new."""
+        members: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            if isinstance(piece, Content):
+                members["content"] = members.get("content", "") + piece.text
+            elif isinstance(piece, Reasoning):
+                members["reasoning_content"] = members.get("reasoning_content", "") + piece.text
+            elif piece.index and not self._is_parallel:
+                # Whoever asked for one call at a time gets the first; the model was not told of the wish.
+                continue
+            elif isinstance(piece, CallStart):
+                function = {"name": piece.name, "arguments": ""}
+                call_id = self._parts.call_id(index, piece.index)
+                calls[piece.index] = {"index": piece.index, "id": call_id, "type": "function", "function": function}
+            else:
+                call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += piece.text
+        if calls:
+            members["tool_calls"] = list(calls.values())
+        return members
+
+    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        if entries is None:
+            return None
+        return {"content": shown_logprobs(self._tokenizer, token_ids, entries), "refusal": None}
+
+
+def _finish_reason(reason: str, parser: AnswerParser) -> str:
+    """An answer that calls ends for its calls, unless it was cut."""
+    return "tool_calls" if reason == "stop" and parser.num_complete_calls else reason

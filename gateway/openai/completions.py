@@ -1,0 +1,181 @@
+"""The completions API: its requests, and the writing of its answers with the offsets of their tokens."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.limits import MAX_TOKENS_EVER, prompt_form_error
+from gateway.models.tokenizer import ModelTokenizer
+from gateway.openai.requests import ChoicesRequest, agreed_max_tokens, asked_sampling, check_whole, is_unbounded
+from gateway.openai.writer import ChoicesWriter, Head, Whole, encode, finite
+from gateway.requests.call import Call
+from gateway.types import Delta, TokenLogprobs
+from services.runtime.errors import InvalidRequest
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""What the completions API generates when max_tokens is absent, as OpenAI's does."""
+
+
+class CompletionRequest(ChoicesRequest, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+
+    def call(self) -> Call:
+        """The call it asks for. Raises InvalidRequest."""
+        n = 1 if self.n is None else self.n
+        if self.best_of is not None and self.best_of != n:
+            raise InvalidRequest(
+                "best_of is only supported with the value of n", field="best_of", code="unsupported_parameter"
+            )
+        max_tokens = agreed_max_tokens(self, "max_tokens")
+        sampling = asked_sampling(self, max_tokens=max_tokens, logprobs=self.logprobs)
+        prompt_logprobs_field = "prompt_logprobs"
+        if self.echo and self.logprobs is not None:
+            check_whole(self, "echo with logprobs", field="echo")
+            if self.prompt_logprobs is None or self.logprobs > self.prompt_logprobs:
+                sampling.prompt_logprobs, prompt_logprobs_field = self.logprobs, "logprobs"
+        if sampling.max_tokens is None and not is_unbounded(self):
+            sampling.max_tokens = min(max(DEFAULT_COMPLETION_TOKENS, sampling.min_tokens), MAX_TOKENS_EVER)
+        return Call(
+            operation="text_completion",
+            model=self.model,
+            prompts=_prompts(self.prompt),
+            sampling=sampling,
+            num_choices=n,
+            priority=0 if self.priority is None else self.priority,
+            service_class=self.service_class or "",
+            tenant=self.tenant or "",
+            affinity_key=self.prompt_cache_key or self.user or "",
+            cache_salt=self.cache_salt or "",
+            prompt_logprobs_field=prompt_logprobs_field,
+            allow_fallback=self.allow_fallback,
+        )
+
+
+class CompletionWriter(ChoicesWriter):
+    """Writes /v1/completions; `text_offset` of log-probabilities counts characters of the answer.
+
+    With `echo` a prompt's text comes before its answers: as the client wrote it, or what its token ids stand for.
+    """
+
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(
+        self, tokenizer: ModelTokenizer, request: CompletionRequest, *, head: Head, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        super().__init__(tokenizer, request, head=head, prompts=prompts)
+        self._num_chars: dict[int, int] = {}
+        self._echoed = _prompts(request.prompt) if request.echo else []
+        self._num_logprobs = request.logprobs or 0
+        self._num_choices = request.n or 1
+
+    def whole(self, answers: Sequence[Whole]) -> bytes:
+        """The body; what the first answer to a prompt has of it is in the others too."""
+        for answer in answers:
+            first = answers[answer.index - answer.index % self._num_choices]
+            answer.prompt_logprobs = first.prompt_logprobs
+        return super().whole(answers)
+
+    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
+        """Offsets go on after these tokens."""
+        self._num_chars[index] = sum(len(self._tokenizer.token_text(token_id)) for token_id in token_ids)
+
+    def opening(self, index: int) -> bytes:
+        """The event with the prompt, where it is echoed."""
+        text = encode(self._echo(index))
+        if text == b'""':
+            return b""
+        choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text)
+        return self._event(choice, self._no_usage_yet(index))
+
+    def _echo(self, index: int) -> str:
+        if not self._echoed:
+            return ""
+        prompt = self._echoed[index // self._num_choices]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
+
+    def _whole_choice(self, answer: Whole) -> dict[str, Any]:
+        choice = {
+            "index": answer.index,
+            "text": self._echo(answer.index) + answer.text,
+            "logprobs": self._whole_logprobs(answer),
+            "finish_reason": answer.finish_reason,
+        }
+        prompt_logprobs = self._prompt_logprobs(answer)
+        if prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs
+        if self._has_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+    def _text_choice(self, index: int, delta: Delta) -> bytes:
+        logprobs = encode(self._logprobs(index, delta.token_ids, delta.logprobs))
+        return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}' % (
+            index,
+            encode(delta.text),
+            logprobs,
+            self._token_ids_member(delta.token_ids),
+        )
+
+    def _last_choice(self, index: int, finish_reason: str) -> bytes:
+        return b'{"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}' % (index, finish_reason.encode())
+
+    def _whole_logprobs(self, answer: Whole) -> dict[str, Any] | None:
+        """Of the prompt too where it is echoed, with nothing for its first token."""
+        if not self._echoed or answer.logprobs is None:
+            return self._logprobs(answer.index, answer.token_ids, answer.logprobs)
+        first, *rest = answer.prompt_token_ids
+        entries = [
+            TokenLogprobs(entry.logprob, entry.top[: self._num_logprobs]) for entry in answer.prompt_logprobs or ()
+        ]
+        first_text = self._tokenizer.token_text(first)
+        # The token that begins a text is not in what the client wrote.
+        is_shown = self._echo(answer.index).startswith(first_text)
+        self._num_chars[answer.index] = len(first_text) if is_shown else 0
+        shown = self._logprobs(answer.index, [*rest, *answer.token_ids], [*entries, *answer.logprobs])
+        assert shown is not None
+        return {
+            "tokens": [first_text, *shown["tokens"]],
+            "token_logprobs": [None, *shown["token_logprobs"]],
+            "top_logprobs": [None, *shown["top_logprobs"]],
+            "text_offset": [0, *shown["text_offset"]],
+        }
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None
+    ) -> dict[str, Any] | None:
+        if entries is None:
+            return None
+        texts = [self._tokenizer.token_text(token_id) for token_id in token_ids]
+        offsets = list(itertools.accumulate(map(len, texts), initial=self._num_chars.get(index, 0)))
+        self._num_chars[index] = offsets.pop()
+        return {
+            "tokens": texts,
+            "token_logprobs": [finite(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                {self._tokenizer.token_text(token_id): finite(logprob) for token_id, logprob in entry.top}
+                | {text: finite(entry.logprob)}
+                for text, entry in zip(texts, entries, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """One or several prompts: a text, a list of texts, token ids, or a list of lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise prompt_form_error()
+    kinds = set(map(type, prompt))
+    if kinds == {str} or kinds == {list}:
+        return prompt
+    if str in kinds or list in kinds:
+        raise prompt_form_error()
+    return [prompt]

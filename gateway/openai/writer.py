@@ -1,0 +1,256 @@
+"""Answers as OpenAI's clients read them: what all writers do, and what those do whose answers are choices.
+
+Knows the spelling of the HTTP API and nothing of serving it.
+"""
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.models.catalog import ServedModel
+from gateway.models.tokenizer import ModelTokenizer
+from gateway.openai.requests import ChoicesRequest
+from gateway.types import Delta, TokenLogprobs, Usage
+
+SSE_DONE = b"data: [DONE]\n\n"
+
+_GAP = "text goes here: \N{WHITE SQUARE}"
+
+
+class Whole(msgspec.Struct):
+    """One complete answer."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str
+    usage: Usage
+    prompt_token_ids: Sequence[int]
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What all parts of an answer begin with."""
+
+    request_id: str
+    created_unix_s: int
+    model: str
+    system_fingerprint: str
+
+
+def system_fingerprint(model: ServedModel) -> str:
+    """Changes when the model behind a name does: all that a gateway knows of it, which every gateway knows alike."""
+    limits = model.limits
+    facts = [model.name, model.tokenizer_fingerprint, limits.vocab_size, limits.context_length_tokens]
+    return "fp_" + hashlib.sha256(encode([*facts, model.eos_token_ids])).hexdigest()[:12]
+
+
+class Writer(ABC):
+    """Writes one call's answers in the words of one API. `prompts` holds the token ids of each answer's prompt."""
+
+    object_name = ""
+    end = SSE_DONE
+    """What ends a stream that was not broken off."""
+    has_usage = False
+    """Whether `usage_chunk` comes before the end."""
+    is_usage_continuous = False
+    """Whether each event tells the usage so far."""
+
+    @abstractmethod
+    def __init__(
+        self, tokenizer: ModelTokenizer, request: Any, *, head: Head, prompts: Sequence[Sequence[int]]
+    ) -> None: ...
+
+    @staticmethod
+    def journal_event_id(event_id: str) -> str:
+        """The id that `gateway.named.journal` knows, of one that `with_ids` wrote. Raises InvalidRequest."""
+        return event_id
+
+    def go_on_after(self, event_id: str) -> None:  # noqa: B027 - for most the journal's part of the id says it all
+        """The client has the stream up to the event with this id."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Whole]) -> bytes:
+        """The body of an answer that is not streamed."""
+
+    @abstractmethod
+    def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
+        """The client has these tokens of a choice already, this text of them, and all that belongs to them."""
+
+    def opening(self, index: int) -> bytes:
+        """What a stream sends before the first token of a choice."""
+        return b""
+
+    @abstractmethod
+    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
+        """The event for a delta; empty if the client would learn nothing from it.
+
+        `usage` is that so far; not given before the last delta unless `is_usage_continuous`.
+        """
+
+    def with_ids(self, event: bytes, *, before: str, after: str) -> bytes:
+        """What `opening` or `chunk` has just written, with ids: the client was at `before`, and is then at `after`."""
+        return with_event_id(event, after)
+
+    def usage_chunk(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> bytes:
+        """The last event before the end, where the client asked for usage."""
+        return b""
+
+    def error(self, error_object: Mapping[str, Any]) -> bytes:
+        """What ends a stream which has begun and cannot go on."""
+        return b"data: " + encode(error_object) + b"\n\n"
+
+
+class ChoicesWriter(Writer):
+    """Writes answers as a list of choices. What all chunks of a stream share is encoded once."""
+
+    chunk_object_name = ""
+    id_prefix = ""
+
+    def __init__(
+        self, tokenizer: ModelTokenizer, request: ChoicesRequest, *, head: Head, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        stream_options = request.stream_options
+        self.id = f"{self.id_prefix}-{head.request_id}"
+        self.has_usage = bool(stream_options and stream_options.include_usage)
+        self.is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._has_token_ids = bool(request.return_token_ids)
+        self._num_prompt_logprobs = request.prompt_logprobs
+        self._head = {
+            "id": self.id,
+            "created": head.created_unix_s,
+            "model": head.model,
+            "system_fingerprint": head.system_fingerprint,
+        }
+        if request.service_tier is not None:
+            self._head["service_tier"] = "default"
+        start = encode({**self._head, "object": self.chunk_object_name})
+        self._prefix = b"data: " + start[:-1] + b',"choices":['
+        # With include_usage every chunk but the last has a null there, as OpenAI's clients were told.
+        self._suffix = b'],"usage":null}\n\n' if self.has_usage else b"]}\n\n"
+        self._is_plain = not self._has_token_ids and not self.is_usage_continuous
+        """Whether a delta's event has nothing but its text that is not the same in all of them."""
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+
+    def whole(self, answers: Sequence[Whole]) -> bytes:
+        """The body of an answer that is not streamed."""
+        choices = [self._whole_choice(answer) for answer in answers]
+        usages = [(answer.usage, answer.prompt_token_ids) for answer in answers]
+        document = {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(usages)}
+        return encode(document | self._document(answers))
+
+    def _document(self, answers: Sequence[Whole]) -> dict[str, Any]:
+        """More members of the body of an answer that is not streamed."""
+        return {}
+
+    def _prompt_logprobs(self, answer: Whole) -> list[dict[str, Any] | None] | None:
+        """As vLLM's users know them: of each token, by id, the likeliest ones and itself; null for the first."""
+        if self._num_prompt_logprobs is None:
+            return None
+        following = zip(answer.prompt_token_ids[1:], answer.prompt_logprobs or (), strict=True)
+        return [None, *(self._candidates(token_id, entry) for token_id, entry in following)]
+
+    def _candidates(self, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
+        logprobs = dict([*entry.top[: self._num_prompt_logprobs], (token_id, entry.logprob)])
+        return {
+            str(one): {"logprob": finite(logprob), "decoded_token": self._tokenizer.token_text(one)}
+            for one, logprob in logprobs.items()
+        }
+
+    def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
+        """The event for a delta; empty if the client would learn nothing from it. `usage` where it is continuous."""
+        if self._is_plain and delta.logprobs is None and delta.finish_reason is None:
+            if not delta.text:
+                return b""
+            before, after = self._around_text.get(index) or self._find_around_text(index)
+            return before + encode(delta.text) + after
+        parts = []
+        if delta.text or delta.logprobs or (self._has_token_ids and delta.token_ids):
+            parts.append(self._event(self._text_choice(index, delta), usage))
+        if delta.finish_reason is not None:
+            parts.append(self._event(self._last_choice(index, delta.finish_reason), usage))
+        return b"".join(parts)
+
+    def usage_chunk(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> bytes:
+        """The last event before the end, where the client asked for usage."""
+        return self._prefix + b'],"usage":' + encode(self._usage(usages)) + b"}\n\n"
+
+    def _usage(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:
+        return usage_sum(usages)
+
+    def _event(self, choice: bytes, usage: Usage | None) -> bytes:
+        if self.is_usage_continuous and usage is not None:
+            return self._prefix + choice + b'],"usage":' + encode(usage_sum([(usage, ())])) + b"}\n\n"
+        return self._prefix + choice + self._suffix
+
+    def _no_usage_yet(self, index: int) -> Usage | None:
+        """Before the first token; None where not every event tells the usage."""
+        return Usage(len(self._prompts[index]), 0, 0, 0.0, 0.0, 0.0, 0.0) if self.is_usage_continuous else None
+
+    def _find_around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What comes before and after the text in the event for a text alone, which nearly all are."""
+        event = self._event(self._text_choice(index, Delta(0, [], _GAP)), None)
+        before, _, after = event.rpartition(_GAP.encode())
+        around = self._around_text[index] = before.removesuffix(b'"'), after.removeprefix(b'"')
+        return around
+
+    def _token_ids_member(self, token_ids: Sequence[int]) -> bytes:
+        return b',"token_ids":' + encode(token_ids) if self._has_token_ids else b""
+
+    @abstractmethod
+    def _whole_choice(self, answer: Whole) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _text_choice(self, index: int, delta: Delta) -> bytes: ...
+
+    @abstractmethod
+    def _last_choice(self, index: int, finish_reason: str) -> bytes: ...
+
+
+def shown_logprobs(
+    tokenizer: ModelTokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
+) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities, as the chat and the Responses API show them."""
+
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.token_text(token_id)
+        shown_bytes = tokenizer.token_bytes(token_id) or text.encode()
+        return {"token": text, "logprob": finite(logprob), "bytes": list(shown_bytes)}
+
+    return [
+        {**shown(token_id, entry.logprob), "top_logprobs": [shown(*top) for top in entry.top]}
+        for token_id, entry in zip(token_ids, entries, strict=True)
+    ]
+
+
+def usage_sum(usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:
+    """OpenAI's usage of several answers; a prompt that several of them share (the same object) counts once."""
+    prompts = {id(prompt): usage for usage, prompt in usages}.values()
+    num_prompt = sum(usage.prompt_tokens for usage in prompts)
+    num_completion = sum(usage.completion_tokens for usage, _ in usages)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+    }
+
+
+def with_event_id(event: bytes, event_id: str) -> bytes:
+    """One event, with the id from which a client can go on after it."""
+    return b"%bid: %b\n\n" % (event.removesuffix(b"\n"), event_id.encode())
+
+
+def finite(logprob: float) -> float:
+    """JSON has no -inf; OpenAI's API shows this for a token that was impossible."""
+    return logprob if math.isfinite(logprob) else -9999.0
+
+
+encode = msgspec.json.Encoder().encode
