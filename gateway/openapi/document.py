@@ -61,6 +61,7 @@ STATUSES: Mapping[int, str] = {
     504: "The request's deadline passed.",
 }
 
+_MILLISECONDS: Schema = {"type": "number", "minimum": MIN_MS, "maximum": MAX_MS}
 REQUEST_HEADERS: Mapping[str, tuple[str, Schema]] = {
     "X-Request-Id": (
         "Names the request, which can then be resumed; unique among the running ones of its tenant.",
@@ -76,18 +77,12 @@ REQUEST_HEADERS: Mapping[str, tuple[str, Schema]] = {
         {"type": "string", "minLength": 1, "maxLength": MAX_AFFINITY_CHARS},
     ),
     "X-Service-Class": ("As the field `service_class`.", {"type": "string", "enum": [*SERVICE_CLASSES, ""]}),
-    TIMEOUT: (
-        "As the field `request_timeout_ms`.",
-        {"type": "number", "minimum": MIN_MS, "maximum": MAX_MS},
-    ),
+    TIMEOUT: ("As the field `request_timeout_ms`.", _MILLISECONDS),
     TTFT: (
         "The first token is needed within this time; it counts where it is less than `--ttft-target-s`.",
-        {"type": "number", "minimum": MIN_MS, "maximum": MAX_MS},
+        _MILLISECONDS,
     ),
-    TPOT: (
-        "The same for each further token and `--itl-target-s`.",
-        {"type": "number", "minimum": MIN_MS, "maximum": MAX_MS},
-    ),
+    TPOT: ("The same for each further token and `--itl-target-s`.", _MILLISECONDS),
     PREFILL: (
         "Who computes the prompt: the decode worker, a prefill worker, or the faster of the two. Needs a key with "
         "`choose_prefill`.",
