@@ -244,6 +244,8 @@ class DecodeLoop:
         """
         key = sequence.sequence_id
         self._sequences[key] = sequence
+        if sequence.grammar is not None:
+            self._mask_pace.add(key)
         lease = self._leases.get(key)
         if lease is None:
             assert key not in self._chains, "a key reserves or starts once"
@@ -283,6 +285,7 @@ class DecodeLoop:
         """Forgets a key in any phase and frees its pages. Unknown keys are ignored."""
         self._scheduler.remove(key)
         self._sequences.pop(key, None)
+        self._mask_pace.discard(key)
         self._chains.pop(key, None)
         self._classes.pop(key, None)
         self._pausing.discard(key)
@@ -324,7 +327,7 @@ class DecodeLoop:
         self._send()
         rows = list(self._rows(step, proposals))  # before the step ends sequences
         result = self._runner.compute(prepared)
-        masks_s = self._masks_s(step)
+        masks_s = {work.key: self._sequences[work.key].take_mask_s() for work in step if work.key in self._mask_pace}
         advances = tuple(
             self._apply(work, outcome, proposals.get(work.key))
             for work, outcome in zip(step, result.outcomes, strict=True)
@@ -346,11 +349,6 @@ class DecodeLoop:
         if not has_more:
             self._send()
         return has_more
-
-    def _masks_s(self, step: list[Work]) -> dict[Hashable, float]:
-        """What the grammars of a step's sequences have taken."""
-        sequences = [sequence for work in step if (sequence := self._sequences[work.key]).grammar is not None]
-        return {sequence.sequence_id: sequence.take_mask_s() for sequence in sequences}
 
     def _rows(self, step: list[Work], proposals: Mapping[Hashable, Proposal]) -> Iterator[StepWork]:
         """A step's work as the speedometer takes it: a proposed token costs what one more sequence would."""

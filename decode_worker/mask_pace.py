@@ -1,10 +1,11 @@
-"""Which sequences sit out a step because saying what may come next in them is dear. Pure: seconds in, keys out.
+"""Chooses the sequences that sit out a step because their masks are dear. Pure: seconds in, keys out.
 
 A grammar is asked for each token of its answer, on the thread that computes everybody's. Usual forms take some
-microseconds; one that was written to be dear takes milliseconds, and there may be as many such answers as the batch has
-places. So those that are much dearer than others of the batch may take MASK_PART as long as the rest of the steps, and
-have a token in some steps only. Among themselves they share that time evenly, however dear each of them is (start-time
-fair queueing: Goyal, Vin, Cheng 1996). Tokens do not depend on who else is in a step, so they are the same.
+microseconds; one that was written to be dear takes milliseconds, and a batch may be full of such answers. So those
+that are much dearer than others of the batch may take MASK_PART as long as the rest of the steps, and have a token in
+some steps only. Among themselves they share that time evenly, however dear each of them is (start-time fair queueing:
+Goyal, Vin, Cheng 1996). Tokens do not depend on the other sequences of a step, so they stay equal. A sequence that has
+had no mask in the batch yet is taken to be as dear as those that came before it: many of one request come at once.
 """
 
 import math
@@ -13,11 +14,11 @@ from collections.abc import Collection, Hashable, Mapping
 MASK_PART = 0.4
 """A token of another answer takes at most 1.4 times as long for them, over some steps."""
 CHEAP_S = 50e-6
-"""What takes less is never left out."""
+"""Sequences with cheaper masks are never left out."""
 DEAR_FACTOR = 2.0
-"""Where all are dear nobody has to wait for anybody: dear is what takes so many times as long as the cheapest."""
+"""Dear is what takes this many times as long as the cheapest: where all are dear none waits for another."""
 NEWEST_PART = 0.25
-"""What the newest time counts in the cost of a sequence: one may be long because the thread lost its core."""
+"""Weight of the newest time in a cost: one time may be long because the thread lost its core."""
 
 
 class MaskPace:
@@ -28,12 +29,33 @@ class MaskPace:
         self._had_s: dict[Hashable, float] = {}
         """Time that each dear one has had, counted from what the one with the least had when it came."""
         self._credit_s = 0.0
+        self._masked: set[Hashable] = set()
+        self._measured: set[Hashable] = set()
+        """Those in `_costs_s` whose cost is their own."""
+        self._first_cost_s = 0.0
+        """Cost of the first mask that sequences have had here, newer ones counting more."""
+
+    def add(self, key: Hashable) -> None:
+        """Notes a sequence that has a grammar."""
+        self._masked.add(key)
+
+    def discard(self, key: Hashable) -> None:
+        """Forgets a sequence. Unknown keys are ignored."""
+        self._masked.discard(key)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether the sequence has a grammar."""
+        return key in self._masked
 
     def resting(self, keys: Collection[Hashable]) -> Collection[Hashable]:
-        """Those of the batch that have no token in this step; never all. Costs of others are forgotten."""
-        if not self._costs_s:
+        """Returns the sequences of the batch, `keys`, that have no token in this step; never all of them.
+
+        Costs of sequences that are not in the batch are forgotten.
+        """
+        if not self._masked:
             return ()
-        self._costs_s = {key: cost_s for key, cost_s in self._costs_s.items() if key in keys}
+        self._costs_s = {key: self._costs_s.get(key, self._first_cost_s) for key in self._masked if key in keys}
+        self._measured.intersection_update(self._costs_s)
         least_s = min(self._costs_s.values(), default=0.0) if len(self._costs_s) == len(keys) else 0.0
         bound_s = max(CHEAP_S, DEAR_FACTOR * least_s)
         dear = [key for key, cost_s in self._costs_s.items() if cost_s > bound_s]
@@ -49,11 +71,15 @@ class MaskPace:
         return resting
 
     def note_step(self, step_s: float, masks_s: Mapping[Hashable, float]) -> None:
-        """How long a step took, and what of it the mask of each sequence that has a grammar."""
+        """Notes how long a step took, and what of it the mask of each sequence that has a grammar."""
         dear_s = 0.0
         for key, mask_s in masks_s.items():
-            before_s = self._costs_s.get(key, mask_s)
-            self._costs_s[key] = before_s + NEWEST_PART * (mask_s - before_s)
+            if key in self._measured:
+                self._costs_s[key] += NEWEST_PART * (mask_s - self._costs_s[key])
+            else:
+                self._measured.add(key)
+                self._costs_s[key] = mask_s
+                self._first_cost_s += NEWEST_PART * (mask_s - self._first_cost_s)
             if key in self._had_s:
                 self._had_s[key] += mask_s
                 dear_s += mask_s

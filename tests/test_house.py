@@ -12,7 +12,7 @@ MAX_CORE_FILES, MAX_CORE_LINES = 20, 10_300
 """The aim is 8,000 lines."""
 
 LONG_FILES = {
-    "decode_worker/engine_loop.py": 647,
+    "decode_worker/engine_loop.py": 646,
     "decode_worker/scheduler.py": 689,
     "decode_worker/worker.py": 760,
     "gateway/batches/runner.py": 591,

@@ -128,28 +128,35 @@ def _is_grammar(form: AnswerForm) -> bool:
 
 
 class GrammarState:
-    """Where one answer stands in its grammar; the engine's `Grammar`. For one thread at a time."""
+    """Where one answer stands in its grammar; the engine's `Grammar`. For one thread at a time.
 
-    __slots__ = ("_matcher", "num_tokens")
+    `first` is what `allowed` returns before the first token, where somebody has computed it already.
+    """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    __slots__ = ("_first", "_matcher", "num_tokens")
+
+    def __init__(self, matcher: LLMatcher, *, first: bytes | None = None) -> None:
         self._matcher = matcher
+        self._first = first
         self.num_tokens = 0
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens of the answer. Nothing is allowed any more after one that was not."""
+        """Takes the next tokens of the answer. Nothing is allowed after a token that was not allowed."""
         if token_ids:
+            self._first = None
             self.num_tokens += len(token_ids)
             self._matcher.consume_tokens(list(token_ids))
 
     def allowed(self) -> bytes:
-        """Return a bit for each token, the lowest bit of a byte first: whether it may come next.
+        """Returns a bit for each token, the lowest bit of a byte first: whether it may come next.
 
         At the end of the grammar these are the ends of sequence only. Nothing is allowed after a token that was not,
         or where the library's limits are reached.
         """
+        if self._first is not None:
+            return self._first
         bits = self._matcher.compute_bitmask()
-        # Of a matcher that has failed they are the ends of sequence: half an answer would end as a whole one.
+        # A matcher that has failed allows the ends of sequence: half an answer would end as a whole one.
         return b"" if self._matcher.is_error() else bits
 
     @property
@@ -172,7 +179,8 @@ class Grammars:
         self._added_token_ids: Mapping[str, int] = {}
         """Of texts that are one token each, once a tokenizer was loaded."""
         self._tokenizers: OrderedDict[tuple[int, ...], LLTokenizer] = OrderedDict()
-        self._matchers: OrderedDict[tuple[AnswerForm, tuple[int, ...]], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[AnswerForm, tuple[int, ...]], tuple[LLMatcher, bytes]] = OrderedDict()
+        """Matchers at the start of their grammars, with what is allowed there; those that were used last behind."""
 
     def begin(self, form: AnswerForm, *, eos_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> GrammarState:
         """Return the state of an answer that has `token_ids` already. `eos_token_ids` end it, once it is complete.
@@ -181,26 +189,31 @@ class Grammars:
             UnusableSchema: the form cannot be served.
             ModelError: the model's tokenizer cannot be used for this.
         """
-        state = GrammarState(self._matcher(form, tuple(sorted(set(eos_token_ids)))))
+        matcher, first = self._beginning(form, tuple(sorted(set(eos_token_ids))))
+        state = GrammarState(matcher, first=first)
         state.advance(token_ids)
         return state
 
-    def _matcher(self, form: AnswerForm, eos_token_ids: tuple[int, ...]) -> LLMatcher:
-        """Return a matcher of its own for a caller, at the start of the grammar."""
+    def _beginning(self, form: AnswerForm, eos_token_ids: tuple[int, ...]) -> tuple[LLMatcher, bytes]:
+        """Returns a matcher of its own for a caller, at the start of the grammar, and what is allowed there.
+
+        The first mask of a grammar is its dearest, and all answers of a prompt have it in the same step of an engine:
+        it is computed here, once, beside the engine.
+        """
         key = (form, eos_token_ids)
         with self._lock:
-            known = self._matchers.get(key)
+            known = self._compiled.get(key)
             if known is not None:
-                self._matchers.move_to_end(key)
-                return known.deep_copy()
-        compiled = self._compile(form, eos_token_ids)
+                self._compiled.move_to_end(key)
+                return known[0].deep_copy(), known[1]
+        matcher, first = self._compile(form, eos_token_ids)
         with self._lock:
-            self._matchers[key] = compiled
-            if len(self._matchers) > MAX_CACHED_GRAMMARS:
-                self._matchers.popitem(last=False)
-            return compiled.deep_copy()
+            self._compiled[key] = matcher, first
+            if len(self._compiled) > MAX_CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+            return matcher.deep_copy(), first
 
-    def _compile(self, form: AnswerForm, eos_token_ids: tuple[int, ...]) -> LLMatcher:
+    def _compile(self, form: AnswerForm, eos_token_ids: tuple[int, ...]) -> tuple[LLMatcher, bytes]:
         tokenizer = self._tokenizer(eos_token_ids)
         token_ids = {text: self._added_token_ids[text] for text in marks_of(form) if text in self._added_token_ids}
         return _compiled(tokenizer, form, token_ids)
@@ -261,8 +274,8 @@ def _with_unwritable_specials(tokenizer_json: str) -> str:
     return json.dumps(document)
 
 
-def _compiled(tokenizer: LLTokenizer, form: AnswerForm, mark_token_ids: Mapping[str, int]) -> LLMatcher:
-    """Return a matcher at the start of its grammar, with the dearest part of its first step done."""
+def _compiled(tokenizer: LLTokenizer, form: AnswerForm, mark_token_ids: Mapping[str, int]) -> tuple[LLMatcher, bytes]:
+    """Returns a matcher at the start of its grammar, and a bit for each token: whether it may be the first."""
     from llguidance import LLMatcher
 
     try:
@@ -281,10 +294,10 @@ def _compiled(tokenizer: LLTokenizer, form: AnswerForm, mark_token_ids: Mapping[
         reason = _reason(matcher.get_error())
         raise TooComplex(reason) if _OUT_OF_LIMITS.search(reason) is not None else UnusableSchema(reason)
     # A schema that no value can satisfy (one that refers to itself and to nothing else) shows only here.
-    matcher.compute_bitmask()
+    first = matcher.compute_bitmask()
     if matcher.is_error():
         raise UnusableSchema("it is too complex, or nothing can satisfy it")
-    return matcher
+    return matcher, first
 
 
 def _limits(*, is_grammar: bool) -> LLParserLimits:

@@ -71,6 +71,19 @@ async def dear_masks(target: Target) -> Sequence[Row]:
     )
 
 
+@attack(9)
+async def dear_first_masks(target: Target) -> Sequence[Row]:
+    """Chats of one or two tokens with 16 answers each in a new pattern: each mask is a first or a second one."""
+    pattern = {"type": "object", "properties": {NONCE: {"type": "string", "pattern": ".*e.{100}"}}, "required": [NONCE]}
+    chat = {"messages": [{"role": "user", "content": "a"}], "n": 16, "temperature": 1.0}
+    return await _compared(
+        target,
+        "chats of 1 and 2 tokens with 16 answers whose masks are dear",
+        worst=_posting("/v1/chat/completions", *[chat | {"max_tokens": num} | _form(pattern) for num in (1, 2)]),
+        ordinary=_posting("/v1/chat/completions", *[chat | {"max_tokens": num} for num in (1, 2)]),
+    )
+
+
 @attack(10)
 async def log_probabilities_of_long_prompts(target: Target) -> Sequence[Row]:
     """Prompts of 2,000 tokens, and 20 likeliest tokens at each place."""

@@ -15,6 +15,9 @@ def steps(pace: MaskPace, masks_s: Mapping[str, float], num_steps: int) -> tuple
     """How many tokens each gets, those without a mask having 0 s, and how long the steps take together."""
     counts: Counter[str] = Counter()
     total_s = 0.0
+    for key, mask_s in masks_s.items():
+        if mask_s:
+            pace.add(key)
     for _ in range(num_steps):
         resting = pace.resting(masks_s.keys())
         present = [key for key in masks_s if key not in resting]
@@ -47,6 +50,28 @@ def test_cheap_masks_never_wait() -> None:
 def test_where_all_are_dear_nobody_waits() -> None:
     counts, _ = steps(MaskPace(), {f"{n}": 1e-3 + n * 1e-5 for n in range(16)}, 100)
     assert set(counts.values()) == {100}
+
+
+def test_masks_of_newcomers_are_taken_to_be_as_dear_as_earlier_ones() -> None:
+    """Sixteen answers of one request come at once, again and again: each time nothing is known of them."""
+    pace, mask_s = MaskPace(), 4e-3
+    num_first_steps = []
+    for burst in range(10):
+        masks_s = {"plain": 0.0, **{f"{burst} {n}": mask_s for n in range(16)}}
+        counts, _ = steps(pace, masks_s, 1)
+        num_first_steps.append(len(counts) - 1)
+        steps(pace, masks_s, 3)
+        for key in masks_s:
+            pace.discard(key)
+    assert num_first_steps[0] == 16  # none has come before
+    assert max(num_first_steps[1:]) <= 1
+
+
+def test_cheap_newcomers_after_dear_ones_wait_for_their_first_token_only() -> None:
+    pace = MaskPace()
+    steps(pace, {"plain": 0.0, **{f"dear {n}": 4e-3 for n in range(16)}}, 50)
+    counts, _ = steps(pace, {"plain": 0.0, **{f"cheap {n}": CHEAP_S / 2 for n in range(4)}}, 100)
+    assert min(counts.values()) >= 90
 
 
 def test_of_the_dear_ones_each_has_the_same_time() -> None:

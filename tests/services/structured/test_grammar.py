@@ -135,6 +135,34 @@ def test_answers_do_not_share_their_state(begin: Begin, demo_tokenizer: Tokenize
     assert begin(PERSON).allowed() == start
 
 
+def test_the_first_mask_is_computed_beside_the_engine(grammars: Grammars) -> None:
+    class NoMask:
+        """A matcher that has not been asked when the answer begins."""
+
+        def __init__(self) -> None:
+            self.num_tokens = 0
+
+        def consume_tokens(self, tokens: list[int]) -> None:
+            self.num_tokens += len(tokens)
+
+        def compute_bitmask(self) -> bytes:
+            assert self.num_tokens, "the first mask is known"
+            return b"later"
+
+        def is_error(self) -> bool:
+            return False
+
+    for name, schema in SCHEMAS.items():
+        matcher, first = grammars._beginning(AnswerForm(json.dumps(schema)), EOS)
+        assert first == matcher.compute_bitmask(), name
+    state = GrammarState(NoMask(), first=first)  # type: ignore[arg-type]
+    assert state.allowed() == state.allowed() == first
+    state.advance([])
+    assert state.allowed() == first
+    state.advance([1])
+    assert state.allowed() == b"later"
+
+
 def test_the_ends_of_sequence_are_those_that_were_given(grammars: Grammars, demo_tokenizer: Tokenizer) -> None:
     tokens = demo_tokenizer.encode("null", add_special_tokens=False).ids
     for eos in ((1,), (2,), (2, 1)):
