@@ -97,6 +97,17 @@ def test_no_function_is_too_long() -> None:
     assert judged(lines, MAX_FUNCTION_LINES, LONG_FUNCTIONS) == []
 
 
+def test_no_two_public_classes_of_the_gateway_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for path, text in sources():
+        if path.startswith("gateway/"):
+            for node in ast.parse(text).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(path)
+    assert len(homes) > 200
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
 def test_what_is_judged() -> None:
     assert judged({"a": 500, "b": 501, "c": 600, "d": 601}, 500, {"c": 600, "d": 600}) == [
         "b: 501 lines",

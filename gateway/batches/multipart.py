@@ -24,7 +24,7 @@ _UNREADABLE = (ValueError, TypeError)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FormField:
     """One field of a form; `filename` None: it is no file."""
 
     name: str
@@ -54,7 +54,7 @@ class FormReader:
         self._buffer = bytearray(b"\r\n")
         self._has_begun = False
 
-    async def next_part(self) -> Part | None:
+    async def next_part(self) -> FormField | None:
         """The next part; None: that was the last one. Raises InvalidRequest for a body that is no form."""
         if not self._has_begun:
             self._has_begun = True
@@ -105,7 +105,7 @@ class FormReader:
         raise _malformed("it ends before its last boundary")
 
 
-def _part_of(head: bytes) -> Part:
+def _part_of(head: bytes) -> FormField:
     try:
         message = _HEAD_PARSER.parsestr(head.decode())
         name = message.get_param("name", header="content-disposition")
@@ -116,7 +116,7 @@ def _part_of(head: bytes) -> Part:
         raise _malformed("each part needs a content-disposition of form-data with a name")
     if message.get("content-transfer-encoding", "binary").lower() not in ("binary", "8bit", "7bit"):
         raise _malformed("parts must not be encoded")
-    return Part(name, filename)
+    return FormField(name, filename)
 
 
 def _malformed(what: str) -> InvalidRequest:

@@ -24,7 +24,7 @@ MAX_LINE_BYTES = MAX_BODY_BYTES + 4096
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 
 
-class Row(msgspec.Struct, frozen=True):
+class BatchRow(msgspec.Struct, frozen=True):
     """What a line says that its batch does not. `body` is as the client wrote it."""
 
     custom_id: str
@@ -174,9 +174,9 @@ def has_repeats(text: str) -> bool:
     return False
 
 
-def row_of(line: bytes) -> Row:
+def row_of(line: bytes) -> BatchRow:
     """The row of a line that was checked before."""
-    return msgspec.json.decode(line, type=Row)
+    return msgspec.json.decode(line, type=BatchRow)
 
 
 def result_line(batch_id: str, row: int, custom_id: str, *, status: int, request_id: str, body: bytes) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.dashboard.series import SECONDS, WINDOW_S, Series, Totals
+from gateway.dashboard.series import SECONDS, WINDOW_S, Series, TrafficTotals
 from gateway.observability.history import MAX_REQUESTS
 from gateway.observability.metrics import Metrics
 from gateway.requests.lifecycle import Requests
@@ -81,7 +81,7 @@ class Feed:
         ttft, itl, generated, prompt, cached = self._metrics.totals()
         ended = dict(self._requests.log.history.num_ended)
         queued, running = self._requests.num_queued, self._requests.num_running
-        totals = Totals(ttft, itl, generated, prompt, cached, ended, queued, running)
+        totals = TrafficTotals(ttft, itl, generated, prompt, cached, ended, queued, running)
         self._series.add(self._clock.unix_ns() / 1e9, self._clock.monotonic(), totals)
         if self._watchers:
             update = msgspec.json.encode({**self._now(), **self._figures(1)})

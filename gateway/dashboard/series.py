@@ -35,7 +35,7 @@ COLUMNS = (
 )
 
 
-class Totals(NamedTuple):
+class TrafficTotals(NamedTuple):
     """What was counted since the gateway started, and what is there now.
 
     `ttft` and `itl`: values in each bucket of their histogram. Prompt tokens count with an answer's first token, when
@@ -59,11 +59,11 @@ class Series:
         self._ttft_bounds = tuple(ttft_bounds)
         self._itl_bounds = tuple(itl_bounds)
         self._seconds = seconds
-        self._recent: deque[tuple[float, Totals]] = deque(maxlen=WINDOW_S + 1)
+        self._recent: deque[tuple[float, TrafficTotals]] = deque(maxlen=WINDOW_S + 1)
         self._times = array("d")
         self._columns = {name: array("d") for name in COLUMNS}
 
-    def add(self, unix_s: float, monotonic_s: float, totals: Totals) -> None:
+    def add(self, unix_s: float, monotonic_s: float, totals: TrafficTotals) -> None:
         """Takes what is counted at this moment; once a second. The wall clock, which may jump, is only shown."""
         self._recent.append((monotonic_s, totals))
         self._push(self._times, unix_s)

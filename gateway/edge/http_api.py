@@ -48,6 +48,7 @@ from gateway.openai.responses_writer import ResponsesWriter
 from gateway.openai.writer import Head, Whole, Writer, system_fingerprint
 from gateway.openapi.document import document_bytes
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call
+from gateway.requests.delivery import FastPath
 from gateway.requests.fallback import Stream, begun
 from gateway.requests.fan_out import all_of, merged
 from gateway.requests.lifecycle import Requests
@@ -372,16 +373,17 @@ class HttpApi:
             exchange.add_trace(accepted.span.told_traceparent)
             exchange.add_limits(call.ticket)
             with exchange.cancelled_on_disconnect():
-                async with begun(self._requests, accepted, accepted.generations) as streams:
+                paths = [FastPath() for _ in accepted.generations]
+                async with begun(self._requests, accepted, accepted.generations, fast_paths=paths) as streams:
                     _add_model_headers(exchange, accepted.model, accepted.fallback)
                     writer = self._writer(
                         writer_type, request, accepted.request_id, int(time.time()), accepted.generations
                     )
                     if request.stream:
-                        await self._stream(exchange, self._events(exchange, accepted, streams, writer), writer)
+                        await self._stream(exchange, self._events(exchange, accepted, streams, writer, paths), writer)
                     else:
-                        pairs = zip(accepted.generations, streams, strict=True)
-                        answers = await all_of([self._whole(generation, stream) for generation, stream in pairs])
+                        pairs = zip(accepted.generations, streams, paths, strict=True)
+                        answers = await all_of([self._whole(*each) for each in pairs])
                         await exchange.answer(200, await self._body(writer, answers, accepted.generations))
 
     def _unknown_to_template(self, call: Call) -> list[str]:
@@ -432,7 +434,7 @@ class HttpApi:
         turns = self._requests.catalog[generations[0].model].tokenizer.turns
         return await turns.call(lambda: writer.whole(answers), tenant=generations[0].tenant)
 
-    async def _whole(self, generation: AnswerSpec, stream: Stream) -> Whole:
+    async def _whole(self, generation: AnswerSpec, stream: Stream, path: FastPath) -> Whole:
         """One answer, complete."""
         token_ids: list[int] = []
         texts: list[str] = []
@@ -448,7 +450,7 @@ class HttpApi:
             prompt_logprobs = prompt_logprobs or delta.prompt_logprobs
             return True
 
-        generation.outlet.take = take
+        path.take = take
         async with contextlib.aclosing(stream) as deltas:
             async for delta in deltas:
                 take(delta)
@@ -466,7 +468,12 @@ class HttpApi:
         )
 
     async def _events(
-        self, exchange: Exchange, accepted: AcceptedCall, streams: list[Stream], writer: Writer
+        self,
+        exchange: Exchange,
+        accepted: AcceptedCall,
+        streams: list[Stream],
+        writer: Writer,
+        paths: list[FastPath],
     ) -> AsyncGenerator[bytes, None]:
         """The events of all answers as they come, but for those of a single one that could be sent at once."""
         tally = _UsageTally(accepted.generations, is_continuous=writer.is_usage_continuous)
@@ -481,7 +488,7 @@ class HttpApi:
             return True
 
         if len(streams) == 1:
-            accepted.generations[0].outlet.take = send_now
+            paths[0].take = send_now
         async with contextlib.aclosing(merged(streams)) as parts:
             async for choice, delta in parts:
                 opening = b"" if choice in opened else writer.opening(choice)

@@ -18,8 +18,10 @@ from gateway.topology.session import (
     Admitted,
     AttemptKey,
     Cancelled,
+    Declined,
     DecodeSession,
     DecodeStarted,
+    Emitted,
     Event,
     Failed,
     Finished,
@@ -27,9 +29,7 @@ from gateway.topology.session import (
     Paused,
     PrefillSession,
     PrefillStarted,
-    Refused,
     SequenceOrder,
-    Tokens,
     Unfit,
     WorkerSession,
 )
@@ -113,7 +113,7 @@ class TokenLog:
         known = self._num_cached_tokens
         self._num_cached_tokens = num_cached_tokens if known is None else min(known, num_cached_tokens)
 
-    def accept(self, tokens: Tokens) -> Tokens:
+    def accept(self, tokens: Emitted) -> Emitted:
         """Appends what is new and returns it. Raises TransferFailed at a gap, InternalError beyond max_tokens."""
         next_index = len(self.token_ids)
         num_known = next_index - tokens.first_index
@@ -123,7 +123,7 @@ class TokenLog:
             raise InternalError("a worker sent tokens without their log-probabilities")
         if num_known > 0:
             logprobs = None if tokens.logprobs is None else tokens.logprobs[num_known:]
-            tokens = Tokens(next_index, tokens.token_ids[num_known:], logprobs)
+            tokens = Emitted(next_index, tokens.token_ids[num_known:], logprobs)
         elif next_index == 0 and len(tokens.prompt_logprobs or ()) != self._num_prompt_logprobs:
             raise InternalError("a worker sent the first token without the prompt's log-probabilities")
         if next_index + len(tokens.token_ids) > self._max_tokens:
@@ -274,8 +274,8 @@ class Attempt:
             events.popleft()
             if isinstance(event, Admitted):
                 return
-            if isinstance(event, Refused | Failed):
-                if isinstance(event, Refused):
+            if isinstance(event, Declined | Failed):
+                if isinstance(event, Declined):
                     self.fault, self._is_heard = Fault(event.error, self.decode), True
                 elif self._is_local and isinstance(event.error, WorkerLost):
                     # It may have begun at once, and its word of that died with it.
@@ -412,7 +412,7 @@ class Attempt:
             session, word = self._mailbox.events.popleft()
             if session is not witness:
                 word = None
-            elif witness is self.prefill and isinstance(word, Tokens | HandedOff):
+            elif witness is self.prefill and isinstance(word, Emitted | HandedOff):
                 self._note_prompt_done()
         if witness is self.decode:
             self._leave_decode()
@@ -478,14 +478,14 @@ class Attempt:
                 raise
 
     def _take_from_decode(self, event: Event) -> None:
-        if isinstance(event, Tokens):
+        if isinstance(event, Emitted):
             if self._is_at_prefill and (self._held or event.first_index > self._log.next_index):
                 self._held.append(event)
             else:
                 self._token_sources.add(self.decode)
                 self._accept(event)
             return
-        if isinstance(event, Failed | Refused):
+        if isinstance(event, Failed | Declined):
             self._leave_decode()
             raise event.error
         if isinstance(event, DecodeStarted):
@@ -513,7 +513,7 @@ class Attempt:
             self._log.note_prefill(event.num_cached_tokens)
             if event.num_cached_tokens >= len(self.order.prompt_token_ids):
                 self._note_prompt_done()
-        elif isinstance(event, Tokens):
+        elif isinstance(event, Emitted):
             self._note_prompt_done()
             if self.prefill is not None:
                 self._token_sources.add(self.prefill)
@@ -526,7 +526,7 @@ class Attempt:
         elif isinstance(event, Finished):
             self._leave_prefill()
             self._finish(event)
-        elif isinstance(event, Refused):
+        elif isinstance(event, Declined):
             self._use_next_prefill(event.error)
             assert self.prefill is not None
             self.watch.prompt_refused(self.prefill.peer.worker_id)
@@ -540,7 +540,7 @@ class Attempt:
         if isinstance(event, HandedOff):
             self.facts.handed_off = event
             self._is_at_giver = False
-        elif isinstance(event, Failed | Refused | Finished):
+        elif isinstance(event, Failed | Declined | Finished):
             self._is_at_giver = False
             if not self._is_decoding:
                 raise event.error if not isinstance(event, Finished) else WorkerUnavailable("the answer was given up")
@@ -611,7 +611,7 @@ class Attempt:
         for event in held:
             self._take_from_decode(event)
 
-    def _accept(self, tokens: Tokens) -> None:
+    def _accept(self, tokens: Emitted) -> None:
         new = self._log.accept(tokens)
         self._arrived.token_ids += new.token_ids
         if new.logprobs is not None:

@@ -13,7 +13,7 @@ import msgspec
 
 from gateway.limits import DEFAULT_SERVICE_CLASS
 from gateway.observability.tracing import RequestSpans
-from gateway.types import AskedSampling, Delta, Sampling
+from gateway.types import AskedSampling, Sampling
 from gateway.wishes import NO_WISHES, Wishes
 from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded, WorkerUnavailable
@@ -97,20 +97,6 @@ class Call(msgspec.Struct, kw_only=True):
     allowed_models: Set[str] | None = None
 
 
-class Outlet:
-    """A short way for an answer's deltas, past whoever iterates over them.
-
-    `take`, where it is set, is offered each delta but the last as soon as it is made. True: it has delivered it, or
-    there was nothing to deliver. It is only asked while the one who iterates waits for the next delta, so nothing is
-    overtaken.
-    """
-
-    __slots__ = ("take",)
-
-    def __init__(self) -> None:
-        self.take: Callable[[Delta], bool] | None = None
-
-
 class AnswerSpec(msgspec.Struct, frozen=True):
     """One answer to be generated: checked, tokenized, with a seed. `choice` numbers the answers of its call.
 
@@ -141,7 +127,6 @@ class AnswerSpec(msgspec.Struct, frozen=True):
     emitted_token_ids: Sequence[int] = ()
     layout: str = ""
     """The `identity_key` of the workers that those came from; empty: unknown, or there are none."""
-    outlet: Outlet = msgspec.field(default_factory=Outlet)
 
 
 class StoredChoice(msgspec.Struct, frozen=True):

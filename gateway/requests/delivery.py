@@ -10,11 +10,24 @@ from typing import Generic, TypeVar
 
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
-from gateway.requests.call import Outlet
 from gateway.types import Delta
 from services.runtime.errors import TandemError
 
 Observed = TypeVar("Observed")
+
+
+class FastPath:
+    """The short way of one answer's deltas, past the task that iterates over `Requests.run`: straight to a socket.
+
+    `take`, once it is set, is offered each delta but the last as soon as it is made. It returns True if it has
+    delivered the delta or nothing had to be delivered, and False to leave it to the task. It is called only while the
+    task waits for the next delta, so nothing is overtaken.
+    """
+
+    __slots__ = ("take",)
+
+    def __init__(self) -> None:
+        self.take: Callable[[Delta], bool] | None = None
 
 
 class Delivery(Generic[Observed]):
@@ -23,12 +36,12 @@ class Delivery(Generic[Observed]):
     def __init__(
         self,
         request: RunningAnswer,
-        outlet: Outlet,
+        fast_path: FastPath,
         observe: Callable[[RunningAnswer, Attempt, Delta, Observed], None],
         observed: Observed,
     ) -> None:
         self._request = request
-        self._outlet = outlet
+        self._fast_path = fast_path
         self._observe = observe
         self._observed = observed
         self._attempt: Attempt | None = None
@@ -37,7 +50,7 @@ class Delivery(Generic[Observed]):
         self._error: Exception | None = None
 
     async def next(self, attempt: Attempt) -> Delta:
-        """The next delta that the outlet has not taken, which may be empty. Raises what ended the attempt."""
+        """The next delta that the fast path has not taken, which may be empty. Raises what ended the attempt."""
         self._attempt = attempt
         try:
             if not attempt.is_over:
@@ -53,7 +66,7 @@ class Delivery(Generic[Observed]):
 
     def _take_now(self) -> bool:
         """Deals with what has come while `next` waits. False: that has to go on."""
-        take, attempt = self._outlet.take, self._attempt
+        take, attempt = self._fast_path.take, self._attempt
         if take is None or attempt is None:
             return False
         try:

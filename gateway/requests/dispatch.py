@@ -18,7 +18,7 @@ from gateway.requests.attempt import Attempt
 from gateway.requests.call import AnswerSpec
 from gateway.topology.members import Topology
 from gateway.topology.session import DecodeSession, Peer, PrefillSession, WorkerSession
-from gateway.topology.watch import TOKENS_PER_STAGE, AttemptWatch, CutPair, WorkerWatch
+from gateway.topology.watch import TOKENS_PER_STAGE, AttemptWatch, CutPairReport, WorkerWatch
 from services.runtime.clock import Clock
 from services.runtime.errors import InternalError, LayoutMismatch, TransferFailed, WorkerLost, WorkerUnavailable
 from services.scheduling.breakers import Breakers, CircuitState
@@ -107,7 +107,7 @@ class Dispatcher:
         """Whether the worker gets new work."""
         return self.watch.circuit(worker_id)
 
-    def cut_pairs(self) -> list[CutPair]:
+    def cut_pairs(self) -> list[CutPairReport]:
         """Pairs whose circuit is not closed, of workers in rotation."""
         breakers, now_s, found = self._breakers, self._clock.monotonic(), []
         if not breakers.num_open:
@@ -121,7 +121,7 @@ class Dispatcher:
             for place, pair in enumerate(breakers.opened(pairs)):
                 state = breakers.state(pair) if place < len(pairs) // 2 else "suspected"
                 for_s = round(now_s - (breakers.opened_at_s(pair) or now_s), 1)
-                found.append(CutPair(*pair, state, self._why_cut.get(pair, ""), for_s))
+                found.append(CutPairReport(*pair, state, self._why_cut.get(pair, ""), for_s))
         return found
 
     def plan(self, request: RunningAnswer, kept: Set[str] = frozenset()) -> Route | None:

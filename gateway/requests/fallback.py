@@ -12,11 +12,13 @@ Knows neither HTTP nor how a model finds a worker.
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.requests.call import AcceptedCall, AnswerSpec
+from gateway.requests.delivery import FastPath
 from gateway.types import Delta
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
@@ -33,7 +35,7 @@ FALLS_BACK = (Overloaded, WorkerUnavailable)
 class Runs(Protocol):
     """What generates answers; `Requests` is one."""
 
-    def run(self, generation: AnswerSpec) -> Stream:
+    def run(self, generation: AnswerSpec, fast_path: FastPath | None = None) -> Stream:
         """Generates one answer."""
         ...
 
@@ -56,18 +58,24 @@ class Runs(Protocol):
 
 @contextlib.asynccontextmanager
 async def begun(
-    runs: Runs, accepted: AcceptedCall, generations: Sequence[AnswerSpec], *, clock: Clock = SYSTEM_CLOCK
+    runs: Runs,
+    accepted: AcceptedCall,
+    generations: Sequence[AnswerSpec],
+    *,
+    fast_paths: Sequence[FastPath] = (),
+    clock: Clock = SYSTEM_CLOCK,
 ) -> AsyncIterator[list[Stream]]:
     """A stream for each of the generations, which are the call's; leaving the block ends them.
 
-    From then on `accepted` says which model they come from. Raises what `Requests.run` raises.
+    From then on `accepted` says which model they come from. `fast_paths` has one of each answer, or is empty; nothing
+    may be set to take their deltas before the block is entered. Raises what `Requests.run` raises.
     """
     if not accepted.fallbacks:
-        yield [runs.run(generation) for generation in generations]
+        yield _streams(runs, generations, fast_paths)
         return
     asked, first_failure = accepted.model, None
     while True:
-        starts = [_Start(runs.run(generation)) for generation in generations]
+        starts = [_Start(stream) for stream in _streams(runs, generations, fast_paths)]
         try:
             refusal = await _refusal(runs, accepted, starts, clock)
             if refusal is None:
@@ -82,6 +90,10 @@ async def begun(
         reason = "unavailable" if isinstance(first_failure, WorkerUnavailable) else "overloaded"
         accepted.fall_back(refusal.instead, f"{asked} -> {generations[0].model}; reason={reason}")
         runs.note_fallback(asked, accepted.model, reason)
+
+
+def _streams(runs: Runs, generations: Sequence[AnswerSpec], fast_paths: Sequence[FastPath]) -> list[Stream]:
+    return [runs.run(*each) for each in itertools.zip_longest(generations, fast_paths)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from gateway.requests.admission import AdmissionQueue, Lane
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt, CrowdedOut
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call, StoredCall
-from gateway.requests.delivery import Delivery
+from gateway.requests.delivery import Delivery, FastPath
 from gateway.requests.dispatch import Dispatcher, PrefixHints, RoomLimits
 from gateway.requests.migration import Moves
 from gateway.requests.monitor import Monitor
@@ -36,7 +36,7 @@ from gateway.requests.promises import Promises
 from gateway.requests.recovery import QuarantineList, Recovery
 from gateway.topology.members import Topology
 from gateway.topology.session import HandedOff, PrefillSession
-from gateway.topology.watch import CircuitReport, CutPair
+from gateway.topology.watch import CircuitReport, CutPairReport
 from gateway.types import Delta
 from services.cluster.placements import Placement, State
 from services.cluster.registry import LEASE_TTL_S
@@ -209,7 +209,7 @@ class Requests:
         """By worker id, those that get no work, or should get none: why, with figures, and since when."""
         return {report.worker_id: report for report in self._dispatcher.watch.circuits()}
 
-    def cut_pairs(self) -> list[CutPair]:
+    def cut_pairs(self) -> list[CutPairReport]:
         """Pairs of workers between which pages keep failing to go."""
         return self._dispatcher.cut_pairs()
 
@@ -282,10 +282,10 @@ class Requests:
         for request in self._open:
             request.fail(error)
 
-    async def run(self, generation: AnswerSpec) -> AsyncGenerator[Delta, None]:
+    async def run(self, generation: AnswerSpec, fast_path: FastPath | None = None) -> AsyncGenerator[Delta, None]:
         """Generates one answer. Use with `contextlib.aclosing`: leaving early cancels it on the workers.
 
-        Raises Overloaded, WorkerUnavailable, DeadlineExceeded or whatever ended the last attempt.
+        `fast_path` may take deltas. Raises Overloaded, WorkerUnavailable, DeadlineExceeded or the last attempt's error.
         """
         lane = self._lane(generation.model, generation.tenant)
         request = RunningAnswer(
@@ -313,7 +313,7 @@ class Requests:
                 return
             if not request.is_resumed:
                 await self._until_served(request)
-            delivery = Delivery(request, generation.outlet, self._observe, observed)
+            delivery = Delivery(request, fast_path or FastPath(), self._observe, observed)
             while not request.is_finished:
                 try:
                     attempt = await self._place(request)

@@ -15,7 +15,7 @@ MAX_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class HostTier:
+class HostTierPages:
     """Pages in the host's memory: now `total`, `free` and `held`, and since the start those that moved."""
 
     total: int
@@ -33,7 +33,7 @@ class Counts:
     proposed: Mapping[str, int]
     accepted: Mapping[str, int]
     preemptions: Mapping[str, int]
-    host_tier: HostTier | None
+    host_tier: HostTierPages | None
 
     def as_json(self) -> dict[str, Any]:
         """As `/cluster` and the dashboard have it."""
@@ -65,7 +65,9 @@ def read_counts(message: worker_pb2.WorkerCounts) -> Counts:
         _named(message.proposed_tokens),
         _named(message.accepted_tokens),
         _named(message.preemptions),
-        HostTier(tier.total_pages, tier.free_pages, tier.held_pages, tier.num_stored, tier.num_loaded, tier.num_dropped)
+        HostTierPages(
+            tier.total_pages, tier.free_pages, tier.held_pages, tier.num_stored, tier.num_loaded, tier.num_dropped
+        )
         if message.HasField("host_tier")
         else None,
     )

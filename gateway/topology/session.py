@@ -87,7 +87,7 @@ class Admitted(msgspec.Struct, frozen=True):
     """The decode worker promises capacity."""
 
 
-class Refused(msgspec.Struct, frozen=True):
+class Declined(msgspec.Struct, frozen=True):
     """The worker does not take the attempt and holds nothing of it."""
 
     error: TandemError
@@ -103,7 +103,7 @@ class PrefillStarted(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class Emitted(msgspec.Struct, frozen=True):
     """New tokens; `first_index` is the place of the first one in the answer.
 
     With the first of all may come what is asked of the prompt's tokens from the second on.
@@ -157,7 +157,7 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 
 Event = (
-    Admitted | Refused | PrefillStarted | Tokens | HandedOff | DecodeStarted | Paused | Finished | Failed | Cancelled
+    Admitted | Declined | PrefillStarted | Emitted | HandedOff | DecodeStarted | Paused | Finished | Failed | Cancelled
 )
 
 
@@ -250,7 +250,7 @@ class WorkerSession(ABC):
         self._routes_by_handle: dict[int, EventSink] = {}
         self._pace = pace
         self._lateness = Lateness()
-        self._held: dict[int, Tokens] = {}
+        self._held: dict[int, Emitted] = {}
         """By handle, tokens that wait for more of the same answer."""
         self._outgoing: deque[Any] = deque()
         self._wake_writer: asyncio.Future[None] | None = None
@@ -448,7 +448,7 @@ class WorkerSession(ABC):
             elif is_held:
                 self._hold(handle, index, token_id)
             else:
-                route.deliver(self, Tokens(index, [token_id], None))
+                route.deliver(self, Emitted(index, [token_id], None))
 
     def _hold(self, handle: int, index: int, token_id: int) -> None:
         """Keeps a token until the first of those that are held has waited long enough, or its answer goes on."""
@@ -460,7 +460,7 @@ class WorkerSession(ABC):
             self._release(handle)
         if not self._held:
             asyncio.get_running_loop().call_later(self._pace.hold_s, self._release_all)
-        self._held[handle] = Tokens(index, [token_id], None)
+        self._held[handle] = Emitted(index, [token_id], None)
 
     def _release(self, handle: int) -> None:
         tokens, route = self._held.pop(handle, None), self._routes_by_handle.get(handle)
@@ -522,7 +522,7 @@ class DecodeSession(WorkerSession):
     _method = "/tandem.v1.DecodeWorker/Session"
 
     def admit(self, order: SequenceOrder, *, is_local_prefill: bool, is_from_decode: bool = False) -> None:
-        """Asks for capacity; Admitted or Refused follows. `is_from_decode`: another decode worker has the pages.
+        """Asks for capacity; Admitted or Declined follows. `is_from_decode`: another decode worker has the pages.
 
         The attempt is open.
         """
@@ -625,9 +625,9 @@ def _sampling_params(sampling: Sampling) -> inference_pb2.SamplingParams:
     )
 
 
-def _read_refused(event: worker_pb2.Refused) -> Refused:
+def _read_refused(event: worker_pb2.Refused) -> Declined:
     retry_after_s = event.retry_after_ms / 1000 if event.retry_after_ms else None
-    return Refused(_blamed(status.from_wire(event.code, event.message, retry_after_s)))
+    return Declined(_blamed(status.from_wire(event.code, event.message, retry_after_s)))
 
 
 def _blamed(error: TandemError) -> TandemError:
@@ -637,10 +637,10 @@ def _blamed(error: TandemError) -> TandemError:
     return error
 
 
-def _read_tokens(event: worker_pb2.Tokens) -> Tokens:
+def _read_tokens(event: worker_pb2.Tokens) -> Emitted:
     logprobs = _read_logprobs(event.logprobs) if event.logprobs else None
     prompt_logprobs = _read_prompt_logprobs(event.prompt_logprobs) if event.HasField("prompt_logprobs") else None
-    return Tokens(event.first_index, list(event.token_ids), logprobs, prompt_logprobs)
+    return Emitted(event.first_index, list(event.token_ids), logprobs, prompt_logprobs)
 
 
 def _read_logprobs(entries: Iterable[inference_pb2.TokenLogprobs]) -> list[TokenLogprobs]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from gateway.topology.members import Member, Topology
 from gateway.topology.presence import Gone, Shortage
 from gateway.topology.troubles import Found, Troubles
-from gateway.topology.watch import CircuitReport, CutPair
+from gateway.topology.watch import CircuitReport, CutPairReport
 from services.cluster.connections import end_task
 from services.cluster.redis_store import Store
 from services.cluster.registry import LEASE_TTL_S
@@ -202,7 +202,7 @@ def left_out(members: Iterable[Member]) -> Mapping[str, Found]:
     return {member.record.id: Found(member.left_out, LEFT_OUT_REMEDY) for member in members if member.left_out}
 
 
-def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPair]) -> Mapping[str, Found]:
+def circuits(reports: Iterable[CircuitReport], pairs: Iterable[CutPairReport]) -> Mapping[str, Found]:
     """Workers that are kept from work or should be, and pairs of workers between which pages keep failing to go."""
     found = {}
     for report in reports:

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class TroubleReport:
     """One thing that is wrong. `subject` is what it is wrong with: a worker's id, `redis`, `gateway`, a role.
 
     `since_unix_s` is when it was first seen, in seconds since 1970; `remedy` says what to do, for a person.
@@ -73,8 +73,8 @@ class Troubles:
 
     def __init__(self, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._now: dict[tuple[Kind, str], Trouble] = {}
-        self.listeners: list[Callable[[Trouble, bool], None]] = [self._log]
+        self._now: dict[tuple[Kind, str], TroubleReport] = {}
+        self.listeners: list[Callable[[TroubleReport, bool], None]] = [self._log]
 
     def begin(self, kind: Kind, subject: str, cause: str, remedy: str) -> None:
         """Something is wrong. If that is known already, its cause and remedy are replaced and nobody is told."""
@@ -83,7 +83,7 @@ class Troubles:
             if (known.cause, known.remedy) != (cause, remedy):
                 self._now[kind, subject] = replace(known, cause=cause, remedy=remedy)
             return
-        trouble = Trouble(kind, subject, cause, remedy, self._unix_s())
+        trouble = TroubleReport(kind, subject, cause, remedy, self._unix_s())
         self._now[kind, subject] = trouble
         self._tell(trouble, True)
 
@@ -101,11 +101,11 @@ class Troubles:
         for subject, (cause, remedy) in found.items():
             self.begin(kind, subject, cause, remedy)
 
-    def all(self) -> list[Trouble]:
+    def all(self) -> list[TroubleReport]:
         """Those of this moment, in order of kind and subject."""
         return [self._now[key] for key in sorted(self._now)]
 
-    def of(self, kind: Kind) -> list[Trouble]:
+    def of(self, kind: Kind) -> list[TroubleReport]:
         """Those of a kind, in order of subject."""
         return [trouble for trouble in self.all() if trouble.kind == kind]
 
@@ -114,11 +114,11 @@ class Troubles:
         found = Counter(kind for kind, _ in self._now)
         return {kind: found[kind] for kind in KINDS}
 
-    def _tell(self, trouble: Trouble, has_begun: bool) -> None:
+    def _tell(self, trouble: TroubleReport, has_begun: bool) -> None:
         for listen in self.listeners:
             listen(trouble, has_begun)
 
-    def _log(self, trouble: Trouble, has_begun: bool) -> None:
+    def _log(self, trouble: TroubleReport, has_begun: bool) -> None:
         if trouble.kind not in _SAID:
             return
         began, ended = _SAID[trouble.kind]

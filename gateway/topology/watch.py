@@ -243,7 +243,7 @@ class CircuitReport:
 
 
 @dataclass(frozen=True, slots=True)
-class CutPair:
+class CutPairReport:
     """Workers between which pages failed to go, for `for_s` seconds now; `words` are those of the last failure.
 
     `suspected`: the way is used, since there is no better one.

@@ -14,8 +14,8 @@ from gateway.batches.multipart import (
     MAX_BOUNDARY_CHARS,
     MAX_CONTENT_TYPE_CHARS,
     MAX_PART_HEAD_BYTES,
+    FormField,
     FormReader,
-    Part,
     boundary_of,
 )
 from services.runtime.errors import InvalidRequest
@@ -58,7 +58,7 @@ def test_a_form_is_read_as_it_was_written_however_it_is_cut(content, cuts, field
     body = request.read()
     cuts = sorted(cut for cut in cuts if cut < len(body))
     parts = read(body, cuts, boundary_of(request.headers["content-type"]))
-    assert parts == [(Part("purpose", None), field.encode()), (Part("file", "näme.jsonl"), content)]
+    assert parts == [(FormField("purpose", None), field.encode()), (FormField("file", "näme.jsonl"), content)]
 
 
 def test_what_looks_like_a_boundary_is_content_until_it_is_one():
@@ -127,7 +127,7 @@ def test_whatever_a_head_says_it_is_understood_or_refused(text, is_form):
 def test_the_longest_name_fits_however_it_is_encoded():
     name = "名" * MAX_FILENAME_CHARS
     head = f"Content-Disposition: form-data; name=\"file\"; filename*=utf-8''{quote(name)}\r\nContent-Type: text/plain"
-    assert read(form(head.encode() + b"\r\n\r\n{}")) == [(Part("file", name), b"{}")]
+    assert read(form(head.encode() + b"\r\n\r\n{}")) == [(FormField("file", name), b"{}")]
 
 
 def test_a_form_is_known_by_its_content_type():

@@ -456,7 +456,7 @@ class FakeRequests:
     def new_text(self, generation):
         return text_of(self.tokenizer, generation.sampling)
 
-    async def run(self, generation):
+    async def run(self, generation, fast_path=None):
         """Begins after the emitted tokens, which must be the right ones."""
         how = generation.sampling
         answer = self.answer_of(how)

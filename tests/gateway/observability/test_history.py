@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dashboard.series import COLUMNS, WINDOW_S, Series, Totals, quantile
+from gateway.dashboard.series import COLUMNS, WINDOW_S, Series, TrafficTotals, quantile
 from gateway.observability.history import (
     ROW_BYTES,
     AnswerStory,
@@ -209,12 +209,12 @@ def test_what_workers_say_that_cannot_be_is_left_out() -> None:
     assert (attempt.waited_us, attempt.exposed_us, attempt.chunks) == (0, 0, [(0, 0, 3)])
 
 
-def totals(**fields: Any) -> Totals:
+def totals(**fields: Any) -> TrafficTotals:
     nothing: dict[str, Any] = {
         **{"ttft": [0] * 4, "itl": [0] * 3, "ended": {}, "queued": 0, "running": 0},
         **{"generated_tokens": 0.0, "prompt_tokens": 0.0, "cached_tokens": 0.0},
     }
-    return Totals(**{**nothing, **fields})
+    return TrafficTotals(**{**nothing, **fields})
 
 
 def test_figures_are_those_of_the_window() -> None:

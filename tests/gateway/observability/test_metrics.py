@@ -16,7 +16,7 @@ from gateway.http.connections import Connections
 from gateway.http.metrics import HttpUse
 from gateway.limits import SERVICE_CLASSES
 from gateway.observability.metrics import Metrics
-from gateway.topology.counts import Counts, HostTier
+from gateway.topology.counts import Counts, HostTierPages
 from gateway.topology.presence import Presence
 from gateway.topology.session import Load
 from gateway.topology.troubles import Troubles
@@ -275,7 +275,7 @@ async def test_what_a_client_writes_is_no_label(make_system, pair):
         assert word not in text
 
 
-COUNTS = Counts({"ngram": 9}, {"ngram": 6}, {"place": 2}, HostTier(8, 5, 3, 9, 4, 2))
+COUNTS = Counts({"ngram": 9}, {"ngram": 6}, {"place": 2}, HostTierPages(8, 5, 3, 9, 4, 2))
 
 
 def member(role, worker_id, facts=None):

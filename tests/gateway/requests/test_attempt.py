@@ -8,15 +8,15 @@ from gateway.requests.attempt import Attempt, CrowdedOut, Giver, Mailbox, TokenL
 from gateway.topology.session import (
     Admitted,
     AttemptKey,
+    Declined,
     DecodeStarted,
+    Emitted,
     Failed,
     Finished,
     HandedOff,
     Load,
     Peer,
-    Refused,
     SequenceOrder,
-    Tokens,
 )
 from gateway.topology.watch import AttemptWatch, WorkerWatch
 from gateway.types import TokenLogprobs
@@ -76,7 +76,7 @@ class Scene:
 
 
 def tokens(first, *ids):
-    return Tokens(first, list(ids), None)
+    return Emitted(first, list(ids), None)
 
 
 @settings(max_examples=200, deadline=None)
@@ -85,7 +85,7 @@ def test_log_grows_without_gap_or_repeat(parts):
     log = TokenLog(1000)
     for first, count in parts:
         before = list(log.token_ids)
-        part = Tokens(first, list(range(first, first + count)), None)
+        part = Emitted(first, list(range(first, first + count)), None)
         if first > len(before):
             with pytest.raises(TransferFailed):
                 log.accept(part)
@@ -102,9 +102,9 @@ def test_log_checks_what_workers_send():
     with pytest.raises(InternalError):
         log.accept(tokens(0, 1, 2, 3))
     with pytest.raises(InternalError):
-        log.accept(Tokens(0, [1, 2], [TokenLogprobs(0.0, [])]))
-    log.accept(Tokens(0, [1], [TokenLogprobs(-1.0, [])]))
-    new = log.accept(Tokens(0, [1, 2], [TokenLogprobs(-1.0, []), TokenLogprobs(-2.0, [])]))
+        log.accept(Emitted(0, [1, 2], [TokenLogprobs(0.0, [])]))
+    log.accept(Emitted(0, [1], [TokenLogprobs(-1.0, [])]))
+    new = log.accept(Emitted(0, [1, 2], [TokenLogprobs(-1.0, []), TokenLogprobs(-2.0, [])]))
     assert (new.token_ids, new.logprobs[0].logprob) == ([2], -2.0)
     assert log.is_full
 
@@ -180,14 +180,14 @@ async def test_refused_prefill_uses_the_next_and_then_gives_up():
     scene.attempt.start_prefill([scene.prefill, second])
     asked = []
     scene.attempt.watch.prompt_refused = asked.append
-    scene.tell(scene.prefill, Refused(NoFreePages("full")))
+    scene.tell(scene.prefill, Declined(NoFreePages("full")))
     scene.tell(second, tokens(0, 10))
     assert (await scene.attempt.next_arrived()).token_ids == [10]
     assert second.sent == ["prefill"]
     assert asked == ["second"], "who computes it now is watched"
     third = Scene()
     third.attempt.start_prefill([third.prefill])
-    third.tell(third.prefill, Refused(NoFreePages("full")))
+    third.tell(third.prefill, Declined(NoFreePages("full")))
     with pytest.raises(CrowdedOut):
         await third.attempt.next_arrived()
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from gateway.requests.attempt import Mailbox
-from gateway.requests.call import Outlet
-from gateway.requests.delivery import Delivery
+from gateway.requests.delivery import Delivery, FastPath
 from gateway.types import Delta
 from services.runtime.errors import DeadlineExceeded, WorkerUnavailable
 
@@ -16,11 +15,11 @@ class Scene:
     """One answer whose worker sends texts; "." ends it, an error ends its attempt."""
 
     def __init__(self):
-        self.mailbox, self.outlet, self.observed = Mailbox(), Outlet(), []
+        self.mailbox, self.fast_path, self.observed = Mailbox(), FastPath(), []
         self.attempt = SimpleNamespace(is_over=False, is_moving=False, take_arrived=self.take_arrived)
         request = SimpleNamespace(mailbox=self.mailbox, take=self.take)
         self.delivery = Delivery(
-            request, self.outlet, lambda request, attempt, delta, _: self.observed.append(delta.text), None
+            request, self.fast_path, lambda request, attempt, delta, _: self.observed.append(delta.text), None
         )
         self.error = None
 
@@ -52,7 +51,7 @@ class Scene:
 
 async def test_a_delta_is_taken_where_its_event_comes():
     scene, taken = Scene(), []
-    scene.outlet.take = lambda delta: taken.append(delta.text) or True
+    scene.fast_path.take = lambda delta: taken.append(delta.text) or True
     task = await scene.waiting()
     scene.tell("a", "b")
     assert taken == ["a", "b"] == scene.observed
@@ -63,7 +62,7 @@ async def test_a_delta_is_taken_where_its_event_comes():
     assert taken == ["a", "b"]
 
 
-async def test_without_an_outlet_the_task_gets_all():
+async def test_without_a_fast_path_the_task_gets_all():
     scene = Scene()
     task = await scene.waiting()
     scene.tell("a", "b")
@@ -80,7 +79,7 @@ async def test_nothing_is_overtaken_by_what_comes_after_a_refusal():
         taken.append(delta.text)
         return True
 
-    scene.outlet.take = take
+    scene.fast_path.take = take
     task = await scene.waiting()
     scene.tell("a")
     is_slow = True
@@ -100,7 +99,7 @@ async def test_nothing_is_overtaken_by_what_comes_after_a_refusal():
 
 async def test_who_reads_is_not_overtaken_while_busy():
     scene, taken = Scene(), []
-    scene.outlet.take = lambda delta: taken.append(delta.text) or True
+    scene.fast_path.take = lambda delta: taken.append(delta.text) or True
     scene.tell("a")
     assert (await scene.delivery.next(scene.attempt)).text == "a"
     scene.tell("b")
@@ -110,13 +109,13 @@ async def test_who_reads_is_not_overtaken_while_busy():
 
 async def test_the_task_hears_of_a_failure_after_the_tokens_before_it():
     scene = Scene()
-    scene.outlet.take = lambda delta: True
+    scene.fast_path.take = lambda delta: True
     task = await scene.waiting()
     scene.tell(WorkerUnavailable("gone"))
     with pytest.raises(WorkerUnavailable):
         await task
     other = Scene()
-    other.outlet.take = lambda delta: True
+    other.fast_path.take = lambda delta: True
     other.tell("a", WorkerUnavailable("gone"))
     assert (await other.delivery.next(other.attempt)).text == "a"
     with pytest.raises(WorkerUnavailable):
@@ -125,7 +124,7 @@ async def test_the_task_hears_of_a_failure_after_the_tokens_before_it():
 
 async def test_an_answer_that_moves_goes_through_the_task():
     scene, taken = Scene(), []
-    scene.outlet.take = lambda delta: taken.append(delta.text) or True
+    scene.fast_path.take = lambda delta: taken.append(delta.text) or True
     scene.attempt.is_moving = True
     task = await scene.waiting()
     scene.tell("a")
@@ -133,13 +132,13 @@ async def test_an_answer_that_moves_goes_through_the_task():
     assert not taken
 
 
-async def test_a_fault_of_the_outlet_is_the_answers_and_not_the_sessions():
+async def test_a_fault_of_the_fast_path_is_the_answers_and_not_the_sessions():
     scene = Scene()
 
     def fail(delta):
         raise ZeroDivisionError
 
-    scene.outlet.take = fail
+    scene.fast_path.take = fail
     task = await scene.waiting()
     scene.tell("a")
     with pytest.raises(ZeroDivisionError):
@@ -148,7 +147,7 @@ async def test_a_fault_of_the_outlet_is_the_answers_and_not_the_sessions():
 
 async def test_an_end_that_was_there_before_the_deadline_counts():
     scene = Scene()
-    scene.outlet.take = lambda delta: True
+    scene.fast_path.take = lambda delta: True
     task = await scene.waiting()
     scene.tell("a.")
     scene.mailbox.fail(DeadlineExceeded("late"))
@@ -159,7 +158,7 @@ async def test_an_end_that_was_there_before_the_deadline_counts():
 
 async def test_nothing_is_taken_for_a_task_that_was_cancelled():
     scene, taken = Scene(), []
-    scene.outlet.take = lambda delta: taken.append(delta.text) or True
+    scene.fast_path.take = lambda delta: taken.append(delta.text) or True
     task = await scene.waiting()
     task.cancel()
     scene.tell("a")

@@ -63,7 +63,7 @@ class FakeModels:
     def fallback_after_s(self, model):
         return 0.001
 
-    async def run(self, generation):
+    async def run(self, generation, fast_path=None):
         key = (generation.model, generation.choice)
         self.open.add(key)
         self.started.append(key)
@@ -254,7 +254,7 @@ async def test_a_call_that_a_worker_has_taken_is_left_there_however_long_its_pro
     models.can_fall_back = True
     run, prompt_done = models.run, asyncio.Event()
 
-    async def takes_long(generation):
+    async def takes_long(generation, fast_path):
         if generation.choice == 0:
             generation.totals.placed.add(0)
             await prompt_done.wait()
@@ -281,7 +281,7 @@ async def test_a_failure_after_the_first_token_is_not_answered_by_another_model(
     models = FakeModels({"m0": ["begins", "begins"], "m1": ["begins", "begins"]})
     run = models.run
 
-    async def breaks(generation):
+    async def breaks(generation, fast_path):
         async with contextlib.aclosing(run(generation)) as deltas:
             async for delta in deltas:
                 if delta.first_index == 1 and generation.choice == 1:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.limits import ModelLimits, complete_sampling
 from gateway.topology.pacing import BUSY_SHARE, LATE_S, MAX_HOLD_S, MEMORY_S, Lateness, Pace, thread_busy_s
-from gateway.topology.session import AttemptKey, DecodeSession, Failed, Finished, Peer, SequenceOrder, Tokens
+from gateway.topology.session import AttemptKey, DecodeSession, Emitted, Failed, Finished, Peer, SequenceOrder
 from gateway.types import AskedSampling
 from protos import inference_pb2, worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
@@ -110,9 +110,9 @@ class Told:
         merged = []
         for event in self.events:
             last = merged[-1] if merged else None
-            if isinstance(event, Tokens) and isinstance(last, Tokens):
+            if isinstance(event, Emitted) and isinstance(last, Emitted):
                 assert event.first_index == last.first_index + len(last.token_ids)
-                merged[-1] = Tokens(last.first_index, last.token_ids + event.token_ids, None)
+                merged[-1] = Emitted(last.first_index, last.token_ids + event.token_ids, None)
             else:
                 merged.append(event)
         return merged
@@ -180,7 +180,7 @@ async def test_with_time_each_token_goes_on_at_once():
     scene = Scene(1, hold_s=0.0)
     scene.say(scene.step([0]))
     scene.say(scene.step([0]))
-    assert scene.routes[0].events == [Tokens(0, [0], None), Tokens(1, [1], None)]
+    assert scene.routes[0].events == [Emitted(0, [0], None), Emitted(1, [1], None)]
 
 
 async def test_without_time_those_of_an_answer_go_on_together_after_the_wait():
@@ -192,21 +192,21 @@ async def test_without_time_those_of_an_answer_go_on_together_after_the_wait():
     async with asyncio.timeout(10):
         while not scene.routes[1].events:  # noqa: ASYNC110 - the session has a timer, and nobody to tell of it
             await asyncio.sleep(0.01)
-    assert scene.routes[0].events == [Tokens(0, [0, 1, 2], None)]
-    assert scene.routes[1].events == [Tokens(0, [1000, 1001], None)]
+    assert scene.routes[0].events == [Emitted(0, [0, 1, 2], None)]
+    assert scene.routes[1].events == [Emitted(0, [1000, 1001], None)]
     scene.say(scene.step([0]))
-    assert scene.routes[0].events[1:] == [Tokens(3, [3], None)]
+    assert scene.routes[0].events[1:] == [Emitted(3, [3], None)]
 
 
 async def test_what_is_held_comes_before_the_end_and_before_the_news_of_a_death():
     scene = Scene(2, hold_s=60)
     scene.say(scene.step([0, 1]))
     scene.say(*scene.end(0))
-    assert scene.routes[0].events == [Tokens(0, [0], None), Tokens(1, [1, 2], None), Finished("length")]
+    assert scene.routes[0].events == [Emitted(0, [0], None), Emitted(1, [1, 2], None), Finished("length")]
     assert not scene.routes[1].events
     scene.session._break(WorkerUnavailable("gone"))
     tokens, failed = scene.routes[1].events
-    assert tokens == Tokens(0, [1000], None)
+    assert tokens == Emitted(0, [1000], None)
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, WorkerLost)
 
@@ -219,7 +219,7 @@ async def test_what_is_held_for_an_attempt_that_is_left_is_dropped():
     assert scene.session.num_dropped_events == 1
     scene.session._release_all()
     assert not scene.routes[0].events
-    assert scene.routes[1].events == [Tokens(0, [1000, 1001], None)]
+    assert scene.routes[1].events == [Emitted(0, [1000, 1001], None)]
 
 
 async def test_tokens_that_do_not_follow_each_other_are_not_put_together():
@@ -227,9 +227,9 @@ async def test_tokens_that_do_not_follow_each_other_are_not_put_together():
     scene.say(scene.step([0]))
     scene.next_index[0] = 5
     scene.say(scene.step([0]))
-    assert scene.routes[0].events == [Tokens(0, [0], None)]
+    assert scene.routes[0].events == [Emitted(0, [0], None)]
     scene.session._release_all()
-    assert scene.routes[0].events[1:] == [Tokens(5, [5], None)]
+    assert scene.routes[0].events[1:] == [Emitted(5, [5], None)]
 
 
 @pytest.mark.parametrize("num_answers", [3])

@@ -18,7 +18,7 @@ from gateway.topology.trouble_watch import (
     circuits,
 )
 from gateway.topology.troubles import Found, Troubles
-from gateway.topology.watch import CircuitReport, CutPair
+from gateway.topology.watch import CircuitReport, CutPairReport
 from services.runtime import rpc
 from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import NO_TLS
@@ -180,7 +180,7 @@ def test_who_is_gone_and_how_many_are_missing(scene: Scene) -> None:
 
 def test_a_circuit_is_a_trouble_until_it_is_closed(scene: Scene) -> None:
     slow = CircuitReport("d", "open", "slow", "6 times as long as the others", {"ratio": 6.0}, 3.0, 2)
-    pair = CutPair("p", "d", "suspected", "the link is down", 4.0)
+    pair = CutPairReport("p", "d", "suspected", "the link is down", 4.0)
     scene.circuits = dict(circuits([slow], [pair]))
     assert scene.look() == {
         ("circuit", "d"): "it is kept from work: slow: 6 times as long as the others (since 3 s, 2 times lately)",

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from gateway.topology.troubles import _SAID, KINDS, Found, Trouble, Troubles
+from gateway.topology.troubles import _SAID, KINDS, Found, TroubleReport, Troubles
 
 
 class Wall:
@@ -26,24 +26,24 @@ def wall() -> Wall:
 
 
 @pytest.fixture
-def told() -> list[tuple[Trouble, bool]]:
+def told() -> list[tuple[TroubleReport, bool]]:
     return []
 
 
 @pytest.fixture
-def troubles(wall: Wall, told: list[tuple[Trouble, bool]]) -> Troubles:
+def troubles(wall: Wall, told: list[tuple[TroubleReport, bool]]) -> Troubles:
     troubles = Troubles(clock=wall)
     troubles.listeners.append(lambda trouble, has_begun: told.append((trouble, has_begun)))
     return troubles
 
 
 def test_each_is_told_once_when_it_begins_and_once_when_it_is_over(
-    troubles: Troubles, wall: Wall, told: list[tuple[Trouble, bool]]
+    troubles: Troubles, wall: Wall, told: list[tuple[TroubleReport, bool]]
 ) -> None:
     troubles.begin("unreachable", "decode-0", "refused", "start it")
     wall.unix_s += 5
     troubles.begin("unreachable", "decode-0", "no route", "look at the network")
-    assert troubles.all() == [Trouble("unreachable", "decode-0", "no route", "look at the network", 1000.0)]
+    assert troubles.all() == [TroubleReport("unreachable", "decode-0", "no route", "look at the network", 1000.0)]
     assert [(trouble.cause, has_begun) for trouble, has_begun in told] == [("refused", True)]
     troubles.end("unreachable", "decode-0")
     troubles.end("unreachable", "decode-0")
@@ -65,7 +65,7 @@ def test_the_log_has_a_line_for_the_beginning_and_one_for_the_end(
     assert (ended.getMessage(), ended.__dict__["lasted_s"]) == ("Redis answers again", 2.5)
 
 
-def test_what_is_not_found_again_is_over(troubles: Troubles, told: list[tuple[Trouble, bool]]) -> None:
+def test_what_is_not_found_again_is_over(troubles: Troubles, told: list[tuple[TroubleReport, bool]]) -> None:
     troubles.begin("gone", "decode-1", "another kind", "stays")
     troubles.settle("clock", {"a": Found("fast", "set it"), "b": Found("slow", "set it")})
     troubles.settle("clock", {"b": Found("slow", "set it"), "c": Found("slow", "set it")})
