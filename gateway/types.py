@@ -68,6 +68,29 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: list[tuple[int, float]]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Natural logarithms of probabilities for a prompt's tokens from the second on, in columns: there may be many.
+
+    `logprobs` has one entry for each token; `top_token_ids` and `top_logprobs` have its `num_top` likeliest tokens, one
+    token of the prompt after the other.
+    """
+
+    logprobs: list[float]
+    num_top: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def entries(self) -> list[TokenLogprobs]:
+        """Returns an entry for each token."""
+        tops, num = list(zip(self.top_token_ids, self.top_logprobs, strict=True)), self.num_top
+        return [
+            TokenLogprobs(logprob, tops[place * num : (place + 1) * num]) for place, logprob in enumerate(self.logprobs)
+        ]
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Counts and times of one answer, as in the public API."""
 
@@ -89,7 +112,7 @@ class Delta(msgspec.Struct):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     """With the first token, where asked for: of the prompt's tokens from the second on."""
     layout: str = ""
     """With the first token: fingerprint of layout and weights of the worker that goes on with it."""

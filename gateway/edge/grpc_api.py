@@ -499,7 +499,7 @@ def _response(request_id: str, delta: Delta) -> inference_pb2.GenerateResponse:
         token_ids=delta.token_ids,
         text=delta.text,
         logprobs=_logprobs(delta.logprobs) if delta.logprobs is not None else (),
-        prompt_logprobs=_logprobs(delta.prompt_logprobs) if delta.prompt_logprobs is not None else (),
+        prompt_logprobs=_logprobs(delta.prompt_logprobs.entries()) if delta.prompt_logprobs is not None else (),
     )
     if delta.finish_reason is not None:
         response.finish_reason = _REASONS[delta.finish_reason]

@@ -56,7 +56,7 @@ from gateway.topology.members import Member, Topology
 from gateway.topology.presence import Gone
 from gateway.topology.troubles import Troubles
 from gateway.topology.watch import CircuitReport
-from gateway.types import Delta, TokenLogprobs, Usage
+from gateway.types import Delta, PromptLogprobs, TokenLogprobs, Usage
 from gateway.wishes import MAX_MS, TIMEOUT, read_ms, read_wishes
 from services.cluster.redis_store import Store
 from services.runtime import status
@@ -439,7 +439,7 @@ class HttpApi:
         token_ids: list[int] = []
         texts: list[str] = []
         logprobs: list[TokenLogprobs] | None = None
-        prompt_logprobs: list[TokenLogprobs] | None = None
+        prompt_logprobs: PromptLogprobs | None = None
 
         def take(delta: Delta) -> bool:
             nonlocal logprobs, prompt_logprobs

@@ -131,9 +131,8 @@ class CompletionWriter(ChoicesWriter):
         if not self._echoed or answer.logprobs is None:
             return self._logprobs(answer.index, answer.token_ids, answer.logprobs)
         first, *rest = answer.prompt_token_ids
-        entries = [
-            TokenLogprobs(entry.logprob, entry.top[: self._num_logprobs]) for entry in answer.prompt_logprobs or ()
-        ]
+        told = [] if answer.prompt_logprobs is None else answer.prompt_logprobs.entries()
+        entries = [TokenLogprobs(entry.logprob, entry.top[: self._num_logprobs]) for entry in told]
         first_text = self._tokenizer.token_text(first)
         # The token that begins a text is not in what the client wrote.
         is_shown = self._echo(answer.index).startswith(first_text)

@@ -34,7 +34,7 @@ from gateway.topology.session import (
     WorkerSession,
 )
 from gateway.topology.watch import AttemptWatch
-from gateway.types import FinishReason, TokenLogprobs
+from gateway.types import FinishReason, PromptLogprobs, TokenLogprobs
 from services.runtime.errors import (
     InternalError,
     LayoutMismatch,
@@ -203,7 +203,7 @@ class Arrived(msgspec.Struct):
     first_index: int
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 

@@ -20,7 +20,7 @@ import msgspec
 from gateway.topology.books import Books
 from gateway.topology.counts import Counts, read_counts
 from gateway.topology.pacing import Lateness, Pace
-from gateway.types import Sampling, TokenLogprobs
+from gateway.types import PromptLogprobs, Sampling, TokenLogprobs
 from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from services.runtime import reach, rpc, status, telemetry
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
@@ -112,7 +112,7 @@ class Emitted(msgspec.Struct, frozen=True):
     first_index: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class HandedOff(msgspec.Struct, frozen=True):
@@ -647,15 +647,16 @@ def _read_logprobs(entries: Iterable[inference_pb2.TokenLogprobs]) -> list[Token
     return [TokenLogprobs(entry.logprob, [(top.token_id, top.logprob) for top in entry.top]) for entry in entries]
 
 
-def _read_prompt_logprobs(columns: worker_pb2.PromptLogprobs) -> list[TokenLogprobs]:
-    tops = list(zip(columns.top_token_ids, columns.top_logprobs, strict=False))
-    num_top, num_more = divmod(len(columns.top_token_ids), len(columns.logprobs) or 1)
-    if num_more or len(columns.top_logprobs) != len(tops):
+def _read_prompt_logprobs(columns: worker_pb2.PromptLogprobs) -> PromptLogprobs:
+    read = PromptLogprobs(
+        logprobs=list(columns.logprobs),
+        num_top=len(columns.top_token_ids) // max(1, len(columns.logprobs)),
+        top_token_ids=list(columns.top_token_ids),
+        top_logprobs=list(columns.top_logprobs),
+    )
+    if {len(read.top_token_ids), len(read.top_logprobs)} != {read.num_top * len(read)}:
         raise WorkerUnavailable("a worker told log-probabilities of a prompt that do not fit each other")
-    return [
-        TokenLogprobs(logprob, tops[place * num_top : (place + 1) * num_top])
-        for place, logprob in enumerate(columns.logprobs)
-    ]
+    return read
 
 
 def _read_finished(event: worker_pb2.Finished) -> Finished | Failed:
