@@ -23,7 +23,6 @@ LONG_FILES = {
     "gateway/named/requests.py": 987,
     "gateway/observability/metrics.py": 583,
     "gateway/observability/tracing.py": 539,
-    "gateway/openapi/answers.py": 535,
     "gateway/openapi/document.py": 592,
     "gateway/requests/acceptance.py": 516,
     "gateway/requests/attempt.py": 628,

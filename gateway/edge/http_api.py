@@ -696,18 +696,21 @@ async def _wholes(reader: Reader) -> list[Whole]:
     async with contextlib.aclosing(reader.parts()) as parts:
         async for part in parts:
             texts[part.choice].append(part.delta.text)
-    return [
-        Whole(
-            index=index,
-            token_ids=answer.token_ids,
-            text="".join(texts[index]),
-            logprobs=answer.logprobs,
-            finish_reason=answer.finish_reason or "",
-            usage=usage,
-            prompt_token_ids=prompt,
+    wholes = []
+    for index, (answer, (usage, prompt)) in enumerate(zip(reader.answers, reader.usages(), strict=True)):
+        assert answer.finish_reason is not None  # the parts have come to their end
+        wholes.append(
+            Whole(
+                index=index,
+                token_ids=answer.token_ids,
+                text="".join(texts[index]),
+                logprobs=answer.logprobs,
+                finish_reason=answer.finish_reason,
+                usage=usage,
+                prompt_token_ids=prompt,
+            )
         )
-        for index, (answer, (usage, prompt)) in enumerate(zip(reader.answers, reader.usages(), strict=True))
-    ]
+    return wholes
 
 
 class _UsageTally:

@@ -4,16 +4,34 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from gateway.limits import MAX_LOGPROBS, check_integer
 from gateway.models.answer_parts import AnswerParts, ReasoningTokens
 from gateway.models.template_words import template_words_in
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning
 from gateway.models.tools import forced_names, is_named, offered_tools, strict_names
+from gateway.openai.answers import (
+    AssistantMessage,
+    CalledFunction,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatFinishReason,
+    ChatLogprobs,
+    CompletionTokensDetails,
+    FunctionDelta,
+    MessageDelta,
+    TokenUsage,
+    ToolCall,
+    ToolCallDelta,
+)
 from gateway.openai.requests import ChoicesRequest, EffortOption, agreed_max_tokens, asked_sampling
 from gateway.openai.writer import ChoicesWriter, Head, Whole, encode, shown_logprobs
 from gateway.requests.call import Call
-from gateway.types import Delta, TokenLogprobs, Usage
+from gateway.types import Delta, FinishReason, TokenLogprobs, Usage
 from services.runtime.errors import InvalidRequest
 
 
@@ -100,6 +118,7 @@ class ChatWriter(ChoicesWriter):
 
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
+    chunk_type = ChatCompletionChunk
     id_prefix = "chatcmpl"
 
     def __init__(
@@ -128,8 +147,7 @@ class ChatWriter(ChoicesWriter):
 
     def opening(self, index: int) -> bytes:
         """The event that names the role."""
-        delta = b'{"role":"assistant","content":""}'
-        choice = b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta)
+        choice = self._choice(index, MessageDelta(role="assistant", content=""))
         return self._event(choice, self._no_usage_yet(index))
 
     def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
@@ -138,54 +156,62 @@ class ChatWriter(ChoicesWriter):
             return super().chunk(index, delta, usage)
         self._count_reasoning(index, delta.token_ids)
         parser = self._parser(index)
-        members = self._members(index, parser.push(delta.text, delta.token_ids))
+        shown = self._shown(index, parser.push(delta.text, delta.token_ids))
         parts = []
-        if members or delta.logprobs or (self._has_token_ids and delta.token_ids):
-            parts.append(self._event(self._delta_choice(index, delta, encode(members)), usage))
+        if shown != MessageDelta() or delta.logprobs or (self._has_token_ids and delta.token_ids):
+            parts.append(self._event(self._delta_choice(index, delta, shown), usage))
         if delta.finish_reason is not None:
-            shown = encode(self._members(index, parser.finish()))
+            shown = self._shown(index, parser.finish())
             reason = _finish_reason(delta.finish_reason, parser)
-            parts.append(self._event(self._last_choice(index, reason, shown), usage))
+            parts.append(self._event(self._choice(index, shown, reason), usage))
         return b"".join(parts)
 
-    def _document(self, answers: Sequence[Whole]) -> dict[str, Any]:
-        """All answers have the same prompt."""
-        prompt_logprobs = self._prompt_logprobs(answers[0])
-        return {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
+    def whole(self, answers: Sequence[Whole]) -> bytes:
+        """The body of an answer that is not streamed. All answers have the same prompt."""
+        return encode(
+            ChatCompletion(
+                **self._head,
+                object="chat.completion",
+                choices=[self._whole_choice(answer) for answer in answers],
+                usage=self._whole_usage(answers),
+                prompt_logprobs=self._prompt_logprobs(answers[0]),
+            )
+        )
 
-    def _whole_choice(self, answer: Whole) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-        finish_reason = answer.finish_reason
+    def _whole_choice(self, answer: Whole) -> ChatChoice:
+        message = AssistantMessage(role="assistant", content=answer.text, refusal=None)
+        finish_reason: ChatFinishReason = answer.finish_reason
         if self._parts.are_looked_for:
             self._count_reasoning(answer.index, answer.token_ids)
             parser = self._parts.parser(answer.index)
             pieces = [*parser.push(answer.text, answer.token_ids), *parser.finish()]
-            message |= self._message(answer.index, pieces)
-            finish_reason = _finish_reason(finish_reason, parser)
-        choice = {
-            "index": answer.index,
-            "message": message,
-            "logprobs": self._logprobs(answer.token_ids, answer.logprobs),
-            "finish_reason": finish_reason,
-        }
-        if self._has_token_ids:
-            choice["token_ids"] = answer.token_ids
-        return choice
-
-    def _text_choice(self, index: int, delta: Delta) -> bytes:
-        return self._delta_choice(index, delta, b'{"content":%b}' % encode(delta.text))
-
-    def _delta_choice(self, index: int, delta: Delta, shown: bytes) -> bytes:
-        logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.token_ids, delta.logprobs))
-        return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (
-            index,
-            shown,
-            logprobs,
-            self._token_ids_member(delta.token_ids),
+            message = self._message(answer.index, pieces)
+            finish_reason = _finish_reason(answer.finish_reason, parser)
+        return ChatChoice(
+            index=answer.index,
+            message=message,
+            logprobs=self._logprobs(answer.token_ids, answer.logprobs),
+            finish_reason=finish_reason,
+            token_ids=self._shown_ids(answer.token_ids),
         )
 
-    def _last_choice(self, index: int, finish_reason: str, shown: bytes = b"{}") -> bytes:
-        return b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":"%b"}' % (index, shown, finish_reason.encode())
+    def _text_choice(self, index: int, delta: Delta) -> ChatChunkChoice:
+        return self._delta_choice(index, delta, MessageDelta(content=delta.text))
+
+    def _delta_choice(self, index: int, delta: Delta, shown: MessageDelta) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=index,
+            delta=shown,
+            logprobs=self._logprobs(delta.token_ids, delta.logprobs),
+            finish_reason=None,
+            token_ids=self._shown_ids(delta.token_ids),
+        )
+
+    def _last_choice(self, index: int, finish_reason: FinishReason) -> ChatChunkChoice:
+        return self._choice(index, MessageDelta(), finish_reason)
+
+    def _choice(self, index: int, shown: MessageDelta, reason: ChatFinishReason | None = None) -> ChatChunkChoice:
+        return ChatChunkChoice(index=index, delta=shown, logprobs=None, finish_reason=reason)
 
     def _parser(self, index: int) -> AnswerParser:
         if index not in self._parsers:
@@ -198,49 +224,67 @@ class ChatWriter(ChoicesWriter):
                 self._reasoning[index] = ReasoningTokens(self._tokenizer, self._parts.parser(index))
             self._reasoning[index].push(token_ids)
 
-    def _usage(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:
+    def _usage(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> TokenUsage:
         shown = super()._usage(usages)
         if self._tokenizer.has_reasoning:
             num_tokens = sum(counter.num_tokens for counter in self._reasoning.values())
-            shown["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+            shown.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=num_tokens)
         return shown
 
-    def _message(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """All pieces of an answer as members of its message."""
-        members = self._members(index, pieces)
-        for call in members.get("tool_calls", ()):
-            del call["index"]
-        return {"content": None if "tool_calls" in members else "", **members}
+    def _message(self, index: int, pieces: Sequence[Piece]) -> AssistantMessage:
+        """Returns the message that all pieces of an answer make."""
+        shown = self._shown(index, pieces)
+        calls: list[ToolCall] | UnsetType = UNSET
+        if shown.tool_calls:
+            calls = [_whole_call(call) for call in shown.tool_calls]
+        return AssistantMessage(
+            role="assistant",
+            content=shown.content if shown.content is not UNSET else None if calls else "",
+            refusal=None,
+            reasoning_content=shown.reasoning_content,
+            tool_calls=calls,
+        )
 
-    def _members(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """The pieces as members of a delta: of each call what is new."""
-        members: dict[str, Any] = {}
-        calls: dict[int, dict[str, Any]] = {}
+    def _shown(self, index: int, pieces: Sequence[Piece]) -> MessageDelta:
+        """Returns what the pieces add to the message, with the new part of each call."""
+        shown = MessageDelta()
+        calls: dict[int, ToolCallDelta] = {}
         for piece in pieces:
             if isinstance(piece, Content):
-                members["content"] = members.get("content", "") + piece.text
+                shown.content = (shown.content or "") + piece.text
             elif isinstance(piece, Reasoning):
-                members["reasoning_content"] = members.get("reasoning_content", "") + piece.text
+                shown.reasoning_content = (shown.reasoning_content or "") + piece.text
             elif piece.index and not self._is_parallel:
-                # Whoever asked for one call at a time gets the first; the model was not told of the wish.
+                # The client asked for one call at a time and gets the first; the model was not told of the wish.
                 continue
             elif isinstance(piece, CallStart):
-                function = {"name": piece.name, "arguments": ""}
+                function = FunctionDelta(name=piece.name, arguments="")
                 call_id = self._parts.call_id(index, piece.index)
-                calls[piece.index] = {"index": piece.index, "id": call_id, "type": "function", "function": function}
+                calls[piece.index] = ToolCallDelta(index=piece.index, id=call_id, type="function", function=function)
             else:
-                call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += piece.text
+                call = calls.setdefault(
+                    piece.index, ToolCallDelta(index=piece.index, function=FunctionDelta(arguments=""))
+                )
+                call.function.arguments += piece.text
         if calls:
-            members["tool_calls"] = list(calls.values())
-        return members
+            shown.tool_calls = list(calls.values())
+        return shown
 
-    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None) -> ChatLogprobs | None:
         if entries is None:
             return None
-        return {"content": shown_logprobs(self._tokenizer, token_ids, entries), "refusal": None}
+        return ChatLogprobs(content=shown_logprobs(self._tokenizer, token_ids, entries), refusal=None)
 
 
-def _finish_reason(reason: str, parser: AnswerParser) -> str:
+def _whole_call(call: ToolCallDelta) -> ToolCall:
+    """Returns a call of which all parts are there."""
+    name, call_id = call.function.name, call.id
+    assert name is not UNSET
+    assert call_id is not UNSET
+    function = CalledFunction(name=name, arguments=call.function.arguments)
+    return ToolCall(id=call_id, type="function", function=function)
+
+
+def _finish_reason(reason: FinishReason, parser: AnswerParser) -> ChatFinishReason:
     """An answer that calls ends for its calls, unless it was cut."""
     return "tool_calls" if reason == "stop" and parser.num_complete_calls else reason

@@ -6,10 +6,17 @@ from typing import Any
 
 from gateway.limits import MAX_TOKENS_EVER, prompt_form_error
 from gateway.models.tokenizer import ModelTokenizer
+from gateway.openai.answers import (
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+)
 from gateway.openai.requests import ChoicesRequest, agreed_max_tokens, asked_sampling, check_whole, is_unbounded
 from gateway.openai.writer import ChoicesWriter, Head, Whole, encode, finite
 from gateway.requests.call import Call
-from gateway.types import Delta, TokenLogprobs
+from gateway.types import Delta, FinishReason, TokenLogprobs
 from services.runtime.errors import InvalidRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -64,6 +71,7 @@ class CompletionWriter(ChoicesWriter):
 
     object_name = "text_completion"
     chunk_object_name = "text_completion"
+    chunk_type = CompletionChunk
     id_prefix = "cmpl"
 
     def __init__(
@@ -80,7 +88,9 @@ class CompletionWriter(ChoicesWriter):
         for answer in answers:
             first = answers[answer.index - answer.index % self._num_choices]
             answer.prompt_logprobs = first.prompt_logprobs
-        return super().whole(answers)
+        choices = [self._whole_choice(answer) for answer in answers]
+        usage = self._whole_usage(answers)
+        return encode(Completion(**self._head, object="text_completion", choices=choices, usage=usage))
 
     def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
         """Offsets go on after these tokens."""
@@ -88,10 +98,10 @@ class CompletionWriter(ChoicesWriter):
 
     def opening(self, index: int) -> bytes:
         """The event with the prompt, where it is echoed."""
-        text = encode(self._echo(index))
-        if text == b'""':
+        text = self._echo(index)
+        if not text:
             return b""
-        choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text)
+        choice = CompletionChunkChoice(index=index, text=text, logprobs=None, finish_reason=None)
         return self._event(choice, self._no_usage_yet(index))
 
     def _echo(self, index: int) -> str:
@@ -100,34 +110,30 @@ class CompletionWriter(ChoicesWriter):
         prompt = self._echoed[index // self._num_choices]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
 
-    def _whole_choice(self, answer: Whole) -> dict[str, Any]:
-        choice = {
-            "index": answer.index,
-            "text": self._echo(answer.index) + answer.text,
-            "logprobs": self._whole_logprobs(answer),
-            "finish_reason": answer.finish_reason,
-        }
-        prompt_logprobs = self._prompt_logprobs(answer)
-        if prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs
-        if self._has_token_ids:
-            choice["token_ids"] = answer.token_ids
-        return choice
-
-    def _text_choice(self, index: int, delta: Delta) -> bytes:
-        logprobs = encode(self._logprobs(index, delta.token_ids, delta.logprobs))
-        return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}' % (
-            index,
-            encode(delta.text),
-            logprobs,
-            self._token_ids_member(delta.token_ids),
+    def _whole_choice(self, answer: Whole) -> CompletionChoice:
+        return CompletionChoice(
+            index=answer.index,
+            text=self._echo(answer.index) + answer.text,
+            logprobs=self._whole_logprobs(answer),
+            finish_reason=answer.finish_reason,
+            prompt_logprobs=self._prompt_logprobs(answer),
+            token_ids=self._shown_ids(answer.token_ids),
         )
 
-    def _last_choice(self, index: int, finish_reason: str) -> bytes:
-        return b'{"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}' % (index, finish_reason.encode())
+    def _text_choice(self, index: int, delta: Delta) -> CompletionChunkChoice:
+        return CompletionChunkChoice(
+            index=index,
+            text=delta.text,
+            logprobs=self._logprobs(index, delta.token_ids, delta.logprobs),
+            finish_reason=None,
+            token_ids=self._shown_ids(delta.token_ids),
+        )
 
-    def _whole_logprobs(self, answer: Whole) -> dict[str, Any] | None:
-        """Of the prompt too where it is echoed, with nothing for its first token."""
+    def _last_choice(self, index: int, finish_reason: FinishReason) -> CompletionChunkChoice:
+        return CompletionChunkChoice(index=index, text="", logprobs=None, finish_reason=finish_reason)
+
+    def _whole_logprobs(self, answer: Whole) -> CompletionLogprobs | None:
+        """Returns those of the prompt too where it is echoed, with nothing for its first token."""
         if not self._echoed or answer.logprobs is None:
             return self._logprobs(answer.index, answer.token_ids, answer.logprobs)
         first, *rest = answer.prompt_token_ids
@@ -139,31 +145,31 @@ class CompletionWriter(ChoicesWriter):
         self._num_chars[answer.index] = len(first_text) if is_shown else 0
         shown = self._logprobs(answer.index, [*rest, *answer.token_ids], [*entries, *answer.logprobs])
         assert shown is not None
-        return {
-            "tokens": [first_text, *shown["tokens"]],
-            "token_logprobs": [None, *shown["token_logprobs"]],
-            "top_logprobs": [None, *shown["top_logprobs"]],
-            "text_offset": [0, *shown["text_offset"]],
-        }
+        return CompletionLogprobs(
+            tokens=[first_text, *shown.tokens],
+            token_logprobs=[None, *shown.token_logprobs],
+            top_logprobs=[None, *shown.top_logprobs],
+            text_offset=[0, *shown.text_offset],
+        )
 
     def _logprobs(
         self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs] | None
-    ) -> dict[str, Any] | None:
+    ) -> CompletionLogprobs | None:
         if entries is None:
             return None
         texts = [self._tokenizer.token_text(token_id) for token_id in token_ids]
         offsets = list(itertools.accumulate(map(len, texts), initial=self._num_chars.get(index, 0)))
         self._num_chars[index] = offsets.pop()
-        return {
-            "tokens": texts,
-            "token_logprobs": [finite(entry.logprob) for entry in entries],
-            "top_logprobs": [
+        return CompletionLogprobs(
+            tokens=texts,
+            token_logprobs=[finite(entry.logprob) for entry in entries],
+            top_logprobs=[
                 {self._tokenizer.token_text(token_id): finite(logprob) for token_id, logprob in entry.top}
                 | {text: finite(entry.logprob)}
                 for text, entry in zip(texts, entries, strict=True)
             ],
-            "text_offset": offsets,
-        }
+            text_offset=offsets,
+        )
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

@@ -18,6 +18,7 @@ from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.tool_calls import Arguments, CallStart, Piece, Reasoning
 from gateway.models.tools import forced_names, offered_tools, strict_names
 from gateway.named.journal import event_id_error
+from gateway.openai.answers import ChatTokenLogprob
 from gateway.openai.responses_request import ResponsesRequest, in_own_words
 from gateway.openai.writer import Head, Whole, Writer, shown_logprobs
 from gateway.types import Delta, TokenLogprobs, Usage
@@ -46,7 +47,7 @@ class Item(msgspec.Struct, kw_only=True):
     call_id: str = ""
     status: str = "in_progress"
     texts: list[str] = msgspec.field(default_factory=list)
-    logprobs: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    logprobs: list[ChatTokenLogprob] = msgspec.field(default_factory=list)
     """Of the tokens of what is said, where they are asked for."""
 
     @property
@@ -101,7 +102,7 @@ class ResponsesWriter(Writer):
         self._is_parallel = request.parallel_tool_calls is not False
         self._reasoning = ReasoningTokens(tokenizer, parts.parser(0)) if tokenizer.has_reasoning else None
         self._tokenizer = tokenizer
-        self._unshown: list[dict[str, Any]] = []
+        self._unshown: list[ChatTokenLogprob] = []
         """Log-probabilities of tokens whose text is held back."""
         self._items: list[Item] = []
         self._open: Item | None = None
@@ -256,7 +257,7 @@ class ResponsesWriter(Writer):
         at = {"item_id": item.id, "output_index": item.index}
         return at if item.kind == FUNCTION_CALL else {**at, "content_index": 0}
 
-    def _show_logprobs(self, item: Item) -> list[dict[str, Any]]:
+    def _show_logprobs(self, item: Item) -> list[ChatTokenLogprob]:
         """Those that came since the last time, which belong to this message."""
         shown, self._unshown = self._unshown, []
         item.logprobs += shown

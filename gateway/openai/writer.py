@@ -7,14 +7,16 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from gateway.models.catalog import ServedModel
 from gateway.models.tokenizer import ModelTokenizer
+from gateway.openai.answers import ChatTokenLogprob, PromptTokensDetails, TokenUsage, TopLogprob
 from gateway.openai.requests import ChoicesRequest
-from gateway.types import Delta, PromptLogprobs, TokenLogprobs, Usage
+from gateway.types import Delta, FinishReason, PromptLogprobs, TokenLogprobs, Usage
 
 SSE_DONE = b"data: [DONE]\n\n"
 
@@ -28,7 +30,7 @@ class Whole(msgspec.Struct):
     token_ids: list[int]
     text: str
     logprobs: list[TokenLogprobs] | None
-    finish_reason: str
+    finish_reason: FinishReason
     usage: Usage
     prompt_token_ids: Sequence[int]
     prompt_logprobs: PromptLogprobs | None = None
@@ -109,6 +111,7 @@ class Writer(ABC):
 class ChoicesWriter(Writer):
     """Writes answers as a list of choices. What all chunks of a stream share is encoded once."""
 
+    chunk_type: ClassVar[type[msgspec.Struct]]
     chunk_object_name = ""
     id_prefix = ""
 
@@ -123,37 +126,27 @@ class ChoicesWriter(Writer):
         self._prompts = prompts
         self._has_token_ids = bool(request.return_token_ids)
         self._num_prompt_logprobs = request.prompt_logprobs
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": self.id,
             "created": head.created_unix_s,
             "model": head.model,
             "system_fingerprint": head.system_fingerprint,
+            "service_tier": UNSET if request.service_tier is None else "default",
         }
-        if request.service_tier is not None:
-            self._head["service_tier"] = "default"
-        start = encode({**self._head, "object": self.chunk_object_name})
-        self._prefix = b"data: " + start[:-1] + b',"choices":['
         # With include_usage every chunk but the last has a null there, as OpenAI's clients were told.
-        self._suffix = b'],"usage":null}\n\n' if self.has_usage else b"]}\n\n"
+        usage = None if self.has_usage else UNSET
+        event = encode(self.chunk_type(**self._head, object=self.chunk_object_name, choices=[], usage=usage))
+        start, around, end = event.rpartition(b'"choices":[]')
+        self._prefix = b"data: " + start + around[:-1]
+        self._suffix = b"]" + end + b"\n\n"
         self._is_plain = not self._has_token_ids and not self.is_usage_continuous
-        """Whether a delta's event has nothing but its text that is not the same in all of them."""
+        """Whether the events of two deltas of a choice differ in nothing but their text."""
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
 
-    def whole(self, answers: Sequence[Whole]) -> bytes:
-        """The body of an answer that is not streamed."""
-        choices = [self._whole_choice(answer) for answer in answers]
-        usages = [(answer.usage, answer.prompt_token_ids) for answer in answers]
-        document = {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(usages)}
-        return encode(document | self._document(answers))
-
-    def _document(self, answers: Sequence[Whole]) -> dict[str, Any]:
-        """More members of the body of an answer that is not streamed."""
-        return {}
-
-    def _prompt_logprobs(self, answer: Whole) -> msgspec.Raw | None:
-        """As vLLM's users know them: of each token, by id, the likeliest ones and itself; null for the first."""
+    def _prompt_logprobs(self, answer: Whole) -> Any:
+        """Returns PromptCandidates as JSON, or UNSET where they were not asked for."""
         if self._num_prompt_logprobs is None:
-            return None
+            return UNSET
         columns = answer.prompt_logprobs or PromptLogprobs([], 0, [], [])
         text = _prompt_logprobs(self._tokenizer, answer.prompt_token_ids[1:], columns, self._num_prompt_logprobs)
         return msgspec.Raw(text)
@@ -176,13 +169,16 @@ class ChoicesWriter(Writer):
         """The last event before the end, where the client asked for usage."""
         return self._prefix + b'],"usage":' + encode(self._usage(usages)) + b"}\n\n"
 
-    def _usage(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:
+    def _usage(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> TokenUsage:
         return usage_sum(usages)
 
-    def _event(self, choice: bytes, usage: Usage | None) -> bytes:
+    def _whole_usage(self, answers: Sequence[Whole]) -> TokenUsage:
+        return self._usage([(answer.usage, answer.prompt_token_ids) for answer in answers])
+
+    def _event(self, choice: msgspec.Struct, usage: Usage | None) -> bytes:
         if self.is_usage_continuous and usage is not None:
-            return self._prefix + choice + b'],"usage":' + encode(usage_sum([(usage, ())])) + b"}\n\n"
-        return self._prefix + choice + self._suffix
+            return self._prefix + encode(choice) + b'],"usage":' + encode(usage_sum([(usage, ())])) + b"}\n\n"
+        return self._prefix + encode(choice) + self._suffix
 
     def _no_usage_yet(self, index: int) -> Usage | None:
         """Before the first token; None where not every event tells the usage."""
@@ -195,17 +191,14 @@ class ChoicesWriter(Writer):
         around = self._around_text[index] = before.removesuffix(b'"'), after.removeprefix(b'"')
         return around
 
-    def _token_ids_member(self, token_ids: Sequence[int]) -> bytes:
-        return b',"token_ids":' + encode(token_ids) if self._has_token_ids else b""
+    def _shown_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
+        return token_ids if self._has_token_ids else UNSET
 
     @abstractmethod
-    def _whole_choice(self, answer: Whole) -> dict[str, Any]: ...
+    def _text_choice(self, index: int, delta: Delta) -> msgspec.Struct: ...
 
     @abstractmethod
-    def _text_choice(self, index: int, delta: Delta) -> bytes: ...
-
-    @abstractmethod
-    def _last_choice(self, index: int, finish_reason: str) -> bytes: ...
+    def _last_choice(self, index: int, finish_reason: FinishReason) -> msgspec.Struct: ...
 
 
 def _prompt_logprobs(
@@ -250,7 +243,7 @@ def _numbers(values: list[float]) -> list[bytes]:
 
 def shown_logprobs(
     tokenizer: ModelTokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
-) -> list[dict[str, Any]]:
+) -> list[ChatTokenLogprob]:
     """Tokens with their log-probabilities, as the chat and the Responses API show them."""
 
     def shown(token_id: int, logprob: float) -> dict[str, Any]:
@@ -259,22 +252,24 @@ def shown_logprobs(
         return {"token": text, "logprob": finite(logprob), "bytes": list(shown_bytes)}
 
     return [
-        {**shown(token_id, entry.logprob), "top_logprobs": [shown(*top) for top in entry.top]}
+        ChatTokenLogprob(
+            **shown(token_id, entry.logprob), top_logprobs=[TopLogprob(**shown(*top)) for top in entry.top]
+        )
         for token_id, entry in zip(token_ids, entries, strict=True)
     ]
 
 
-def usage_sum(usages: Sequence[tuple[Usage, Sequence[int]]]) -> dict[str, Any]:
+def usage_sum(usages: Sequence[tuple[Usage, Sequence[int]]]) -> TokenUsage:
     """OpenAI's usage of several answers; a prompt that several of them share (the same object) counts once."""
     prompts = {id(prompt): usage for usage, prompt in usages}.values()
     num_prompt = sum(usage.prompt_tokens for usage in prompts)
     num_completion = sum(usage.completion_tokens for usage, _ in usages)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
-    }
+    return TokenUsage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_completion,
+        total_tokens=num_prompt + num_completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(usage.cached_tokens for usage in prompts)),
+    )
 
 
 def with_event_id(event: bytes, event_id: str) -> bytes:

@@ -1,21 +1,17 @@
-"""What the HTTP API answers, as types: for the OpenAPI document, and for tests that hold answers against them.
+"""What the HTTP API answers beside OpenAI's texts, as types: for the OpenAPI document, and for tests of the answers.
 
-Nothing is built from them: the writers of `gateway.openai` write bytes, as every token goes through them.
+The answers of the chat and completions APIs are `gateway.openai.answers`, which their writers encode.
 """
 
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
+from gateway.openai.answers import Exact
 from gateway.topology.troubles import Kind
 
 
-class _Exact(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Has these members and no other, so that a member that is not described here is found by a test."""
-
-
-class ErrorDetail(_Exact):
+class ErrorDetail(Exact):
     """What was wrong."""
 
     message: str
@@ -24,213 +20,10 @@ class ErrorDetail(_Exact):
     code: str
 
 
-class Error(_Exact):
+class Error(Exact):
     """OpenAI's error object. `code` tells causes apart, `param` names the field of the request, if it was one."""
 
     error: ErrorDetail
-
-
-class PromptTokensDetails(_Exact):
-    """Where a prompt's pages came from."""
-
-    cached_tokens: int
-
-
-class CompletionTokensDetails(_Exact):
-    """Tokens of a chat answer that were thought and not said."""
-
-    reasoning_tokens: int
-
-
-class TokenUsage(_Exact):
-    """Tokens of all answers together; a prompt with several answers counts once."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-
-
-class CompletionLogprobs(_Exact):
-    """Log-probabilities of a completion's tokens, one entry per token."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class Candidate(_Exact):
-    """A token at a place of a prompt."""
-
-    logprob: float
-    decoded_token: str
-
-
-class CompletionChoice(_Exact):
-    """One answer to one prompt."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, Candidate] | None] | UnsetType = UNSET
-
-
-class Completion(_Exact):
-    """A whole answer of POST /v1/completions."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: TokenUsage
-    service_tier: Literal["default"] | UnsetType = UNSET
-
-
-class CompletionChunkChoice(_Exact):
-    """The next part of an answer."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class CompletionChunk(_Exact):
-    """One event of a streamed completion. The one with `usage` alone, where it was asked for, has no choices."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChunkChoice]
-    usage: TokenUsage | UnsetType | None = UNSET
-    service_tier: Literal["default"] | UnsetType = UNSET
-
-
-class TopLogprob(_Exact):
-    """A candidate for a token's place."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(TopLogprob):
-    """A token of the answer, and the likeliest at its place."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(_Exact):
-    """Log-probabilities of a chat answer's tokens."""
-
-    content: list[ChatTokenLogprob]
-    refusal: None
-
-
-class CalledFunction(_Exact):
-    """`arguments` is JSON in a text."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(_Exact):
-    """A call that the model makes."""
-
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class AssistantMessage(_Exact):
-    """What the model says. `content` is null where it only calls."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class ChatChoice(_Exact):
-    """One answer."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletion(_Exact):
-    """A whole answer of POST /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: TokenUsage
-    service_tier: Literal["default"] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, Candidate] | None] | UnsetType = UNSET
-
-
-class FunctionDelta(_Exact):
-    """What is new of a called function."""
-
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class ToolCallDelta(_Exact):
-    """What is new of a call; its first part has id, type and name."""
-
-    index: int
-    function: FunctionDelta
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-
-
-class MessageDelta(_Exact):
-    """What is new of a message."""
-
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
-class ChatChunkChoice(_Exact):
-    """The next part of an answer."""
-
-    index: int
-    delta: MessageDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletionChunk(_Exact):
-    """One event of a streamed chat answer. The one with `usage` alone, where it was asked for, has no choices."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChunkChoice]
-    usage: TokenUsage | UnsetType | None = UNSET
-    service_tier: Literal["default"] | UnsetType = UNSET
 
 
 class Response(msgspec.Struct, kw_only=True):
@@ -256,14 +49,14 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
     sequence_number: int
 
 
-class InputTokens(_Exact):
+class InputTokens(Exact):
     """How many tokens the input of a response would have."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
-class StoredFile(_Exact):
+class StoredFile(Exact):
     """A file that a batch reads, or has written."""
 
     id: str
@@ -277,7 +70,7 @@ class StoredFile(_Exact):
     status_details: None
 
 
-class FileList(_Exact):
+class FileList(Exact):
     """A page of files."""
 
     object: Literal["list"]
@@ -287,7 +80,7 @@ class FileList(_Exact):
     has_more: bool
 
 
-class DeletedFile(_Exact):
+class DeletedFile(Exact):
     """A file that is no more."""
 
     id: str
@@ -295,7 +88,7 @@ class DeletedFile(_Exact):
     deleted: Literal[True]
 
 
-class RowCounts(_Exact):
+class RowCounts(Exact):
     """Rows of a batch."""
 
     total: int
@@ -303,7 +96,7 @@ class RowCounts(_Exact):
     failed: int
 
 
-class StoredBatch(_Exact):
+class StoredBatch(Exact):
     """A file of requests that are answered when there is time."""
 
     id: str
@@ -330,7 +123,7 @@ class StoredBatch(_Exact):
     metadata: dict[str, str] | None
 
 
-class BatchList(_Exact):
+class BatchList(Exact):
     """A page of batches."""
 
     object: Literal["list"]
@@ -344,7 +137,7 @@ class DashboardPage(msgspec.Struct):
     """What the dashboard's page reads; made for it alone, and changed with it."""
 
 
-class Tokens(_Exact):
+class Tokens(Exact):
     """Token ids of a text or a conversation, and the most tokens that the model takes."""
 
     count: int
@@ -352,13 +145,13 @@ class Tokens(_Exact):
     tokens: list[int]
 
 
-class Text(_Exact):
+class Text(Exact):
     """The text of token ids."""
 
     prompt: str
 
 
-class Model(_Exact):
+class Model(Exact):
     """A model under one of its names; `root` is its own."""
 
     id: str
@@ -371,26 +164,26 @@ class Model(_Exact):
     """For requests that do not say it, by the names of the fields."""
 
 
-class ModelList(_Exact):
+class ModelList(Exact):
     """The models that the caller's key allows."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-class Health(_Exact):
+class Health(Exact):
     """The process is alive."""
 
     status: Literal["alive"]
 
 
-class Readiness(_Exact):
+class Readiness(Exact):
     """Whether requests can be served."""
 
     status: Literal["ready", "not ready"]
 
 
-class Pages(_Exact):
+class Pages(Exact):
     """KV pages of a worker by state; total = free + cached + reserved + used."""
 
     total: int
@@ -400,7 +193,7 @@ class Pages(_Exact):
     used: int
 
 
-class Gpu(_Exact):
+class Gpu(Exact):
     """What a GPU's own figures amount to."""
 
     state: Literal["ok", "degraded", "out"]
@@ -408,7 +201,7 @@ class Gpu(_Exact):
     reasons: list[str]
 
 
-class Circuit(_Exact):
+class Circuit(Exact):
     """Why a worker gets no work, or should get none; `num_openings`: how often that was lately."""
 
     state: Literal["suspected", "open", "half_open"]
@@ -419,14 +212,14 @@ class Circuit(_Exact):
     num_openings: int
 
 
-class Speculation(_Exact):
+class Speculation(Exact):
     """Tokens that were proposed, and those of them that were what the model chose."""
 
     proposed: int
     accepted: int
 
 
-class HostTier(_Exact):
+class HostTier(Exact):
     """Cached pages in the memory of a worker's host; what moved is counted since the worker started."""
 
     total: int
@@ -437,7 +230,7 @@ class HostTier(_Exact):
     dropped: int
 
 
-class WorkerCounts(_Exact):
+class WorkerCounts(Exact):
     """What a worker has counted since it started: `speculation` by where tokens are from, `preemptions` by how."""
 
     speculation: dict[str, Speculation]
@@ -445,7 +238,7 @@ class WorkerCounts(_Exact):
     host_tier: HostTier | None
 
 
-class Worker(_Exact):
+class Worker(Exact):
     """One worker process as this gateway sees it."""
 
     id: str
@@ -475,7 +268,7 @@ class Worker(_Exact):
     counts: WorkerCounts | None
 
 
-class CutPair(_Exact):
+class CutPair(Exact):
     """Workers between which pages keep failing to go; `suspected`: the way is used, since there is no better one."""
 
     prefill_id: str
@@ -485,14 +278,14 @@ class CutPair(_Exact):
     for_s: float
 
 
-class RequestCounts(_Exact):
+class RequestCounts(Exact):
     """Answers of this gateway."""
 
     queued: int
     running: int
 
 
-class RedisState(_Exact):
+class RedisState(Exact):
     """Redis as this gateway reaches it; `last_failure` is empty before the first."""
 
     available: bool
@@ -500,7 +293,7 @@ class RedisState(_Exact):
     last_failure: str
 
 
-class GoneWorker(_Exact):
+class GoneWorker(Exact):
     """A worker that vanished without a word."""
 
     id: str
@@ -511,7 +304,7 @@ class GoneWorker(_Exact):
     since_unix_s: float
 
 
-class Trouble(_Exact):
+class Trouble(Exact):
     """One thing that is wrong, why, and what to do about it."""
 
     kind: Kind
@@ -521,7 +314,7 @@ class Trouble(_Exact):
     since_unix_s: float
 
 
-class ClusterState(_Exact):
+class ClusterState(Exact):
     """The cluster as this gateway sees it now. `expected` are numbers of workers by role, where they are given."""
 
     version: str

@@ -20,6 +20,7 @@ from gateway.limits import (
     SERVICE_CLASSES,
 )
 from gateway.observability.metrics import CONTENT_TYPE
+from gateway.openai.answers import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
 from gateway.openai.chat import ChatRequest
 from gateway.openai.completions import CompletionRequest
 from gateway.openai.requests import DetokenizeRequest, StreamOptions, TokenizeRequest
@@ -180,8 +181,8 @@ OPERATIONS: tuple[Operation, ...] = (
         name="createChatCompletion",
         summary="Answers a conversation.",
         body=ChatRequest,
-        answer=answers.ChatCompletion,
-        events=answers.ChatCompletionChunk,
+        answer=ChatCompletion,
+        events=ChatCompletionChunk,
         errors=GENERATING,
         request_headers=tuple(REQUEST_HEADERS),
         answer_headers=_GENERATED,
@@ -192,8 +193,8 @@ OPERATIONS: tuple[Operation, ...] = (
         name="createCompletion",
         summary="Goes on with a text.",
         body=CompletionRequest,
-        answer=answers.Completion,
-        events=answers.CompletionChunk,
+        answer=Completion,
+        events=CompletionChunk,
         errors=GENERATING,
         request_headers=tuple(REQUEST_HEADERS),
         answer_headers=_GENERATED,

@@ -1,0 +1,214 @@
+"""The answers of the chat and completions APIs as types: what the writers encode, and what the document describes."""
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from gateway.types import FinishReason
+
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+"""Why a chat's answer ended: also for its calls."""
+
+
+class Exact(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Has these members and no other, and so has its schema in the document."""
+
+
+class _Answer(Exact, kw_only=True):
+    """The members that all parts of an answer begin with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    service_tier: Literal["default"] | UnsetType = UNSET
+
+
+class PromptTokensDetails(Exact, kw_only=True):
+    """Where a prompt's pages came from."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Exact, kw_only=True):
+    """Tokens of a chat answer that were thought and not said."""
+
+    reasoning_tokens: int
+
+
+class TokenUsage(Exact, kw_only=True):
+    """Tokens of all answers together; a prompt with several answers counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+class CompletionLogprobs(Exact, kw_only=True):
+    """Log-probabilities of a completion's tokens, one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class Candidate(Exact, kw_only=True):
+    """A token at a place of a prompt."""
+
+    logprob: float
+    decoded_token: str
+
+
+PromptCandidates = list[dict[str, Candidate] | None]
+"""Of each token of a prompt: the likeliest ones and itself, by token id; None for the first."""
+
+
+class CompletionChoice(Exact, kw_only=True):
+    """One answer to one prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    prompt_logprobs: PromptCandidates | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(_Answer, kw_only=True):
+    """A whole answer of POST /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: TokenUsage
+    service_tier: Literal["default"] | UnsetType = UNSET
+
+
+class CompletionChunkChoice(Exact, kw_only=True):
+    """The next part of an answer."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunk(_Answer, kw_only=True):
+    """One event of a streamed completion. The one with `usage` alone, where it was asked for, has no choices."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+    usage: TokenUsage | UnsetType | None = UNSET
+    service_tier: Literal["default"] | UnsetType = UNSET
+
+
+class TopLogprob(Exact, kw_only=True):
+    """A candidate for a token's place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob, kw_only=True):
+    """A token of the answer, and the likeliest at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Exact, kw_only=True):
+    """Log-probabilities of a chat answer's tokens."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class CalledFunction(Exact, kw_only=True):
+    """`arguments` is JSON in a text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Exact, kw_only=True):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Exact, kw_only=True):
+    """What the model says. `content` is null where it only calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Exact, kw_only=True):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(_Answer, kw_only=True):
+    """A whole answer of POST /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: TokenUsage
+    prompt_logprobs: PromptCandidates | UnsetType = UNSET
+
+
+class FunctionDelta(Exact, kw_only=True):
+    """What is new of a called function."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Exact, kw_only=True):
+    """What is new of a call; its first part has id, type and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
+class MessageDelta(Exact, kw_only=True):
+    """What is new of a message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Exact, kw_only=True):
+    """The next part of an answer."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(_Answer, kw_only=True):
+    """One event of a streamed chat answer. The one with `usage` alone, where it was asked for, has no choices."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: TokenUsage | UnsetType | None = UNSET
