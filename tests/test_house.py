@@ -20,7 +20,6 @@ LONG_FILES = {
     "gateway/edge/http_api.py": 803,
     "gateway/models/tokenizer.py": 527,
     "gateway/models/tool_calls.py": 743,
-    "gateway/named/requests.py": 987,
     "gateway/observability/metrics.py": 583,
     "gateway/observability/tracing.py": 539,
     "gateway/openapi/document.py": 592,

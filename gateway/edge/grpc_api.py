@@ -27,8 +27,9 @@ from gateway.limits import (
 )
 from gateway.models.catalog import header_value
 from gateway.models.response_format import json_schema_in
+from gateway.named.ask import Ask, ask_for, ask_to_resume
 from gateway.named.journal import digest_of
-from gateway.named.requests import Ask, Journals, ask_for, ask_to_resume
+from gateway.named.requests import Journals
 from gateway.requests.call import Call, TenantTicket
 from gateway.requests.fallback import begun
 from gateway.requests.lifecycle import Requests

@@ -36,8 +36,10 @@ from gateway.models.answer_text import AnswerText
 from gateway.models.catalog import ServedModel, header_value
 from gateway.models.template_words import unknown_fields
 from gateway.models.tools import encode_conversation, offered_tools
+from gateway.named.ask import Ask, ask_for
 from gateway.named.journal import digest_of, event_id
-from gateway.named.requests import Ask, Journals, Reader, ask_for
+from gateway.named.reader import Reader
+from gateway.named.requests import Journals
 from gateway.observability.metrics import CONTENT_TYPE, Metrics
 from gateway.observability.request_log import code_of
 from gateway.openai.chat import ChatRequest, ChatWriter

@@ -1,0 +1,51 @@
+"""Named calls for tests, and how their answers become text."""
+
+from gateway.models.answer_text import AnswerText
+from gateway.named.ask import ask_for
+from gateway.requests.call import Call
+from gateway.types import AskedSampling, Sampling, Usage
+
+USAGE = Usage(3, 0, 4, 0.0, 0.0, 0.0, 0.0)
+
+
+def sampling(**changes):
+    fields = {
+        "max_tokens": 100,
+        "min_tokens": 0,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": 7,
+        "stop": (),
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": {},
+        "logprobs": None,
+    }
+    return Sampling(**(fields | changes))
+
+
+def text_of(tokenizer, sampling):
+    return AnswerText(
+        tokenizer.detokenizer(),
+        stop_texts=sampling.stop,
+        stop_token_ids=frozenset({1}),
+        min_tokens=sampling.min_tokens,
+    )
+
+
+def call(**changes):
+    fields = {"operation": "text_completion", "prompts": [[5, 6, 7]], "sampling": AskedSampling()}
+    return Call(**(fields | changes))
+
+
+def keyed(key="the key", body="body", last=None, **changes):
+    return ask_for(call(idempotency_key=key, **changes), body, last_event_id=last)
+
+
+def named(request_id="mine", body="body", last=None, **changes):
+    return ask_for(call(request_id=request_id, **changes), body, last_event_id=last)
