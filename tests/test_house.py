@@ -18,8 +18,6 @@ LONG_FILES = {
     "gateway/batches/runner.py": 591,
     "gateway/edge/grpc_api.py": 580,
     "gateway/edge/http_api.py": 803,
-    "gateway/models/tokenizer.py": 527,
-    "gateway/models/tool_calls.py": 743,
     "gateway/observability/metrics.py": 583,
     "gateway/observability/tracing.py": 539,
     "gateway/openapi/document.py": 592,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.models.tokenizer import Detokenizer
+from gateway.models.detokenizers import Detokenizer
 
 
 class Taken(msgspec.Struct, frozen=True):

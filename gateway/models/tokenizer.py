@@ -3,27 +3,25 @@
 Knows nothing of requests or workers; gets the model's files as text and gives back ids and strings.
 """
 
-import codecs
 import contextlib
 import functools
 import json
 import re
 import secrets
 import threading
-from collections.abc import Collection, Mapping, Sequence, Set
-from datetime import datetime
-from typing import Any, Protocol, cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from jinja2 import TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
+from gateway.models.chat_template import compile_template, names_in, reads_tools
+from gateway.models.detokenizers import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
 from gateway.models.model_files import ModelFiles
+from gateway.models.reasoning import has_reasoning
 from gateway.models.template_words import OWN
 from gateway.models.text_pieces import PIECE_CHARS, can_be_cut, pieces
-from gateway.models.tool_calls import MARKERS, has_reasoning, tool_format_of
+from gateway.models.tool_calls import MARKERS, tool_format_of
 from gateway.models.turns import Steps, Turns
 from services.runtime.errors import InvalidRequest, ModelError
 from services.structured.form import ToolFormat
@@ -47,21 +45,6 @@ REASONING_TAIL_TOKENS = 8
 _NOTHING: Mapping[str, Any] = {}
 
 
-class Detokenizer(Protocol):
-    """Turns one answer's token ids into text as they arrive.
-
-    Everything returned, joined, equals the decoding of all ids at once, and no piece ends inside a character.
-    """
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these tokens."""
-        ...
-
-    def finish(self) -> str:
-        """The text that was still held back; bytes that never became a character are U+FFFD."""
-        ...
-
-
 class ModelTokenizer:
     """The tokenizer and chat template of one model. Raises ModelError where they cannot be used.
 
@@ -74,10 +57,10 @@ class ModelTokenizer:
         self._tokenizer = _load(files.tokenizer_json)
         self._decoder_kind = _decoder_kind(files.tokenizer_json)
         source = files.chat_template
-        self._template = None if source is None else _compile_template(source)
-        self.template_names = frozenset() if source is None else _names_in(source) - OWN
+        self._template = None if source is None else compile_template(source)
+        self.template_names = frozenset() if source is None else names_in(source) - OWN
         """What a client may tell the chat template beside messages and tools."""
-        self.tool_format = None if source is None or not _reads_tools(source) else tool_format_of(source)
+        self.tool_format = None if source is None or not reads_tools(source) else tool_format_of(source)
         """How the model writes calls; None: its template has no tools, or teaches a format that is not known here."""
         self.call_token = _call_token(self._tokenizer, self.tool_format)
         """The token that begins calls, and its text; the id is -1 where there is no such token."""
@@ -161,8 +144,8 @@ class ModelTokenizer:
     def detokenizer(self) -> Detokenizer:
         """A new incremental decoder for one answer, special tokens skipped but for those that begin calls."""
         if self._decoder_kind == "ByteLevel":
-            return _ByteLevelDetokenizer(self)
-        return _WindowDetokenizer(self._tokenizer, self._shown, self._special_ids)
+            return ByteLevelDetokenizer(self.token_bytes, self.whole_texts)
+        return WindowDetokenizer(self._tokenizer, self._shown, self._special_ids)
 
     def token_text(self, token_id: int) -> str:
         """One token's text, special tokens shown, as log-probabilities present it."""
@@ -282,87 +265,6 @@ class ModelTokenizer:
             raise InvalidRequest("the model's chat template cannot render these messages", field="messages") from error
 
 
-class _ByteLevelDetokenizer:
-    """For vocabularies whose tokens are bytes (GPT-2, Llama 3, Qwen): a UTF-8 decoder over the bytes."""
-
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
-        self._whole_text = tokenizer.whole_texts.__getitem__
-        self._token_bytes = tokenizer.token_bytes
-        self._decoder = _Utf8Decoder("replace")
-        self._is_in_character = False
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        if self._is_in_character:
-            return self._push_bytes(token_ids)
-        try:
-            return "".join(map(self._whole_text, token_ids))
-        except KeyError:  # a part of a character, or a token that is new here
-            return self._push_bytes(token_ids)
-
-    def finish(self) -> str:
-        self._is_in_character = False
-        return self._decoder.decode(b"", True)
-
-    def _push_bytes(self, token_ids: Sequence[int]) -> str:
-        text = self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
-        self._is_in_character = bool(self._decoder.getstate()[0])
-        return text
-
-
-class _WindowDetokenizer:
-    """For any other decoder (Llama 2's byte fallback among them): the difference of two short decodings.
-
-    Both decodings begin with the tokens of the last piece, so that the decoder treats the new ones as a continuation.
-    Byte tokens wait for the end of their run, because the decoder judges a run as a whole.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, shown: Mapping[int, str], special_ids: Set[int]) -> None:
-        self._tokenizer = tokenizer
-        self._shown = shown
-        self._special_ids = special_ids
-        self._context: list[int] = []
-        self._context_text = ""
-        self._pending: list[int] = []
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        if self._shown.keys().isdisjoint(token_ids):
-            return self._push_text(token_ids)
-        pieces = []
-        for token_id in token_ids:
-            if token_id in self._shown:
-                pieces += [self.finish(), self._shown[token_id]]
-            else:
-                pieces.append(self._push_text((token_id,)))
-        return "".join(pieces)
-
-    def finish(self) -> str:
-        return self._take_pending() if self._pending else ""
-
-    def _push_text(self, token_ids: Sequence[int]) -> str:
-        # Those without text would wait for some that has any, which need not come.
-        self._pending += [token_id for token_id in token_ids if self._has_text(token_id)]
-        if not self._pending or self._is_byte(self._pending[-1]):
-            return ""
-        return self._take_pending()
-
-    def _take_pending(self) -> str:
-        whole = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=True)
-        text = whole[len(self._context_text) :]
-        if text:
-            self._context = self._pending
-            self._context_text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
-        else:
-            self._context, self._context_text = self._context + self._pending, whole
-        self._pending = []
-        return text
-
-    def _has_text(self, token_id: int) -> bool:
-        return token_id not in self._special_ids and self._tokenizer.id_to_token(token_id) is not None
-
-    def _is_byte(self, token_id: int) -> bool:
-        return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
-
-
 def _load(tokenizer_json: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)
@@ -444,44 +346,7 @@ def _bytes_of_characters() -> dict[str, int]:
     return table
 
 
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _BYTE_OF_CHARACTER = _bytes_of_characters()
-_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-
-
-class _Template(Protocol):
-    def render(self, **variables: Any) -> str: ...
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's part for training; here it is only its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - the name and type are jinja2's
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _names_in(source: str) -> frozenset[str]:
-    """The names that a chat template reads and does not set itself."""
-    try:
-        environment = _template_environment()
-        return frozenset(meta.find_undeclared_variables(environment.parse(source))) - environment.globals.keys()
-    except TemplateError:
-        return frozenset()
-
-
-def _compile_template(source: str) -> _Template:
-    try:
-        return cast(_Template, _template_environment().from_string(source))
-    except TemplateError as error:
-        raise ModelError(f"the model's chat template is not valid Jinja: {error.message}") from error
-
-
-def _reads_tools(source: str) -> bool:
-    """Whether a template, which is valid, looks at the tools."""
-    return any(name.name == "tools" for name in _template_environment().parse(source).find_all(nodes.Name))
 
 
 def _shown_markers(tokenizer: Tokenizer, tool_format: ToolFormat | None) -> dict[int, str]:
@@ -502,26 +367,3 @@ def _call_token(tokenizer: Tokenizer, tool_format: ToolFormat | None) -> tuple[i
     added = tokenizer.get_added_tokens_decoder().items()
     specials = {token.content: token_id for token_id, token in added if token.special or token.content.startswith("<")}
     return specials.get(mark, -1), mark
-
-
-def _template_environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag], autoescape=False
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """As templates expect it: unlike jinja2's own filter, without HTML escapes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Never
 
 from gateway.limits import MAX_MESSAGES, MAX_NAME_CHARS, check_messages, check_text
+from gateway.models.json_objects import begins_object
 from gateway.models.tokenizer import ModelTokenizer
-from gateway.models.tool_calls import begins_object
 from services.runtime.errors import InvalidRequest
 from services.structured.form import CalledFunction
 from services.structured.grammar import ANY_OBJECT

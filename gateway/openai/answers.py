@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.types import FinishReason
 
-ChatFinishReason = FinishReason | Literal["tool_calls"]
+ChatFinishReason = Literal[FinishReason, "tool_calls"]
 """Why a chat's answer ended: also for its calls."""
 
 

@@ -8,9 +8,10 @@ from msgspec import UNSET, UnsetType
 
 from gateway.limits import MAX_LOGPROBS, check_integer
 from gateway.models.answer_parts import AnswerParts, ReasoningTokens
+from gateway.models.answer_pieces import CallStart, Content, Piece, Reasoning
 from gateway.models.template_words import template_words_in
 from gateway.models.tokenizer import ModelTokenizer
-from gateway.models.tool_calls import AnswerParser, CallStart, Content, Piece, Reasoning
+from gateway.models.tool_calls import AnswerParser
 from gateway.models.tools import forced_names, is_named, offered_tools, strict_names
 from gateway.openai.answers import (
     AssistantMessage,

@@ -16,9 +16,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from gateway.models.answer_pieces import Arguments, Content, Reasoning
 from gateway.models.model_files import read_model_files
 from gateway.models.tokenizer import ModelTokenizer
-from gateway.models.tool_calls import AnswerParser, Arguments, Content, Reasoning
+from gateway.models.tool_calls import AnswerParser
 from gateway.models.tools import check_conversation, closed_objects, encode_conversation
 from gateway.named.journal import decode_call, encode_call
 from gateway.openai.chat import ChatRequest

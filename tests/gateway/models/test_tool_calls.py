@@ -7,18 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.models.tool_calls import (
-    MAX_DEPTH,
-    AnswerParser,
-    Arguments,
-    CallStart,
-    Content,
-    Reasoning,
-    _ObjectChecker,
-    has_reasoning,
-    joined,
-    tool_format_of,
-)
+from gateway.models.answer_pieces import Arguments, CallStart, Content, Reasoning
+from gateway.models.json_objects import MAX_DEPTH
+from gateway.models.tool_calls import AnswerParser, tool_format_of
 from services.structured.form import ToolFormat
 from tests.stopwatch import Stopwatch
 
@@ -31,6 +22,22 @@ many = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCh
 
 def parser_of(tool_format, **settings_):
     return AnswerParser(tool_format=tool_format, names=NAMES, **settings_)
+
+
+def joined(pieces):
+    """The pieces with neighbours of one kind, and of one call, in one."""
+    result = []
+    for piece in pieces:
+        last = result[-1] if result else None
+        if isinstance(last, Content) and isinstance(piece, Content):
+            result[-1] = Content(last.text + piece.text)
+        elif isinstance(last, Reasoning) and isinstance(piece, Reasoning):
+            result[-1] = Reasoning(last.text + piece.text)
+        elif isinstance(last, Arguments) and isinstance(piece, Arguments) and last.index == piece.index:
+            result[-1] = Arguments(last.index, last.text + piece.text)
+        else:
+            result.append(piece)
+    return result
 
 
 def parse(parser, parts):
@@ -294,53 +301,6 @@ def test_nothing_is_lost(tool_format, text):
     assert 0 < frames <= longest * len(calls_of(pieces))
 
 
-@many
-@given(st.text('{}[]":,.+-eE0123456789 \n\\utrufalsn', max_size=30) | arguments_texts, st.data())
-def test_checker_agrees_with_the_library(text, data):
-    """A whole object is one for `json` too, and what it refuses no text can complete."""
-    if data.draw(st.booleans()) and len(text) > 1:
-        place = data.draw(st.integers(1, len(text) - 1))
-        text = text[:place] + data.draw(st.sampled_from(['"', "}", ",", "0", "\n", "x", "-"])) + text[place + 1 :]
-    text = text if text.startswith("{") else "{" + text
-    checker = _ObjectChecker()
-    for position, char in enumerate(text):
-        if not checker.take(char):
-            with pytest.raises(json.JSONDecodeError):
-                json.loads(text)
-            return
-        if checker.is_complete:
-            value, end = json.JSONDecoder(parse_constant=lambda name: pytest.fail(name)).raw_decode(text)
-            assert isinstance(value, dict)
-            assert end == position + 1
-            return
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(text)
-
-
-# --- reasoning -------------------------------------------------------------------------------------------------------
-
-THOUGHT = {
-    "opened": ("<think>\nHm, 2 < 3.\n</think>\n\nYes.", {}, "Hm, 2 < 3.", "Yes."),
-    "opened-by-the-prompt": ("Hm.\n</think>\n\nYes.\n", {"is_reasoning": True}, "Hm.", "Yes.\n"),
-    "opened-twice": ("<think>Hm.</think>Yes.", {"is_reasoning": True}, "Hm.", "Yes."),
-    "empty": ("<think>\n\n</think>\n\nYes.", {}, "", "Yes."),
-    "none": ("\nYes.", {}, "", "\nYes."),
-    "later": ("Yes. <think>no</think>", {}, "", "Yes. <think>no</think>"),
-    "unfinished": ("<think>\nHm. </thi", {}, "Hm. </thi", ""),
-    "unfinished-opening": ("<thi", {}, "", "<thi"),
-    "thought-only": ("<think>Hm.</think>\n", {}, "Hm.", ""),
-}
-
-
-@pytest.mark.parametrize("row", THOUGHT, ids=THOUGHT)
-@pytest.mark.parametrize("tool_format", [None, HERMES])
-def test_reasoning(row, tool_format):
-    text, flags, thought, said = THOUGHT[row]
-    pieces = whole(tool_format, text, has_reasoning=True, **flags)
-    assert "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) == thought
-    assert content_of(pieces) == said
-
-
 def test_calls_are_looked_for_only_in_what_is_said():
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     pieces = whole(HERMES, f"<think>{call}</think>{call}", has_reasoning=True)
@@ -364,8 +324,6 @@ def test_calls_are_looked_for_only_in_what_is_said():
 )
 def test_format_is_what_the_template_teaches(template, expected):
     assert tool_format_of(template) is expected
-    assert not has_reasoning(template)
-    assert has_reasoning(template + "{{ content.split('</think>') }}")
 
 
 # --- hostile text ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from demo import DEMO_MODEL
-from gateway.models.tool_calls import AnswerParser, Arguments, CallStart
+from gateway.models.answer_pieces import Arguments, CallStart
+from gateway.models.tool_calls import AnswerParser
 from services.engine.engine import Engine, EngineParts, load_engine
 from services.engine.steps.sequence import FinishReason, Sampling, Sequence
 from services.engine.steps.step import NonFiniteLogits

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from demo import DEMO_MODEL
-from gateway.models.tool_calls import AnswerParser, Arguments, CallStart, Content
-from gateway.models.tool_calls import Reasoning as Thoughts
+from gateway.models.answer_pieces import Arguments, CallStart, Content
+from gateway.models.answer_pieces import Reasoning as Thoughts
+from gateway.models.tool_calls import AnswerParser
 from services.structured.form import AnswerForm, CalledFunction, Reasoning, ToolCalls, ToolFormat
 from services.structured.grammar import Grammars, UnusableSchema, check_form
 from services.structured.lark import MAX_CALLS
