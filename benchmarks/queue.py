@@ -27,9 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.report import Ratio, add_arguments, leave
-from gateway.requests.admission import GATHER_S, AdmissionQueue, Lane, WaitingPlace
-from gateway.requests.overload import OverloadGuard
-from services.runtime.clock import SYSTEM_CLOCK
+from gateway.requests.queue import GATHER_S, AdmissionQueue, Lane, WaitingPlace
 from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Targets
 from services.scheduling.queue import STRATEGIES, QueueEntry, RequestQueue, ServiceClass
 
@@ -209,8 +207,7 @@ def gateway_second(num_waiting: int) -> tuple[float, dict[str, float]]:
 
     async def run() -> float:
         queue = RequestQueue(max_waiting=2 * num_waiting + NUM_PAIRS)
-        guard = OverloadGuard(policy, queue, targets=TARGETS, free_share=lambda: 1.0, clock=SYSTEM_CLOCK)
-        admission = AdmissionQueue(lambda name: Lane(name, queue, guard))
+        admission = AdmissionQueue(lambda name: Lane(name, queue, policy=policy, targets=TARGETS))
         # Nobody has a deadline: these times are those of the stream, and the queue's clock is the machine's.
         timeless = (replace(entry, deadline_s=math.inf) for entry in stream)
         for _ in range(num_waiting):
@@ -266,7 +263,7 @@ def main() -> None:
     )
     share, shares = gateway_second(waiting)
     print(f"with admission and its event loop: {share:.2%} of a core, of which")
-    for file in ("scheduling/queue.py", "scheduling/overload.py", "gateway/requests/admission.py", "asyncio/"):
+    for file in ("scheduling/queue.py", "scheduling/overload.py", "gateway/requests/queue.py", "asyncio/"):
         print(f"{sum(one for name, one in shares.items() if name.startswith(file)):8.3%}  {file}, without what is in C")
     for name, own_share in list(shares.items())[:NUM_PROFILED]:
         print(f"{own_share:8.3%}  {name}")

@@ -40,11 +40,10 @@ from gateway.named.requests import Journals
 from gateway.observability.history import History
 from gateway.observability.metrics import Metrics
 from gateway.observability.storage_watch import StorageWatch
-from gateway.requests.admission import AdmissionQueue, Lane
 from gateway.requests.cache_hints import CacheHints
 from gateway.requests.dispatch import RoomLimits
 from gateway.requests.lifecycle import Policies, Requests
-from gateway.requests.overload import OverloadGuard
+from gateway.requests.queue import AdmissionQueue, Lane
 from gateway.topology.members import Topology
 from gateway.topology.model_match import difference
 from gateway.topology.prefix_view import PrefixView
@@ -70,7 +69,7 @@ from services.runtime.intake import Intake
 from services.runtime.places import Places
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.lanes import LaneOrder
-from services.scheduling.overload import OverloadPolicy, Targets
+from services.scheduling.overload import Targets
 from services.scheduling.queue import RequestQueue
 from services.scheduling.routing import Router, RoutingSettings
 
@@ -305,16 +304,13 @@ class Gateway:
             max_waiting=config.max_queued_requests,
             tenant_weights=self.door.tenant_weights,
         )
-
-        guard = OverloadGuard(
-            OverloadPolicy(),
+        return Lane(
+            name,
             waiting,
             targets=_targets(config),
             free_share=lambda: self.topology.free_share(model, name),
             num_computing=lambda: self.topology.num_ready("prefill", model) or self.topology.num_ready("decode", model),
-            clock=SYSTEM_CLOCK,
         )
-        return Lane(name, waiting, guard)
 
     async def start(self) -> None:
         """Listens and begins to look for workers. Raises ConfigError where an address cannot be had."""

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gateway.models.answer_text import AnswerText, Taken
-from gateway.requests.admission import Lane
-from gateway.requests.attempt import Arrived, Attempt, Fault, Giver, Mailbox, TokenLog
+from gateway.requests.attempt import Attempt, Fault, Giver
 from gateway.requests.call import AnswerSpec
+from gateway.requests.mailbox import Mailbox
+from gateway.requests.queue import Lane
+from gateway.requests.tokens import Arrived, TokenLog
 from gateway.topology.books import Bookings
 from gateway.topology.session import AttemptKey, DecodeSession, Peer, SequenceOrder
 from gateway.topology.watch import AttemptWatch

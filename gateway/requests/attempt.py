@@ -8,12 +8,12 @@ workers are chosen nor what happens after a failure; says only whose failure it 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from gateway.observability.tracing import AttemptFacts
+from gateway.requests.mailbox import Mailbox
+from gateway.requests.tokens import Arrived, TokenLog
 from gateway.topology.session import (
     Admitted,
     AttemptKey,
@@ -34,7 +34,6 @@ from gateway.topology.session import (
     WorkerSession,
 )
 from gateway.topology.watch import AttemptWatch
-from gateway.types import FinishReason, PromptLogprobs, TokenLogprobs
 from services.runtime.errors import (
     InternalError,
     LayoutMismatch,
@@ -76,135 +75,6 @@ class Giver:
 
     session: DecodeSession
     key: AttemptKey
-
-
-class TokenLog:
-    """The tokens of one answer, over all attempts. Index n is taken only after n-1; repeats are dropped."""
-
-    def __init__(self, max_tokens: int, token_ids: Sequence[int] = (), *, num_prompt_logprobs: int = 0) -> None:
-        self.token_ids: list[int] = list(token_ids)
-        self._max_tokens = max_tokens
-        self._num_prompt_logprobs = num_prompt_logprobs
-        # Who began the answer elsewhere has computed the prompt, and how much of it is not known here.
-        self._num_cached_tokens: int | None = 0 if token_ids else None
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens of the prompt, from its beginning, that no attempt computed: pages of other requests were there."""
-        return self._num_cached_tokens or 0
-
-    @property
-    def next_index(self) -> int:
-        """The index that must come next."""
-        return len(self.token_ids)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there are max_tokens tokens."""
-        return len(self.token_ids) >= self._max_tokens
-
-    def num_left(self) -> int:
-        """Tokens that may come at most."""
-        return self._max_tokens - len(self.token_ids)
-
-    def note_prefill(self, num_cached_tokens: int) -> None:
-        """An attempt computes the prompt but for its first tokens."""
-        # What one attempt computed, the next may find as pages: the request has computed it all the same.
-        known = self._num_cached_tokens
-        self._num_cached_tokens = num_cached_tokens if known is None else min(known, num_cached_tokens)
-
-    def accept(self, tokens: Emitted) -> Emitted:
-        """Appends what is new and returns it. Raises TransferFailed at a gap, InternalError beyond max_tokens."""
-        next_index = len(self.token_ids)
-        num_known = next_index - tokens.first_index
-        if num_known < 0:
-            raise TransferFailed(f"token {next_index} is missing; the worker sent {tokens.first_index} next")
-        if tokens.logprobs is not None and len(tokens.logprobs) != len(tokens.token_ids):
-            raise InternalError("a worker sent tokens without their log-probabilities")
-        if num_known > 0:
-            logprobs = None if tokens.logprobs is None else tokens.logprobs[num_known:]
-            tokens = Emitted(next_index, tokens.token_ids[num_known:], logprobs)
-        elif next_index == 0 and len(tokens.prompt_logprobs or ()) != self._num_prompt_logprobs:
-            raise InternalError("a worker sent the first token without the prompt's log-probabilities")
-        if next_index + len(tokens.token_ids) > self._max_tokens:
-            raise InternalError("a worker sent more tokens than it was asked for")
-        self.token_ids += tokens.token_ids
-        return tokens
-
-
-class Mailbox:
-    """Events of one answer on their way from the sessions to whoever runs it."""
-
-    def __init__(self) -> None:
-        self.events: deque[tuple[WorkerSession, Event]] = deque()
-        """To be taken from the left."""
-        self._error: TandemError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._take_now: Callable[[], bool] | None = None
-
-    def deliver(self, session: WorkerSession, event: Event) -> None:
-        """Takes an event; a session's routes call this."""
-        self.events.append((session, event))
-        # A waiter that was cancelled is done.
-        take_now = None if self._waiter is None or self._waiter.done() else self._take_now
-        if take_now is None or not take_now():
-            self._wake()
-
-    def fail(self, error: TandemError) -> None:
-        """Makes every wait from now on raise `error`, such as when the deadline has passed."""
-        self._error = error
-        self._wake()
-
-    def clear(self) -> None:
-        """Forgets events of an attempt that is over."""
-        self.events.clear()
-
-    async def wait(self, take_now: Callable[[], bool] | None = None) -> None:
-        """Waits for at least one event. Raises the failure.
-
-        `take_now` is called for each event that comes meanwhile, where it comes: no task has to be woken for it. True:
-        the wait goes on, and it has taken the events. False: the wait is over. It must not raise.
-        """
-        while not self.events and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            self._take_now = take_now
-            try:
-                await self._waiter
-            finally:
-                self._take_now = None
-            if take_now is not None:
-                break
-        if self._error is not None:
-            raise self._error
-
-    async def rest(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> None:
-        """Waits without looking at events, less long if `until` holds at a `nudge`. Raises the failure at once."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self._error is None and not until():
-                    self._waiter = asyncio.get_running_loop().create_future()
-                    await self._waiter
-        if self._error is not None:
-            raise self._error
-
-    def nudge(self) -> None:
-        """Has a `rest` look again whether it may end."""
-        self._wake()
-
-    def _wake(self) -> None:
-        self._take_now = None
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-class Arrived(msgspec.Struct):
-    """New tokens in order, and whether the worker ended the answer with them."""
-
-    first_index: int
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    finish_reason: FinishReason | None = None
 
 
 class Attempt:

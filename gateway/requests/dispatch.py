@@ -84,7 +84,7 @@ class Dispatcher:
         self._region = region
         self._prefill_choice = prefill_choice
         self.on_trial: set[RunningAnswer] = set()
-        """Those that are tried alone after a death (`gateway.requests.recovery`): each goes where no other one is, if
+        """Those that are tried alone after a death (`gateway.requests.quarantine`): each goes where no other one is, if
         it can.
         """
         self.watch = WorkerWatch(clock, topology.pace)

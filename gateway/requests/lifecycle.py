@@ -5,7 +5,8 @@ and get `Delta`s. Whatever happens (refusal, death of a worker, deadline, a clie
 back what the workers hold.
 
 What it leaves to others: `acceptance` turns a call into answers to generate, `dispatch` says which workers to ask,
-`attempt` orders the events of one try, `recovery` decides what follows a failure, `migration` empties a leaving worker.
+`attempt` orders the events of one try, `failover` and `quarantine` decide what follows a failure, and `migration`
+empties a worker that is leaving.
 """
 
 import asyncio
@@ -24,16 +25,17 @@ from gateway.observability.metrics import STATES, Metrics, RequestFigures
 from gateway.observability.request_log import AnswerTrace, CallFacts, Phase, RequestLog, code_of, outcome_of
 from gateway.observability.tracing import AnswerSpans, Tracing
 from gateway.requests.acceptance import Acceptance
-from gateway.requests.admission import AdmissionQueue, Lane
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt, CrowdedOut
 from gateway.requests.call import AcceptedCall, AnswerSpec, Call, StoredCall
 from gateway.requests.delivery import Delivery, FastPath
 from gateway.requests.dispatch import Dispatcher, PrefixHints, RoomLimits
+from gateway.requests.failover import TRY_AGAIN, Failover, reason_of
 from gateway.requests.migration import Moves
 from gateway.requests.monitor import Monitor
 from gateway.requests.promises import Promises
-from gateway.requests.recovery import QuarantineList, Recovery
+from gateway.requests.quarantine import Quarantine, QuarantineList
+from gateway.requests.queue import AdmissionQueue, Lane
 from gateway.topology.members import Topology
 from gateway.topology.session import HandedOff, PrefillSession
 from gateway.topology.watch import CircuitReport, CutPairReport
@@ -43,22 +45,15 @@ from services.cluster.registry import LEASE_TTL_S
 from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import (
-    InternalError,
     InvalidRequest,
-    LayoutMismatch,
     Overloaded,
     RequestCancelled,
     TandemError,
-    TransferFailed,
-    WorkerLost,
     WorkerUnavailable,
 )
 from services.scheduling.disaggregation import PrefillChoice
 from services.scheduling.queue import UNSAID_S, QueueEntry, ServiceClass
 from services.scheduling.routing import Route, Router, rival_of
-
-TRY_AGAIN = (WorkerUnavailable, TransferFailed, LayoutMismatch, InternalError)
-"""The failures of an attempt after which another pair of workers goes on from the last token."""
 
 NO_WORKER_RETRY_S = 2.0
 """What a client is told when there is no decode worker."""
@@ -66,13 +61,6 @@ NO_WORKER_RETRY_S = 2.0
 CHARS_PER_TOKEN = 4
 """About, to guess a prompt's length."""
 
-_RETRY_REASONS: dict[type[TandemError], str] = {
-    WorkerLost: "worker_lost",
-    WorkerUnavailable: "worker_unavailable",
-    TransferFailed: "transfer_failed",
-    LayoutMismatch: "layout_mismatch",
-    InternalError: "internal_error",
-}
 _SPANS: dict[Phase, str] = {"queue": "queue", "prefill": "prefill", "transfer": "kv_transfer", "decode": "decode"}
 _BEFORE_TOKENS = (State.ADMITTED, State.PREFILLING)
 _PHASES: dict[State, Phase] = {
@@ -130,7 +118,10 @@ class _Observed:
 
 
 class Requests:
-    """All requests of this gateway. `slow_request_s`: from when on the log has words about one; 0: never."""
+    """All requests of this gateway. `slow_request_s`: from when on the log has words about one; 0: never.
+
+    `prefill_choice` says where the prompts of requests are computed that do not say so themselves.
+    """
 
     def __init__(
         self,
@@ -152,9 +143,7 @@ class Requests:
         self.catalog = catalog
         self.num_running = 0
         self.prefill_choice: PrefillChoice = "auto"
-        """Who computes the prompts of requests that do not say so themselves."""
         self._before_queue: Counter[Lane] = Counter()
-        """Requests that wait until there is a worker at all."""
         self.log = RequestLog(metrics, clock=clock, slow_s=slow_request_s, history=history)
         self._topology = topology
         self._queues = queues
@@ -187,12 +176,14 @@ class Requests:
             prefill_choice=lambda: self.prefill_choice,
         )
         self.monitor = Monitor(dispatcher, topology, models=[model.name for model in catalog], clock=clock)
-        self._recovery = Recovery(
+        self._quarantine = Quarantine(
+            topology, dispatcher, known=quarantine, metrics=metrics, patience_s=policies.failover_wait_s, clock=clock
+        )
+        self._failover = Failover(
             max_attempts=policies.max_attempts,
-            failover_wait_s=policies.failover_wait_s,
-            topology=topology,
+            wait_s=policies.failover_wait_s,
             dispatcher=dispatcher,
-            quarantine=quarantine,
+            quarantine=self._quarantine,
             metrics=metrics,
             clock=clock,
         )
@@ -229,7 +220,7 @@ class Requests:
         except BaseException as error:
             self._note_refusal(call, error, arrived_s)
             raise
-        self._recovery.note_accepted()
+        self._failover.note_accepted()
         return self._follow(accepted)
 
     def adopt(self, stored: StoredCall, call: Call | None = None) -> AcceptedCall:
@@ -329,9 +320,9 @@ class Requests:
                     observed.must_wait(crowded_out, "crowded_out", num_tokens=request.num_tokens)
                     request.must_queue = True
                 except TRY_AGAIN as failure:
-                    reason = _reason_of(failure)
+                    reason = reason_of(failure)
                     observed.must_wait(failure, reason, num_tokens=request.num_tokens)
-                    await self._recovery.after(request, request.attempt, failure)
+                    await self._failover.after(request, failure)
                     self._metrics.note_retry(reason)
                     if observed.spans is not None:
                         observed.spans.tried_again()
@@ -343,7 +334,7 @@ class Requests:
         finally:
             timer.cancel()
             del self._open[request]
-            self._recovery.end_trial(request)
+            self._quarantine.end_trial(request)
             self._note_end(request, error, observed)
 
     def new_text(self, generation: AnswerSpec) -> AnswerText:
@@ -360,13 +351,13 @@ class Requests:
     async def _place(self, request: RunningAnswer) -> Attempt:
         """Finds workers, at once or after waiting in the queue. Raises Quarantined."""
         request.attempt = None
-        self._recovery.check(request)
-        queue, guard = self._queues[request.generation.model], request.lane.guard
+        self._quarantine.check(request)
+        queue, lane = self._queues[request.generation.model], request.lane
         entry = request.queue_entry
         route = self._dispatcher.plan(request)
         if not request.is_resumed and not request.is_judged:
             request.is_judged = True
-            request.admitted = guard.check(entry, route, own=request.generation.wishes.targets)
+            request.admitted = lane.check(entry, route, own=request.generation.wishes.targets)
         was_refused = request.must_queue
         may_go = request.is_resumed or not queue.is_behind_others(entry)
         if not was_refused and may_go and self._take_room(request, route):
@@ -439,13 +430,13 @@ class Requests:
 
     def _take_room(self, request: RunningAnswer, route: Route | None) -> bool:
         """Keeps a place for the request where it would go now. False: there is none, or it is kept for others."""
-        guard = request.lane.guard
+        lane = request.lane
         has_room = route is not None and self._dispatcher.has_room(request, route)
         if route is None or not has_room:
-            guard.note_waiting(is_for_room=True)
+            lane.note_waiting(is_for_room=True)
             return False
-        if not request.is_resumed and not guard.may_start(request.queue_entry, route):
-            guard.note_waiting(is_for_room=False)
+        if not request.is_resumed and not lane.may_start(request.queue_entry, route):
+            lane.note_waiting(is_for_room=False)
             return False
         try:
             self._dispatcher.book(request, route)
@@ -510,7 +501,7 @@ class Requests:
             deadline_s=deadline.at_s,
             level=call.priority,
         )
-        lane.guard.check(entry)
+        lane.check(entry)
 
     @contextlib.contextmanager
     def refusals_noted(self) -> Iterator[None]:
@@ -584,7 +575,7 @@ class Requests:
             level=generation.priority,
             prompt_s=prompt_s,
             due_s=due_s(generation, service_s=service_s, prompt_s=prompt_s),
-            promised_s=lane.guard.promised_s(
+            promised_s=lane.promised_s(
                 service_class, generation.wishes.targets, arrived_s=arrived_s, prompt_s=prompt_s
             ),
         )
@@ -618,7 +609,7 @@ class Requests:
 
         if not is_decided():
             if len(lane.queue) + self._before_queue[lane] >= lane.queue.max_waiting:
-                raise lane.guard.when_full(queue_entry)
+                raise lane.when_full(queue_entry)
             patience = Deadline(queue_entry.arrived_s + LEASE_TTL_S, self._clock)
             self._before_queue[lane] += 1
             try:
@@ -632,7 +623,7 @@ class Requests:
     def _note_placed(self, request: RunningAnswer, attempt: Attempt, route: Route, asked_s: float) -> None:
         """Books that workers took the request, after they were asked at `asked_s`."""
         observed, admitted = self._open[request], request.admitted
-        request.lane.guard.note_started(request.queue_entry, admitted)
+        request.lane.note_started(request.queue_entry, admitted)
         request.admitted = None
         if not request.bound_to:
             request.identity = self._topology.decode_identity(attempt.decode.peer.worker_id)
@@ -685,7 +676,7 @@ class Requests:
             return
         if num_tokens:
             request.bookings.note_prompt_done()
-            self._recovery.end_trial(request)
+            self._quarantine.end_trial(request)
             figures = observed.figures
             figures.generated_tokens.value += num_tokens
             if delta.first_index == 0:
@@ -811,7 +802,7 @@ class Requests:
 
     def _note_end(self, request: RunningAnswer, error: BaseException | None, observed: _Observed) -> None:
         generation = request.generation
-        request.lane.guard.note_ended(request.queue_entry)
+        request.lane.note_ended(request.queue_entry)
         self.num_running -= request.is_running
         outcome = _outcome(error)
         self._note(request, outcome)
@@ -858,11 +849,6 @@ def _note_workers(trace: AnswerTrace, attempt: Attempt) -> None:
     if attempt.prefill is not None:
         trace.note_workers(attempt.prefill.peer.worker_id)
     trace.note_workers(attempt.decode.peer.worker_id)
-
-
-def _reason_of(failure: TandemError) -> str:
-    """The failure's class, or the nearest one above it, in one of a few words."""
-    return next(reason for kind, reason in _RETRY_REASONS.items() if isinstance(failure, kind))
 
 
 def _state_of(attempt: Attempt) -> State:

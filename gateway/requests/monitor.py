@@ -12,8 +12,10 @@ import secrets
 from collections.abc import Iterable
 from functools import partial
 
-from gateway.requests.attempt import Attempt, Mailbox, TokenLog
+from gateway.requests.attempt import Attempt
 from gateway.requests.dispatch import Dispatcher
+from gateway.requests.mailbox import Mailbox
+from gateway.requests.tokens import TokenLog
 from gateway.topology.members import ROLES, Role, Topology
 from gateway.topology.session import AttemptKey, DecodeSession, PrefillSession, SequenceOrder
 from gateway.topology.watch import AttemptWatch

@@ -25,8 +25,8 @@ from gateway.openai import requests as openai_requests
 from gateway.openai.chat import ChatRequest
 from gateway.openai.completions import CompletionRequest
 from gateway.openai.requests import parse
-from gateway.requests.admission import AdmissionQueue, Lane
 from gateway.requests.lifecycle import Policies, Requests
+from gateway.requests.queue import AdmissionQueue, Lane
 from gateway.topology.members import Topology
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc, status
@@ -279,7 +279,7 @@ def check_request(catalog):
     requests = Requests(
         catalog=catalog,
         topology=Topology(gateway_incarnation="0" * 32, on_change=lambda: None),
-        queues={"tiny": AdmissionQueue(lambda name: Lane(name, RequestQueue(max_waiting=1), guard=None))},
+        queues={"tiny": AdmissionQueue(lambda name: Lane(name, RequestQueue(max_waiting=1)))},
         policies=Policies(router=Router("least_loaded")),
         placements=None,
         metrics=Metrics(),

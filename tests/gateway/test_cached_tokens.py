@@ -8,8 +8,8 @@ import pytest
 
 from gateway.access.keys import ApiKey, Tenant, digest_of_key, toml_entry, toml_tenant
 from gateway.named.journal import decode_call, encode_call
-from gateway.requests.attempt import TokenLog
 from gateway.requests.call import Call
+from gateway.requests.tokens import TokenLog
 from gateway.types import AskedSampling
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.errors import TransferFailed

@@ -967,7 +967,7 @@ def total(system, name):
 
 async def test_retries_wait_for_their_turn_and_none_is_lost(make_system, worker_type, pair, monkeypatch):
     monkeypatch.setattr(
-        "gateway.requests.recovery.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 20.0, 2.0), now_s=now_s)
+        "gateway.requests.failover.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 20.0, 2.0), now_s=now_s)
     )
     system = await make_system()
 
@@ -988,7 +988,7 @@ async def test_retries_wait_for_their_turn_and_none_is_lost(make_system, worker_
 
 async def test_a_deadline_ends_the_wait_for_a_turn(make_system, worker_type, pair, monkeypatch):
     monkeypatch.setattr(
-        "gateway.requests.recovery.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 0.05, 1.0), now_s=now_s)
+        "gateway.requests.failover.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 0.05, 1.0), now_s=now_s)
     )
     system = await make_system(max_request_s=0.5, failover_wait_s=60.0)
 
@@ -1002,7 +1002,7 @@ async def test_a_deadline_ends_the_wait_for_a_turn(make_system, worker_type, pai
 
 async def test_deaths_do_not_draw_on_the_budget(make_system, worker_type, pair, monkeypatch):
     monkeypatch.setattr(
-        "gateway.requests.recovery.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 0.001, 0.0), now_s=now_s)
+        "gateway.requests.failover.RetryBudget", lambda now_s: RetryBudget(RetryLimits(0.0, 0.001, 0.0), now_s=now_s)
     )
     system = await make_system(failover_wait_s=60.0)
 

@@ -7,7 +7,7 @@ import types
 import msgspec
 import pytest
 
-from gateway.requests.recovery import fingerprint_of
+from gateway.requests.quarantine import fingerprint_of
 from gateway.types import Sampling
 from protos import worker_pb2
 from services.runtime.errors import InternalError, TransferFailed, WorkerUnavailable
@@ -108,7 +108,7 @@ async def test_a_death_that_the_other_worker_reports_first_counts(
     make_system, worker_type, pair, monkeypatch, says_that_it_begins
 ):
     """The decode worker's word of the broken transfer may be here before the prefill worker's session breaks."""
-    monkeypatch.setattr("gateway.requests.recovery.LAST_WORDS_S", 0.01)
+    monkeypatch.setattr("gateway.requests.quarantine.LAST_WORDS_S", 0.01)
     system, dead = await make_system(), []
 
     async def dies(attempt):
@@ -436,7 +436,7 @@ async def test_neighbours_are_served_though_nobody_knew_of_the_death_in_time(
     make_system, worker_type, pair, answer, monkeypatch
 ):
     """All of them are tried again at once, and lose a second worker; the poison takes two more, alone."""
-    monkeypatch.setattr("gateway.requests.recovery.WORD_WAIT_S", 0.001)
+    monkeypatch.setattr("gateway.requests.quarantine.WORD_WAIT_S", 0.001)
     system, seen = await make_system(), {}
     next_is_there = {"prefill-0": asyncio.Event(), "prefill-1": asyncio.Event()}
 
@@ -544,7 +544,7 @@ async def test_two_deaths_that_are_nobodys_fault_blame_nobody(make_system, worke
 
 async def test_a_client_that_leaves_on_trial_holds_up_nobody(make_system, worker_type, pair, answer, monkeypatch):
     """Of four that shared a death each is tried alone: one leaves while it is tried, one while it waits for that."""
-    monkeypatch.setattr("gateway.requests.recovery.TRIAL_WAIT_S", 3600.0)
+    monkeypatch.setattr("gateway.requests.quarantine.TRIAL_WAIT_S", 3600.0)
     system, tried = await make_system(), []
 
     async def never_done(attempt):
@@ -622,7 +622,7 @@ async def test_where_others_die_too_it_takes_one_death_more(make_system, worker_
 
 async def test_suspects_are_tried_on_several_workers_at_the_same_time(make_system, worker_type, pair, monkeypatch):
     """Half of the workers have a trial each; no worker has two."""
-    monkeypatch.setattr("gateway.requests.recovery.TRIAL_WAIT_S", 3600.0)
+    monkeypatch.setattr("gateway.requests.quarantine.TRIAL_WAIT_S", 3600.0)
     system, tried, may_answer = await make_system(), {}, asyncio.Semaphore(0)
 
     async def never_done(attempt):
@@ -767,6 +767,6 @@ async def test_a_request_without_a_fingerprint_is_served_and_said_in_the_log(
     system = await make_system()
     await system.add(worker_type("decode", "decode-0", pair.decode))
     system.gateway._quarantine.add("0" * 64)
-    monkeypatch.setattr("gateway.requests.recovery.msgspec.to_builtins", fails)
+    monkeypatch.setattr("gateway.requests.quarantine.msgspec.to_builtins", fails)
     assert (await ask(system)).json()["choices"][0]["token_ids"] == answer
     assert [line.levelname for line in caplog.records if "fingerprint" in line.message] == ["ERROR"]

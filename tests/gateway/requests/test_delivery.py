@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.requests.attempt import Mailbox
 from gateway.requests.delivery import Delivery, FastPath
+from gateway.requests.mailbox import Mailbox
 from gateway.types import Delta
 from services.runtime.errors import DeadlineExceeded, WorkerUnavailable
 

@@ -1,25 +1,23 @@
-"""What a failed attempt means for its request: whether it is tried again, when, and when never again.
+"""Requests that their workers die of: none takes more than a few workers with it, and none is guilty by chance.
 
-Three limits, for three dangers. `max_attempts` failures that no death explains, without a new token in between: the
-cluster cannot do it. The retry budget: such failures are tried again at a bounded rate, so that a fault which fails
-everything does not multiply the load. Quarantine: a request that its workers die of would take them all down.
+A request that kills whatever computes it would take a whole cluster down, one retry after another. A strike is an
+attempt during which a worker process died that was computing the request. One strike proves nothing: the request was
+beside a death, and nearly every death is nobody's fault. So it is tried alone: no other suspect is sent to the same
+workers, which says of whom they die. Any new token clears it, because a long answer may well lose two workers, or ten,
+to causes that are not its own, while a request that kills whatever computes it never gets one. It is guilty when
+MAX_STRIKES workers have died of it without a new token in between, ALONE_STRIKES of them in trials that it shared with
+nobody; one trial more where workers have died lately that it had nothing to do with, since then its own deaths may have
+been chance too. So two deaths by chance never make a request guilty, and a request that kills takes three workers; four
+where others die meanwhile, or where it cannot be kept apart from another suspect.
 
-A strike is an attempt during which a worker process died that was computing the request. One strike proves nothing:
-the request was beside a death, and nearly every death is nobody's fault. So it is tried alone: no other suspect is sent
-to the same workers, which says of whom they die. Any new token clears it, because a long answer may well lose two
-workers, or ten, to causes that are not its own, while a request that kills whatever computes it never gets one. It is
-guilty when MAX_STRIKES workers have died of it without a new token in between, ALONE_STRIKES of them in trials that it
-shared with nobody; one trial more where workers have died lately that it had nothing to do with, since then its own
-deaths may have been chance too. So two deaths by chance never make a request guilty, and a request that kills takes
-three workers; four where others die meanwhile, or where it cannot be kept apart from another suspect.
+Requests that a dead worker had only just begun wait for their trial, TRIAL_WAIT_S at most. Half of a model's workers
+may have a trial at the same time, so that a hundred suspects do not wait for each other one by one. Requests that the
+worker had been computing for a while without harm do not wait: they continue at once, as a trial where a place for one
+is free.
 
-Those that a dead worker had only just begun wait for their trial, TRIAL_WAIT_S at most. Half of a model's workers may
-have a trial at the same time, so that a hundred suspects do not wait for each other one by one. Those that the worker
-had been computing for a while without harm do not wait: they go on at once, as a trial where there is a place for one.
-
-A process that turns out to be alive, because only the connection broke, takes its strike back. What a process was
-computing when it died it can tell nobody, so its partner is asked (`Attempt.hear_out`), and nobody is judged before all
-that lost the same one know whether they were computed there.
+A process that turns out to be alive, because only the connection broke, takes its strike back. A process that died can
+tell nobody what it was computing, so its partner is asked (`hear_out`), and nobody is judged before all requests that
+lost the same process know whether they were computed there.
 """
 
 import asyncio
@@ -41,25 +39,22 @@ from gateway.requests.call import AnswerSpec
 from gateway.requests.dispatch import Dispatcher
 from gateway.topology.members import ROLES, Topology
 from services.runtime.clock import Clock, Deadline
-from services.runtime.errors import Quarantined, TandemError, WorkerLost
-from services.scheduling.retry_budget import RetryBudget
+from services.runtime.errors import Quarantined, TandemError
 
 QUARANTINED = "workers have died of this request; it is not computed for a while"
 MAX_STRIKES = 3
 """Deaths of workers that computed a request, without a new token in between, that make it guilty."""
 ALONE_STRIKES = 2
-"""Of these, while it was tried alone."""
+"""How many of them must have come while it was tried alone."""
 DEATHS_S = 60.0
 """Deaths that a request had nothing to do with speak for it for this long."""
-MAX_FAILURES = 16
-"""Of one answer, however far it comes between them."""
 LAST_WORDS_S = 0.1
-"""What a dead process had sent is read within this time; who speaks later is alive."""
+"""What a dead process had sent is read within this time; a process that speaks later is alive."""
 WORD_WAIT_S = 1.0
 """A worker that lives has told by then what it knows of an attempt, usually within a round trip. One that hangs costs
 this time; its silence would cost more."""
 TRIAL_WAIT_S = 5.0
-"""Longest wait for those that are tried alone before; a trial takes until the first token."""
+"""Longest wait for a trial's turn; a trial takes until the first token."""
 
 logger = logging.getLogger(__name__)
 
@@ -84,28 +79,28 @@ class _Death:
     tried: set[str] = field(default_factory=set)
 
 
-class Recovery:
-    """Decides about every failed attempt of this gateway."""
+class Quarantine:
+    """Judges every request of this gateway whose attempt failed so that a worker may have died of it.
+
+    `patience_s`: the longest wait for the news that a suspect is dead or alive, which silence tells long before.
+    """
 
     def __init__(
         self,
-        *,
-        max_attempts: int,
-        failover_wait_s: float,
         topology: Topology,
         dispatcher: Dispatcher,
-        quarantine: QuarantineList,
+        *,
+        known: QuarantineList,
         metrics: Metrics,
+        patience_s: float,
         clock: Clock,
     ) -> None:
-        self._max_attempts = max_attempts
-        self._failover_wait_s = failover_wait_s
         self._topology = topology
         self._dispatcher = dispatcher
-        self._quarantine = quarantine
+        self._known = known
         self._metrics = metrics
+        self._patience_s = patience_s
         self._clock = clock
-        self._budget = RetryBudget(now_s=clock.monotonic())
         self._struck: WeakSet[RunningAnswer] = WeakSet()
         self._heard = asyncio.Event()
         """Set when it is known what an attempt has failed of; then there is another one for the next."""
@@ -113,28 +108,21 @@ class Recovery:
         self._deaths: dict[str, _Death] = {}
         """By process, of those that may have died of a request; not those that a guilty one has killed."""
 
-    def note_accepted(self) -> None:
-        """A call was accepted: retries of others may be a little more."""
-        self._budget.note_request(self._clock.monotonic())
-
     def check(self, request: RunningAnswer) -> None:
         """Raises Quarantined for a request that must not be computed."""
-        if len(self._quarantine) and fingerprint_of(request.generation) in self._quarantine:
+        if len(self._known) and fingerprint_of(request.generation) in self._known:
             raise Quarantined(QUARANTINED)
 
-    async def after(self, request: RunningAnswer, attempt: Attempt | None, failure: TandemError) -> None:
-        """Returns when the request may be tried again. Raises the failure or Quarantined where it may not."""
-        if attempt is not None:
-            await self._hear_out(attempt)
-        request.close_attempt()
-        self._metrics.retries.inc()
-        reason = {"attempt": request.attempt_number, "reason": failure.message}
-        logger.warning("attempt failed", extra={"request_id": request.generation.request_id, **reason})
-        if attempt is not None and attempt.is_move and not attempt.is_decoding:
-            return  # It ran well where it was, so the request has nothing to do with it.
-        strike = request.note_failure(attempt, is_alone=request in self._dispatcher.on_trial)
-        if attempt is not None:
-            self._dispatcher.note_failure(attempt)
+    async def hear_out(self, attempt: Attempt) -> None:
+        """Learns, for a bounded time, what a failed attempt failed of."""
+        try:
+            await attempt.hear_out(WORD_WAIT_S)
+        finally:
+            self._heard.set()
+            self._heard = asyncio.Event()
+
+    async def judge(self, request: RunningAnswer, failure: TandemError) -> None:
+        """Raises Quarantined if workers die of the request, which has just failed once more. Ends its trial."""
         try:
             is_poison = await self._is_poison(request)
         finally:
@@ -143,15 +131,15 @@ class Recovery:
         if is_poison:
             self._note_poison(request)
             raise Quarantined(QUARANTINED) from failure
-        if strike is None and isinstance(failure, WorkerLost):
-            request.excuse_failure()
-        num_unexplained = request.num_failures_in_row - sum(map(self._counts, request.strikes))
-        if num_unexplained >= self._max_attempts or request.num_failures >= MAX_FAILURES:
-            raise failure
-        if not isinstance(failure, WorkerLost):
-            await self._wait_for_turn(request)
-        if strike is not None and self._counts(strike):
-            await self._begin_trial(request, max_wait_s=TRIAL_WAIT_S if strike.is_fresh else 0.0)
+
+    def counts(self, strike: Strike) -> bool:
+        """Whether one of the strike's suspects is known to have died."""
+        return strike.is_certain or any(not self._topology.is_alive(suspect) for suspect in strike.suspects)
+
+    async def await_trial(self, request: RunningAnswer) -> None:
+        """Waits until the request, after a strike, may be tried alone; for a bounded time, or not at all."""
+        if request.strikes and self.counts(request.strikes[-1]):
+            await self._begin_trial(request, max_wait_s=TRIAL_WAIT_S if request.strikes[-1].is_fresh else 0.0)
 
     def end_trial(self, request: RunningAnswer) -> None:
         """The request has got a token, has failed again or is over: the next one may be tried."""
@@ -188,28 +176,10 @@ class Recovery:
     def _note_poison(self, request: RunningAnswer) -> None:
         self._metrics.quarantined.inc()
         if fingerprint := fingerprint_of(request.generation):
-            self._quarantine.add(fingerprint)
+            self._known.add(fingerprint)
         for strike in request.strikes:
             for incarnation in strike.suspects:
                 self._deaths.pop(incarnation, None)
-
-    async def _wait_for_turn(self, request: RunningAnswer) -> None:
-        turn = self._budget.take(self._clock.monotonic(), max_wait_s=self._failover_wait_s)
-        if not turn.wait_s:
-            return
-        self._metrics.delayed_retries.inc()
-        try:
-            await request.mailbox.rest(turn.wait_s)
-        except BaseException:
-            self._budget.give_back(turn)
-            raise
-
-    async def _hear_out(self, attempt: Attempt) -> None:
-        try:
-            await attempt.hear_out(WORD_WAIT_S)
-        finally:
-            self._heard.set()
-            self._heard = asyncio.Event()
 
     async def _is_poison(self, request: RunningAnswer) -> bool:
         if not request.strikes:
@@ -218,10 +188,10 @@ class Recovery:
         self._note_deaths(request)
         if len(request.strikes) < MAX_STRIKES or sum(strike.is_alone for strike in request.strikes) < ALONE_STRIKES:
             return False
-        unclear = [strike.suspects for strike in request.strikes if not self._counts(strike)]
+        unclear = [strike.suspects for strike in request.strikes if not self.counts(strike)]
         if unclear:
             await self._learn_who_died(request, frozenset().union(*unclear))
-        counted = [strike for strike in request.strikes if self._counts(strike)]
+        counted = [strike for strike in request.strikes if self.counts(strike)]
         if len(counted) < MAX_STRIKES:
             return False
         last = request.strikes[-1]
@@ -257,13 +227,10 @@ class Recovery:
                 while any(other.attempt is not None and other.attempt.may_have_met(lost) for other in others):
                     await self._heard.wait()
 
-    def _counts(self, strike: Strike) -> bool:
-        return strike.is_certain or any(not self._topology.is_alive(suspect) for suspect in strike.suspects)
-
     async def _learn_who_died(self, request: RunningAnswer, suspects: frozenset[str]) -> None:
         """Waits until each suspect has spoken again or is known to be gone, which silence tells at the latest."""
         heard_of = asyncio.get_running_loop().time() + LAST_WORDS_S
-        patience = request.generation.deadline.sooner(Deadline.after(self._failover_wait_s, clock=self._clock))
+        patience = request.generation.deadline.sooner(Deadline.after(self._patience_s, clock=self._clock))
         changes = self._topology.changes()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience.remaining_s()), contextlib.aclosing(changes):

@@ -1,31 +1,33 @@
-"""The queue of requests that wait for room in the cluster: whose turn it is, and when somebody may go.
+"""The queue of requests that wait for room in the cluster: whose turn it is, when one may start, and who is refused.
 
-The order is `services.scheduling.queue`'s business; whether there is room for the first one is asked of whoever
-entered it. Knows no request and no worker. Who is let go has left the queue, so the next one can be let go in the same
-moment; should no worker take it after all, it comes back with the rank it had. From then on there is less room than it
-seems, so it keeps its place when it asks again, and nobody behind it goes before it has its answer.
+The order and the judgement are `services.scheduling`'s business (`queue`, `lanes`, `overload`); whether there is room
+for the first request is asked of the caller that entered it. Knows no worker. A request that is let go has left the
+queue, so the next one can be let go in the same moment; should no worker take it after all, it comes back with the rank
+it had. From then on there is less room than it seems, so it keeps its place while it asks again, and nobody behind it
+goes before it has its answer.
 
-Workers may be kept for some tenants (`--tenants`), so a first one that has no room says nothing about those behind it
-that may use other workers. Requests that may use the same workers therefore wait in a lane of their own: one for each
-tenant that some worker is kept for, and one for all the others, whose workers are the same; answers that only workers
-with certain weights may go on with have lanes of their own too. Each lane has its own bound and its own judgement of
-overload, by what it was seen to drain. The lanes are looked at as one queue, in the order of
-`services.scheduling.lanes`; whoever has no room holds up its lane, and keeps the workers that it waits for from
-everybody who comes after it in that order. So nobody is delayed by somebody whose workers it may not use, and among
-those who compete for a worker nobody goes before a higher class. Without such workers and answers there is one lane,
-and all this is one queue.
+Workers may be kept for some tenants (`--tenants`), so a first request that has no room says nothing about those behind
+it that may use other workers. Requests that may use the same workers therefore wait in a lane of their own: one for
+each tenant that some worker is kept for, and one for all the others, whose workers are the same; answers that only
+workers with certain weights may continue have lanes of their own too. Each lane has its own bound and its own judgement
+of overload, by what it was seen to drain; a request that a full cluster refuses hears so within milliseconds, with the
+reason and a time to come back. The lanes are looked at as one queue, in the order of `services.scheduling.lanes`; a
+request without room holds up its lane, and keeps the workers that it waits for from everybody who comes after it in
+that order. So nobody is delayed by a request whose workers it may not use, and among those who compete for a worker
+nobody goes before a higher class. Without such workers and answers there is one lane, and all this is one queue.
 """
 
 import asyncio
+import random
 from collections.abc import Callable, Hashable, Set
-from dataclasses import dataclass
 from types import TracebackType
 
-from gateway.requests.overload import OverloadGuard
 from services.runtime.clock import SYSTEM_CLOCK, Clock
-from services.runtime.errors import DeadlineExceeded, TandemError
+from services.runtime.errors import DeadlineExceeded, Overloaded, TandemError
 from services.scheduling.lanes import LaneOrder
-from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue
+from services.scheduling.overload import NO_TARGETS, Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
+from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue, ServiceClass
+from services.scheduling.routing import Route
 
 GATHER_S = 0.002
 """Signs that there may be room come with every step of every worker: those of so long are answered together."""
@@ -41,13 +43,99 @@ Awaited = Callable[[], Set[str]]
 """Gives the ids of the workers that nobody behind a request may take, now that it has no room."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """Requests of one model that may use the same workers: how they wait, and what judges them."""
+    """Requests of one model that may use the same workers: how they wait, and what judges each new one.
 
-    name: str
-    queue: RequestQueue
-    guard: OverloadGuard
+    `free_share` gives the largest share of its pages that a decode worker in rotation has free, `num_computing` the
+    number of workers that compute prompts.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        queue: RequestQueue,
+        *,
+        policy: OverloadPolicy | None = None,
+        targets: Targets = NO_TARGETS,
+        free_share: Callable[[], float] = lambda: 1.0,
+        num_computing: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self.name = name
+        self.queue = queue
+        self._policy = policy or OverloadPolicy()
+        self._targets = targets
+        self._free_share = free_share
+        self._num_computing = num_computing
+        self._random = random.Random()  # noqa: S311 - which requests are refused
+
+    def check(self, entry: QueueEntry, route: Route | None = None, *, own: Targets = NO_TARGETS) -> Admit:
+        """Lets a new request in. Raises Overloaded with the reason.
+
+        Without a route, which costs more to find, it judges by the queue and the pages alone. `own` are the targets
+        that its client named, which hold where they are stricter than the operator's.
+        """
+        load, targets = self._load(entry, route), self._targets.stricter(own)
+        verdict = self._policy.judge(entry, load, targets, SYSTEM_CLOCK.monotonic(), jitter=self._random.random())
+        if isinstance(verdict, Refuse):
+            raise _refused(verdict)
+        return verdict
+
+    def promised_s(self, service_class: ServiceClass, own: Targets, *, arrived_s: float, prompt_s: float) -> float:
+        """When the turn of a request must have come to keep what it is promised; `math.inf`: that is nothing."""
+        targets = self._targets.stricter(own)
+        return self._policy.promised_s(service_class, targets, arrived_s=arrived_s, prompt_s=prompt_s)
+
+    def when_full(self, entry: QueueEntry) -> Overloaded:
+        """What a request is told for which the queue has no room, or had until a more urgent one came."""
+        verdict = self._policy.when_full(
+            entry, self._load(entry, None), SYSTEM_CLOCK.monotonic(), jitter=self._random.random()
+        )
+        return _refused(verdict)
+
+    def may_start(self, entry: QueueEntry, route: Route) -> bool:
+        """Whether its turn may come now that there is room; False: that is kept for requests that cannot wait."""
+        return self._policy.may_start(entry, self._load(entry, route))
+
+    def note_waiting(self, *, is_for_room: bool) -> None:
+        """The first in the queue could not go: for want of room, or because it may not start yet."""
+        self._policy.note_backlog(SYSTEM_CLOCK.monotonic(), is_backlogged=is_for_room)
+
+    def note_started(self, entry: QueueEntry, admitted: Admit | None) -> None:
+        """Workers took it. `admitted` is what `check` said of it; None: it was running before."""
+        self._policy.note_start(entry, SYSTEM_CLOCK.monotonic(), is_backlogged=len(self.queue) > 0, admitted=admitted)
+
+    def note_ended(self, entry: QueueEntry) -> None:
+        """One that may have started is over."""
+        now_s = SYSTEM_CLOCK.monotonic()
+        self._policy.note_end(entry.key, now_s)
+        if not len(self.queue):
+            self._policy.note_backlog(now_s, is_backlogged=False)
+
+    def _load(self, entry: QueueEntry, route: Route | None) -> ClusterLoad:
+        queue, one = self.queue, entry.service_class
+        if route is None:
+            return ClusterLoad(
+                queue.num_ahead(one),
+                queue.waiting_tokens(one),
+                len(queue),
+                self._free_share(),
+                prompts_ahead_s=self._prompts_ahead_s(one),
+            )
+        at = route.prefills[0] if route.is_remote else route.decode
+        queue_s = at.prefill_speed.time_s(at.waiting_tokens) if at.waiting_tokens else 0.0
+        return ClusterLoad(
+            queue.num_ahead(one),
+            queue.waiting_tokens(one),
+            len(queue),
+            route.decode.pages_available / max(1, route.decode.pages_total),
+            prefill_s=max(0.0, route.predicted_ttft_s - queue_s),
+            prefill_queue_s=queue_s,
+            step_s=route.predicted_itl_s,
+            prompts_ahead_s=self._prompts_ahead_s(one),
+        )
+
+    def _prompts_ahead_s(self, one: ServiceClass) -> float:
+        return self.queue.waiting_prompts_s(one) / max(1, self._num_computing())
 
 
 class AdmissionQueue:
@@ -111,9 +199,9 @@ class AdmissionQueue:
         try:
             pushed_out = lane.queue.push(entry, is_resumed=is_resumed)
         except QueueFull as full:
-            raise lane.guard.when_full(entry) from full
+            raise lane.when_full(entry) from full
         if pushed_out is not None:
-            self._places.pop(pushed_out.key).end(lane.guard.when_full(pushed_out))
+            self._places.pop(pushed_out.key).end(lane.when_full(pushed_out))
         self._places[entry.key] = place
         self._look_after(GATHER_S)
         return place
@@ -286,3 +374,10 @@ class WaitingPlace:
         if error is not None:
             raise error
         return True
+
+
+def _refused(verdict: Refuse) -> Overloaded:
+    what = f"the cluster is full: {verdict.reason}"
+    if verdict.kind == "deadline":
+        what = f"the deadline cannot be met: {verdict.reason}"
+    return Overloaded(what, retry_after_s=verdict.retry_after_s, reason=verdict.kind)

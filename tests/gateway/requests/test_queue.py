@@ -2,13 +2,12 @@
 
 import asyncio
 import math
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.requests.admission import GATHER_S, MAX_SILENCE_S, AdmissionQueue, Lane
+from gateway.requests.queue import GATHER_S, MAX_SILENCE_S, AdmissionQueue, Lane
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
 from services.scheduling.lanes import LaneOrder
@@ -29,14 +28,16 @@ class Room:
         return True
 
 
-def refused(item):
-    return Overloaded(f"no room for {item.key}", retry_after_s=2.0)
+class NamingLane(Lane):
+    """A lane whose refusals name what they refuse."""
+
+    def when_full(self, item):
+        return Overloaded(f"no room for {item.key}", retry_after_s=2.0)
 
 
 def make_queue(max_waiting=10, **settings):
-    guard = SimpleNamespace(when_full=refused)
     return AdmissionQueue(
-        lambda name: Lane(name, RequestQueue(max_waiting=max_waiting, **settings), guard), order=LaneOrder(**settings)
+        lambda name: NamingLane(name, RequestQueue(max_waiting=max_waiting, **settings)), order=LaneOrder(**settings)
     )
 
 

@@ -1,0 +1,105 @@
+"""What a failed attempt means for its answer: whether it is tried again, when, and when never again.
+
+Two limits, for two dangers. `max_attempts` failures that no death explains, without a new token in between: the cluster
+cannot do it. The retry budget: such failures are tried again at a bounded rate, so that a fault which fails everything
+does not multiply the load. The third danger, a request that its workers die of, is `quarantine`'s business.
+"""
+
+import logging
+
+from gateway.observability.metrics import Metrics
+from gateway.requests.answer import RunningAnswer
+from gateway.requests.dispatch import Dispatcher
+from gateway.requests.quarantine import Quarantine
+from services.runtime.clock import Clock
+from services.runtime.errors import (
+    InternalError,
+    LayoutMismatch,
+    TandemError,
+    TransferFailed,
+    WorkerLost,
+    WorkerUnavailable,
+)
+from services.scheduling.retry_budget import RetryBudget
+
+TRY_AGAIN = (WorkerUnavailable, TransferFailed, LayoutMismatch, InternalError)
+"""The failures of an attempt after which another pair of workers continues after the last token."""
+MAX_FAILURES = 16
+"""Failures of one answer that are tried again, however far it comes between them."""
+
+_REASONS: dict[type[TandemError], str] = {
+    WorkerLost: "worker_lost",
+    WorkerUnavailable: "worker_unavailable",
+    TransferFailed: "transfer_failed",
+    LayoutMismatch: "layout_mismatch",
+    InternalError: "internal_error",
+}
+
+logger = logging.getLogger(__name__)
+
+
+def reason_of(failure: TandemError) -> str:
+    """The failure's class, or the nearest one above it, in one of a few words."""
+    return next(reason for kind, reason in _REASONS.items() if isinstance(failure, kind))
+
+
+class Failover:
+    """Decides about every failed attempt of this gateway. `wait_s`: the longest wait for a retry's turn, in seconds."""
+
+    def __init__(
+        self,
+        *,
+        max_attempts: int,
+        wait_s: float,
+        dispatcher: Dispatcher,
+        quarantine: Quarantine,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._max_attempts = max_attempts
+        self._wait_s = wait_s
+        self._dispatcher = dispatcher
+        self._quarantine = quarantine
+        self._metrics = metrics
+        self._clock = clock
+        self._budget = RetryBudget(now_s=clock.monotonic())
+
+    def note_accepted(self) -> None:
+        """A call was accepted, which allows others a little more retries."""
+        self._budget.note_request(self._clock.monotonic())
+
+    async def after(self, request: RunningAnswer, failure: TandemError) -> None:
+        """Returns when the request may be tried again. Raises the failure or Quarantined if it may not."""
+        attempt, quarantine = request.attempt, self._quarantine
+        if attempt is not None:
+            await quarantine.hear_out(attempt)
+        request.close_attempt()
+        self._metrics.retries.inc()
+        reason = {"attempt": request.attempt_number, "reason": failure.message}
+        logger.warning("attempt failed", extra={"request_id": request.generation.request_id, **reason})
+        if attempt is not None and attempt.is_move and not attempt.is_decoding:
+            return  # It ran well where it was, so the request has nothing to do with it.
+        strike = request.note_failure(attempt, is_alone=request in self._dispatcher.on_trial)
+        if attempt is not None:
+            self._dispatcher.note_failure(attempt)
+        await quarantine.judge(request, failure)
+        if strike is None and isinstance(failure, WorkerLost):
+            request.excuse_failure()
+        num_unexplained = request.num_failures_in_row - sum(map(quarantine.counts, request.strikes))
+        if num_unexplained >= self._max_attempts or request.num_failures >= MAX_FAILURES:
+            raise failure
+        if not isinstance(failure, WorkerLost):
+            await self._wait_for_turn(request)
+        if strike is not None:
+            await quarantine.await_trial(request)
+
+    async def _wait_for_turn(self, request: RunningAnswer) -> None:
+        turn = self._budget.take(self._clock.monotonic(), max_wait_s=self._wait_s)
+        if not turn.wait_s:
+            return
+        self._metrics.delayed_retries.inc()
+        try:
+            await request.mailbox.rest(turn.wait_s)
+        except BaseException:
+            self._budget.give_back(turn)
+            raise
