@@ -144,23 +144,7 @@ def measure(rounds: dict[str, Round], num_rounds: int) -> dict[str, list[float]]
 
 
 def _generation(number: int) -> AnswerSpec:
-    sampling = Sampling(
-        max_tokens=200,
-        min_tokens=0,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        seed=1,
-        stop=(),
-        stop_token_ids=(),
-        ignore_eos=False,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        logit_bias={},
-        logprobs=None,
-    )
+    sampling = Sampling(max_tokens=200, seed=1)
     return AnswerSpec(
         request_id=f"request-{number}.1.0",
         choice=0,

@@ -4,14 +4,15 @@ Knows no HTTP, protobuf or tokenizer. Every failure is an InvalidRequest that na
 that was used: the HTTP bridge's names, or the gRPC names, which begin with `sampling.`.
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.types import AskedSampling, Sampling
+from services.runtime.bounds import Bounds, invalid_value
 from services.runtime.errors import InvalidRequest
+from services.runtime.sampling import MEMBERS, check_numbers, completed_members
 from services.scheduling.queue import ServiceClass
 from services.structured.form import AnswerForm
 
@@ -29,12 +30,6 @@ MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
-MAX_TEMPERATURE = 2.0
-GREEDY_TEMPERATURE = 1e-5
-"""Below it the likeliest token is taken, whatever the seed."""
-MAX_PENALTY = 2.0
-MAX_REPETITION_PENALTY = 10.0
-MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 100_000
 """Of all tokens of a prompt together: some megabytes, which travel with the first token."""
 MAX_PRIORITY = 100
@@ -51,12 +46,12 @@ MAX_SCHEMA_DEPTH = 64
 SERVICE_CLASSES = tuple(one.name.lower() for one in ServiceClass)
 """From the most to the least urgent."""
 DEFAULT_SERVICE_CLASS = ServiceClass.NORMAL.name.lower()
-MAX_TOKENS_EVER = 2**31 - 1
 
 GRPC_PREFIX = "sampling."
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
+_BIAS = Bounds(float, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
@@ -70,29 +65,7 @@ class ModelLimits:
 
 def check_sampling(asked: AskedSampling | Sampling, limits: ModelLimits, *, prefix: str = "") -> None:
     """Checks all values that do not depend on the prompt. `prefix` begins the field names in errors."""
-    if asked.max_tokens is not None:
-        check_integer(asked.max_tokens, prefix + "max_tokens", minimum=1, maximum=MAX_TOKENS_EVER)
-    check_integer(asked.min_tokens, prefix + "min_tokens", minimum=0, maximum=MAX_TOKENS_EVER)
-    if asked.max_tokens is not None and asked.min_tokens > asked.max_tokens:
-        raise _invalid(prefix + "min_tokens", asked.min_tokens, f"at most max_tokens, which is {asked.max_tokens}")
-    if asked.temperature is not None:
-        _check_number(asked.temperature, prefix + "temperature", 0.0, MAX_TEMPERATURE)
-    if asked.top_p is not None:
-        check_positive_number(asked.top_p, prefix + "top_p", 1.0)
-    if asked.top_k is not None:
-        check_integer(asked.top_k, prefix + "top_k", minimum=-1, maximum=MAX_TOKENS_EVER)
-    if asked.min_p is not None:
-        _check_number(asked.min_p, prefix + "min_p", 0.0, 1.0)
-    if asked.seed is not None:
-        check_integer(asked.seed, prefix + "seed", minimum=-(2**63), maximum=2**63 - 1)
-    _check_number(asked.presence_penalty, prefix + "presence_penalty", -MAX_PENALTY, MAX_PENALTY)
-    _check_number(asked.frequency_penalty, prefix + "frequency_penalty", -MAX_PENALTY, MAX_PENALTY)
-    if asked.repetition_penalty is not None:
-        check_positive_number(asked.repetition_penalty, prefix + "repetition_penalty", MAX_REPETITION_PENALTY)
-    if asked.logprobs is not None:
-        check_integer(asked.logprobs, prefix + "logprobs", minimum=0, maximum=MAX_LOGPROBS)
-    if asked.prompt_logprobs is not None:
-        check_integer(asked.prompt_logprobs, prefix + "prompt_logprobs", minimum=0, maximum=MAX_LOGPROBS)
+    check_numbers(asked, prefix=prefix)
     if asked.stop:
         _check_stop_texts(asked.stop, prefix + "stop")
     if asked.stop_token_ids:
@@ -123,30 +96,28 @@ def complete_sampling(
     """
     room = limits.context_length_tokens - num_prompt_tokens
     max_tokens = room if asked.max_tokens is None else asked.max_tokens
-    if room < 1 or max_tokens > room or asked.min_tokens > max_tokens:
-        num_wanted = max(asked.max_tokens or 1, asked.min_tokens)
+    min_tokens = asked.min_tokens or 0
+    if room < 1 or max_tokens > room or min_tokens > max_tokens:
+        num_wanted = max(asked.max_tokens or 1, min_tokens)
         raise _context_length_exceeded(num_prompt_tokens, num_wanted, limits, field_name)
-    top_k = asked.top_k or 0
+    members = completed_members(asked)
+    members[_SEED] = seed
+    if not 0 < members[_TOP_K] < limits.vocab_size:
+        members[_TOP_K] = 0
     return Sampling(
+        *members,
         max_tokens=max_tokens,
-        min_tokens=asked.min_tokens,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        top_k=0 if top_k >= limits.vocab_size else max(top_k, 0),
-        min_p=0.0 if asked.min_p is None else asked.min_p,
-        seed=seed,
         # Calls that must be made are no text that could hold one.
         stop=() if form is not None and form.is_calls_only else tuple(asked.stop),
         stop_token_ids=tuple(asked.stop_token_ids),
-        ignore_eos=asked.ignore_eos,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
         logit_bias=asked.logit_bias,
         logprobs=asked.logprobs,
         prompt_logprobs=asked.prompt_logprobs,
         form=form,
     )
+
+
+_SEED, _TOP_K = MEMBERS.index("seed"), MEMBERS.index("top_k")
 
 
 def check_prompt_logprobs(asked: AskedSampling, *, num_shown_tokens: int, field_name: str) -> None:
@@ -212,7 +183,7 @@ def check_token_ids(token_ids: Sequence[Any], limits: ModelLimits, *, field_name
     for position, token_id in enumerate(token_ids):
         if type(token_id) is not int or not 0 <= token_id < limits.vocab_size:
             rule = f"a token id in [0, {limits.vocab_size})"
-            raise _invalid(f"{field_name}[{position}]", token_id, rule, field_name=field_name)
+            raise invalid_value(f"{field_name}[{position}]", token_id, rule, field_name=field_name)
 
 
 def check_text(text: str, *, field_name: str, max_chars: int | None = None) -> None:
@@ -313,25 +284,7 @@ def check_affinity_key(key: str, *, field_name: str) -> None:
 
 def check_integer(value: Any, field_name: str, *, minimum: int, maximum: int) -> None:
     """An integer in [minimum, maximum]; true and 1.0 are none."""
-    if type(value) is not int or not minimum <= value <= maximum:
-        raise _invalid(field_name, value, f"an integer in [{minimum}, {maximum}]")
-
-
-def _check_number(value: Any, field_name: str, minimum: float, maximum: float) -> None:
-    if not _is_number(value) or not minimum <= value <= maximum:
-        raise _invalid(field_name, value, f"a number in [{minimum:g}, {maximum:g}]")
-
-
-def check_positive_number(value: Any, field_name: str, maximum: float) -> None:
-    """A number in (0, maximum]."""
-    if not _is_number(value) or not 0 < value <= maximum:
-        raise _invalid(field_name, value, f"a number in (0, {maximum:g}]")
-
-
-def _is_number(value: Any) -> bool:
-    """A finite number that is no bool; a huge integer counts, and is then out of any range."""
-    kind = type(value)
-    return kind is int or (kind is float and math.isfinite(value))
+    Bounds(int, minimum, maximum).check(value, field_name)
 
 
 def _is_within(token_ids: Sequence[int], vocab_size: int) -> bool:
@@ -363,9 +316,11 @@ def _check_logit_bias(biases: Mapping[Any, Any], limits: ModelLimits, field_name
     _check_count(biases, field_name, MAX_LOGIT_BIASES)
     for token_id, bias in biases.items():
         if type(token_id) is not int or not 0 <= token_id < limits.vocab_size:
-            raise _invalid(f"a key of {field_name}", token_id, f"a token id in [0, {limits.vocab_size})", field_name)
-        if not _is_number(bias) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-            raise _invalid(f"{field_name}[{token_id}]", bias, "a number in [-100, 100]", field_name)
+            raise invalid_value(
+                f"a key of {field_name}", token_id, f"a token id in [0, {limits.vocab_size})", field_name
+            )
+        if not _BIAS.admits(bias):
+            raise invalid_value(f"{field_name}[{token_id}]", bias, _BIAS.rule, field_name)
 
 
 def _check_count(values: Sequence[Any] | Mapping[Any, Any], field_name: str, most: int) -> None:
@@ -415,19 +370,6 @@ def _content_text(content: Any, role: str, name: str) -> str:
         check_text(part["text"], field_name=f"{name}[{position}]")
         texts.append(part["text"])
     return "\n".join(texts)
-
-
-def _invalid(name: str, value: Any, rule: str, field_name: str | None = None) -> InvalidRequest:
-    return InvalidRequest(
-        f"{name} is {_shown(value)} but must be {rule}", field=field_name or name, code="invalid_value"
-    )
-
-
-def _shown(value: Any) -> str:
-    if type(value) is int and not -(10**30) < value < 10**30:
-        return "a huge integer"
-    text = repr(value)
-    return text if len(text) <= MAX_NAME_CHARS else text[:MAX_NAME_CHARS] + "…"
 
 
 def _context_length_exceeded(

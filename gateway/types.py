@@ -8,57 +8,34 @@ from typing import Literal
 
 import msgspec
 
+from services.runtime.sampling import SamplingMembers, SamplingParams
 from services.structured.form import AnswerForm
 
 FinishReason = Literal["stop", "length"]
 """Why an answer ended."""
 
 
-class AskedSampling(msgspec.Struct, kw_only=True):
-    """Sampling as a client asked for it; None where absence means something. Unchecked."""
+class AskedSampling(SamplingMembers, kw_only=True):
+    """Sampling as a client asked for it; None where something is absent. Unchecked."""
 
     max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     json_schema: str = ""
     """What the answer must keep to, as `gateway.models.response_format` writes it; empty: any text will do."""
     form_field: str = "response_format"
-    """Which member of the request asks for that."""
+    """The member of the request that asks for it."""
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling as it will be done: checked, complete, the same for every attempt."""
+class Sampling(SamplingParams, frozen=True, kw_only=True):
+    """Sampling as it will be done: checked, complete, and the same for every attempt."""
 
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: Mapping[int, float]
-    logprobs: int | None
-    prompt_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
     form: AnswerForm | None = None
+    """What the answer must keep to; None: any text will do."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from protos import inference_pb2, worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import AlreadyExists, InvalidRequest
+from services.runtime.sampling_wire import read_sampling
 from services.structured.form import AnswerForm, read_form
 from worker.sessions import NewTokens
 
@@ -61,7 +62,11 @@ def read_spec(
     """Turns a message into plain data. Raises InvalidRequest naming the field; `sampling_class` checks its own."""
     if not message.prompt_token_ids:
         raise InvalidRequest("the prompt is empty", field="prompt_token_ids")
+    sampling = read_sampling(message.sampling)
+    if "max_tokens" not in sampling:
+        raise InvalidRequest("max_tokens is not set", field="max_tokens")
     eos_token_ids = () if message.sampling.ignore_eos else tuple(message.eos_token_ids)
+    sampling["stop_token_ids"] = frozenset(sampling.get("stop_token_ids", ())) | frozenset(eos_token_ids)
     form = read_form(message)
     if form is not None and not eos_token_ids:
         raise InvalidRequest("an answer that must have a form needs a token that ends it", field="eos_token_ids")
@@ -69,7 +74,7 @@ def read_spec(
         key=read_key(message.id),
         prompt_token_ids=list(message.prompt_token_ids),
         emitted_token_ids=list(message.emitted_token_ids),
-        sampling=sampling_class(**_sampling_values(message)),
+        sampling=sampling_class(**sampling),
         deadline=Deadline.from_remaining_ms(max(message.deadline_ms, 1), clock=clock),
         traceparent=message.traceparent,
         cache_salt=message.cache_salt,
@@ -85,29 +90,6 @@ def _service_class(message: worker_pb2.SequenceSpec) -> int:
     if service_class >= NUM_SERVICE_CLASSES:
         raise InvalidRequest(f"service_class must be from 0 to {NUM_SERVICE_CLASSES - 1}", field="service_class")
     return service_class
-
-
-def _sampling_values(message: worker_pb2.SequenceSpec) -> dict[str, Any]:
-    given = message.sampling
-    if not given.HasField("max_tokens"):
-        raise InvalidRequest("max_tokens is not set", field="max_tokens")
-    eos_token_ids = () if given.ignore_eos else message.eos_token_ids
-    return {
-        "max_tokens": given.max_tokens,
-        "min_tokens": given.min_tokens,
-        "temperature": given.temperature if given.HasField("temperature") else 1.0,
-        "top_p": given.top_p if given.HasField("top_p") else 1.0,
-        "top_k": given.top_k,
-        "min_p": given.min_p,
-        "seed": given.seed,
-        "stop_token_ids": frozenset(given.stop_token_ids) | frozenset(eos_token_ids),
-        "presence_penalty": given.presence_penalty,
-        "frequency_penalty": given.frequency_penalty,
-        "repetition_penalty": given.repetition_penalty if given.HasField("repetition_penalty") else 1.0,
-        "logit_bias": dict(given.logit_bias),
-        "logprobs": given.logprobs if given.HasField("logprobs") else None,
-        "prompt_logprobs": given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
-    }
 
 
 class Sampled(Protocol):

@@ -42,6 +42,7 @@ from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_g
 from services.runtime import rpc, telemetry
 from services.runtime.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from services.runtime.places import OPERATORS, STRANGERS
+from services.runtime.sampling_wire import read_sampling
 from services.runtime.tls import OPERATOR
 from services.scheduling.disaggregation import PREFILL_CHOICES, PrefillChoice
 from services.scheduling.health import GpuState
@@ -408,22 +409,7 @@ def _prompt(request: inference_pb2.GenerateRequest) -> str | list[int]:
 
 
 def _sampling(request: inference_pb2.GenerateRequest) -> AskedSampling:
-    params = request.sampling
-    given = {name: getattr(params, name) for name in _OPTIONAL_FIELDS if params.HasField(name)}
-    return AskedSampling(
-        min_tokens=params.min_tokens,
-        # Zero is absent: the model's own, which -1 turns off.
-        top_k=params.top_k or None,
-        min_p=params.min_p or None,
-        stop=list(params.stop),
-        stop_token_ids=list(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias),
-        json_schema=_json_schema(request.response_format),
-        **given,
-    )
+    return AskedSampling(json_schema=_json_schema(request.response_format), **read_sampling(request.sampling))
 
 
 def _json_schema(asked: inference_pb2.ResponseFormat) -> str:
@@ -431,11 +417,6 @@ def _json_schema(asked: inference_pb2.ResponseFormat) -> str:
     if kind is None:
         return ""
     return ANY_OBJECT if kind == "json_object" else json_schema_in(asked.json_schema)
-
-
-_OPTIONAL_FIELDS: tuple[Any, ...] = (
-    *("max_tokens", "temperature", "top_p", "seed", "repetition_penalty", "logprobs", "prompt_logprobs"),
-)
 
 
 @dataclass(slots=True)

@@ -10,10 +10,11 @@ from gateway.limits import ModelLimits, check_sampling
 from gateway.types import AskedSampling
 from services.runtime.errors import InvalidRequest, ModelError
 from services.runtime.model_facts import read_json_object
+from services.runtime.sampling import PARAMETERS
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "none"
-FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+FIELDS = tuple(parameter.name for parameter in PARAMETERS.values() if parameter.has_model_default)
 """Those that are used. Lengths are not: they would cut answers that other servers do not cut."""
 
 _ANYTHING = ModelLimits(vocab_size=2**31 - 1, context_length_tokens=2**31 - 1)

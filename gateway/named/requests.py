@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from gateway.limits import GREEDY_TEMPERATURE
 from gateway.named.ask import Ask, another_request, conflict, not_known, several_answers
 from gateway.named.journal import Answer
 from gateway.named.live_journal import Journal, UnusableError, read_held
@@ -35,6 +34,7 @@ from services.runtime.errors import (
     StoreUnavailable,
     WorkerUnavailable,
 )
+from services.runtime.sampling import GREEDY_TEMPERATURE
 
 KEPT_S = 60.0
 """How long a journal that nobody reads stays in memory."""

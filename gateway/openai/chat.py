@@ -6,7 +6,6 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from gateway.limits import MAX_LOGPROBS, check_integer
 from gateway.models.answer_parts import AnswerParts, ReasoningTokens
 from gateway.models.answer_pieces import CallStart, Content, Piece, Reasoning
 from gateway.models.template_words import template_words_in
@@ -34,6 +33,7 @@ from gateway.openai.writer import ChoicesWriter, Head, Whole, encode, shown_logp
 from gateway.requests.call import Call
 from gateway.types import Delta, FinishReason, TokenLogprobs, Usage
 from services.runtime.errors import InvalidRequest
+from services.runtime.sampling import check_parameter
 
 
 class ChatRequest(ChoicesRequest, kw_only=True):
@@ -103,7 +103,7 @@ class ChatRequest(ChoicesRequest, kw_only=True):
     def _num_logprobs(self) -> int | None:
         if self.top_logprobs is None:
             return 0 if self.logprobs else None
-        check_integer(self.top_logprobs, "top_logprobs", minimum=0, maximum=MAX_LOGPROBS)
+        check_parameter("logprobs", self.top_logprobs, "top_logprobs")
         if not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
         return self.top_logprobs

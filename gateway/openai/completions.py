@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.limits import MAX_TOKENS_EVER, prompt_form_error
+from gateway.limits import prompt_form_error
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.openai.answers import (
     Completion,
@@ -18,6 +18,7 @@ from gateway.openai.writer import ChoicesWriter, Head, Whole, encode, finite
 from gateway.requests.call import Call
 from gateway.types import Delta, FinishReason, TokenLogprobs
 from services.runtime.errors import InvalidRequest
+from services.runtime.sampling import MAX_TOKENS_EVER
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What the completions API generates when max_tokens is absent, as OpenAI's does."""
@@ -46,7 +47,7 @@ class CompletionRequest(ChoicesRequest, kw_only=True):
             if self.prompt_logprobs is None or self.logprobs > self.prompt_logprobs:
                 sampling.prompt_logprobs, prompt_logprobs_field = self.logprobs, "logprobs"
         if sampling.max_tokens is None and not is_unbounded(self):
-            sampling.max_tokens = min(max(DEFAULT_COMPLETION_TOKENS, sampling.min_tokens), MAX_TOKENS_EVER)
+            sampling.max_tokens = min(max(DEFAULT_COMPLETION_TOKENS, sampling.min_tokens or 0), MAX_TOKENS_EVER)
         return Call(
             operation="text_completion",
             model=self.model,

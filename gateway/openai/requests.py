@@ -14,18 +14,15 @@ import msgspec
 
 from gateway.limits import (
     MAX_LOGIT_BIASES,
-    MAX_REPETITION_PENALTY,
-    MAX_TOKENS_EVER,
     check_affinity_key,
     check_cache_salt,
-    check_integer,
-    check_positive_number,
 )
 from gateway.models.response_format import form_in
 from gateway.openai.vocabulary import ignored_members
 from gateway.requests.call import Call
 from gateway.types import AskedSampling
 from services.runtime.errors import InvalidRequest
+from services.runtime.sampling import SamplingMembers, check_parameter, member_values
 
 LEAST_TOP_P = 1e-6
 """What 0 stands for: the likeliest token alone is kept."""
@@ -52,22 +49,12 @@ class _AbstractStruct(msgspec.StructMeta, ABCMeta):
     """Makes types of bodies that are parts of others."""
 
 
-class RequestBody(msgspec.Struct, kw_only=True, metaclass=_AbstractStruct):
+class RequestBody(SamplingMembers, kw_only=True, metaclass=_AbstractStruct):
     """What all requests for answers have. None means absent, as OpenAI's clients send null for it."""
 
     model: str | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Any] | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: Any = None
@@ -219,7 +206,7 @@ def agreed_max_tokens(request: RequestBody, *names: str) -> int | None:
         value = getattr(request, name)
         if value is not None and value not in _NO_BOUND.get(name, ()):
             if name != "max_tokens":  # which is checked under its own name when the call is accepted
-                check_integer(value, name, minimum=1, maximum=MAX_TOKENS_EVER)
+                check_parameter("max_tokens", value, name)
             given[name] = value
     if given and has_others and is_unbounded(request):
         raise InvalidRequest("one member bounds the answer and another asks for no bound", field=next(iter(given)))
@@ -237,16 +224,14 @@ def _agreed(given: Mapping[str, Value]) -> Value | None:
     return given[first]
 
 
-def _add_others_words(given: dict[str, Any], request: RequestBody) -> None:
+def _add_others_words(asked: AskedSampling, request: RequestBody) -> None:
     """Adds what was asked for in the words of other servers, checked under the names that the client used."""
-    if request.min_new_tokens is not None:
-        check_integer(request.min_new_tokens, "min_new_tokens", minimum=0, maximum=MAX_TOKENS_EVER)
-    if request.repeat_penalty is not None:
-        check_positive_number(request.repeat_penalty, "repeat_penalty", MAX_REPETITION_PENALTY)
     for name, other in (("min_tokens", "min_new_tokens"), ("repetition_penalty", "repeat_penalty")):
         value = getattr(request, other)
         if value is not None:
-            given[name] = _agreed({**({name: given[name]} if name in given else {}), other: value})
+            check_parameter(name, value, other)
+            known = getattr(asked, name)
+            setattr(asked, name, _agreed({other: value} if known is None else {name: known, other: value}))
 
 
 def _stop_texts(request: RequestBody) -> Sequence[str]:
@@ -258,26 +243,28 @@ def _stop_texts(request: RequestBody) -> Sequence[str]:
 
 def asked_sampling(request: ChoicesRequest, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
     """Returns the sampling that the members ask for, unchecked but for its form. Raises InvalidRequest."""
-    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
-    if _others_words(request) != _NO_OTHERS_WORDS:
-        _add_others_words(given, request)
-    if request.top_p == 0:
-        given["top_p"] = LEAST_TOP_P
     forms = _forms_asked(request)
     schema, form_field = (
         ("", "response_format") if forms == _NO_FORM else form_in(dict(zip(_FORM_WORDS, forms, strict=True)))
     )
     if request.prompt_logprobs is not None:
         check_whole(request, "prompt_logprobs", field="prompt_logprobs")
-    return AskedSampling(
+    asked = AskedSampling(
+        *member_values(request),
         max_tokens=max_tokens,
-        logprobs=logprobs,
         stop=_stop_texts(request),
+        stop_token_ids=request.stop_token_ids or (),
         logit_bias=_logit_bias(request.logit_bias) if request.logit_bias else {},
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
         json_schema=schema,
         form_field=form_field,
-        **given,
     )
+    if asked.top_p == 0:
+        asked.top_p = LEAST_TOP_P
+    if _others_words(request) != _NO_OTHERS_WORDS:
+        _add_others_words(asked, request)
+    return asked
 
 
 def check_whole(request: ChoicesRequest, what: str, *, field: str) -> None:
@@ -288,22 +275,6 @@ def check_whole(request: ChoicesRequest, what: str, *, field: str) -> None:
             field=field,
             code="unsupported_parameter",
         )
-
-
-_SAMPLING_FIELDS = (
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop_token_ids",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "prompt_logprobs",
-)
 
 
 def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:

@@ -14,21 +14,16 @@ from gateway.limits import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_NAME_CHARS,
-    MAX_PENALTY,
     MAX_PRIORITY,
     MAX_PROMPT_LOGPROBS,
-    MAX_REPETITION_PENALTY,
     MAX_SCHEMA_BYTES,
     MAX_SCHEMA_DEPTH,
     MAX_SEQUENCES,
     MAX_STOP_TEXT_BYTES,
     MAX_STOP_TEXTS,
     MAX_STOP_TOKEN_IDS,
-    MAX_TEMPERATURE,
-    MAX_TOKENS_EVER,
     SERVICE_CLASSES,
 )
 from gateway.models.template_words import MAX_WORDS as MAX_TEMPLATE_WORDS
@@ -37,6 +32,7 @@ from gateway.openai.completions import DEFAULT_COMPLETION_TOKENS
 from gateway.openai.requests import SERVICE_TIERS
 from gateway.openai.responses_request import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
 from gateway.wishes import MAX_MS
+from services.runtime.sampling import MAX_TOKENS_EVER, PARAMETERS, SamplingMembers
 from services.structured.grammar_text import MAX_CHOICES as MAX_CHOICE_TEXTS
 from services.structured.lark import MAX_CALLS
 
@@ -62,6 +58,22 @@ class Field:
 def _bounded(meaning: str, minimum: float, maximum: float, default: Any = None) -> Field:
     schema: Schema = {"minimum": minimum, "maximum": maximum}
     return Field(meaning, schema if default is None else {**schema, "default": default})
+
+
+def _parameter(name: str, end: str = ".") -> Field:
+    """A parameter of sampling as its row describes it; `end` ends the sentence."""
+    parameter = PARAMETERS[name]
+    schema: Schema = {} if parameter.bounds is None else parameter.bounds.schema
+    return Field(
+        parameter.meaning + end, schema if parameter.default is None else {**schema, "default": parameter.default}
+    )
+
+
+def _as_parameter(name: str, meaning: str, **more: Any) -> Field:
+    """Another name for a parameter of sampling, with the same bounds. `more` adds to them or replaces them."""
+    bounds = PARAMETERS[name].bounds
+    assert bounds is not None
+    return Field(meaning, {**bounds.schema, **more})
 
 
 def _flag(meaning: str, default: bool = False) -> Field:
@@ -245,7 +257,7 @@ _PROMPT: Schema = {
 }
 _STOP_TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_TEXT_BYTES}
 
-_MAX_TOKENS = "Most tokens to generate, for each answer. "
+_FITS = ". Absent: what fits into the context."
 
 FIELDS: Mapping[str, Field] = {
     "model": Field("A name or alias from `/v1/models`. Needed where several models are served."),
@@ -255,19 +267,16 @@ FIELDS: Mapping[str, Field] = {
         is_required=True,
     ),
     "messages": Field("The conversation.", _list_of(_ref("Message"), MAX_MESSAGES), is_required=True),
-    "max_tokens": _bounded(_MAX_TOKENS + "Absent: what fits into the context.", 1, MAX_TOKENS_EVER),
-    "CompletionRequest.max_tokens": _bounded(_MAX_TOKENS.strip(), 1, MAX_TOKENS_EVER, DEFAULT_COMPLETION_TOKENS),
-    "max_completion_tokens": _bounded("The newer name of `max_tokens`.", 1, MAX_TOKENS_EVER),
-    "min_tokens": _bounded("No stop before this many tokens; at most `max_tokens`.", 0, MAX_TOKENS_EVER, 0),
-    "temperature": _bounded("Below 0.00001 the likeliest token is taken.", 0, MAX_TEMPERATURE, 1),
+    **{name: _parameter(name) for name in SamplingMembers.__struct_fields__},
     "top_p": Field(
-        "The smallest set of likeliest tokens whose probabilities reach this is kept; 0: the likeliest alone.",
-        {"minimum": 0, "maximum": 1, "default": 1},
+        f"{PARAMETERS['top_p'].meaning}; 0: the likeliest alone.", {"minimum": 0, "maximum": 1, "default": 1}
     ),
-    "top_k": _bounded("Only the k likeliest tokens are kept; 0 and -1: all.", -1, MAX_TOKENS_EVER, 0),
-    "min_p": _bounded("Tokens less likely than this times the likeliest are dropped.", 0, 1, 0),
+    "max_tokens": _parameter("max_tokens", _FITS),
+    "CompletionRequest.max_tokens": _as_parameter(
+        "max_tokens", f"{PARAMETERS['max_tokens'].meaning}.", default=DEFAULT_COMPLETION_TOKENS
+    ),
+    "max_completion_tokens": _as_parameter("max_tokens", "The newer name of `max_tokens`."),
     "n": _bounded(f"Answers to each prompt; {MAX_SEQUENCES} over all prompts.", 1, MAX_CHOICES, 1),
-    "seed": _bounded("Equal seeds give equal answers. Absent: one is drawn.", -(2**63), 2**63 - 1),
     "stop": Field(
         f"Generation ends before the first of these texts, each of at most {MAX_STOP_TEXT_BYTES} bytes.",
         {
@@ -281,15 +290,6 @@ FIELDS: Mapping[str, Field] = {
     "stop_token_ids": Field(
         "Tokens that end the answer; they are counted and not shown.",
         {"items": TOKEN_ID, "maxItems": MAX_STOP_TOKEN_IDS},
-    ),
-    "ignore_eos": _flag("The model's end tokens do not end the answer."),
-    "presence_penalty": _bounded(
-        "Taken off the logit of each token that was generated before.", -MAX_PENALTY, MAX_PENALTY, 0
-    ),
-    "frequency_penalty": _bounded("Taken off once for each earlier occurrence.", -MAX_PENALTY, MAX_PENALTY, 0),
-    "repetition_penalty": Field(
-        "Divides positive and multiplies negative logits of tokens in prompt or answer.",
-        {"exclusiveMinimum": 0, "maximum": MAX_REPETITION_PENALTY, "default": 1},
     ),
     "logit_bias": Field(
         "Added to the logits of these token ids.",
@@ -333,7 +333,7 @@ FIELDS: Mapping[str, Field] = {
         _RESPONSE_FORMAT,
     ),
     **{
-        name: _bounded(f"{whose} name of `max_tokens`{unless}.", least, MAX_TOKENS_EVER)
+        name: _as_parameter("max_tokens", f"{whose} name of `max_tokens`{unless}.", minimum=least)
         for name, whose, least, unless in (
             ("max_new_tokens", "SGLang's", 1, ""),
             ("max_tokens_to_sample", "An older", 1, ""),
@@ -341,10 +341,8 @@ FIELDS: Mapping[str, Field] = {
             ("num_predict", "Ollama's", -2, "; below 0: what fits into the context"),
         )
     },
-    "min_new_tokens": _bounded("SGLang's name of `min_tokens`.", 0, MAX_TOKENS_EVER),
-    "repeat_penalty": Field(
-        "llama.cpp's name of `repetition_penalty`.", {"exclusiveMinimum": 0, "maximum": MAX_REPETITION_PENALTY}
-    ),
+    "min_new_tokens": _as_parameter("min_tokens", "SGLang's name of `min_tokens`."),
+    "repeat_penalty": _as_parameter("repetition_penalty", "llama.cpp's name of `repetition_penalty`."),
     "stop_sequences": Field("Anthropic's name of `stop`.", {"items": _STOP_TEXT, "maxItems": MAX_STOP_TEXTS}),
     "regex": Field("The answer matches this regular expression as a whole.", {"minLength": 1}),
     "grammar": Field(
@@ -379,16 +377,11 @@ FIELDS: Mapping[str, Field] = {
     ),
     "guided_grammar": Field("vLLM's older name of `grammar`."),
     "logprobs": _flag("Log-probabilities of the answer's tokens."),
-    "CompletionRequest.logprobs": _bounded(
-        "Log-probabilities of this many likeliest tokens besides the chosen one.", 0, MAX_LOGPROBS
+    "CompletionRequest.logprobs": _parameter("logprobs"),
+    "prompt_logprobs": _parameter(
+        "prompt_logprobs", f", {MAX_PROMPT_LOGPROBS} in all answers together; not for streams or named requests."
     ),
-    "prompt_logprobs": _bounded(
-        "Log-probabilities of the prompt's tokens and of so many likeliest at each place, "
-        f"{MAX_PROMPT_LOGPROBS} in all answers together; not for streams or named requests.",
-        0,
-        MAX_LOGPROBS,
-    ),
-    "top_logprobs": _bounded("So many likeliest tokens at each place; needs `logprobs`.", 0, MAX_LOGPROBS),
+    "top_logprobs": _as_parameter("logprobs", "So many likeliest tokens at each place; needs `logprobs`."),
     "best_of": Field("Only with the value of `n`."),
     "echo": _flag("The prompt's text comes before the answer; with `logprobs` its tokens' too, but not in a stream."),
     "tools": Field("Functions that the model may call.", {"items": _ref("Tool"), "maxItems": MAX_TOOLS}),
@@ -421,7 +414,7 @@ FIELDS: Mapping[str, Field] = {
         is_required=True,
     ),
     "instructions": Field("A system message before the input."),
-    "max_output_tokens": _bounded(_MAX_TOKENS + "Absent: what fits into the context.", 1, MAX_TOKENS_EVER),
+    "max_output_tokens": _parameter("max_tokens", _FITS),
     "max_tool_calls": Field("Of tools that run on a server, of which there are none."),
     "text": Field("`format` is the form of the answer, as `response_format` of chats; `verbosity` as of chats."),
     "reasoning": Field("`effort` is told to the chat template as `reasoning_effort`, where it knows that."),
@@ -431,7 +424,7 @@ FIELDS: Mapping[str, Field] = {
     "safety_identifier": Field("Given back.", {"maxLength": MAX_AFFINITY_CHARS}),
     "ResponsesRequest.tools": Field("Functions that the model may call: type, name, description, parameters.", {}),
     "ResponsesRequest.tool_choice": Field("As of chats, in the words of this API."),
-    "ResponsesRequest.top_logprobs": _bounded("So many likeliest tokens at each place.", 0, MAX_LOGPROBS),
+    "ResponsesRequest.top_logprobs": _as_parameter("logprobs", "So many likeliest tokens at each place."),
     **{
         f"ResponsesRequest.{name}": Field("Refused: the message says what to use instead.")
         for name in (

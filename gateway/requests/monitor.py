@@ -36,23 +36,7 @@ SHARERS = "trial"
 SERVICE_CLASS = 1
 """Interactive: a trial is a few tokens, and every client waits for its result."""
 
-_SAMPLING = Sampling(
-    max_tokens=NUM_TOKENS,
-    min_tokens=0,
-    temperature=0.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    seed=0,
-    stop=(),
-    stop_token_ids=(),
-    ignore_eos=True,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    repetition_penalty=1.0,
-    logit_bias={},
-    logprobs=None,
-)
+_SAMPLING = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 
 class Monitor:

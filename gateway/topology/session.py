@@ -34,6 +34,7 @@ from services.runtime.errors import (
 )
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.membership import Proof
+from services.runtime.sampling_wire import write_sampling
 from services.runtime.telemetry import TraceContext
 from services.scheduling.links import MAX_PEERS, NO_LINKS, PeerLink, PeerLinks
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
@@ -593,7 +594,7 @@ def _sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
             id=_attempt_id(order.key),
             prompt_token_ids=order.prompt_token_ids,
             emitted_token_ids=order.emitted_token_ids,
-            sampling=_sampling_params(order.sampling),
+            sampling=write_sampling(order.sampling),
             eos_token_ids=order.eos_token_ids,
             traceparent=telemetry.inject(order.trace),
             tracestate=order.trace.state if order.trace is not None else "",
@@ -603,26 +604,6 @@ def _sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
         write_form(order.sampling.form, order.message)
     order.message.deadline_ms = max(1, order.deadline.remaining_ms())
     return order.message
-
-
-def _sampling_params(sampling: Sampling) -> inference_pb2.SamplingParams:
-    return inference_pb2.SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=sampling.logit_bias,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-    )
 
 
 def _read_refused(event: worker_pb2.Refused) -> Declined:

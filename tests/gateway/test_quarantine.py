@@ -11,6 +11,7 @@ from gateway.requests.quarantine import fingerprint_of
 from gateway.types import Sampling
 from protos import worker_pb2
 from services.runtime.errors import InternalError, TransferFailed, WorkerUnavailable
+from services.runtime.sampling import PARAMETERS
 from services.structured.form import AnswerForm, CalledFunction, ToolCalls, ToolFormat
 from worker.sessions import SessionLimits
 
@@ -684,40 +685,13 @@ async def test_a_death_in_a_trial_that_two_shared_is_no_proof(make_system, worke
 
 
 FIELDS = {
-    "max_tokens": 7,
-    "min_tokens": 3,
-    "temperature": 0.5,
-    "top_p": 0.5,
-    "top_k": 9,
-    "min_p": 0.25,
+    **{name: one.bounds.maximum if one.bounds else True for name, one in PARAMETERS.items() if name != "seed"},
     "stop": ("a", "b"),
     "stop_token_ids": (4, 5),
-    "ignore_eos": True,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.5,
     "logit_bias": {9: 1.0, 3: -2.0},
-    "logprobs": 2,
-    "prompt_logprobs": 1,
     "form": AnswerForm(tool_calls=ToolCalls(ToolFormat.HERMES, (CalledFunction("f", "{}"),))),
 }
-PLAIN = Sampling(
-    max_tokens=5,
-    min_tokens=0,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    seed=1,
-    stop=(),
-    stop_token_ids=(),
-    ignore_eos=False,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    repetition_penalty=1.0,
-    logit_bias={},
-    logprobs=None,
-)
+PLAIN = Sampling(max_tokens=5, top_p=0.5, seed=1)
 
 
 def print_of(**changes):

@@ -15,6 +15,7 @@ from services.runtime.errors import (
     InvariantViolated,
     TransferFailed,
 )
+from services.runtime.sampling import SamplingParams
 from worker import host as worker_host
 from worker import metrics as worker_metrics
 from worker.attempts import AttemptKey, AttemptTable, read_key, read_spec
@@ -35,28 +36,26 @@ def spec(**fields: Any) -> worker_pb2.SequenceSpec:
 
 
 def test_a_spec_becomes_plain_data_with_the_defaults_of_absent_fields() -> None:
-    read = read_spec(spec(emitted_token_ids=[9], traceparent="00-x"), dict)
+    read = read_spec(spec(emitted_token_ids=[9], traceparent="00-x"), SamplingParams)
     assert read.service_class == 2, "absent"
-    assert [read_spec(spec(service_class=number), dict).service_class for number in (0, 4)] == [0, 4]
+    assert [read_spec(spec(service_class=number), SamplingParams).service_class for number in (0, 4)] == [0, 4]
     assert read.key == AttemptKey("r", 1)
     assert (read.prompt_token_ids, read.emitted_token_ids, read.traceparent) == ([1, 2], [9], "00-x")
-    assert read.sampling["temperature"] == read.sampling["top_p"] == read.sampling["repetition_penalty"] == 1.0
-    assert read.sampling["logprobs"] is None
+    assert read.sampling == SamplingParams(max_tokens=3, stop_token_ids=frozenset())
     assert 0.5 < read.deadline.remaining_s() <= 1.0
 
 
 def test_zero_that_was_given_is_not_absent() -> None:
     sampling = inference_pb2.SamplingParams(max_tokens=3, temperature=0.0, logprobs=0)
-    read = read_spec(spec(sampling=sampling), dict)
-    assert read.sampling["temperature"] == 0.0
-    assert read.sampling["logprobs"] == 0
+    read = read_spec(spec(sampling=sampling), SamplingParams)
+    assert read.sampling == SamplingParams(max_tokens=3, temperature=0.0, logprobs=0, stop_token_ids=frozenset())
 
 
 def test_end_of_sequence_tokens_stop_unless_they_are_ignored() -> None:
     sampling = inference_pb2.SamplingParams(max_tokens=3, stop_token_ids=[5])
-    assert read_spec(spec(sampling=sampling, eos_token_ids=[1]), dict).sampling["stop_token_ids"] == {1, 5}
+    assert read_spec(spec(sampling=sampling, eos_token_ids=[1]), SamplingParams).sampling.stop_token_ids == {1, 5}
     sampling.ignore_eos = True
-    assert read_spec(spec(sampling=sampling, eos_token_ids=[1]), dict).sampling["stop_token_ids"] == {5}
+    assert read_spec(spec(sampling=sampling, eos_token_ids=[1]), SamplingParams).sampling.stop_token_ids == {5}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_end_of_sequence_tokens_stop_unless_they_are_ignored() -> None:
 )
 def test_a_spec_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
-        read_spec(spec(**fields), dict)
+        read_spec(spec(**fields), SamplingParams)
 
 
 def test_of_each_request_only_the_newest_attempt_is_known() -> None:

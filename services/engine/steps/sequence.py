@@ -10,71 +10,30 @@ import math
 import time
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from services.runtime.bounds import invalid_value
 from services.runtime.errors import InvalidRequest
+from services.runtime.sampling import SamplingParams, check_numbers
 
 if TYPE_CHECKING:
     from services.engine.steps.step import SampledToken
 
 FinishReason = Literal["stop", "length"]
 
-# Below this, dividing by the temperature leaves nothing to chance but rounding; the same bound as vLLM's.
-GREEDY_BELOW_TEMPERATURE = 1e-5
 
+class Sampling(SamplingParams, frozen=True, kw_only=True):
+    """How tokens are chosen and when the answer stops, checked at construction: InvalidRequest names the field."""
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to choose tokens and when to stop. Values are checked at construction: InvalidRequest names the field.
-
-    The order of what is applied: min_tokens and logit_bias, repetition penalty, frequency and presence penalty,
-    temperature, min_p, top_k, top_p. `logprobs` are of the model's own distribution, before all of these.
-    """
-
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps all."""
-    min_p: float = 0.0
-    seed: int = 0
-    """Any 64-bit integer, signed or not; it alone decides what chance decides."""
     stop_token_ids: frozenset[int] = frozenset()
     """End the answer and are its last token; the model's end-of-sequence ids among them, unless they are ignored."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    """How many of the likeliest tokens to report beside the chosen one; None reports no probabilities at all."""
-    prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first, which nothing comes before."""
 
     def __post_init__(self) -> None:
-        for name, is_valid, rule in (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"from 0 to max_tokens ({self.max_tokens})"),
-            ("temperature", 0 <= self.temperature < math.inf, "a finite number of at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
-            ("seed", -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number of more than 0"),
-            ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers"),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
-            ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0"),
-        ):
-            if not is_valid:
-                raise InvalidRequest(f"{name} must be {rule}, not {getattr(self, name)}", field=name)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken and chance plays no part."""
-        return self.temperature < GREEDY_BELOW_TEMPERATURE
+        check_numbers(self)
+        if self.top_k < 0:
+            raise invalid_value("top_k", self.top_k, "at least 0 (0 keeps all)")
+        if not all(map(math.isfinite, self.logit_bias.values())):
+            raise InvalidRequest("logit_bias must have finite numbers", field="logit_bias")
 
     @property
     def has_penalties(self) -> bool:

@@ -9,24 +9,7 @@ USAGE = Usage(3, 0, 4, 0.0, 0.0, 0.0, 0.0)
 
 
 def sampling(**changes):
-    fields = {
-        "max_tokens": 100,
-        "min_tokens": 0,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "seed": 7,
-        "stop": (),
-        "stop_token_ids": (),
-        "ignore_eos": False,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "logit_bias": {},
-        "logprobs": None,
-    }
-    return Sampling(**(fields | changes))
+    return Sampling(**{"max_tokens": 100, "seed": 7, **changes})
 
 
 def text_of(tokenizer, sampling):

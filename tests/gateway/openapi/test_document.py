@@ -118,15 +118,10 @@ LIMITS_IN_THE_DOCUMENT = {
     "MAX_STOP_TOKEN_IDS": TEXT["stop_token_ids"]["maxItems"],
     "MAX_LOGIT_BIASES": TEXT["logit_bias"]["maxProperties"],
     "MAX_LOGIT_BIAS": TEXT["logit_bias"]["additionalProperties"]["maximum"],
-    "MAX_TEMPERATURE": TEXT["temperature"]["maximum"],
-    "MAX_PENALTY": TEXT["presence_penalty"]["maximum"],
-    "MAX_REPETITION_PENALTY": TEXT["repetition_penalty"]["maximum"],
-    "MAX_LOGPROBS": TEXT["logprobs"]["maximum"],
     "MAX_PRIORITY": TEXT["priority"]["maximum"],
     "MAX_NAME_CHARS": TEXT["cache_salt"]["maxLength"],
     "MAX_KEY_CHARS": HEADERS["Idempotency-Key"]["maxLength"],
     "MAX_AFFINITY_CHARS": TEXT["user"]["maxLength"],
-    "MAX_TOKENS_EVER": TEXT["max_tokens"]["maximum"],
 }
 IN_WORDS = {
     "MAX_PROMPT_LOGPROBS": "at each place, {} in all",

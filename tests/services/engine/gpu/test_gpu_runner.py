@@ -7,6 +7,7 @@ id is its key, and the next token follows from all keys in the pages. Only the l
 import dataclasses
 import math
 
+import msgspec
 import pytest
 import torch
 
@@ -162,9 +163,9 @@ def test_what_joins_leaves_or_stops_changes_no_answer(parts):
     cases, sequences = [], []
     for index in range(9):
         prompt = [index + 1] * (1 + index % 5)
-        sampling = dataclasses.replace(SAMPLINGS[index % 4], seed=index, max_tokens=4 + index)
+        sampling = msgspec.structs.replace(SAMPLINGS[index % 4], seed=index, max_tokens=4 + index)
         stop = alone(prompt, sampling)[2] if index % 3 == 0 else 330
-        cases.append((prompt, dataclasses.replace(sampling, stop_token_ids=frozenset({stop}))))
+        cases.append((prompt, msgspec.structs.replace(sampling, stop_token_ids=frozenset({stop}))))
     waiting = list(cases)
     cancelled = None
     for step in range(200):
