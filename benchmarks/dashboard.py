@@ -19,7 +19,7 @@ from gateway.dashboard.feed import Feed, GatewayFacts
 from gateway.limits import SERVICE_CLASSES
 from gateway.observability.history import AnswerStory, History, Query, Row
 from gateway.observability.metrics import Metrics
-from gateway.topology.session import Load
+from gateway.topology.reports import WorkerLoad
 from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_PREFILL
 from services.scheduling.routing import Router, RouteRequest, WorkerView
 
@@ -78,7 +78,7 @@ def seconds(history: History, num_workers: int, *, is_watched: bool) -> Round:
     metrics = Metrics()
     for service_class in SERVICE_CLASSES:
         metrics.of("model", service_class).ttft_s.observe(0.1)
-    load = Load(pages_total=1000, pages_free=1000, prefill_speed=DEFAULT_PREFILL, decode_speed=DEFAULT_DECODE)
+    load = WorkerLoad(pages_total=1000, pages_free=1000, prefill_speed=DEFAULT_PREFILL, decode_speed=DEFAULT_DECODE)
     members = [_member(number, load) for number in range(num_workers)]
     requests = SimpleNamespace(log=SimpleNamespace(history=history), num_queued=0, num_running=0)
     feed = Feed(
@@ -121,7 +121,7 @@ def searches(history: History) -> Round:
     return work
 
 
-def _member(number: int, load: Load) -> Any:
+def _member(number: int, load: WorkerLoad) -> Any:
     record = SimpleNamespace(
         id=f"worker-{number}", role="decode", model="model", host="host", address="127.0.0.1:1234", page_size=16
     )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from gateway.topology.members import Topology
-from gateway.topology.session import Load
+from gateway.topology.reports import WorkerLoad
 from services.cluster.registry import WorkerRecord
 from services.scheduling.health import WorkerHealth
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
@@ -109,8 +109,8 @@ async def _gateway_s(policy: str, rng: random.Random, num_prefill: int, num_deco
     return best_s
 
 
-def _load(view: WorkerView) -> Load:
-    return Load(
+def _load(view: WorkerView) -> WorkerLoad:
+    return WorkerLoad(
         pages_total=view.pages_total,
         pages_free=view.pages_available,
         running=view.num_running,

@@ -40,7 +40,7 @@ from opentelemetry.trace.propagation import set_span_in_context
 from benchmarks.cluster import Cluster, request, running_cluster
 from demo import DEMO_MODEL
 from gateway.observability.tracing import AttemptFacts, RequestSpans, Tracing
-from gateway.topology.session import HandedOff, PrefillStarted
+from gateway.topology.events import HandedOff, PrefillStarted
 from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.telemetry import Span

@@ -24,7 +24,6 @@ LONG_FILES = {
     "gateway/requests/acceptance.py": 516,
     "gateway/requests/lifecycle.py": 880,
     "gateway/topology/members.py": 772,
-    "gateway/topology/session.py": 750,
     "kv_transfer/protocol/receiver.py": 557,
     "kv_transfer/receiving.py": 622,
     "kv_transfer/sending.py": 819,

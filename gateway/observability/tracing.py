@@ -25,7 +25,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from gateway.topology.session import HandedOff, PrefillStarted
+from gateway.topology.events import HandedOff, PrefillStarted
 from services.runtime import telemetry
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import InternalError, RequestCancelled, TandemError

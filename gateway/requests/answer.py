@@ -14,7 +14,8 @@ from gateway.requests.mailbox import Mailbox
 from gateway.requests.queue import Lane
 from gateway.requests.tokens import Arrived, TokenLog
 from gateway.topology.books import Bookings
-from gateway.topology.session import AttemptKey, DecodeSession, Peer, SequenceOrder
+from gateway.topology.events import AttemptKey, SequenceOrder
+from gateway.topology.session import DecodeSession, Peer
 from gateway.topology.watch import AttemptWatch
 from gateway.types import Delta, FinishReason, Usage
 from services.cluster.placements import State

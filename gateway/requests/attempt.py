@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from gateway.observability.tracing import AttemptFacts
 from gateway.requests.mailbox import Mailbox
 from gateway.requests.tokens import Arrived, TokenLog
-from gateway.topology.session import (
+from gateway.topology.events import (
     Admitted,
     AttemptKey,
     Cancelled,
     Declined,
-    DecodeSession,
     DecodeStarted,
     Emitted,
     Event,
@@ -27,12 +26,11 @@ from gateway.topology.session import (
     Finished,
     HandedOff,
     Paused,
-    PrefillSession,
     PrefillStarted,
     SequenceOrder,
     Unfit,
-    WorkerSession,
 )
+from gateway.topology.session import DecodeSession, PrefillSession, WorkerSession
 from gateway.topology.watch import AttemptWatch
 from services.runtime.errors import (
     InternalError,

@@ -36,8 +36,9 @@ from gateway.requests.monitor import Monitor
 from gateway.requests.promises import Promises
 from gateway.requests.quarantine import Quarantine, QuarantineList
 from gateway.requests.queue import AdmissionQueue, Lane
+from gateway.topology.events import HandedOff
 from gateway.topology.members import Topology
-from gateway.topology.session import HandedOff, PrefillSession
+from gateway.topology.session import PrefillSession
 from gateway.topology.watch import CircuitReport, CutPairReport
 from gateway.types import Delta
 from services.cluster.placements import Placement, State

@@ -5,7 +5,8 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 
-from gateway.topology.session import Event, WorkerSession
+from gateway.topology.events import Event
+from gateway.topology.session import WorkerSession
 from services.runtime.errors import TandemError
 
 

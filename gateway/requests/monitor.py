@@ -16,8 +16,9 @@ from gateway.requests.attempt import Attempt
 from gateway.requests.dispatch import Dispatcher
 from gateway.requests.mailbox import Mailbox
 from gateway.requests.tokens import TokenLog
+from gateway.topology.events import AttemptKey, SequenceOrder
 from gateway.topology.members import ROLES, Role, Topology
-from gateway.topology.session import AttemptKey, DecodeSession, PrefillSession, SequenceOrder
+from gateway.topology.session import DecodeSession, PrefillSession
 from gateway.topology.watch import AttemptWatch
 from gateway.types import Sampling
 from services.runtime.clock import Clock, Deadline

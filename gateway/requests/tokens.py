@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.topology.session import Emitted
+from gateway.topology.events import Emitted
 from gateway.types import FinishReason, PromptLogprobs, TokenLogprobs
 from services.runtime.errors import InternalError, TransferFailed
 

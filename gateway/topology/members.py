@@ -16,7 +16,8 @@ from typing import Literal, TypeVar
 
 from gateway.topology.pacing import Pace
 from gateway.topology.presence import Presence, Seen
-from gateway.topology.session import DecodeSession, Load, Peer, PrefillSession, Unreachable, WorkerSession
+from gateway.topology.reports import WorkerLoad
+from gateway.topology.session import DecodeSession, Peer, PrefillSession, Unreachable, WorkerSession
 from services.cluster.registry import LEASE_TTL_S, WorkerRecord
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import NotFound, NotProven, TransferFailed, WorkerUnavailable
@@ -107,12 +108,12 @@ class Member:
         return "draining" if is_draining else "ready"
 
     @property
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         """The session's load while it is up, else what the registry says."""
         if self.session.is_up:
             return self.session.load
         record = self.record
-        return Load(
+        return WorkerLoad(
             pages_total=record.pages_total,
             pages_free=record.pages_free,
             pages_cached=record.pages_cached,
@@ -708,7 +709,7 @@ def _decode_speed(member: Member, usual: DecodeSpeed, fresh_since_s: float) -> D
     return _own(member.load.decode_speed, usual, _step_s) if is_fresh else usual
 
 
-def _pages_available(load: Load, session: WorkerSession) -> int:
+def _pages_available(load: WorkerLoad, session: WorkerSession) -> int:
     """Pages that are free or only cached, less those that are promised there or kept here."""
     return load.pages_free + load.pages_cached - load.pages_promised - session.books.pages
 

@@ -1,7 +1,7 @@
 """One long-lived bidirectional stream to one incarnation of one worker, shared by all requests that run there.
 
-The only file of the gateway that knows the worker protobufs. Knows no request's life: each attempt opens a route,
-gets plain events for exactly that attempt, and closes it; an event without a route is dropped and counted.
+Knows no request's life: each attempt opens a sink, gets plain events for exactly that attempt, and closes it; an event
+without a sink is dropped and counted.
 """
 
 import asyncio
@@ -11,22 +11,21 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import grpc
 import msgspec
 
 from gateway.topology.books import Books
 from gateway.topology.counts import Counts, read_counts
+from gateway.topology.events import AttemptKey, Emitted, Event, Failed, SequenceOrder
 from gateway.topology.pacing import Lateness, Pace
-from gateway.types import PromptLogprobs, Sampling, TokenLogprobs
-from protos import cluster_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
-from services.runtime import reach, rpc, status, telemetry
-from services.runtime.clock import SYSTEM_CLOCK, Deadline
+from gateway.topology.reports import WorkerLoad, read_gpu, read_links, read_load
+from gateway.topology.wire import EVENT_READERS, attempt_id, sequence_spec
+from protos import worker_pb2, worker_pb2_grpc
+from services.runtime import reach, rpc
 from services.runtime.errors import (
-    GrammarExhausted,
-    InvalidRequest,
     Overloaded,
     TandemError,
     WorkerLost,
@@ -34,11 +33,7 @@ from services.runtime.errors import (
 )
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.membership import Proof
-from services.runtime.sampling_wire import write_sampling
-from services.runtime.telemetry import TraceContext
-from services.scheduling.links import MAX_PEERS, NO_LINKS, PeerLink, PeerLinks
-from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
-from services.structured.form import write_form
+from services.scheduling.links import NO_LINKS, PeerLinks
 
 CONNECT_TIMEOUT_S = 3.0
 SILENCE_LIMIT_S = 2.7
@@ -59,138 +54,6 @@ _HANDLES = itertools.count(1)
 logger = logging.getLogger(__name__)
 
 
-class AttemptKey(NamedTuple):
-    """Names one try of one answer towards workers."""
-
-    request_id: str
-    attempt: int
-
-
-class SequenceOrder(msgspec.Struct):
-    """What workers must know to compute one attempt. `emitted_token_ids` are those that the client already has."""
-
-    key: AttemptKey
-    prompt_token_ids: Sequence[int]
-    emitted_token_ids: Sequence[int]
-    sampling: Sampling
-    eos_token_ids: Sequence[int]
-    deadline: Deadline
-    trace: TraceContext | None
-    cache_salt: str = ""
-    """Who may share its pages: those of the same text. Empty: all that have none."""
-    service_class: int = 2
-    """0 critical, 1 interactive, 2 normal, 3 low, 4 batch."""
-    message: worker_pb2.SequenceSpec | None = None
-    """The same for the wire, made once for both workers."""
-
-
-class Admitted(msgspec.Struct, frozen=True):
-    """The decode worker promises capacity."""
-
-
-class Declined(msgspec.Struct, frozen=True):
-    """The worker does not take the attempt and holds nothing of it."""
-
-    error: TandemError
-
-
-class PrefillStarted(msgspec.Struct, frozen=True):
-    """The prompt is being computed, after waiting `queue_s` in the worker.
-
-    `num_cached_tokens` of it are not computed, because pages of earlier requests are there.
-    """
-
-    queue_s: float
-    num_cached_tokens: int = 0
-
-
-class Emitted(msgspec.Struct, frozen=True):
-    """New tokens; `first_index` is the place of the first one in the answer.
-
-    With the first of all may come what is asked of the prompt's tokens from the second on.
-    """
-
-    first_index: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: PromptLogprobs | None = None
-
-
-class HandedOff(msgspec.Struct, frozen=True):
-    """The prefill worker's part is over: the decode worker has committed the pages.
-
-    `chunks` are the parts in which the prompt was computed: (seconds from PrefillStarted, seconds, tokens).
-    """
-
-    num_pages: int
-    num_bytes: int
-    exposed_s: float
-    transport: str
-    chunks: tuple[tuple[float, float, int], ...] = ()
-
-
-class DecodeStarted(msgspec.Struct, frozen=True):
-    """The sequence is in the decode worker's batch."""
-
-
-class Paused(msgspec.Struct, frozen=True):
-    """The sequence is out of the decode worker's batch, keeps its pages, and has `num_tokens` tokens, all sent."""
-
-    num_tokens: int
-
-
-class Finished(msgspec.Struct, frozen=True):
-    """The worker ended the sequence; nothing follows from it."""
-
-    reason: Literal["stop", "length", "cancelled"]
-
-
-class Failed(msgspec.Struct, frozen=True):
-    """The attempt is over on that worker; nothing follows from it. WorkerLost: the worker itself is gone."""
-
-    error: TandemError
-
-
-class Cancelled(msgspec.Struct, frozen=True):
-    """The word that `cancel_and_ask` wants; nothing follows. `has_begun`: the prompt may have been computed."""
-
-    has_begun: bool
-
-
-Event = (
-    Admitted | Declined | PrefillStarted | Emitted | HandedOff | DecodeStarted | Paused | Finished | Failed | Cancelled
-)
-
-
-class Load(msgspec.Struct, frozen=True):
-    """A worker's load as it reported it last. Pages are counts; `waiting_tokens` wait for computation."""
-
-    pages_total: int = 0
-    pages_free: int = 0
-    pages_cached: int = 0
-    pages_reserved: int = 0
-    pages_used: int = 0
-    pages_promised: int = 0
-    running: int = 0
-    waiting: int = 0
-    waiting_tokens: int = 0
-    pages_promised_by_class: tuple[int, ...] = ()
-    """Of each service class from 0 on, pages that its requests are expected to need, those they have included."""
-    running_by_class: tuple[int, ...] = ()
-    """Requests it has taken, begun or not, of each service class from 0 on."""
-    num_preempted: int = 0
-    """How often a sequence had to give way to another since the worker started."""
-    context_tokens: int = 0
-    """Tokens that the sequences of its batch look back on, all together."""
-    prefill_speed: PrefillSpeed | None = None
-    """None, as for the other speeds: it has measured nothing yet."""
-    decode_speed: DecodeSpeed | None = None
-    link_speed: LinkSpeed | None = None
-    is_draining: bool = False
-    clock_ahead_s: float | None = None
-    """How far its clock was ahead of this machine's when it reported, less the message's way; None: unknown."""
-
-
 class EventSink(Protocol):
     """Where the events of one attempt go."""
 
@@ -205,10 +68,6 @@ class Peer(msgspec.Struct, frozen=True):
     worker_id: str
     incarnation: str
     address: str
-
-
-class Unfit(WorkerUnavailable):
-    """A worker does not take what its model should: its files or its version are others. It is tried elsewhere."""
 
 
 class Unreachable(WorkerUnavailable):
@@ -230,7 +89,7 @@ class WorkerSession(ABC):
         self, peer: Peer, *, gateway_incarnation: str, on_change: Callable[["WorkerSession"], None], pace: Pace
     ) -> None:
         self.peer = peer
-        self.load = Load()
+        self.load = WorkerLoad()
         self.gpu: GpuFacts | None = None
         """What its GPU says of itself; another object with each report that has it. None: nothing was said."""
         self.links: PeerLinks = NO_LINKS
@@ -244,11 +103,11 @@ class WorkerSession(ABC):
             gateway_incarnation=gateway_incarnation, worker_incarnation=peer.incarnation
         )
         self._on_change = on_change
-        self._routes: dict[tuple[str, int], EventSink] = {}
+        self._sinks: dict[tuple[str, int], EventSink] = {}
         self._num_left: dict[AttemptKey, Callable[[], int]] = {}
         self._handles: dict[AttemptKey, int] = {}
         """Of open attempts whose tokens may come together with others'."""
-        self._routes_by_handle: dict[int, EventSink] = {}
+        self._sinks_by_handle: dict[int, EventSink] = {}
         self._pace = pace
         self._lateness = Lateness()
         self._held: dict[int, Emitted] = {}
@@ -263,7 +122,7 @@ class WorkerSession(ABC):
     @property
     def num_open_attempts(self) -> int:
         """Attempts of this gateway that run there."""
-        return len(self._routes)
+        return len(self._sinks)
 
     async def run(self) -> None:
         """Connects and serves until the stream breaks; then every open attempt has got its Failed.
@@ -299,37 +158,37 @@ class WorkerSession(ABC):
             return math.inf
         return max(num_left() for num_left in self._num_left.values())
 
-    def open(self, key: AttemptKey, route: EventSink, *, num_left: Callable[[], int] | None = None) -> None:
-        """Sends the attempt's events to `route` from now on. Raises WorkerUnavailable if the stream is broken.
+    def open(self, key: AttemptKey, sink: EventSink, *, num_left: Callable[[], int] | None = None) -> None:
+        """Sends the attempt's events to `sink` from now on. Raises WorkerUnavailable if the stream is broken.
 
         `num_left` says how many tokens an answer may have yet that is generated there.
         """
         if not self.is_up:
             raise WorkerUnavailable(f"{self.peer.worker_id} is not connected")
-        self._routes[key] = route
+        self._sinks[key] = sink
         if num_left is not None:
             self._num_left[key] = num_left
 
     def close(self, key: AttemptKey) -> None:
         """Drops whatever still comes for the attempt."""
         handle = self._handles.pop(key, 0)
-        self._routes.pop(key, None)
+        self._sinks.pop(key, None)
         self._num_left.pop(key, None)
-        self._routes_by_handle.pop(handle, None)
+        self._sinks_by_handle.pop(handle, None)
         self._held.pop(handle, None)
 
     def cancel(self, key: AttemptKey) -> None:
         """Closes the attempt and tells the worker to free what it holds. A broken session has freed it already."""
         self.close(key)
         if self.is_up:
-            self._send(self._command(cancel=worker_pb2.Cancel(id=_attempt_id(key))), is_bounded=False)
+            self._send(self._command(cancel=worker_pb2.Cancel(id=attempt_id(key))), is_bounded=False)
 
     def cancel_and_ask(self, key: AttemptKey) -> None:
         """The same, and the attempt stays open for the worker's word of it: Cancelled follows, whatever it knows.
 
         Raises WorkerUnavailable if the stream is broken.
         """
-        cancel = worker_pb2.Cancel(id=_attempt_id(key), wants_word=True)
+        cancel = worker_pb2.Cancel(id=attempt_id(key), wants_word=True)
         self._send(self._command(cancel=cancel), is_bounded=False)
 
     def drain(self) -> None:
@@ -401,7 +260,7 @@ class WorkerSession(ABC):
         self._on_change(self)
 
     def _take(self, message: Any) -> None:
-        """Hands a message's events to their routes. Raises WorkerUnavailable at the end of the stream."""
+        """Hands a message's events to their sinks. Raises WorkerUnavailable at the end of the stream."""
         if message is grpc.aio.EOF:
             raise WorkerUnavailable(f"{self.peer.worker_id} ended the session")
         if message.worker_incarnation != self.peer.incarnation:
@@ -413,22 +272,22 @@ class WorkerSession(ABC):
                 self._take_step(event.step_tokens)
                 continue
             key = AttemptKey(event.id.request_id, event.id.attempt)
-            route = self._routes.get(key)
-            if route is None:
+            sink = self._sinks.get(key)
+            if sink is None:
                 self.num_dropped_events += 1
                 continue
             if self._held:
                 self._release(self._handles.get(key, 0))
             if kind is not None:
-                route.deliver(self, _READERS[kind](getattr(event, kind)))
+                sink.deliver(self, EVENT_READERS[kind](getattr(event, kind)))
         if message.HasField("gpu"):
-            self.gpu = _read_gpu(message.gpu)
+            self.gpu = read_gpu(message.gpu)
         if message.links:
-            self.links = _read_links(self.links, message.links)
+            self.links = read_links(self.links, message.links)
         if message.HasField("counts"):
             self.counts = read_counts(message.counts)
         if message.HasField("load"):
-            self.load = _read_load(message.load)
+            self.load = read_load(message.load)
             if self.load.clock_ahead_s is not None:
                 self._pace.note_late(self._lateness.of(self.load.clock_ahead_s, self._heard_at_s))
             if self.load.running or self.load.waiting:
@@ -443,13 +302,13 @@ class WorkerSession(ABC):
             raise WorkerUnavailable(f"{self.peer.worker_id} sent tokens that cannot be told apart")
         is_held = self._pace.hold_s > 0 or bool(self._held)
         for handle, index, token_id in zip(handles, indexes, token_ids, strict=True):
-            route = self._routes_by_handle.get(handle)
-            if route is None:
+            sink = self._sinks_by_handle.get(handle)
+            if sink is None:
                 self.num_dropped_events += 1
             elif is_held:
                 self._hold(handle, index, token_id)
             else:
-                route.deliver(self, Emitted(index, [token_id], None))
+                sink.deliver(self, Emitted(index, [token_id], None))
 
     def _hold(self, handle: int, index: int, token_id: int) -> None:
         """Keeps a token until the first of those that are held has waited long enough, or its answer goes on."""
@@ -464,9 +323,9 @@ class WorkerSession(ABC):
         self._held[handle] = Emitted(index, [token_id], None)
 
     def _release(self, handle: int) -> None:
-        tokens, route = self._held.pop(handle, None), self._routes_by_handle.get(handle)
-        if tokens is not None and route is not None:
-            route.deliver(self, tokens)
+        tokens, sink = self._held.pop(handle, None), self._sinks_by_handle.get(handle)
+        if tokens is not None and sink is not None:
+            sink.deliver(self, tokens)
 
     def _release_all(self) -> None:
         for handle in list(self._held):
@@ -504,15 +363,15 @@ class WorkerSession(ABC):
     def _break(self, error: TandemError) -> None:
         self._release_all()
         was_up, self.is_up = self.is_up, False
-        routes, self._routes = self._routes, {}
+        sinks, self._sinks = self._sinks, {}
         self._num_left.clear()
         self._handles.clear()
-        self._routes_by_handle.clear()
+        self._sinks_by_handle.clear()
         self._outgoing.clear()
         # A worker that has said that it is leaving ended its session on purpose, and what it had not finished with it.
         told = error if self.load.is_draining else WorkerLost(error.message)
-        for route in routes.values():
-            route.deliver(self, Failed(told))
+        for sink in sinks.values():
+            sink.deliver(self, Failed(told))
         if was_up:
             self._on_change(self)
 
@@ -529,23 +388,23 @@ class DecodeSession(WorkerSession):
         """
         handle = next(_HANDLES)
         admit = worker_pb2.Admit(
-            sequence=_sequence_spec(order), local_prefill=is_local_prefill, from_decode=is_from_decode, handle=handle
+            sequence=sequence_spec(order), local_prefill=is_local_prefill, from_decode=is_from_decode, handle=handle
         )
         self._send(worker_pb2.DecodeCommand(admit=admit))
-        self._handles[order.key], self._routes_by_handle[handle] = handle, self._routes[order.key]
+        self._handles[order.key], self._sinks_by_handle[handle] = handle, self._sinks[order.key]
 
     def pause(self, key: AttemptKey) -> None:
         """Takes the sequence out of the batch; Paused follows its last tokens, unless it ends with them."""
-        self._send(worker_pb2.DecodeCommand(pause=worker_pb2.Pause(id=_attempt_id(key))))
+        self._send(worker_pb2.DecodeCommand(pause=worker_pb2.Pause(id=attempt_id(key))))
 
     def unpause(self, key: AttemptKey) -> None:
         """Puts it back."""
-        self._send(worker_pb2.DecodeCommand(unpause=worker_pb2.Unpause(id=_attempt_id(key))), is_bounded=False)
+        self._send(worker_pb2.DecodeCommand(unpause=worker_pb2.Unpause(id=attempt_id(key))), is_bounded=False)
 
     def hand_over(self, key: AttemptKey, *, next_attempt: int, decode: Peer) -> None:
         """Has a paused sequence's pages sent to `decode`, which has admitted `next_attempt`. HandedOff or Failed."""
         hand_over = worker_pb2.HandOver(
-            id=_attempt_id(key),
+            id=attempt_id(key),
             next_attempt=next_attempt,
             decode_address=decode.address,
             decode_incarnation=decode.incarnation,
@@ -570,7 +429,7 @@ class PrefillSession(WorkerSession):
     def prefill(self, order: SequenceOrder, *, decode: Peer) -> None:
         """Has the prompt computed and its pages sent to `decode`, which has admitted the attempt."""
         prefill = worker_pb2.Prefill(
-            sequence=_sequence_spec(order), decode_address=decode.address, decode_incarnation=decode.incarnation
+            sequence=sequence_spec(order), decode_address=decode.address, decode_incarnation=decode.incarnation
         )
         self._send(worker_pb2.PrefillCommand(prefill=prefill))
 
@@ -582,169 +441,3 @@ class PrefillSession(WorkerSession):
 
     def _commands(self, commands: list[worker_pb2.PrefillCommand]) -> worker_pb2.PrefillCommands:
         return worker_pb2.PrefillCommands(commands=commands)
-
-
-def _attempt_id(key: AttemptKey) -> worker_pb2.AttemptId:
-    return worker_pb2.AttemptId(request_id=key.request_id, attempt=key.attempt)
-
-
-def _sequence_spec(order: SequenceOrder) -> worker_pb2.SequenceSpec:
-    if order.message is None:
-        order.message = worker_pb2.SequenceSpec(
-            id=_attempt_id(order.key),
-            prompt_token_ids=order.prompt_token_ids,
-            emitted_token_ids=order.emitted_token_ids,
-            sampling=write_sampling(order.sampling),
-            eos_token_ids=order.eos_token_ids,
-            traceparent=telemetry.inject(order.trace),
-            tracestate=order.trace.state if order.trace is not None else "",
-            cache_salt=order.cache_salt,
-            service_class=order.service_class,
-        )
-        write_form(order.sampling.form, order.message)
-    order.message.deadline_ms = max(1, order.deadline.remaining_ms())
-    return order.message
-
-
-def _read_refused(event: worker_pb2.Refused) -> Declined:
-    retry_after_s = event.retry_after_ms / 1000 if event.retry_after_ms else None
-    return Declined(_blamed(status.from_wire(event.code, event.message, retry_after_s)))
-
-
-def _blamed(error: TandemError) -> TandemError:
-    """A request that a worker calls wrong was found right here: it is that worker which does not fit."""
-    if isinstance(error, InvalidRequest) and not isinstance(error, GrammarExhausted):
-        return Unfit(f"a worker refused a request that the gateway had checked: {error.message}")
-    return error
-
-
-def _read_tokens(event: worker_pb2.Tokens) -> Emitted:
-    logprobs = _read_logprobs(event.logprobs) if event.logprobs else None
-    prompt_logprobs = _read_prompt_logprobs(event.prompt_logprobs) if event.HasField("prompt_logprobs") else None
-    return Emitted(event.first_index, list(event.token_ids), logprobs, prompt_logprobs)
-
-
-def _read_logprobs(entries: Iterable[inference_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(entry.logprob, [(top.token_id, top.logprob) for top in entry.top]) for entry in entries]
-
-
-def _read_prompt_logprobs(columns: worker_pb2.PromptLogprobs) -> PromptLogprobs:
-    read = PromptLogprobs(
-        logprobs=list(columns.logprobs),
-        num_top=len(columns.top_token_ids) // max(1, len(columns.logprobs)),
-        top_token_ids=list(columns.top_token_ids),
-        top_logprobs=list(columns.top_logprobs),
-    )
-    if {len(read.top_token_ids), len(read.top_logprobs)} != {read.num_top * len(read)}:
-        raise WorkerUnavailable("a worker told log-probabilities of a prompt that do not fit each other")
-    return read
-
-
-def _read_finished(event: worker_pb2.Finished) -> Finished | Failed:
-    reason = _REASONS.get(event.reason)
-    if reason is None:
-        return Failed(WorkerUnavailable("the worker gave no reason for the end of an answer"))
-    return Finished(reason)
-
-
-def _read_load(load: worker_pb2.WorkerLoad) -> Load:
-    pages = load.pages
-    return Load(
-        pages_total=pages.total,
-        pages_free=pages.free,
-        pages_cached=pages.cached,
-        pages_reserved=pages.reserved,
-        pages_used=pages.used,
-        pages_promised=load.promised_pages,
-        running=load.running,
-        waiting=load.waiting,
-        waiting_tokens=load.waiting_tokens,
-        pages_promised_by_class=tuple(load.promised_pages_by_class),
-        running_by_class=tuple(load.running_by_class),
-        num_preempted=load.num_preempted,
-        context_tokens=load.context_tokens,
-        prefill_speed=_read_prefill_speed(load),
-        decode_speed=_read_decode_speed(load),
-        link_speed=_read_link_speed(load),
-        is_draining=load.state == cluster_pb2.WORKER_STATE_DRAINING,
-        clock_ahead_s=load.unix_ms / 1e3 - SYSTEM_CLOCK.unix_ns() / 1e9 if load.unix_ms else None,
-    )
-
-
-def _read_prefill_speed(load: worker_pb2.WorkerLoad) -> PrefillSpeed | None:
-    speed = load.prefill_speed
-    numbers = (speed.overhead_s, speed.s_per_token, speed.s_per_token_squared)
-    return PrefillSpeed(*numbers) if load.HasField("prefill_speed") and _are_sane(numbers) else None
-
-
-def _read_decode_speed(load: worker_pb2.WorkerLoad) -> DecodeSpeed | None:
-    speed = load.decode_speed
-    numbers = (speed.overhead_s, speed.s_per_sequence, speed.s_per_context_token)
-    return DecodeSpeed(*numbers) if load.HasField("decode_speed") and _are_sane(numbers) else None
-
-
-def _read_link_speed(load: worker_pb2.WorkerLoad) -> LinkSpeed | None:
-    numbers = (load.link_speed.latency_s, load.link_speed.bytes_per_s)
-    return LinkSpeed(*numbers) if load.HasField("link_speed") and _are_sane(numbers) and numbers[1] > 0 else None
-
-
-def _read_links(before: PeerLinks, told: Iterable[worker_pb2.PeerLink]) -> PeerLinks:
-    """Those that were known, as far as nothing else is told of them."""
-    links: dict[str, PeerLink] = dict(before)
-    for link in told:
-        numbers = (link.speed.latency_s, link.speed.bytes_per_s)
-        if link.HasField("speed") and _are_sane(numbers) and numbers[1] > 0:
-            links.pop(link.worker_id, None)  # the one that was told of last is the last to be forgotten
-            links[link.worker_id] = PeerLink(*numbers, link.underway_bytes)
-    for worker_id in list(links)[: max(0, len(links) - MAX_PEERS)]:
-        del links[worker_id]
-    return PeerLinks(links)
-
-
-def _read_gpu(gpu: worker_pb2.GpuFacts) -> GpuFacts:
-    said: dict[str, Any] = {field.name: value for field, value in gpu.ListFields()}
-    temperatures = {
-        name: said[name] for name in ("temperature_c", "slowdown_c") if name in said and math.isfinite(said[name])
-    }
-    return GpuFacts(
-        **temperatures,
-        num_uncorrected=said.get("num_uncorrected"),
-        is_remap_pending=said.get("is_remap_pending"),
-        has_remap_failed=said.get("has_remap_failed"),
-        throttle_reasons=frozenset(gpu.throttle_reasons),
-        free_bytes=said.get("free_bytes"),
-        total_bytes=said.get("total_bytes"),
-        xids=frozenset(gpu.xids),
-        is_lost=gpu.is_lost,
-    )
-
-
-def _are_sane(numbers: tuple[float, ...]) -> bool:
-    """Whether a policy can calculate with them; what a worker says is not trusted."""
-    return all(math.isfinite(number) and number >= 0 for number in numbers)
-
-
-_REASONS: dict[int, Literal["stop", "length", "cancelled"]] = {
-    inference_pb2.FINISH_REASON_STOP: "stop",
-    inference_pb2.FINISH_REASON_LENGTH: "length",
-    inference_pb2.FINISH_REASON_CANCELLED: "cancelled",
-}
-
-_READERS: dict[str, Callable[[Any], Event]] = {
-    "admitted": lambda _: Admitted(),
-    "refused": _read_refused,
-    "prefill_started": lambda event: PrefillStarted(event.queue_s, event.num_cached_tokens),
-    "tokens": _read_tokens,
-    "handed_off": lambda event: HandedOff(
-        event.num_pages,
-        event.num_bytes,
-        event.exposed_s,
-        event.transport,
-        tuple((chunk.began_s, chunk.spent_s, chunk.num_tokens) for chunk in event.chunks),
-    ),
-    "decode_started": lambda event: DecodeStarted(),
-    "paused": lambda event: Paused(event.num_tokens),
-    "finished": _read_finished,
-    "failed": lambda event: Failed(_blamed(status.from_wire(event.code, event.message))),
-    "cancelled": lambda event: Cancelled(event.has_begun),
-}

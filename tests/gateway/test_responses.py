@@ -894,7 +894,7 @@ async def test_error_in_a_stream_names_the_member_of_this_api(make_system, worke
     system = await make_system()
     broken = InvalidRequest("response_format cannot go on", field="response_format")
     # Workers' own errors come without the member's name.
-    monkeypatch.setattr("gateway.topology.session._blamed", lambda _: broken)
+    monkeypatch.setattr("gateway.topology.wire._blamed", lambda _: broken)
 
     async def decode(attempt):
         attempt.emit(worker_pb2.Admitted())

@@ -18,7 +18,7 @@ from gateway.limits import SERVICE_CLASSES
 from gateway.observability.metrics import Metrics
 from gateway.topology.counts import Counts, HostTierPages
 from gateway.topology.presence import Presence
-from gateway.topology.session import Load
+from gateway.topology.reports import WorkerLoad
 from gateway.topology.troubles import Troubles
 from protos import worker_pb2
 from services.cluster.memory import MemoryUse
@@ -29,7 +29,7 @@ from services.runtime.gpu_health import GpuFacts
 from services.runtime.gpu_use import GpuUse
 from services.scheduling.health import judge_gpu
 from worker.config import WorkerConfig
-from worker.metrics import Load as WorkerLoad
+from worker.metrics import Load as OwnLoad
 from worker.metrics import WorkerMetrics
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -282,7 +282,7 @@ def member(role, worker_id, facts=None):
     record = SimpleNamespace(role=role, id=worker_id)
     gpu = judge_gpu(facts) if facts is not None else None
     session = SimpleNamespace(counts=COUNTS if facts is not None else None)
-    load = Load(8, 4, 2, 1, 1)
+    load = WorkerLoad(8, 4, 2, 1, 1)
     return SimpleNamespace(record=record, load=load, session=session, state="ready", gpu_facts=facts, gpu=gpu)
 
 
@@ -396,7 +396,7 @@ def worker_page():
         prog="test",
         environ={},
     )
-    metrics.serve(settings, lambda: WorkerLoad(8, 5, 0, 1, 2))
+    metrics.serve(settings, lambda: OwnLoad(8, 5, 0, 1, 2))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
         return response.read().decode()
 

@@ -5,7 +5,7 @@ import pytest
 from gateway.requests.attempt import Attempt, CrowdedOut, Giver
 from gateway.requests.mailbox import Mailbox
 from gateway.requests.tokens import TokenLog
-from gateway.topology.session import (
+from gateway.topology.events import (
     Admitted,
     AttemptKey,
     Declined,
@@ -14,10 +14,10 @@ from gateway.topology.session import (
     Failed,
     Finished,
     HandedOff,
-    Load,
-    Peer,
     SequenceOrder,
 )
+from gateway.topology.reports import WorkerLoad
+from gateway.topology.session import Peer
 from gateway.topology.watch import AttemptWatch, WorkerWatch
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
 from services.runtime.errors import DeadlineExceeded, NoFreePages, TransferFailed, WorkerUnavailable
@@ -31,7 +31,7 @@ class Session:
     def __init__(self, worker_id="w"):
         self.peer = Peer(worker_id=worker_id, incarnation="0" * 32, address="h:1")
         self.sent, self.cancelled, self.is_open = [], 0, False
-        self.load = Load()
+        self.load = WorkerLoad()
 
     def open(self, key, route, *, num_left=None):
         self.is_open = True

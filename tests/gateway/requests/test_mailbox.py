@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gateway.requests.mailbox import Mailbox
-from gateway.topology.session import DecodeStarted
+from gateway.topology.events import DecodeStarted
 from services.runtime.errors import DeadlineExceeded
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.requests.tokens import TokenLog
-from gateway.topology.session import Emitted
+from gateway.topology.events import Emitted
 from gateway.types import TokenLogprobs
 from services.runtime.errors import InternalError, TransferFailed
 

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.topology.books import Bookings, Books
 from gateway.topology.members import FRESH_S, Topology
-from gateway.topology.session import Load
+from gateway.topology.reports import WorkerLoad
 from services.cluster.registry import WorkerRecord
 from services.scheduling.links import PeerLink, PeerLinks
 from services.scheduling.prediction import DEFAULT_LINK, DecodeSpeed
@@ -44,7 +44,7 @@ async def make_topology():
         made.append(topology)
         topology.take_membership(records)
         for member in topology.members():
-            come_up(member, Load(pages_total=100, pages_free=50))
+            come_up(member, WorkerLoad(pages_total=100, pages_free=50))
         return topology
 
     yield make
@@ -78,7 +78,7 @@ async def test_a_view_follows_load_bookings_open_attempts_record_and_speeds(make
         return tuple(getattr(view, name) for name in names)
 
     assert seen("pages_available", "num_requests", "waiting_tokens", "region") == (50, 0, 0, "")
-    report(member, Load(pages_total=100, pages_free=20, pages_promised=5, running=3, waiting_tokens=7))
+    report(member, WorkerLoad(pages_total=100, pages_free=20, pages_promised=5, running=3, waiting_tokens=7))
     assert seen("pages_available", "num_requests", "waiting_tokens", "num_running") == (15, 3, 7, 3)
     bookings = Bookings()
     bookings.enter(member.session.books, member.session.books, num_pages=4, prompt=PROMPT)
@@ -91,7 +91,7 @@ async def test_a_view_follows_load_bookings_open_attempts_record_and_speeds(make
     member.record = msgspec.structs.replace(member.record, region="east")
     assert seen("region") == ("east",)
     fast = DecodeSpeed(1e-6, 1e-6, 1e-9)
-    report(member, Load(pages_total=100, pages_free=20, running=1, decode_speed=fast))
+    report(member, WorkerLoad(pages_total=100, pages_free=20, running=1, decode_speed=fast))
     topology._usual.clear()
     assert seen("decode_speed") == (fast,)
     member.session._worked_at_s -= 2 * FRESH_S
@@ -123,12 +123,12 @@ async def test_a_view_has_the_links_of_its_worker_and_what_is_on_its_way(make_to
 async def test_a_load_keeps_the_rotation_and_a_worker_that_leaves_ends_it(make_topology):
     topology = make_topology(record("d-0"), record("d-1"))
     before = topology._rotation("decode", "m")
-    report(member_of(topology, "d-0"), Load(pages_total=100, pages_free=1))
+    report(member_of(topology, "d-0"), WorkerLoad(pages_total=100, pages_free=1))
     assert topology._rotation("decode", "m") is before
     assert topology.decode_views("m", prompt=PROMPT)[0].pages_available == 1
-    report(member_of(topology, "d-0"), Load(pages_total=100, is_draining=True))
+    report(member_of(topology, "d-0"), WorkerLoad(pages_total=100, is_draining=True))
     assert topology.decode_views("m", prompt=PROMPT).worker_ids == ["d-1"]
-    report(member_of(topology, "d-0"), Load(pages_total=100))
+    report(member_of(topology, "d-0"), WorkerLoad(pages_total=100))
     assert topology.decode_views("m", prompt=PROMPT).worker_ids == ["d-0", "d-1"]
     member = member_of(topology, "d-1")
     member.session.is_up = False
@@ -142,7 +142,7 @@ async def test_whoever_waits_hears_of_every_load(make_topology):
     noted = []
     with topology.watched(lambda: noted.append(1)):
         for pages_free in range(3):
-            report(member_of(topology, "d-0"), Load(pages_total=100, pages_free=pages_free))
+            report(member_of(topology, "d-0"), WorkerLoad(pages_total=100, pages_free=pages_free))
     assert len(noted) == 3
 
 
@@ -154,7 +154,7 @@ async def test_what_all_workers_have_in_common_follows_those_in_rotation(make_to
     assert not topology.is_uniform("m")
     assert topology.kv_bytes_per_token("m") == 300
     assert topology.max_sequence_tokens("m") == 1000
-    report(member_of(topology, "d-1"), Load(is_draining=True))
+    report(member_of(topology, "d-1"), WorkerLoad(is_draining=True))
     assert topology.cache_layouts("m") == {("same", 16)}
     assert topology.is_uniform("m")
     assert (topology.kv_bytes_per_token("n"), topology.max_sequence_tokens("n")) == (0, None)
@@ -162,14 +162,15 @@ async def test_what_all_workers_have_in_common_follows_those_in_rotation(make_to
 
 async def test_the_share_that_is_free_is_that_of_the_emptiest_worker_one_may_use(make_topology):
     topology = make_topology(record("d-0"), record("d-1", tenants=("t",)))
-    report(member_of(topology, "d-0"), Load(pages_total=100, pages_free=10))
-    report(member_of(topology, "d-1"), Load(pages_total=100, pages_free=60, pages_cached=10))
+    report(member_of(topology, "d-0"), WorkerLoad(pages_total=100, pages_free=10))
+    report(member_of(topology, "d-1"), WorkerLoad(pages_total=100, pages_free=60, pages_cached=10))
     assert topology.free_share("m", "") == 0.1
     assert topology.free_share("m", "t") == 0.7
     assert topology.free_share("n", "") == 1.0
     assert (topology.lane_of("m", "t"), topology.lane_of("m", "u")) == ("t", "")
     topology.take_membership([record("d-0"), record("d-1", tenants=("u",))])
-    come_up(member_of(topology, "d-0"), Load())  # A worker without an address gets another session with each record.
+    # A worker without an address gets another session with each record.
+    come_up(member_of(topology, "d-0"), WorkerLoad())
     assert (topology.lane_of("m", "t"), topology.lane_of("m", "u")) == ("", "u")
     assert topology.decode_ids("m", tenant="t") == {"d-0"}
 
@@ -181,7 +182,7 @@ async def test_weights_that_others_do_not_have_are_a_lane_of_their_own(make_topo
     assert (lane("u", same.identity_key), lane("t", same.identity_key)) == ("", "t")
     topology.take_membership([same, other])
     for worker_id in ("d-0", "d-1"):
-        come_up(member_of(topology, worker_id), Load())
+        come_up(member_of(topology, worker_id), WorkerLoad())
     assert len({lane("u"), lane("u", same.identity_key), lane("u", other.identity_key)}) == 3
 
 
@@ -238,9 +239,9 @@ async def test_a_worker_that_is_left_out_is_in_no_rotation_and_said_once(make_to
 
 async def test_who_vanished_is_missed_and_who_had_said_that_it_leaves_is_not(make_topology):
     topology = make_topology(record("d-0"), record("d-1"), record("d-2"), record("p-0"))
-    report(member_of(topology, "d-1"), Load(is_draining=True))
+    report(member_of(topology, "d-1"), WorkerLoad(is_draining=True))
     topology.take_membership([record("d-0"), record("d-1"), msgspec.structs.replace(record("d-2"), state="draining")])
-    report(member_of(topology, "d-1"), Load())  # of a new session, which has said nothing yet
+    report(member_of(topology, "d-1"), WorkerLoad())  # of a new session, which has said nothing yet
     for worker_id in ("d-0", "d-1", "d-2"):
         member_of(topology, worker_id).session.is_up = False
     topology.take_membership([])

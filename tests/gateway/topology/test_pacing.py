@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.limits import ModelLimits, complete_sampling
+from gateway.topology.events import AttemptKey, Emitted, Failed, Finished, SequenceOrder
 from gateway.topology.pacing import BUSY_SHARE, LATE_S, MAX_HOLD_S, MEMORY_S, Lateness, Pace, thread_busy_s
-from gateway.topology.session import AttemptKey, DecodeSession, Emitted, Failed, Finished, Peer, SequenceOrder
+from gateway.topology.session import DecodeSession, Peer
 from gateway.types import AskedSampling
 from protos import inference_pb2, worker_pb2
 from services.runtime.clock import SYSTEM_CLOCK, Deadline

@@ -1,0 +1,118 @@
+"""What a worker says of one attempt, and what it must know to compute it: plain data, in no wire's format."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from gateway.types import PromptLogprobs, Sampling, TokenLogprobs
+from services.runtime.clock import Deadline
+from services.runtime.errors import TandemError, WorkerUnavailable
+from services.runtime.telemetry import TraceContext
+
+
+class AttemptKey(NamedTuple):
+    """Names one try of one answer towards workers."""
+
+    request_id: str
+    attempt: int
+
+
+class SequenceOrder(msgspec.Struct):
+    """What workers must know to compute one attempt. `emitted_token_ids` are those that the client already has."""
+
+    key: AttemptKey
+    prompt_token_ids: Sequence[int]
+    emitted_token_ids: Sequence[int]
+    sampling: Sampling
+    eos_token_ids: Sequence[int]
+    deadline: Deadline
+    trace: TraceContext | None
+    cache_salt: str = ""
+    """Who may share its pages: those of the same text. Empty: all that have none."""
+    service_class: int = 2
+    """0 critical, 1 interactive, 2 normal, 3 low, 4 batch."""
+    message: Any = None
+    """The order as `wire` has encoded it, once for both workers."""
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """The decode worker promises capacity."""
+
+
+class Declined(msgspec.Struct, frozen=True):
+    """The worker does not take the attempt and holds nothing of it."""
+
+    error: TandemError
+
+
+class PrefillStarted(msgspec.Struct, frozen=True):
+    """The prompt is being computed, after waiting `queue_s` in the worker.
+
+    `num_cached_tokens` of it are not computed, because pages of earlier requests are there.
+    """
+
+    queue_s: float
+    num_cached_tokens: int = 0
+
+
+class Emitted(msgspec.Struct, frozen=True):
+    """New tokens; `first_index` is the place of the first one in the answer.
+
+    With the first of all may come what is asked of the prompt's tokens from the second on.
+    """
+
+    first_index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class HandedOff(msgspec.Struct, frozen=True):
+    """The prefill worker's part is over: the decode worker has committed the pages.
+
+    `chunks` are the parts in which the prompt was computed: (seconds from PrefillStarted, seconds, tokens).
+    """
+
+    num_pages: int
+    num_bytes: int
+    exposed_s: float
+    transport: str
+    chunks: tuple[tuple[float, float, int], ...] = ()
+
+
+class DecodeStarted(msgspec.Struct, frozen=True):
+    """The sequence is in the decode worker's batch."""
+
+
+class Paused(msgspec.Struct, frozen=True):
+    """The sequence is out of the decode worker's batch, keeps its pages, and has `num_tokens` tokens, all sent."""
+
+    num_tokens: int
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The worker ended the sequence; nothing follows from it."""
+
+    reason: Literal["stop", "length", "cancelled"]
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """The attempt is over on that worker; nothing follows from it. WorkerLost: the worker itself is gone."""
+
+    error: TandemError
+
+
+class Cancelled(msgspec.Struct, frozen=True):
+    """The word that `cancel_and_ask` wants; nothing follows. `has_begun`: the prompt may have been computed."""
+
+    has_begun: bool
+
+
+Event = (
+    Admitted | Declined | PrefillStarted | Emitted | HandedOff | DecodeStarted | Paused | Finished | Failed | Cancelled
+)
+
+
+class Unfit(WorkerUnavailable):
+    """A worker does not take what its model should: its files or its version are others. It is tried elsewhere."""
