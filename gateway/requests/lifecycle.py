@@ -746,10 +746,7 @@ class Requests:
     def _note_phase(
         self, request: RunningAnswer, attempt: Attempt, phase: Phase, observed: _Observed, *, num_new: int = 0
     ) -> None:
-        """The answer goes from one phase to another: its workers may have changed, and a handoff may be done.
-
-        So many tokens came with that.
-        """
+        """Notes a change of phase that `num_new` tokens came with; workers may be others, and a handoff may be done."""
         trace, spans, num_tokens = observed.trace, observed.spans, request.num_tokens
         left = trace.waterfall.phase
         trace.enter(phase)

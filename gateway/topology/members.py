@@ -204,10 +204,8 @@ class Topology:
 
     def take_membership(self, records: Iterable[WorkerRecord], *, is_stale: bool = False) -> None:
         """Follows the registry: sessions to new processes begin, workers that left and cannot be reached go."""
-        if not is_stale:
-            self._stale_since_s = None
-        elif self._stale_since_s is None:
-            self._stale_since_s = asyncio.get_running_loop().time()
+        if not is_stale or self._stale_since_s is None:
+            self._stale_since_s = self.now_s() if is_stale else None
         listed = {(record.role, record.id): record for record in records}
         for (listed_role, worker_id), record in listed.items():
             self._take_record(self._roles[listed_role], worker_id, record)
