@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from demo import DEMO_MODEL
-from prefill_worker.engine_loop import PrefillLoop
+from prefill_worker.engine_loop import prefill_loop
 from services.engine.cache.pages import num_pages_for
 from services.engine.engine import EngineParts, load_warm_engine
 from services.engine.steps.sequence import Sampling, Sequence
@@ -60,15 +60,7 @@ class Prompts:
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-        self._loop = PrefillLoop(
-            runner=parts.runner,
-            allocator=parts.allocator,
-            page_size=parts.pool.layout.page_size,
-            chunk_tokens=512,
-            clock=ThreadClock(),
-            on_report=lambda report: None,
-            tier=parts.tier,
-        )
+        self._loop = prefill_loop(parts, chunk_tokens=512, clock=ThreadClock(), on_report=lambda report: None)
         self._number = 0
 
     def seconds(self, case: str, num_tokens: int) -> float:

@@ -35,10 +35,11 @@ from benchmarks.cluster import Cluster, collect, request, running_cluster
 from benchmarks.load import percentile
 from benchmarks.report import Ratio, add_arguments, leave
 from demo import DEMO_MODEL
-from prefill_worker.engine_loop import PrefillLoop, StepReport
+from prefill_worker.engine_loop import prefill_loop
 from protos import inference_pb2_grpc
 from services.engine.engine import EngineParts, load_engine
 from services.engine.steps.sequence import Sampling, Sequence
+from worker.engine import PrefillReport
 
 SHORT_TOKENS = (64, 128)
 SALT = bytes(32)
@@ -192,14 +193,7 @@ class _Engine:
         self._rng = rng
         self._long_tokens = 0
         self._clock = CpuClock()
-        self._loop = PrefillLoop(
-            runner=parts.runner,
-            allocator=parts.allocator,
-            page_size=parts.pool.layout.page_size,
-            chunk_tokens=512,
-            clock=self._clock,
-            on_report=self._on_report,
-        )
+        self._loop = prefill_loop(parts, chunk_tokens=512, clock=self._clock, on_report=self._on_report)
         self._keys = itertools.count()
         self._begun: dict[Hashable, tuple[float, int]] = {}
         self._measured = Slices()
@@ -245,7 +239,7 @@ class _Engine:
             self._loop.release(key)
         self._begun.clear()
 
-    def _on_report(self, report: StepReport) -> None:
+    def _on_report(self, report: PrefillReport) -> None:
         for chunk in report.chunks:
             if chunk.is_last:
                 arrived_s, num_tokens = self._begun.pop(chunk.key)

@@ -28,14 +28,16 @@ from tokenizers import Tokenizer
 
 from benchmarks.cluster import running_cluster
 from benchmarks.report import Ratio, add_arguments, leave
-from decode_worker.engine_loop import DecodeLoop, StepReport
+from decode_worker.engine_loop import DecodeLoop
+from decode_worker.pages import DecodePages
 from decode_worker.scheduler import BatchScheduler
-from decode_worker.speculation import Speculator
+from decode_worker.speculation import Speculation, Speculator
 from demo import DEMO_DRAFT, DEMO_MODEL
 from services.engine.engine import EngineParts, load_engine
 from services.engine.speculation.draft import DraftModel
 from services.engine.steps.sequence import Sampling, Sequence
 from services.runtime.clock import SYSTEM_CLOCK, Clock
+from worker.engine import DecodeReport
 
 MODES = ("off", "ngram", "draft", "auto")
 EQUALITY_PROMPTS, EQUALITY_TOKENS, EQUALITY_BATCH = 200, 48, 32
@@ -86,7 +88,7 @@ class Bench:
         self._mode = mode
         self._clock = clock
         self._num_runs = 0
-        self._reports: list[StepReport] = []
+        self._reports: list[DecodeReport] = []
         self._num_ended = self._num_tokens = 0
         speculator = Speculator(
             clock=clock,
@@ -95,8 +97,12 @@ class Bench:
         )
         self._loop = DecodeLoop(
             runner=model.runner,
-            allocator=model.allocator,
-            page_size=model.pool.layout.page_size,
+            pages=DecodePages(
+                model.allocator,
+                page_size=model.pool.layout.page_size,
+                clock=clock,
+                is_exact=model.model.exact,
+            ),
             scheduler=BatchScheduler(
                 max_batch=64,
                 step_tokens=512,
@@ -104,10 +110,9 @@ class Bench:
                 page_size=model.pool.layout.page_size,
                 is_exact=model.model.exact,
             ),
-            is_exact=model.model.exact,
             clock=clock,
             on_report=self._on_report,
-            speculator=None if mode == "off" else speculator,
+            features=() if mode == "off" else (Speculation(speculator),),
         )
 
     def run(
@@ -153,7 +158,7 @@ class Bench:
         sequence = Sequence((self._num_runs, place), prompt, sampling=sampling)
         self._loop.start(sequence, salt=f"{self._mode} {self._num_runs}".encode())  # all modes share the pages
 
-    def _on_report(self, report: StepReport) -> None:
+    def _on_report(self, report: DecodeReport) -> None:
         self._reports.append(report)
         for advance in report.advances:
             self._num_tokens += len(advance.tokens)

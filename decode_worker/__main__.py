@@ -1,8 +1,14 @@
 """Starts a decode worker."""
 
+from collections.abc import Callable
+from functools import partial
+
 import services.runtime.quiet_grpc  # noqa: F401 - first: gRPC looks at what it sets when it is imported
 from decode_worker.config import DecodeWorkerConfig
-from decode_worker.speculation import Speculator
+from decode_worker.engine_loop import DecodeLoop, decode_loop
+from decode_worker.features import StepFeature
+from decode_worker.mask_pace import PacedMasks
+from decode_worker.speculation import Speculation, Speculator
 from decode_worker.worker import DecodeWorker, Limits, Servicer
 from kv_transfer.receiving import LinkReceiver
 from kv_transfer.wire import SERVICE_NAME as LINK_SERVICE_NAME
@@ -12,6 +18,7 @@ from services.engine.speculation.draft import load_draft
 from services.runtime import process
 from services.runtime.clock import SYSTEM_CLOCK, THREAD_CLOCK
 from services.runtime.errors import ConfigError
+from worker.engine import DecodeReport
 from worker.host import channel_tls, load_or_stop
 from worker.startup import Common, Made, Role, run
 
@@ -21,34 +28,55 @@ MAX_DEFAULT_SWAP_BYTES = 1 << 30
 
 async def make(common: Common[DecodeWorkerConfig]) -> Made:
     """The worker of a loaded model, and what receives pages for it."""
-    settings, parts, gpu, publisher = common.settings, common.parts, common.gpu, common.publisher
+    settings, parts = common.settings, common.parts
     speculator = await load_or_stop(lambda: _speculator(settings, parts), common.lease, common.stop)
     worker = DecodeWorker(
-        parts=parts,
-        links=common.send_links(),
-        incarnation=common.incarnation,
-        limits=Limits(
+        common.around(),
+        common.facts,
+        make_engine=partial(
+            _engine,
+            parts,
             max_batch=settings.max_batch,
-            max_admitted=settings.max_admitted or 2 * settings.max_batch,
             chunk_tokens=settings.chunk_tokens,
             swap_bytes=_swap_bytes(settings, parts),
+            speculator=speculator,
+        ),
+        limits=Limits(
+            max_admitted=settings.max_admitted or 2 * settings.max_batch,
             is_optimistic=settings.admission == "expected",
         ),
-        metrics=common.metrics,
-        step_timeout_s=settings.step_timeout,
-        gpu=None if gpu is None else gpu.message,
-        grammars=common.grammars(),
-        on_pages_changed=None if publisher is None else publisher.note,
-        speculator=speculator,
     )
     receiver = _receiver(common, worker)
-    worker.attach(receiver)
+    worker.arrivals.attach(receiver)
     servicer = Servicer(worker.sessions)
     add_services = (
         lambda server: worker_pb2_grpc.add_DecodeWorkerServicer_to_server(servicer, server),
         lambda server: link_pb2_grpc.add_LinkServicer_to_server(receiver, server),
     )
     return Made(worker, add_services, record_fields={"max_running": settings.max_batch})
+
+
+def _engine(
+    parts: EngineParts,
+    on_report: Callable[[DecodeReport], None],
+    *,
+    max_batch: int,
+    chunk_tokens: int,
+    swap_bytes: int,
+    speculator: Speculator | None,
+) -> DecodeLoop:
+    features: list[StepFeature] = [PacedMasks()]
+    if speculator is not None:
+        features.append(Speculation(speculator))
+    return decode_loop(
+        parts,
+        max_batch=max_batch,
+        chunk_tokens=chunk_tokens,
+        swap_bytes=swap_bytes,
+        clock=SYSTEM_CLOCK,
+        on_report=on_report,
+        features=features,
+    )
 
 
 def _receiver(common: Common[DecodeWorkerConfig], worker: DecodeWorker) -> LinkReceiver:
@@ -58,7 +86,7 @@ def _receiver(common: Common[DecodeWorkerConfig], worker: DecodeWorker) -> LinkR
             identity=common.identity,
             pool=common.parts.pool,
             generations=common.parts.allocator,
-            target=worker,
+            target=worker.arrivals,
             transports=(settings.transport,),
             host=settings.host,
             port=settings.transfer_port,

@@ -1,4 +1,4 @@
-"""Chooses the sequences that sit out a step because their masks are dear. Pure: seconds in, keys out.
+"""Chooses the sequences that sit out a step because their masks are dear. `MaskPace` is pure: seconds in, keys out.
 
 A grammar is asked for each token of its answer, on the thread that computes everybody's. Usual forms take some
 microseconds; one that was written to be dear takes milliseconds, and a batch may be full of such answers. So those
@@ -10,6 +10,10 @@ had no mask in the batch yet is taken to be as dear as those that came before it
 
 import math
 from collections.abc import Collection, Hashable, Mapping
+
+from decode_worker.features import StepFeature, StepTaken
+from decode_worker.scheduler import Work
+from services.engine.steps.sequence import Sequence
 
 MASK_PART = 0.4
 """A token of another answer takes at most 1.4 times as long for them, over some steps."""
@@ -42,10 +46,6 @@ class MaskPace:
     def discard(self, key: Hashable) -> None:
         """Forgets a sequence. Unknown keys are ignored."""
         self._masked.discard(key)
-
-    def __contains__(self, key: object) -> bool:
-        """Whether the sequence has a grammar."""
-        return key in self._masked
 
     def resting(self, keys: Collection[Hashable]) -> Collection[Hashable]:
         """Returns the sequences of the batch, `keys`, that have no token in this step; never all of them.
@@ -85,3 +85,35 @@ class MaskPace:
                 dear_s += mask_s
         earned_s = MASK_PART * max(0.0, step_s - dear_s)
         self._credit_s = min(self._credit_s - dear_s, 0.0) + earned_s
+
+
+class PacedMasks(StepFeature):
+    """Has the sequences of a batch that have a grammar take turns by what their masks cost."""
+
+    def __init__(self) -> None:
+        self._pace = MaskPace()
+        self._sequences: dict[Hashable, Sequence] = {}
+        self._masks_s: dict[Hashable, float] = {}
+
+    def start(self, sequence: Sequence) -> None:
+        """Notes a sequence if it has a grammar."""
+        if sequence.grammar is not None:
+            self._sequences[sequence.sequence_id] = sequence
+            self._pace.add(sequence.sequence_id)
+
+    def free(self, key: Hashable) -> None:
+        """Forgets a sequence. Unknown keys are ignored."""
+        if self._sequences.pop(key, None) is not None:
+            self._pace.discard(key)
+
+    def resting(self, keys: Collection[Hashable]) -> Collection[Hashable]:
+        """Returns the sequences that have no token in the next step."""
+        return self._pace.resting(keys)
+
+    def computed(self, work: list[Work]) -> None:
+        """Takes the times that the masks of the step took."""
+        self._masks_s = {one.key: self._sequences[one.key].take_mask_s() for one in work if one.key in self._sequences}
+
+    def end_step(self, step: StepTaken) -> None:
+        """Notes what of the step's time the masks took."""
+        self._pace.note_step(step.time_s, self._masks_s)

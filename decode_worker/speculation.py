@@ -20,11 +20,12 @@ Belongs to the engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from decode_worker.features import Proposal, StepAhead, StepFeature, StepTaken
 from decode_worker.payoff import (
     ANY_LEVEL,
     REQUEST_HALF_LIFE_STEPS,
@@ -79,20 +80,15 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
-    """Tokens that may come next, all of one source."""
+class KnownProposal(Proposal):
+    """Tokens that may come next, all of one source, and what is known of the chances of each."""
 
-    token_ids: tuple[int, ...]
     kinds: tuple[Kind, ...]
 
     @property
     def source(self) -> Source:
         """Where they are from."""
         return self.kinds[0].source
-
-    def num_accepted(self, tokens: SequenceOf[SampledToken]) -> int:
-        """How many are among the tokens that were chosen."""
-        return sum(token.token_id == proposed for token, proposed in zip(tokens, self.token_ids, strict=False))
 
 
 @dataclass(eq=False, slots=True)
@@ -174,7 +170,7 @@ class Speculator:
         self._current = balance, num_sequences
         return balance.is_open()
 
-    def propose(self, candidates: SequenceOf[Candidate], *, speed: DecodeSpeed | None) -> dict[Hashable, Proposal]:
+    def propose(self, candidates: SequenceOf[Candidate], *, speed: DecodeSpeed | None) -> dict[Hashable, KnownProposal]:
         """Tokens for those for whom it pays, in a step that is open.
 
         `speed` is that of the worker's steps, by any clock: a proposal costs what one more sequence would.
@@ -193,7 +189,7 @@ class Speculator:
         if self._drafting.forget_if_old(self._step):
             self._guesses, self._reads = {}, PrefillMeter(DEFAULT_READ)
         price = Price(num_tokens=num_sequences, time_s=step_s)
-        proposals: dict[Hashable, Proposal] = {}
+        proposals: dict[Hashable, KnownProposal] = {}
         to_draft: list[_Chain] = []
         for candidate in candidates:
             row_s = speed.s_per_sequence + speed.s_per_context_token * candidate.sequence.num_tokens
@@ -212,7 +208,7 @@ class Speculator:
             self._proposing.note(self._step)
         return proposals
 
-    def learn(self, key: Hashable, proposal: Proposal, tokens: SequenceOf[SampledToken]) -> None:
+    def learn(self, key: Hashable, proposal: KnownProposal, tokens: SequenceOf[SampledToken]) -> None:
         """What was chosen behind a proposal, up to the first token that it did not have."""
         record = self._requests[key].record
         for token, token_id, kind in zip(tokens, proposal.token_ids, proposal.kinds, strict=False):
@@ -254,7 +250,7 @@ class Speculator:
 
     # --- what was said before ---
 
-    def _look_up(self, candidate: Candidate, request: _Request, cost: float) -> tuple[Proposal | None, float]:
+    def _look_up(self, candidate: Candidate, request: _Request, cost: float) -> tuple[KnownProposal | None, float]:
         """Proposes what is worth its cost; with what is gained by it, in tokens."""
         if not self._uses_ngrams:
             return None, 0.0
@@ -265,7 +261,7 @@ class Speculator:
             for num_before in range(len(token_ids))
         ]
         num, gain = worthwhile([request.record.chance(kind, self._step) for kind in kinds], cost)
-        return (Proposal(tuple(token_ids[:num]), tuple(kinds[:num])), gain) if num else (None, 0.0)
+        return (KnownProposal(tuple(token_ids[:num]), tuple(kinds[:num])), gain) if num else (None, 0.0)
 
     # --- the draft ---
 
@@ -283,7 +279,7 @@ class Speculator:
 
     def _draft_all(
         self, draft: DraftModel, chains: list[_Chain], price: Price, step_s: float
-    ) -> list[tuple[_Chain, Proposal]]:
+    ) -> list[tuple[_Chain, KnownProposal]]:
         """Guesses for these, as far as it is worth it. Who lacks much reads a part instead."""
         lacking = [draft.num_lacking(chain.candidate.sequence) for chain in chains]
         num_to_read = self._num_to_read(step_s)
@@ -305,7 +301,7 @@ class Speculator:
         for chain, guesses, limit in zip(chains, guessed, limits, strict=True):
             self._weigh(chain, guesses, limit.chances, price)
         return [
-            (chain, Proposal(tuple(guess.token_id for guess in guesses[: len(chain.kinds)]), tuple(chain.kinds)))
+            (chain, KnownProposal(tuple(guess.token_id for guess in guesses[: len(chain.kinds)]), tuple(chain.kinds)))
             for chain, guesses in zip(chains, guessed, strict=True)
             if chain.kinds
         ]
@@ -373,6 +369,44 @@ class Speculator:
         self._read_s += now_s - began_s
         self._reads.observe(num_tokens, num_before, now_s - began_s, now_s)
         return num_tokens
+
+
+class Speculation(StepFeature):
+    """Has a speculator propose for the sequences of a step that have begun their answer and take its next token."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self._speculator = speculator
+
+    def free(self, key: Hashable) -> None:
+        """Forgets a sequence. Unknown keys are ignored."""
+        self._speculator.free(key)
+
+    def propose(self, step: StepAhead) -> Mapping[Hashable, Proposal]:
+        """Returns proposals for those for whom it pays, and takes pages for them if nobody waits for these."""
+        decoding = [work for work in step.work if work.samples and work.num_tokens == 1]
+        if not decoding or not self._speculator.is_open(len(decoding)):
+            return {}
+        candidates = []
+        for work in decoding:
+            sequence = step.sequences[work.key]
+            num_free = step.look_ahead(work.key, self._speculator.max_depth)
+            if num_free and sequence.num_generated_tokens:
+                candidates.append(Candidate(sequence, num_free))
+        return self._speculator.propose(candidates, speed=step.decode) if candidates else {}
+
+    def learn(self, key: Hashable, proposal: Proposal, tokens: SequenceOf[SampledToken]) -> None:
+        """Notes which proposals were right."""
+        if isinstance(proposal, KnownProposal):
+            self._speculator.learn(key, proposal, tokens)
+
+    def end_step(self, step: StepTaken) -> None:
+        """Notes what a step gave, if it can be compared with others."""
+        is_decoding_only = all(work.samples and work.num_tokens == 1 for work in step.work)
+        self._speculator.end_step(step.num_accepted, is_comparable=is_decoding_only and not step.reports_prompts)
+
+    def check_books(self) -> None:
+        """Raises InvariantViolated where something is remembered of a sequence that has ended."""
+        self._speculator.check_integrity()
 
 
 _DRAFT_KINDS = {

@@ -8,13 +8,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("services", "kv_transfer", "worker", "gateway", "prefill_worker", "decode_worker", "planning", "cli")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
-MAX_CORE_FILES, MAX_CORE_LINES = 20, 10_300
+MAX_CORE_FILES, MAX_CORE_LINES = 20, 9_350
 """The aim is 8,000 lines."""
 
 LONG_FILES = {
-    "decode_worker/engine_loop.py": 646,
-    "decode_worker/scheduler.py": 689,
-    "decode_worker/worker.py": 760,
     "gateway/batches/runner.py": 591,
     "gateway/edge/grpc_api.py": 561,
     "gateway/edge/http_api.py": 803,
@@ -27,7 +24,6 @@ LONG_FILES = {
     "kv_transfer/protocol/receiver.py": 557,
     "kv_transfer/receiving.py": 622,
     "kv_transfer/sending.py": 819,
-    "prefill_worker/worker.py": 568,
     "services/cluster/batches.py": 508,
     "services/cluster/journals.py": 582,
     "services/cluster/prefix_index.py": 628,
@@ -41,7 +37,6 @@ LONG_FILES = {
 }
 """Those that are longer, and what they may have at most: the lists become shorter, and never longer."""
 LONG_FUNCTIONS = {
-    "decode_worker/worker.py:DecodeWorker.__init__": 71,
     "gateway/assembly.py:Gateway.__init__": 152,
     "gateway/observability/metrics.py:Metrics.__init__": 274,
     "gateway/requests/lifecycle.py:Requests.__init__": 67,

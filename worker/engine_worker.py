@@ -1,27 +1,31 @@
 """What both workers do between their sessions and their engine thread, whatever they compute.
 
-Knows no role: a worker says what an attempt of its own is and how one ends.
+Knows no role and no engine by name: a worker says what an attempt of its own is and how one ends, and `worker.engine`
+what an engine is.
 """
 
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
 
-from kv_transfer.sending import SendLinks
+from kv_transfer.sending import SendLinks, SendTransfer
 from protos import worker_pb2
 from services.engine.cache.pages import PageCounts
-from services.engine.engine import EngineParts, check_fits, check_token_ids
-from services.engine.steps.sequence import Sampling
+from services.engine.steps.sequence import Grammar, Sampling, Sequence
 from services.engine.thread import EngineThread, StepWatch
 from services.runtime.clock import Clock
-from services.runtime.errors import InternalError, InvalidRequest, InvariantViolated, TandemError
-from services.runtime.page_keys import PageKey
+from services.runtime.errors import InternalError, InvalidRequest, InvariantViolated, TandemError, WorkerUnavailable
+from services.runtime.page_keys import PageKey, cache_salt
+from services.runtime.telemetry import TraceContext
 from services.structured.compiler import GrammarCompiler
 from services.structured.grammar import Grammars
 from worker.attempts import AttemptSpec, AttemptTable
-from worker.host import on_this_loop
+from worker.engine import Engine, EngineFacts, StepReport
+from worker.host import infallible, on_this_loop
 from worker.metrics import Load, WorkerMetrics
 from worker.sessions import CommandHandler, Payload, Session, SessionServer
 
@@ -30,89 +34,84 @@ ENGINE_STOP_TIMEOUT_S = 10.0
 PagesChanged = Callable[[tuple[PageKey, ...], tuple[PageKey, ...]], None]
 """Called on the event loop with the keys of pages that have come to be found here, and of those that no longer are."""
 
+R = TypeVar("R")
+
 logger = logging.getLogger(__name__)
 
 
-class OfSession(Protocol):
-    """What is needed of an attempt."""
+@dataclass(eq=False, slots=True)
+class EngineAttempt:
+    """What the attempts of both workers have."""
 
     spec: AttemptSpec[Sampling]
     session: Session
+    trace: TraceContext | None
+    """Under which its spans are recorded; None: it has none."""
 
 
-A = TypeVar("A", bound=OfSession)
+A = TypeVar("A", bound=EngineAttempt)
 
 
-class Loop(Protocol):
-    """What runs on the engine thread."""
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What surrounds a worker's engine.
 
-    def step(self) -> bool:
-        """Computes; whether there is more."""
-        ...
+    `grammars` are for answers that must have a form, which are refused without. `step_timeout_s` of 0: a step may take
+    any time.
+    """
 
-    def check_books(self) -> None:
-        """Raises InvariantViolated where pages are held by nobody."""
-        ...
+    incarnation: str
+    links: SendLinks
+    metrics: WorkerMetrics
+    clock: Clock
+    grammars: Grammars | None = None
+    step_timeout_s: float = 0.0
+    gpu: Callable[[], worker_pb2.GpuFacts | None] | None = None
+    on_pages_changed: PagesChanged | None = None
 
 
 class EngineWorker(ABC, Generic[A]):
-    """Attempts, sessions with gateways, and an engine thread whose end is the worker's. Made on the event loop.
-
-    `grammars` are for answers that must have a form, which are refused without.
-    """
+    """Attempts, sessions with gateways, and an engine thread whose end is the worker's. Made on the event loop."""
 
     name: ClassVar[str]
     """As in messages."""
-    sessions: SessionServer
-    _engine: EngineThread
-    _step_watch: StepWatch
 
     def __init__(
         self,
+        around: Around,
+        facts: EngineFacts,
         *,
-        parts: EngineParts,
-        links: SendLinks,
-        metrics: WorkerMetrics,
-        grammars: Grammars | None,
-        on_pages_changed: PagesChanged | None,
-        clock: Clock,
+        engine: Engine,
+        handlers: Mapping[str, CommandHandler],
+        peer_links: Callable[[], Iterable[worker_pb2.PeerLink]] | None = None,
     ) -> None:
-        self._parts = parts
-        self._links = links
-        self._metrics = metrics
-        self._grammars = None if grammars is None else GrammarCompiler(grammars)
-        self._on_pages_changed = on_pages_changed
-        self._clock = clock
-        self._page_size = parts.pool.layout.page_size
+        self.facts = facts
+        self._links = around.links
+        self._metrics = around.metrics
+        self._clock = around.clock
+        self._grammars = None if around.grammars is None else GrammarCompiler(around.grammars)
+        self._on_pages_changed = around.on_pages_changed
         self._attempts: AttemptTable[A] = AttemptTable()
-        self._pages = parts.allocator.counts()
+        self._pages = PageCounts(facts.limits.num_pages, facts.limits.num_pages, 0, 0, 0)
         self._is_draining = False
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._event_loop = asyncio.get_running_loop()
         self.drain_requested = asyncio.Event()
         self.failed: asyncio.Future[None] = self._event_loop.create_future()
-
-    def _open_sessions(
-        self,
-        incarnation: str,
-        handlers: Mapping[str, CommandHandler],
-        *,
-        gpu: Callable[[], worker_pb2.GpuFacts | None] | None,
-        links: Callable[[], Iterable[worker_pb2.PeerLink]] | None = None,
-    ) -> None:
         self.sessions = SessionServer(
-            incarnation=incarnation,
+            incarnation=around.incarnation,
             handlers={**handlers, "drain": self._on_drain},
             load=lambda: self.load().to_message(is_draining=self._is_draining),
             on_session_closed=self._on_session_closed,
-            gpu=gpu,
-            links=links,
+            gpu=around.gpu,
+            links=peer_links,
             counts=self._metrics.counts,
         )
-
-    def _start_engine(self, loop: Loop, *, step_timeout_s: float) -> None:
-        self._engine = EngineThread(loop.step, on_fatal=on_this_loop(self._on_engine_failed), on_idle=loop.check_books)
-        self._step_watch = StepWatch(self._engine, timeout_s=step_timeout_s)
-        self._engine.start()
+        self._thread = EngineThread(
+            engine.step, on_fatal=on_this_loop(self._on_engine_failed), on_idle=engine.check_books
+        )
+        self._step_watch = StepWatch(self._thread, timeout_s=around.step_timeout_s)
+        self._thread.start()
 
     @abstractmethod
     def load(self) -> Load:
@@ -124,7 +123,15 @@ class EngineWorker(ABC, Generic[A]):
 
     @abstractmethod
     def _lose(self, attempt: A) -> None:
-        """Ends an attempt of a session that is closed: there is nobody to answer to."""
+        """Ends an attempt whose session is closed, so that nothing can be answered."""
+
+    @abstractmethod
+    async def wait_idle(self) -> None:
+        """Returns when every attempt has ended. Each has a deadline, so this does too."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends and answers what is left, frees everything and stops the engine."""
 
     def begin_drain(self) -> None:
         """Takes nothing new from here on; what was taken is finished."""
@@ -134,9 +141,9 @@ class EngineWorker(ABC, Generic[A]):
     def check_engine(self, elapsed_s: float) -> None:
         """Fails the worker if a step does not end; called again and again, `elapsed_s` after the last time."""
         if self._step_watch.is_stuck(elapsed_s):
-            self._engine.abandon("the engine is stuck")
+            self._thread.abandon("the engine is stuck")
             self._on_engine_failed(InvariantViolated("a step of the engine did not end in time"))
-        loss = self._parts.loss
+        loss = self.facts.loss()
         if loss is not None:
             self._on_engine_failed(loss)
 
@@ -144,18 +151,62 @@ class EngineWorker(ABC, Generic[A]):
         """Closes what an idle worker is made of, in the order in which it may still be used."""
         await self._links.close()
         self.sessions.close()
-        await asyncio.to_thread(self._engine.settle, timeout_s=ENGINE_STOP_TIMEOUT_S)
-        await asyncio.to_thread(self._engine.stop, timeout_s=ENGINE_STOP_TIMEOUT_S)
+        await asyncio.to_thread(self._thread.settle, timeout_s=ENGINE_STOP_TIMEOUT_S)
+        await asyncio.to_thread(self._thread.stop, timeout_s=ENGINE_STOP_TIMEOUT_S)
+
+    # --- attempts ---
+
+    def _leaving(self) -> WorkerUnavailable:
+        return WorkerUnavailable(f"the {self.name} is leaving")
 
     def _check(self, spec: AttemptSpec[Sampling], *, num_new_tokens: int) -> None:
         """Raises InvalidRequest for what the model cannot compute, with `num_new_tokens` after the prompt."""
-        config = self._parts.model_config
-        check_fits(config, self._parts.pool, len(spec.prompt_token_ids), num_new_tokens)
-        check_token_ids(config, spec.prompt_token_ids)
-        check_token_ids(config, spec.emitted_token_ids, field="emitted_token_ids")
-        check_token_ids(config, spec.sampling.logit_bias, field="logit_bias")
+        limits = self.facts.limits
+        limits.check_fits(len(spec.prompt_token_ids), num_new_tokens)
+        limits.check_token_ids(spec.prompt_token_ids)
+        limits.check_token_ids(spec.emitted_token_ids, field="emitted_token_ids")
+        limits.check_token_ids(spec.sampling.logit_bias, field="logit_bias")
         if spec.form is not None and self._grammars is None:
             raise InvalidRequest("this worker has no grammars", field="json_schema")
+
+    def _sequence(
+        self, spec: AttemptSpec[Sampling], grammar: Grammar | None, emitted_token_ids: list[int]
+    ) -> tuple[Sequence, bytes]:
+        """What the engine computes for an attempt, and the salt of its pages."""
+        sequence = Sequence(
+            spec.key,
+            spec.prompt_token_ids,
+            sampling=spec.sampling,
+            emitted_token_ids=emitted_token_ids,
+            grammar=grammar,
+        )
+        return sequence, self.salt(spec)
+
+    def salt(self, spec: AttemptSpec[Sampling]) -> bytes:
+        """Part of the names of its pages: pages are shared by attempts of one model and tenant."""
+        return cache_salt(model=self.facts.fingerprint, tenant=spec.cache_salt)
+
+    def emit(self, attempt: A, payload: Payload) -> None:
+        """Sends an event about an attempt to its gateway."""
+        self.sessions.emit(attempt.session, *attempt.spec.key, payload)
+
+    def begin_task(self, run: Coroutine[Any, Any, R], *, name: str | None = None) -> "asyncio.Task[R]":
+        """Runs a coroutine as a task of this worker."""
+        task = asyncio.create_task(run, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def abort_transfer(self, transfer: SendTransfer, reason: TandemError, then: Callable[[], None]) -> None:
+        """Ends a transfer in a task of its own, which nobody cancels; calls `then` when nothing reads its pages."""
+
+        def ended(abort: "asyncio.Task[None]") -> None:
+            error = abort.exception()
+            if error is not None:  # its pages may still be read, and by whom is not known
+                self._on_engine_failed(error)
+            then()
+
+        self.begin_task(transfer.abort(reason)).add_done_callback(ended)
 
     async def _on_drain(self, session: Session, message: worker_pb2.DrainWorker) -> None:
         self.drain_requested.set()
@@ -165,14 +216,19 @@ class EngineWorker(ABC, Generic[A]):
             if attempt.session is session:
                 self._lose(attempt)
 
-    def _emit(self, attempt: A, payload: Payload) -> None:
-        self.sessions.emit(attempt.session, *attempt.spec.key, payload)
+    # --- the engine ---
 
-    def _note_pages(self, pages: PageCounts, changes: tuple[tuple[PageKey, ...], tuple[PageKey, ...]]) -> None:
-        """After each step: how the pool is used, and which named pages came and went."""
-        self._pages = pages
-        if self._on_pages_changed is not None and any(changes):
-            self._on_pages_changed(*changes)
+    def command(self, command: Callable[[], R]) -> "Future[R]":
+        """Has a command of the engine run between two steps; one that fails ends the worker."""
+        return self._thread.submit(infallible(command))
+
+    def _note_step(self, report: StepReport, *, num_sequences: int, num_tokens: int) -> None:
+        """Notes how the pool is used and which named pages came and went, and a step that computed anything."""
+        self._pages = report.pages
+        if self._on_pages_changed is not None and any(report.changes):
+            self._on_pages_changed(*report.changes)
+        if num_sequences:
+            self._metrics.note_step(seconds=report.seconds, num_sequences=num_sequences, num_tokens=num_tokens)
 
     def _on_engine_failed(self, error: BaseException) -> None:
         """Answers every attempt with an error and lets the process end: its results can no longer be trusted."""

@@ -23,9 +23,12 @@ from services.cluster.registry import WorkerLease, WorkerRecord, named_channels,
 from services.engine.engine import EngineParts
 from services.engine.rehearsal import load_rehearsed_engine
 from services.runtime import config, rpc
+from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.model_facts import read_model_facts
 from services.structured.grammar import Grammars, grammar_library
 from worker.config import WorkerConfig
+from worker.engine import EngineFacts
+from worker.engine_worker import Around
 from worker.gpu import GpuWatch, watch_gpu
 from worker.host import Worker, channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
 from worker.metrics import WorkerMetrics
@@ -78,9 +81,25 @@ class Common(Generic[C]):
             on_channels=None if lease is None else lambda channels: lease.update(channels=named_channels(channels)),
         )
 
-    def grammars(self) -> Grammars:
-        """The grammars of the model's vocabulary."""
-        return Grammars(self.settings.model / "tokenizer.json", vocab_size=self.parts.model_config.vocab_size)
+    def around(self) -> Around:
+        """What surrounds the engine of its worker."""
+        vocab_size = self.parts.model_config.vocab_size
+        return Around(
+            incarnation=self.incarnation,
+            links=self.send_links(),
+            metrics=self.metrics,
+            clock=SYSTEM_CLOCK,
+            grammars=Grammars(self.settings.model / "tokenizer.json", vocab_size=vocab_size),
+            step_timeout_s=self.settings.step_timeout,
+            gpu=None if self.gpu is None else self.gpu.message,
+            on_pages_changed=None if self.publisher is None else self.publisher.note,
+        )
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What its worker knows of the engine."""
+        parts = self.parts
+        return EngineFacts(parts.limits, parts.fingerprint, loss=lambda: parts.loss)
 
     def watch(self) -> None:
         """Has metrics read what belongs to no role."""

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from services.engine.model import ENGINE, Model, load_model
 from services.engine.parallel.group import RankGroup
 from services.engine.reference.decoder import TorchDecoder
 from services.engine.runner import ModelRunner
+from services.engine.steps.limits import SequenceLimits
 from services.engine.steps.sequence import FinishReason, Grammar, Sampling, Sequence
 from services.engine.steps.step import (
     PROMPT_ROWS,
@@ -96,9 +96,10 @@ class EngineParts:
             self.model.close()
 
     @property
-    def max_sequence_tokens(self) -> int:
-        """The longest sequence that the model computes and the pool holds."""
-        return min(self.model_config.context_length_tokens, self.pool.num_pages * self.pool.layout.page_size)
+    def limits(self) -> SequenceLimits:
+        """What a sequence may be at most."""
+        config, layout = self.model_config, self.pool.layout
+        return SequenceLimits(config.context_length_tokens, config.vocab_size, self.pool.num_pages, layout.page_size)
 
     def identity(self, *, vocabulary: str, grammars: str) -> AnswerIdentity:
         """All that decides the tokens which it gives; the engine itself has seen no tokenizer and no grammar."""
@@ -122,7 +123,7 @@ class EngineParts:
             "layout_fingerprint": self.fingerprint,
             "tensor_parallel": self.parallelism.tensor,
             "pipeline_parallel": self.parallelism.pipeline,
-            "max_sequence_tokens": self.max_sequence_tokens,
+            "max_sequence_tokens": self.limits.max_sequence_tokens,
             "kv_bytes_per_token": layout.page_bytes // layout.page_size,
         }
 
@@ -257,7 +258,7 @@ def load_warm_engine(model_dir: str | Path, **settings: Any) -> EngineParts:
         ConfigError: a setting is wrong, or the pool would not fit into memory.
     """
     parts = load_engine(model_dir, **settings)
-    num_tokens = min(WARM_UP_TOKENS, parts.max_sequence_tokens - WARM_UP_STEPS)
+    num_tokens = min(WARM_UP_TOKENS, parts.limits.max_sequence_tokens - WARM_UP_STEPS)
     if num_tokens > 0:
         sampling = Sampling(max_tokens=WARM_UP_STEPS)
         try:
@@ -268,37 +269,6 @@ def load_warm_engine(model_dir: str | Path, **settings: Any) -> EngineParts:
             parts.close()
             raise
     return parts
-
-
-def check_fits(model_config: ModelConfig, pool: PagePool, num_prompt_tokens: int, max_tokens: int) -> None:
-    """Refuse, before any work, a request that the model or the pool could never hold.
-
-    Raises:
-        InvalidRequest: with the code context_length_exceeded and the numbers.
-    """
-    limit = model_config.context_length_tokens
-    pool_tokens = pool.num_pages * pool.layout.page_size
-    wanted = num_prompt_tokens + max_tokens
-    if wanted <= min(limit, pool_tokens):
-        return
-    if wanted > limit:
-        reason = f"the model's context length is {limit} tokens"
-    else:
-        reason = f"the worker's KV memory holds {pool_tokens} tokens ({pool.num_pages} pages)"
-    raise InvalidRequest(
-        f"{reason}, but {wanted} were requested: {num_prompt_tokens} in the prompt and {max_tokens} for the answer",
-        field="prompt" if num_prompt_tokens >= min(limit, pool_tokens) else "max_tokens",
-        code="context_length_exceeded",
-    )
-
-
-def check_token_ids(model_config: ModelConfig, token_ids: Iterable[int], *, field: str = "prompt") -> None:
-    """Refuse token ids that the model does not have; InvalidRequest names the first one."""
-    for token_id in token_ids:
-        if not 0 <= token_id < model_config.vocab_size:
-            raise InvalidRequest(
-                f"token id {token_id} is outside the model's vocabulary of {model_config.vocab_size}", field=field
-            )
 
 
 class EngineOutput(NamedTuple):
@@ -351,11 +321,11 @@ class Engine:
         Raises:
             InvalidRequest: it is empty, too long, or names token ids that do not exist.
         """
-        config = self._parts.model_config
-        check_fits(config, self._parts.pool, len(prompt_token_ids), sampling.max_tokens)
-        check_token_ids(config, prompt_token_ids)
-        check_token_ids(config, emitted_token_ids, field="emitted_token_ids")
-        check_token_ids(config, sampling.logit_bias, field="logit_bias")
+        limits = self._parts.limits
+        limits.check_fits(len(prompt_token_ids), sampling.max_tokens)
+        limits.check_token_ids(prompt_token_ids)
+        limits.check_token_ids(emitted_token_ids, field="emitted_token_ids")
+        limits.check_token_ids(sampling.logit_bias, field="logit_bias")
         sequence = Sequence(
             self._num_added,
             prompt_token_ids,

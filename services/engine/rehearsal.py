@@ -45,7 +45,7 @@ def rehearse(parts: EngineParts, *, max_s: float = MAX_REHEARSAL_S) -> Iterator[
     Leaves the engine's pages as they were. Raises NonFiniteLogits.
     """
     end_s = time.monotonic() + max_s
-    room = parts.max_sequence_tokens
+    room = parts.limits.max_sequence_tokens
     for num_tokens in PROMPTS_TOKENS:
         if num_tokens < room and time.monotonic() < end_s:
             yield from _timed(parts, [num_tokens], num_new=1)

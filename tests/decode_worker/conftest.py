@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,14 +10,21 @@ from typing import Any, cast
 import pytest
 import torch
 
+from decode_worker.engine_loop import decode_loop
+from decode_worker.features import StepFeature
+from decode_worker.mask_pace import PacedMasks
 from decode_worker.worker import DecodeWorker, Limits
 from kv_transfer.protocol.messages import TransferId
 from protos import inference_pb2, worker_pb2
 from services.engine.cache.pages import PageAllocator, PageLayout, PagePool
+from services.engine.steps.limits import SequenceLimits
 from services.engine.steps.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
+from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import TandemError
 from tests.fake_grammars import allowed_token
 from tests.fake_links import FakeLinks
+from worker.engine import EngineFacts
+from worker.engine_worker import Around
 from worker.metrics import Load, WorkerMetrics
 
 PAGE_SIZE = 4
@@ -78,11 +85,11 @@ class FakeReceiver:
             self.let_go(transfer_id)
 
     def let_go(self, transfer_id: TransferId) -> None:
-        self.tasks.append(asyncio.ensure_future(self.worker.release(transfer_id, self.aborted[transfer_id])))
+        self.tasks.append(asyncio.ensure_future(self.worker.arrivals.release(transfer_id, self.aborted[transfer_id])))
 
     async def close(self) -> None:
         for transfer_id in self.aborted:
-            await self.worker.release(transfer_id, self.aborted[transfer_id])
+            await self.worker.arrivals.release(transfer_id, self.aborted[transfer_id])
 
 
 class Gateway:
@@ -216,9 +223,9 @@ class Bench:
     async def hand_over(self, request_id: str, prompt: list[int], *, attempt: int = 1, first: int = -1) -> None:
         """Does what the receiving end of a transfer does for a prompt whose pages arrived."""
         transfer_id = TransferId(request_id, attempt)
-        await self.worker.reserve(transfer_id, len(prompt))
+        await self.worker.arrivals.reserve(transfer_id, len(prompt))
         first_token_id = sum(prompt) % VOCAB_SIZE if first < 0 else first
-        await self.worker.commit(transfer_id, first_token_id=first_token_id, sampling_position=len(prompt) + 1)
+        await self.worker.arrivals.commit(transfer_id, first_token_id=first_token_id, sampling_position=len(prompt) + 1)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until something holds that no event announces."""
@@ -240,7 +247,7 @@ class Bench:
 
         await self.until(is_even)
         assert not len(self.worker._attempts)
-        assert not self.worker._receiving
+        assert not self.worker.arrivals._receiving
         self.allocator.check_integrity()
 
 
@@ -257,35 +264,46 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
         exact: bool = False,
         swap_bytes: int = 0,
         is_optimistic: bool = True,
+        features: Sequence[StepFeature] = (),
         **fields: Any,
     ) -> Bench:
         allocator = PageAllocator(NUM_PAGES)
         runner = GatedRunner()
         layout = PageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=PAGE_SIZE, dtype=torch.float32)
         parts = SimpleNamespace(
-            model_config=SimpleNamespace(context_length_tokens=200, vocab_size=VOCAB_SIZE),
             pool=PagePool(layout, NUM_PAGES),
             allocator=allocator,
             runner=runner,
             model=SimpleNamespace(exact=exact),
             first_steps=(),
-            fingerprint="a model",
             tier=None,
-            loss=None,
         )
         metrics = WorkerMetrics(worker_id="decode-0")
         links = FakeLinks()
-        worker = DecodeWorker(
-            parts=cast(Any, parts),
-            links=cast(Any, links),
+        around = Around(
             incarnation="a" * 32,
-            limits=Limits(max_batch, max_admitted, chunk_tokens, swap_bytes, is_optimistic),
+            links=cast(Any, links),
             metrics=metrics,
+            clock=SYSTEM_CLOCK,
             step_timeout_s=step_timeout_s,
             **fields,
         )
+        worker = DecodeWorker(
+            around,
+            EngineFacts(SequenceLimits(200, VOCAB_SIZE, NUM_PAGES, PAGE_SIZE), "a model"),
+            make_engine=lambda on_report: decode_loop(
+                cast(Any, parts),
+                max_batch=max_batch,
+                chunk_tokens=chunk_tokens,
+                swap_bytes=swap_bytes,
+                clock=SYSTEM_CLOCK,
+                on_report=on_report,
+                features=[PacedMasks(), *features],
+            ),
+            limits=Limits(max_admitted, is_optimistic),
+        )
         receiver = FakeReceiver(worker)
-        worker.attach(cast(Any, receiver))
+        worker.arrivals.attach(cast(Any, receiver))
         benches.append(Bench(worker, receiver, links, runner, allocator, metrics))
         return benches[-1]
 

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.engine_loop import Advance, DecodeLoop, ReservedPages, StepReport
+from decode_worker.engine_loop import DecodeLoop
+from decode_worker.mask_pace import PacedMasks
+from decode_worker.pages import DecodePages
 from decode_worker.scheduler import BatchScheduler
 from services.engine.cache.host_tier import HostTier
 from services.engine.cache.pages import PageAllocator
@@ -17,6 +19,7 @@ from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated, NoFreePages, RequestCancelled
 from services.runtime.page_keys import page_keys
 from tests.fake_reports import with_reports
+from worker.engine import Advance, DecodeReport, ReservedPages
 
 PAGE_SIZE = 4
 STOP = 999
@@ -142,12 +145,18 @@ class Bench:
         self.allocator = PageAllocator(num_pages, store=self.tier)
         self.runner = tier_space.runner = FakeRunner(self.allocator, replays_in_chunks=replays_in_chunks)
         self.swap = FakeSwap(self.runner, num_slots, slot_bytes)
-        self.reports: list[StepReport] = []
+        self.reports: list[DecodeReport] = []
         self.clock = ManualClock()
         self.loop = DecodeLoop(
-            runner=self.runner,
-            allocator=self.allocator,
-            page_size=PAGE_SIZE,
+            runner=cast(Any, self.runner),
+            pages=DecodePages(
+                self.allocator,
+                page_size=PAGE_SIZE,
+                clock=self.clock,
+                is_exact=replays_in_chunks,
+                tier=self.tier,
+                swap=cast(SwapSpace, self.swap),
+            ),
             scheduler=BatchScheduler(
                 max_batch=max_batch,
                 step_tokens=step_tokens,
@@ -157,11 +166,9 @@ class Bench:
                 min_prefill_tokens=1,
                 reported_tokens=reported_tokens,
             ),
-            is_exact=replays_in_chunks,
             clock=self.clock,
             on_report=self.reports.append,
-            swap=cast(SwapSpace, self.swap),
-            tier=self.tier,
+            features=[PacedMasks()],
         )
 
     def local(
@@ -807,9 +814,9 @@ def test_whoever_gives_way_goes_on_with_the_same_tokens(
         arrived()
         paused = {entry.key for report in bench.reports for entry in report.paused}
         for key in paused & bench.loop._paused:
-            assert key in bench.loop._leases, "it can be handed over"
+            assert key in bench.loop._pages, "it can be handed over"
             bench.loop.unpause(key)
-        if not has_more and not asked and not bench.loop._chains:
+        if not has_more and not asked and not bench.loop._pages._chains:
             break
     bench.loop.step()
     for key, (prompt, max_tokens, *_) in enumerate(specs):
@@ -820,7 +827,7 @@ def test_whoever_gives_way_goes_on_with_the_same_tokens(
             assert bench.tokens(key) == answer
     bench.until_rest()
     assert bench.swap.num_free_slots == bench.swap.num_slots
-    assert not bench.loop._swapped
+    assert not bench.loop._pages._swapped
     assert not bench.loop._classes
     preempted = [p.reason for report in bench.reports for p in report.preempted]
     assert ("swapped" in preempted) <= (swap[0] > 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker import engine_loop
+from decode_worker import pages
 from kv_transfer.protocol.messages import TransferId
 from protos import worker_pb2
 from services.runtime.errors import RequestCancelled
@@ -21,7 +21,7 @@ SWAP = 1 << 20
 @pytest.fixture(autouse=True)
 def copying_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake runner computes in no time."""
-    monkeypatch.setattr(engine_loop, "is_swap_cheaper", lambda **_: True)
+    monkeypatch.setattr(pages, "is_swap_cheaper", lambda **_: True)
 
 
 def answer(prompt: list[int], num_tokens: int) -> list[int]:
@@ -43,11 +43,11 @@ async def pressed(bench: Any, gateway: Any, *, at_step: int = 36, **fields: Any)
     await bench.until(lambda: bench.runner.num_steps == at_step)
     await bench.until(lambda: not bench.runner.gate.is_set())
     await bench.until(lambda: bench.worker.load().num_preempted >= 1)
-    assert AttemptKey("r", 1) not in bench.worker._loop._leases
+    assert AttemptKey("r", 1) not in bench.worker.engine._pages
 
 
 def is_swapped(bench: Any) -> bool:
-    return AttemptKey("r", 1) in bench.worker._loop._swapped
+    return AttemptKey("r", 1) in bench.worker.engine._pages._swapped
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -110,9 +110,9 @@ async def test_an_end_while_it_has_no_pages_leaves_nothing(make_bench: Make, how
         other.admit("after", [4] * 6, max_tokens=3, local=True)
         await other.event("after", "finished")
     await bench.until_free()
-    assert not bench.worker._loop._swapped
+    assert not bench.worker.engine._pages._swapped
     if swap_bytes:
-        assert bench.worker._loop._swap.num_free_slots == bench.worker._loop._swap.num_slots
+        assert bench.worker.engine._pages._swap.num_free_slots == bench.worker.engine._pages._swap.num_slots
 
 
 @pytest.mark.parametrize("swap_bytes", [0, SWAP])
@@ -158,8 +158,8 @@ async def test_a_reservation_waits_for_pages_or_the_end_of_its_attempt(make_benc
     bench.runner.gate.set()
     await bench.until(lambda: bench.runner.num_steps == 40)
     await bench.until(lambda: not bench.runner.gate.is_set())
-    reserving = asyncio.create_task(bench.worker.reserve(TransferId("b", 1), 26))
-    await bench.until(lambda: bool(bench.worker._receiving))
+    reserving = asyncio.create_task(bench.worker.arrivals.reserve(TransferId("b", 1), 26))
+    await bench.until(lambda: bool(bench.worker.arrivals._receiving))
     bench.runner.pause_at_step = 41
     bench.runner.gate.set()
     await bench.until(lambda: bench.runner.num_steps == 41)
@@ -174,7 +174,7 @@ async def test_a_reservation_waits_for_pages_or_the_end_of_its_attempt(make_benc
     if how == "commit":
         reserved = await reserving
         assert len(reserved.page_ids) == 7
-        await bench.worker.commit(TransferId("b", 1), first_token_id=78, sampling_position=27)
+        await bench.worker.arrivals.commit(TransferId("b", 1), first_token_id=78, sampling_position=27)
         await gateway.event("b", "finished")
     else:
         with pytest.raises(Exception, match="not needed any more" if how == "cancel" else "worker failed") as caught:

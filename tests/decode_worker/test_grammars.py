@@ -158,7 +158,7 @@ async def test_a_grammar_that_cannot_be_made(
     gateway.admit("r", [1, 2, 3], local=when == "local", **ASKED)
     await gateway.event("r", "admitted")
     if when == "receiving":
-        await bench.worker.reserve(TransferId("r", 1), 3)
+        await bench.worker.arrivals.reserve(TransferId("r", 1), 3)
     if when == "committed":
         await bench.hand_over("r", [1, 2, 3], first=103)
     grammars.gate.set()

@@ -77,13 +77,13 @@ async def test_one_that_waits_for_its_pages_is_paused_before_it_decodes(make_ben
     gateway.admit("r", PROMPT, max_tokens=6)
     await gateway.event("r", "admitted")
     if when == "receiving":
-        await bench.worker.reserve(TransferId("r", 1), 5)
+        await bench.worker.arrivals.reserve(TransferId("r", 1), 5)
     gateway.pause("r")
     await bench.until(lambda: bench.worker._attempts.find(AttemptKey("r", 1)).wants_pause)
     assert "paused" not in gateway.kinds("r")
     if when == "admitted":
-        await bench.worker.reserve(TransferId("r", 1), 5)
-    await bench.worker.commit(TransferId("r", 1), first_token_id=15, sampling_position=6)
+        await bench.worker.arrivals.reserve(TransferId("r", 1), 5)
+    await bench.worker.arrivals.commit(TransferId("r", 1), first_token_id=15, sampling_position=6)
     assert (await gateway.event("r", "paused")).num_tokens == 1
     assert bench.runner.num_steps == 0
     gateway.unpause("r")
@@ -144,7 +144,7 @@ async def test_handing_over_sends_all_pages_and_ends_the_attempt(make_bench: Mak
     bench.links.holds_commits = True
     gateway = bench.gateway()
     num_tokens = await paused_after(bench, gateway, at_step=5)
-    pages = list(bench.worker._loop._sequences["r", 1].page_table)
+    pages = list(bench.worker.engine._sequences["r", 1].page_table)
     gateway.hand_over("r", next_attempt=4)
     await bench.until(lambda: TransferId("r", 4) in bench.links.transfers)
     transfer = bench.links.transfers[TransferId("r", 4)]
@@ -209,9 +209,11 @@ async def test_what_comes_from_a_decode_worker_goes_on_without_replay(make_bench
     gateway.admit("r", PROMPT, max_tokens=FULL, emitted_token_ids=emitted, attempt=2, from_decode=True)
     await gateway.event("r", "admitted", attempt=2)
     num_computed = len(PROMPT) + num_tokens - 1
-    reserved = await bench.worker.reserve(TransferId("r", 2), num_computed)
+    reserved = await bench.worker.arrivals.reserve(TransferId("r", 2), num_computed)
     assert len(reserved.page_ids) == -(-num_computed // 4)
-    await bench.worker.commit(TransferId("r", 2), first_token_id=emitted[-1], sampling_position=num_computed + 1)
+    await bench.worker.arrivals.commit(
+        TransferId("r", 2), first_token_id=emitted[-1], sampling_position=num_computed + 1
+    )
     await gateway.event("r", "finished", attempt=2)
     assert bench.runner.num_steps == FULL - num_tokens
     assert gateway.tokens("r", attempt=2) == dict(list(enumerate(answer(FULL)))[num_tokens:])
@@ -228,14 +230,14 @@ async def test_pages_that_do_not_continue_the_answer_are_not_taken(make_bench: M
     await gateway.event("r", "admitted", attempt=2)
     if wrong in ("prompt_only", "one_more"):
         with pytest.raises(TransferFailed):
-            await bench.worker.reserve(TransferId("r", 2), 5 if wrong == "prompt_only" else 9)
+            await bench.worker.arrivals.reserve(TransferId("r", 2), 5 if wrong == "prompt_only" else 9)
         return
-    await bench.worker.reserve(TransferId("r", 2), 8)
+    await bench.worker.arrivals.reserve(TransferId("r", 2), 8)
     seal = {"first_token_id": emitted[0 if wrong == "first_token" else -1], "sampling_position": 9}
     seal["sampling_position"] -= wrong == "position"
     with pytest.raises(TransferFailed):
-        await bench.worker.commit(TransferId("r", 2), **seal)
-    await bench.worker.release(TransferId("r", 2), TransferFailed("not taken"))
+        await bench.worker.arrivals.commit(TransferId("r", 2), **seal)
+    await bench.worker.arrivals.release(TransferId("r", 2), TransferFailed("not taken"))
     await gateway.event("r", "failed", attempt=2)
     await bench.until_free()
 
@@ -377,8 +379,8 @@ async def test_an_attempt_whose_sender_had_given_up_is_ended(make_bench: Make) -
         bench.runner.gate.set()
         await taking
         for _ in range(2):
-            await bench.worker.abandon(TransferId(request_id, 1), error)
-    await bench.worker.abandon(TransferId("nobody", 1), TransferFailed("x"))
+            await bench.worker.arrivals.abandon(TransferId(request_id, 1), error)
+    await bench.worker.arrivals.abandon(TransferId("nobody", 1), TransferFailed("x"))
     assert (await gateway.event("a", "failed")).code == worker_pb2.ERROR_CODE_TRANSFER_FAILED
     await bench.until_free()
     assert gateway.kinds("a").count("failed") == 1

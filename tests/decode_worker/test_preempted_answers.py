@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from decode_worker import engine_loop
-from decode_worker.engine_loop import DecodeLoop, StepReport
+from decode_worker import pages
+from decode_worker.engine_loop import DecodeLoop
+from decode_worker.pages import DecodePages
 from decode_worker.scheduler import BatchScheduler
 from services.engine.cache.swap import SwapSpace
 from services.engine.engine import Engine, EngineParts, load_engine
 from services.engine.steps.sequence import Sampling, Sequence
 from services.engine.steps.step import SampledToken
 from services.runtime.clock import SYSTEM_CLOCK
+from worker.engine import DecodeReport
 
 PAGE_SIZE = 4
 NUM_PAGES = 24
@@ -74,22 +76,19 @@ def test_answers_of_those_that_gave_way_are_the_same(
     seed: int,
 ) -> None:
     turns = itertools.cycle([True, False]) if way == "both" else itertools.repeat(way == "swap")
-    monkeypatch.setattr(engine_loop, "is_swap_cheaper", lambda **_: next(turns))
+    monkeypatch.setattr(pages, "is_swap_cheaper", lambda **_: next(turns))
     assert parts.model.exact, "otherwise chunks and steps differ in the last bits"
     small = load_engine(checkpoint("llama3-gqa-tied"), page_size=PAGE_SIZE, num_pages=NUM_PAGES)
     swap = SwapSpace(small.pool, 1 << 24)
-    reports: list[StepReport] = []
+    reports: list[DecodeReport] = []
     loop = DecodeLoop(
         runner=small.runner,
-        allocator=small.allocator,
-        page_size=PAGE_SIZE,
+        pages=DecodePages(small.allocator, page_size=PAGE_SIZE, clock=SYSTEM_CLOCK, is_exact=is_exact, swap=swap),
         scheduler=BatchScheduler(
             max_batch=6, step_tokens=16, num_pages=NUM_PAGES, page_size=PAGE_SIZE, is_exact=is_exact
         ),
-        is_exact=is_exact,
         clock=SYSTEM_CLOCK,
         on_report=reports.append,
-        swap=swap,
     )
     made = requests(seed)
     for number, (prompt, sampling, service_class) in enumerate(made):

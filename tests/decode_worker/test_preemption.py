@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_worker.scheduler import HEADROOM_TOKENS, BatchScheduler, Progress, Work, is_swap_cheaper
+from decode_worker.pages import is_swap_cheaper
+from decode_worker.scheduler import HEADROOM_TOKENS, BatchScheduler, Progress, Work
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
 from tests.decode_worker.pages import add, make
 from tests.examples import examples

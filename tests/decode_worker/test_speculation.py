@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from decode_worker.engine_loop import Advance, DecodeLoop, StepReport
+from decode_worker.engine_loop import DecodeLoop
+from decode_worker.pages import DecodePages
 from decode_worker.payoff import PLAIN_EVERY, PLAIN_STEPS
 from decode_worker.scheduler import BatchScheduler
-from decode_worker.speculation import TRIED_STEPS, TRY_AGAIN_STEPS, Candidate, Speculator
+from decode_worker.speculation import TRIED_STEPS, TRY_AGAIN_STEPS, Candidate, Speculation, Speculator
 from demo import DEMO_DRAFT, DEMO_MODEL
 from services.engine.cache.pages import PageAllocator
 from services.engine.cache.swap import SwapSpace
@@ -29,6 +30,7 @@ from services.runtime.errors import InvariantViolated
 from services.scheduling.prediction import DecodeSpeed
 from services.structured.form import AnswerForm
 from services.structured.grammar import Grammars
+from worker.engine import Advance, DecodeReport
 
 PAGE_SIZE = 4
 VOCAB_SIZE = 331
@@ -107,7 +109,7 @@ class Bench:
     ) -> None:
         self.parts = parts
         self.draft = draft
-        self.reports: list[StepReport] = []
+        self.reports: list[DecodeReport] = []
         clock, num_pages, page_size = ManualClock(), parts.pool.num_pages, parts.pool.layout.page_size
         speculator = Speculator(clock=clock, uses_ngrams=uses_ngrams, draft=draft)
         for num_sequences in [*range(1, max_batch + 1)] * PLAIN_STEPS:
@@ -116,16 +118,19 @@ class Bench:
             speculator.end_step(0, is_comparable=True)
         self.loop = DecodeLoop(
             runner=SlowRunner(parts, clock),
-            allocator=parts.allocator,
-            page_size=page_size,
+            pages=DecodePages(
+                parts.allocator,
+                page_size=page_size,
+                clock=clock,
+                is_exact=True,
+                swap=SwapSpace(parts.pool, swap_bytes) if swap_bytes else None,
+            ),
             scheduler=BatchScheduler(
                 max_batch=max_batch, step_tokens=64, num_pages=num_pages, page_size=page_size, is_exact=True
             ),
-            is_exact=True,
             clock=clock,
             on_report=self.reports.append,
-            swap=SwapSpace(parts.pool, swap_bytes) if swap_bytes else None,
-            speculator=speculator,
+            features=[Speculation(speculator)],
         )
 
     def run(self) -> None:
@@ -150,7 +155,7 @@ class Bench:
 
     @property
     def num_accepted(self) -> int:
-        return sum(advance.num_accepted for advance in self.advances())
+        return sum(advance.guesses.num_accepted for advance in self.advances() if advance.guesses)
 
     @property
     def num_rejected(self) -> int:
@@ -300,7 +305,7 @@ def test_greedy_answers_of_the_demo_model_are_the_same(demo_parts: EngineParts, 
     bench.run()
     expected = Engine(demo_parts).generate(prompts, sampling)
     assert [[token.token_id for token in bench.tokens(number)] for number in range(len(prompts))] == expected
-    assert {advance.proposal.source for advance in bench.advances() if advance.proposal} == {"ngram", "draft"}
+    assert {advance.guesses.source for advance in bench.advances() if advance.guesses} == {"ngram", "draft"}
     assert bench.num_accepted > sum(map(len, expected)) / 5
 
 

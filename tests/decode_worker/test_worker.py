@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from decode_worker.payoff import PLAIN_STEPS
-from decode_worker.speculation import Speculator
+from decode_worker.speculation import Speculation, Speculator
 from kv_transfer.protocol.messages import TransferId
 from protos import inference_pb2, worker_pb2
 from services.engine.steps.step import SampledToken, SampledTokens, StepItem
@@ -55,10 +55,10 @@ async def test_a_handed_over_request_is_decoded_from_index_one(make_bench: Make)
     await gateway.event("r", "admitted")
     assert bench.worker.load().promised_pages == 2, "the prompt and half of the answer are counted"
     assert bench.allocator.num_free_pages == 16, "and nothing is allocated yet"
-    reserved = await bench.worker.reserve(TransferId("r", 1), 5)
+    reserved = await bench.worker.arrivals.reserve(TransferId("r", 1), 5)
     assert (len(reserved.page_ids), reserved.num_cached_tokens) == (2, 0)
     assert bench.allocator.num_reserved_pages == 2
-    await bench.worker.commit(TransferId("r", 1), first_token_id=15, sampling_position=6)
+    await bench.worker.arrivals.commit(TransferId("r", 1), first_token_id=15, sampling_position=6)
     finished = await gateway.event("r", "finished")
     assert finished.reason == inference_pb2.FINISH_REASON_LENGTH
     expected = answer([1, 2, 3, 4, 5], 6)
@@ -133,7 +133,7 @@ async def test_tokens_of_one_step_come_in_one_event(make_bench: Make, monkeypatc
     for _ in range(PLAIN_STEPS):
         speculator.is_open(1)
         speculator.end_step(0, is_comparable=True)
-    bench = make_bench(speculator=speculator)
+    bench = make_bench(features=[Speculation(speculator)])
     monkeypatch.setattr(bench.runner, "_outcome", outcome)
     gateway = bench.gateway()
     gateway.admit("r", [0, 1, 2, 3, 0, 1], max_tokens=30, local=True)
@@ -247,16 +247,16 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
     gateway.admit("r", [1] * 6, max_tokens=8, local=phase == "local", deadline_ms=deadline_ms)
     await gateway.event("r", "admitted")
     if phase == "reserving":
-        reserving = asyncio.create_task(bench.worker.reserve(transfer_id, 6))
+        reserving = asyncio.create_task(bench.worker.arrivals.reserve(transfer_id, 6))
         await asyncio.sleep(0.01)
         assert not reserving.done()
     if phase == "receiving":
-        await bench.worker.reserve(transfer_id, 6)
+        await bench.worker.arrivals.reserve(transfer_id, 6)
     if phase == "decoding":
         bench.runner.gate.set()
-        await bench.worker.reserve(transfer_id, 6)
+        await bench.worker.arrivals.reserve(transfer_id, 6)
         bench.runner.gate.clear()
-        await bench.worker.commit(transfer_id, first_token_id=6, sampling_position=7)
+        await bench.worker.arrivals.commit(transfer_id, first_token_id=6, sampling_position=7)
         await asyncio.sleep(0.01)
     match how:
         case "cancel":
@@ -279,7 +279,7 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
         await asyncio.sleep(0.03)
         assert bench.allocator.num_reserved_pages == 2, "the transfer may still write into them"
         with pytest.raises(TandemError):
-            await bench.worker.commit(transfer_id, first_token_id=6, sampling_position=7)
+            await bench.worker.arrivals.commit(transfer_id, first_token_id=6, sampling_position=7)
         bench.receiver.let_go(transfer_id)
     bench.runner.gate.set()
     if how == "newer":
@@ -306,8 +306,8 @@ async def test_a_transfer_that_ends_without_commit_ends_the_attempt(
     gateway = bench.gateway()
     gateway.admit("r", [1] * 6)
     await gateway.event("r", "admitted")
-    await bench.worker.reserve(TransferId("r", 1), 6)
-    await bench.worker.release(TransferId("r", 1), error)
+    await bench.worker.arrivals.reserve(TransferId("r", 1), 6)
+    await bench.worker.arrivals.release(TransferId("r", 1), error)
     if code is not None:
         assert (await gateway.event("r", "failed")).code == code
     await bench.until_free()
@@ -321,12 +321,12 @@ async def test_a_reservation_that_fits_no_admission_takes_nothing(make_bench: Ma
     gateway.admit("r", [1] * 6, attempt=2, local=wrong == "local", deadline_ms=20_000)
     await gateway.event("r", "admitted", attempt=2)
     if wrong == "twice":
-        await bench.worker.reserve(TransferId("r", 2), 6)
+        await bench.worker.arrivals.reserve(TransferId("r", 2), 6)
     transfer_id = {"unknown": TransferId("x", 2), "older": TransferId("r", 1)}.get(wrong, TransferId("r", 2))
     before = bench.allocator.num_reserved_pages
     with pytest.raises(TransferFailed):
-        await bench.worker.reserve(transfer_id, 7 if wrong == "length" else 6)
-    await bench.worker.release(TransferId("nobody", 1), TransferFailed("x"))
+        await bench.worker.arrivals.reserve(transfer_id, 7 if wrong == "length" else 6)
+    await bench.worker.arrivals.release(TransferId("nobody", 1), TransferFailed("x"))
     assert bench.allocator.num_reserved_pages == before
 
 
@@ -342,10 +342,10 @@ async def test_a_seal_that_contradicts_the_request_is_not_committed(make_bench: 
     gateway = bench.gateway()
     gateway.admit("r", [1] * 6)
     await gateway.event("r", "admitted")
-    await bench.worker.reserve(TransferId("r", 1), 6)
+    await bench.worker.arrivals.reserve(TransferId("r", 1), 6)
     with pytest.raises(TandemError):
-        await bench.worker.commit(TransferId("r", 1), **seal)
-    await bench.worker.release(TransferId("r", 1), TransferFailed("the worker would not take the pages"))
+        await bench.worker.arrivals.commit(TransferId("r", 1), **seal)
+    await bench.worker.arrivals.release(TransferId("r", 1), TransferFailed("the worker would not take the pages"))
     await gateway.event("r", "failed")
     await bench.until_free()
     assert not gateway.tokens("r")
@@ -445,7 +445,7 @@ async def test_who_cancels_and_asks_hears_whether_the_prompt_can_have_been_compu
         gateway.admit("r", [1] * 6, max_tokens=8, local=phase == "local")
         await gateway.event("r", "admitted")
     if phase == "receiving":
-        await bench.worker.reserve(TransferId("r", 1), 6)
+        await bench.worker.arrivals.reserve(TransferId("r", 1), 6)
     gateway.cancel("r", wants_word=True)
     assert (await gateway.event("r", "cancelled")).has_begun == has_begun
     bench.runner.gate.set()
@@ -457,8 +457,8 @@ async def test_a_transfer_that_failed_is_told_before_the_word_of_a_cancel(make_b
     gateway = bench.gateway()
     gateway.admit("r", [1] * 6)
     await gateway.event("r", "admitted")
-    await bench.worker.reserve(TransferId("r", 1), 6)
-    await bench.worker.release(TransferId("r", 1), TransferFailed("the sender is gone"))
+    await bench.worker.arrivals.reserve(TransferId("r", 1), 6)
+    await bench.worker.arrivals.release(TransferId("r", 1), TransferFailed("the sender is gone"))
     gateway.cancel("r", wants_word=True)
     assert not (await gateway.event("r", "cancelled")).has_begun
     assert gateway.kinds("r") == ["admitted", "failed", "cancelled"]
@@ -542,7 +542,7 @@ async def test_an_engine_that_hangs_fails_everything_and_ends_the_worker(make_be
     gateway = bench.gateway()
     gateway.admit("r", [1] * 6, local=True)
     await gateway.event("r", "admitted")
-    await bench.until(lambda: bench.worker._engine.current_run is not None)
+    await bench.until(lambda: bench.worker._thread.current_run is not None)
     for _ in range(3):
         assert not bench.worker.failed.done()
         bench.worker.check_engine(0.5)
@@ -586,9 +586,11 @@ async def test_the_next_turn_finds_the_pages_that_the_last_answer_left(make_benc
     said = [*turn([1] * 6, 7), 5]
     gateway.admit("s", said)
     await gateway.event("s", "admitted")
-    reserved = await bench.worker.reserve(TransferId("s", 1), len(said))
+    reserved = await bench.worker.arrivals.reserve(TransferId("s", 1), len(said))
     assert (len(reserved.page_ids), reserved.num_cached_tokens) == (4, 12)
-    await bench.worker.commit(TransferId("s", 1), first_token_id=sum(said) % 1000, sampling_position=len(said) + 1)
+    await bench.worker.arrivals.commit(
+        TransferId("s", 1), first_token_id=sum(said) % 1000, sampling_position=len(said) + 1
+    )
     await gateway.event("s", "finished")
     assert gateway.tokens("s") == {k: v for k, v in answer(said, 4).items() if k}
     gateway.admit("t", said, local=True)
@@ -628,10 +630,10 @@ async def test_tenants_share_no_page(make_bench: Make) -> None:
     gateway.admit("e", [1] * 9, cache_salt="three")
     gateway.admit("f", [1] * 9, cache_salt="two")
     await gateway.event("f", "admitted")
-    assert (await bench.worker.reserve(TransferId("e", 1), 9)).num_cached_tokens == 0
-    assert (await bench.worker.reserve(TransferId("f", 1), 9)).num_cached_tokens == 8
+    assert (await bench.worker.arrivals.reserve(TransferId("e", 1), 9)).num_cached_tokens == 0
+    assert (await bench.worker.arrivals.reserve(TransferId("f", 1), 9)).num_cached_tokens == 8
     for request_id in "ef":
-        await bench.worker.release(TransferId(request_id, 1), TransferFailed("broken"))
+        await bench.worker.arrivals.release(TransferId(request_id, 1), TransferFailed("broken"))
     await bench.until_free()
 
 
@@ -644,12 +646,12 @@ async def test_a_transfer_that_ends_early_leaves_nothing_to_find_but_what_was_he
     await bench.until_free(num_cached=2)
     gateway.admit("r", [1] * 9 + [2] * 9)
     await gateway.event("r", "admitted")
-    await bench.worker.reserve(TransferId("r", 1), 18)
+    await bench.worker.arrivals.reserve(TransferId("r", 1), 18)
     assert bench.allocator.counts() == (16, 11, 0, 3, 2)
     if how == "cancel":
         gateway.cancel("r")
     else:
-        await bench.worker.release(TransferId("r", 1), TransferFailed("broken"))
+        await bench.worker.arrivals.release(TransferId("r", 1), TransferFailed("broken"))
     await bench.until_free(num_cached=2)
 
 

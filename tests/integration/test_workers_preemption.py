@@ -37,8 +37,8 @@ def expected(tiny_model: Path) -> Callable[..., list[int]]:
 
 # A floor under the predicted time of computing makes copying the quicker way, which the tiny model's never is.
 SWAP = """
-from decode_worker import engine_loop
-engine_loop.is_swap_cheaper = lambda **_: True
+from decode_worker import pages
+pages.is_swap_cheaper = lambda **_: True
 """
 
 

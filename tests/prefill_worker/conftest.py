@@ -9,12 +9,17 @@ from typing import Any, cast
 import pytest
 import torch
 
+from prefill_worker.engine_loop import prefill_loop
 from prefill_worker.worker import Limits, PrefillWorker
 from protos import inference_pb2, worker_pb2
 from services.engine.cache.pages import PageAllocator, PageLayout
+from services.engine.steps.limits import SequenceLimits
 from services.engine.steps.step import NonFiniteLogits, SampledToken, StepItem, StepPlan, StepResult
+from services.runtime.clock import SYSTEM_CLOCK
 from tests.fake_grammars import allowed_token
 from tests.fake_links import FakeLinks
+from worker.engine import EngineFacts
+from worker.engine_worker import Around
 from worker.metrics import Load, WorkerMetrics
 
 PAGE_SIZE = 4
@@ -172,7 +177,7 @@ class Bench:
 @pytest.fixture
 async def make_bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Bench]]:
     # Far away, so that what is kept is still there however long a test takes.
-    monkeypatch.setattr("prefill_worker.worker.KEPT_S", 600.0)
+    monkeypatch.setattr("prefill_worker.kept.KEPT_S", 600.0)
     benches: list[Bench] = []
 
     def make(*, chunk_tokens: int = 8, max_waiting: int = 4, step_timeout_s: float = 0.0, **fields: Any) -> Bench:
@@ -181,24 +186,28 @@ async def make_bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
         links = FakeLinks()
         layout = PageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=PAGE_SIZE, dtype=torch.float32)
         parts = SimpleNamespace(
-            model_config=SimpleNamespace(context_length_tokens=200, vocab_size=VOCAB_SIZE),
             pool=SimpleNamespace(num_pages=NUM_PAGES, layout=layout),
             allocator=allocator,
             runner=runner,
-            fingerprint="a model",
             first_steps=(),
             tier=None,
-            loss=None,
         )
         metrics = WorkerMetrics(worker_id="prefill-0")
-        worker = PrefillWorker(
-            parts=cast(Any, parts),
-            links=cast(Any, links),
+        around = Around(
             incarnation="a" * 32,
-            limits=Limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting),
+            links=cast(Any, links),
             metrics=metrics,
+            clock=SYSTEM_CLOCK,
             step_timeout_s=step_timeout_s,
             **fields,
+        )
+        worker = PrefillWorker(
+            around,
+            EngineFacts(SequenceLimits(200, VOCAB_SIZE, NUM_PAGES, PAGE_SIZE), "a model"),
+            make_engine=lambda on_report: prefill_loop(
+                cast(Any, parts), chunk_tokens=chunk_tokens, clock=SYSTEM_CLOCK, on_report=on_report
+            ),
+            limits=Limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting),
         )
         benches.append(Bench(worker, links, runner, allocator, metrics))
         return benches[-1]

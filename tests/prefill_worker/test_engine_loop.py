@@ -1,11 +1,12 @@
 from collections.abc import Sequence as SequenceOf
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill_worker.engine_loop import CachedPrefix, ComputedChunk, PrefillLoop, StepReport
+from prefill_worker.engine_loop import PrefillLoop
 from services.engine.cache.host_tier import HostTier
 from services.engine.cache.pages import PageAllocator, PageChanges, PageLayout, PagePool
 from services.engine.cache.swap import SwapSpace
@@ -17,6 +18,8 @@ from services.runtime.page_keys import page_keys
 from services.scheduling.prediction import PrefillSpeed
 from services.scheduling.speedometer import Speedometer
 from tests.fake_reports import with_reports
+from worker.engine import CachedPrefix, ComputedChunk, PrefillReport
+from worker.engine_pages import EnginePages
 
 PAGE_SIZE = 4
 SALT = b"shared by all"
@@ -52,18 +55,17 @@ class Bench:
         tier: HostTier | None = None,
         clock: ManualClock | None = None,
     ) -> None:
+        clock = clock or ManualClock()
         self.allocator = PageAllocator(num_pages, store=tier)
         self.runner = SumRunner()
-        self.reports: list[StepReport] = []
+        self.reports: list[PrefillReport] = []
         self.prefixes: dict[object, CachedPrefix] = {}
         self.loop = PrefillLoop(
-            runner=self.runner,
-            allocator=self.allocator,
-            page_size=PAGE_SIZE,
+            runner=cast(Any, self.runner),
+            pages=EnginePages(self.allocator, page_size=PAGE_SIZE, clock=clock, tier=tier),
             chunk_tokens=chunk_tokens,
-            clock=clock or ManualClock(),
+            clock=clock,
             on_report=self.reports.append,
-            tier=tier,
         )
 
     def begin(
@@ -388,7 +390,7 @@ class TieredBench(Bench):
         super().__init__(num_pages=num_pages, chunk_tokens=64, tier=tier, clock=clock)
         self.tier = tier
         if speed is not None:
-            self.loop.speedometer = MeasuredSpeed(speed)
+            self.loop.speedometer = self.loop._pages.speedometer = MeasuredSpeed(speed)
 
     def cached_tokens(self, key: object, prompt: list[int], *, salt: bytes = SALT) -> int:
         self.begin(key, prompt, salt=salt)

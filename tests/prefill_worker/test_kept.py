@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from kv_transfer.protocol.messages import TransferId
-from prefill_worker import worker
+from prefill_worker import kept
 from services.engine.steps.step import SampledToken, StepResult
 from services.runtime.errors import TransferFailed, WorkerUnavailable
+from worker.attempts import AttemptKey
 
 Make = Callable[..., Any]
 PROMPT = list(range(1, 21))  # five pages
@@ -242,14 +243,14 @@ async def test_where_the_books_have_no_room_it_stands_in_the_queue(make_bench: M
 
 
 async def test_kept_pages_expire(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "KEPT_S", 0.05)
+    monkeypatch.setattr(kept, "KEPT_S", 0.05)
     bench = make_bench()
     gateway = bench.gateway()
     gateway.prefill("r", [*PROMPT, 7])
     await gateway.event("r", "handed_off")
     await bench.until(lambda: bench.worker.load().pages_free == 11)
     assert not bench.worker._kept
-    assert not bench.worker._loop._kept
+    assert not bench.worker._engine._kept
     assert bench.worker.load().pages_cached == 5, "what is full is still found"
     gateway.prefill("r", [*PROMPT, 7], attempt=2)
     await gateway.event("r", "handed_off", attempt=2)
@@ -295,7 +296,7 @@ async def test_an_end_in_any_phase_of_the_second_handover_leaves_nothing(
             gateway.drop()
         case "newer":
             gateway.prefill("r", [9] * 20, attempt=3)
-    await bench.until(lambda: bench.worker._attempts.find(worker.AttemptKey("r", 2)) is None)
+    await bench.until(lambda: bench.worker._attempts.find(AttemptKey("r", 2)) is None)
     bench.runner.gate.set()
     bench.links.may_reserve.set()
     for ended in bench.links.transfers.values():

@@ -545,7 +545,7 @@ async def test_an_engine_that_hangs_fails_everything_and_ends_the_worker(make_be
     gateway = bench.gateway()
     gateway.prefill("r", [1] * 20)
     await gateway.event("r", "prefill_started")
-    await bench.until(lambda: bench.worker._engine.current_run is not None)
+    await bench.until(lambda: bench.worker._thread.current_run is not None)
     for _ in range(3):
         assert not bench.worker.failed.done()
         bench.worker.check_engine(0.5)

@@ -14,7 +14,7 @@ import torch
 
 from services.engine.cache import swap
 from services.engine.cache.pages import PageAllocator, PageCounts
-from services.engine.engine import Engine, EngineParts, check_fits, check_token_ids, load_engine, load_warm_engine
+from services.engine.engine import Engine, EngineParts, load_engine, load_warm_engine
 from services.engine.runner import ModelRunner
 from services.engine.steps.sequence import Sampling, Sequence
 from services.engine.steps.step import NonFiniteLogits, SampledToken, StepPlan, StepResult
@@ -338,12 +338,12 @@ class TestCapacity:
     ) -> None:
         parts = load("llama-mha", num_tokens=num_tokens)
         with pytest.raises(InvalidRequest, match=message) as caught:
-            check_fits(parts.model_config, parts.pool, num_prompt, max_tokens)
+            parts.limits.check_fits(num_prompt, max_tokens)
         assert caught.value.code == "context_length_exceeded"
         assert caught.value.field == field
         with pytest.raises(InvalidRequest, match=message):
             Engine(parts).add([1] * num_prompt, Sampling(max_tokens=max_tokens))
-        check_fits(parts.model_config, parts.pool, 8, 56)
+        parts.limits.check_fits(8, 56)
 
     @pytest.mark.parametrize(
         ("prompt", "arguments", "emitted", "field"),
@@ -363,10 +363,6 @@ class TestCapacity:
             engine.add(prompt, Sampling(max_tokens=4, **arguments), emitted_token_ids=emitted)
         assert caught.value.field == field
         assert not engine.has_work
-
-    def test_check_token_ids_names_the_first(self, load: Load) -> None:
-        with pytest.raises(InvalidRequest, match="token id 999 is outside the model's vocabulary of 331"):
-            check_token_ids(load("llama-mha").model_config, [1, 999, -5])
 
     def test_one_bad_prompt_runs_none(self, load: Load) -> None:
         engine = Engine(load("llama-mha"))

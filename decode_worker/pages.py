@@ -1,0 +1,258 @@
+"""The pages of a decode worker's sequences: reserved for a transfer, taken, and moved to the host's memory and back.
+
+This is the Memory of the BatchScheduler, which decides whose pages are moved; here they are. The pages of a preempted
+sequence are copied to `swap` and back, or computed again, whichever takes less time by what was measured. Belongs to
+the engine thread.
+"""
+
+from collections import Counter
+from collections.abc import Hashable
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from services.engine.cache.host_tier import HostTier
+from services.engine.cache.pages import PageAllocator
+from services.engine.cache.swap import SwapSpace
+from services.engine.engine import EngineParts
+from services.engine.steps.sequence import Sequence
+from services.runtime.clock import Clock
+from services.runtime.errors import InvariantViolated, RequestCancelled
+from services.runtime.page_keys import KeyChain
+from services.scheduling.prediction import (
+    DEFAULT_DECODE,
+    DEFAULT_LINK,
+    DEFAULT_PREFILL,
+    DecodeSpeed,
+    LinkSpeed,
+    PrefillSpeed,
+)
+from worker.engine import ReservedPages
+from worker.engine_pages import EnginePages
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A reservation that waits for its pages."""
+
+    token_ids: list[int]
+    num_nameable_tokens: int
+    given: "Future[ReservedPages]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Swapped:
+    """What the host's memory has of a preempted sequence: the KV of its first tokens, page by page."""
+
+    slots: list[int]
+    num_computed_tokens: int
+
+
+class DecodePages(EnginePages):
+    """Pages by the key of their sequence, from `ask` or `start` to `close`.
+
+    `is_exact`: a chunk gives the same bits as single-token steps. Then pages that were filled by steps of decoding are
+    found by prompts that begin with what was said in them, as those of prompts are in any case.
+    """
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        *,
+        page_size: int,
+        clock: Clock,
+        is_exact: bool,
+        tier: HostTier | None = None,
+        swap: SwapSpace | None = None,
+    ) -> None:
+        host = tier or swap
+        page_bytes = None if host is None else host.page_bytes
+        super().__init__(allocator, page_size=page_size, clock=clock, tier=tier, page_bytes=page_bytes)
+        self.is_exact = is_exact
+        self._swap = swap
+        self._asked: dict[Hashable, _Asked] = {}
+        self._swapped: dict[Hashable, _Swapped] = {}
+        self._sequences: dict[Hashable, Sequence] = {}
+
+    @classmethod
+    def of(cls, parts: EngineParts, *, swap_bytes: int, clock: Clock) -> "DecodePages":
+        """The pages of a loaded model; preempted sequences may take `swap_bytes` of the host's memory, 0: none.
+
+        Raises ConfigError where that memory cannot be had.
+        """
+        swap = SwapSpace(parts.pool, swap_bytes) if swap_bytes else None
+        page_size = parts.pool.layout.page_size
+        pages = cls(
+            parts.allocator, page_size=page_size, clock=clock, is_exact=parts.model.exact, tier=parts.tier, swap=swap
+        )
+        pages.speedometer.observe_steps(parts.first_steps, clock.unix_ns() / 1e9)
+        return pages
+
+    def ask(
+        self, key: Hashable, token_ids: list[int], *, num_prompt_tokens: int, salt: bytes
+    ) -> "Future[ReservedPages]":
+        """Notes a reservation, which `reserve` grants and `close` fails with RequestCancelled."""
+        self._open(key, salt)
+        num_nameable_tokens = self._num_nameable_tokens(num_prompt_tokens, len(token_ids))
+        asked = self._asked[key] = _Asked(token_ids, num_nameable_tokens, Future())
+        return asked.given
+
+    def is_asking(self, key: Hashable) -> bool:
+        """Whether a reservation waits for its pages."""
+        return key in self._asked
+
+    def start(self, sequence: Sequence, salt: bytes) -> None:
+        """Gives a sequence the pages that were reserved for it; one without has none until it enters the batch."""
+        key = sequence.sequence_id
+        self._sequences[key] = sequence
+        lease = self._leases.get(key)
+        if lease is None:
+            self._open(key, salt)
+            sequence.num_computed_tokens = 0
+            return
+        lease.mark_used()
+        sequence.page_table = lease.page_ids
+        self.name(sequence, 0)
+
+    def close(self, key: Hashable) -> None:
+        """Releases what the key holds and fails what it waits for. Unknown keys are ignored."""
+        super().close(key)
+        self._sequences.pop(key, None)
+        swapped = self._swapped.pop(key, None)
+        if swapped is not None and self._swap is not None:
+            self._swap.free(swapped.slots)
+        asked = self._asked.pop(key, None)
+        if asked is not None:
+            asked.given.set_exception(RequestCancelled("the pages are not needed any more"))
+
+    # --- the pages, as the scheduler has them moved ---
+
+    @property
+    def num_available_pages(self) -> int:
+        """Free pages and cached ones."""
+        return self._allocator.num_available_pages
+
+    def num_freed_pages(self, keys: SequenceOf[Hashable]) -> list[int]:
+        """How many pages would be free if the first of these lost theirs, the first two, and so on."""
+        num_held: Counter[int] = Counter()
+        freed, num_freed = [], 0
+        for key in keys:
+            for page_id in self._leases[key].page_ids:
+                num_held[page_id] += 1
+                num_freed += num_held[page_id] == self._allocator.num_references(page_id)
+            freed.append(num_freed)
+        return freed
+
+    def reserve(self, key: Hashable) -> None:
+        """Grants a reservation: sets its future."""
+        asked = self._asked.pop(key)
+        keys = self._chains[key].extend(asked.token_ids, asked.num_nameable_tokens)
+        num_tokens = len(asked.token_ids)
+        num_cached = self._fill(
+            key, keys, num_tokens=num_tokens, state="reserved", is_worth=self._is_cheaper_than_sending
+        )
+        page_ids = tuple(self._leases[key].page_ids)
+        asked.given.set_result(ReservedPages(page_ids, num_cached * self.page_size))
+
+    def enter(self, key: Hashable, num_tokens: int) -> int:
+        """Gives a sequence what is found of its tokens, what was swapped, and pages for the rest; returns how many
+        tokens are computed.
+        """
+        sequence = self._sequences[key]
+        num_nameable_tokens = self._num_nameable_tokens(sequence.num_prompt_tokens, num_tokens - 1)
+        num_findable_tokens = 0 if sequence.reports_prompt else num_nameable_tokens
+        keys = self._chains[key].extend(sequence.token_ids, num_nameable_tokens)
+        num_cached = self._fill(
+            key,
+            keys[: num_findable_tokens // self.page_size],
+            num_tokens=num_tokens,
+            state="used",
+            is_worth=self._is_cheaper_than_computing,
+        )
+        self._hand_to(sequence, num_cached)
+        self._swap_in(sequence, num_cached)
+        self.name(sequence, 0)
+        return sequence.num_computed_tokens
+
+    def grow(self, key: Hashable, num_pages: int) -> None:
+        """Gives a sequence new pages."""
+        self._leases[key].grow(num_pages, state="used")
+
+    def evict(self, key: Hashable) -> int:
+        """Takes a sequence's pages, swapped or not; returns how many computed tokens were swapped."""
+        sequence = self._sequences[key]
+        lease = self._leases.pop(key)
+        num_computed_tokens, sequence.num_computed_tokens = sequence.num_computed_tokens, 0
+        page_ids = lease.page_ids[: self.num_pages_for(num_computed_tokens)]
+        is_swapped = self._swap_out(sequence, num_computed_tokens, page_ids)
+        lease.close()
+        sequence.page_table = []
+        return num_computed_tokens if is_swapped else 0
+
+    # --- the host's memory ---
+
+    def _swap_in(self, sequence: Sequence, num_cached: int) -> None:
+        swapped = self._swapped.pop(sequence.sequence_id, None)
+        if swapped is None or self._swap is None:
+            return
+        if swapped.num_computed_tokens > sequence.num_computed_tokens:
+            swap, slots = self._swap, swapped.slots[num_cached:]
+            page_ids = sequence.page_table[num_cached : len(swapped.slots)]
+            self._timed(len(page_ids), lambda: swap.load(slots, page_ids))
+            sequence.num_computed_tokens = swapped.num_computed_tokens
+        self._swap.free(swapped.slots)
+
+    def _swap_out(self, sequence: Sequence, num_computed_tokens: int, page_ids: list[int]) -> bool:
+        """Copies the pages of a preempted sequence if that is possible and cheaper than computing them again."""
+        swap = self._swap
+        if swap is None or not 0 < len(page_ids) <= swap.num_free_slots:
+            return False
+        if not is_swap_cheaper(
+            num_tokens=num_computed_tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_bytes=len(page_ids) * self._page_bytes,
+            is_exact=self.is_exact,
+            prefill=self.speedometer.prefill or DEFAULT_PREFILL,
+            decode=self.speedometer.decode or DEFAULT_DECODE,
+            copy=self._copies.speed,
+        ):
+            return False
+        slots = self._timed(len(page_ids), lambda: swap.store(page_ids))
+        self._swapped[sequence.sequence_id] = _Swapped(slots, num_computed_tokens)
+        return True
+
+    def _is_cheaper_than_sending(self, num_pages: int, num_pages_before: int) -> bool:
+        return self._copies.is_cheaper_than_sending(num_pages * self._page_bytes, self.speedometer.link or DEFAULT_LINK)
+
+    def _open(self, key: Hashable, salt: bytes) -> None:
+        assert key not in self._chains, "a key reserves or starts once"
+        self._chains[key] = KeyChain(salt, self.page_size)
+
+    def _num_nameable_tokens(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        return num_tokens if self.is_exact else min(num_tokens, num_prompt_tokens)
+
+    def _check(self) -> None:
+        super()._check()
+        if self._swap is not None and self._swap.num_free_slots != self._swap.num_slots:
+            raise InvariantViolated("slots of the swap space are held by nobody")
+
+
+def is_swap_cheaper(
+    *,
+    num_tokens: int,
+    num_prompt_tokens: int,
+    num_bytes: int,
+    is_exact: bool,
+    prefill: PrefillSpeed,
+    decode: DecodeSpeed,
+    copy: LinkSpeed,
+) -> bool:
+    """Whether to copy the KV of `num_tokens` tokens, `num_bytes` bytes, out and in again, or to compute it again.
+
+    Where chunks are not exact, tokens of the answer are computed one a step. What others still hold or what will be
+    found again is not known before, and makes computing look dearer than it may turn out.
+    """
+    num_chunked = num_tokens if is_exact else min(num_tokens, num_prompt_tokens)
+    num_steps = num_tokens - num_chunked
+    compute_s = prefill.time_s(num_chunked) + num_steps * decode.step_s(1, num_tokens)
+    return 2 * copy.time_s(num_bytes) < compute_s
