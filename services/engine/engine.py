@@ -89,7 +89,7 @@ class EngineParts:
         return None if self.ranks is None else self.ranks.loss
 
     def close(self) -> None:
-        """Ends the other ranks, and hands the weights to nobody any more. May be called again."""
+        """Ends the other ranks, and stops handing out the weights. May be called again."""
         if self.ranks is not None:
             self.ranks.close()
         else:
@@ -148,9 +148,10 @@ def load_engine(
 
     How large the pool is, by `num_pages`, `kv_memory_bytes` and `gpu_memory_share`, and the host's memory below it, by
     `host_tier_bytes`, stands in `services.engine.cache.memory`. `threads` is for torch, process-wide. With
-    `tensor_parallel` or `pipeline_parallel` above 1, so many processes share each layer or the layers, and the threads;
-    they live until the parts are closed. With `shares_weights` all engines of this host that say so, and have one rank,
-    have the weights once. Without `captures_graphs` a GPU's steps are launched kernel by kernel: for who runs no plans.
+    `tensor_parallel` or `pipeline_parallel` above 1, that number of processes share each layer or the layers, and the
+    threads; they live until the parts are closed. With `shares_weights` all engines of this host that say so, and have
+    one rank, have the weights once. Without `captures_graphs` a GPU's steps are launched kernel by kernel: for callers
+    that run no plans.
 
     Raises:
         ModelError: the folder cannot be served.
@@ -283,7 +284,8 @@ class Engine:
     """Chunked prefill and continuous batching in the caller's thread.
 
     A step decodes every running sequence and spends `chunk_tokens` on prompts, oldest first. A sequence is admitted
-    only when all pages that it may ever need are promised to it, so a running one never has to wait or to give way.
+    only when all pages that it may ever need are promised to it, so a running one never has to wait and is never
+    preempted.
     """
 
     def __init__(

@@ -8,12 +8,12 @@ behind a proposal comes from the same kernels as in a step of its own.
 
 Launching ahead. When the device has been given step n and all of its rows choose on the device, step n + 1 of the same
 rows is launched at once: it takes their tokens from the device's memory. Only then does the host wait for the tokens of
-step n. If the next plan is of these rows as they were expected to be, its result is there already or on its way; if
-not (one joined, gave way or was given another token), it is dropped and the plan is computed. That is safe:
+step n. If the next plan is of these rows as they were expected to be, its result has come already or is on its way; if
+not (one joined, was preempted or was given another token), it is dropped and the plan is computed. That is safe:
 
 - It writes only where its rows' next keys and values belong, in pages that they had when it was launched. A row that
-  has ended has no use for them; who gets such a page writes to it later on the same stream, and reads nothing that was
-  not written since. Whoever writes to pages on another stream must wait for this one first (an event will do).
+  has ended has no use for them; a later holder of such a page writes to it on the same stream, and reads nothing that
+  was not written since. A writer on another stream must wait for this one first (an event will do).
 - Rows do not depend on each other, so that some may have left.
 
 Not for here: what a step of a sequence with penalties, biases, a grammar, top-k, top-p or reports chooses. Its logits
@@ -97,7 +97,7 @@ class GpuRunner(ModelRunner):
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> StepResult:
         """Do the rest of `run`, and launch the next step where it is known what that will be."""
-        assert isinstance(step, GpuStep), "who prepared it is who computes it"
+        assert isinstance(step, GpuStep), "the runner that prepared a step computes it"
         with self._on_device():
             read_decoded = self._launch(step.decoding, is_alone=not step.others.plan.items)
             others = iter(super().compute(step.others).outcomes)
@@ -105,7 +105,7 @@ class GpuRunner(ModelRunner):
         return StepResult([next(decoded if _is_decoding(item) else others) for item in step.plan.items])
 
     def _launch(self, items: SequenceOf[StepItem], *, is_alone: bool) -> Callable[[], list[StepOutcome]]:
-        """Has the device compute decode rows. Who calls what it returns waits for their tokens; a chunk goes before."""
+        """Has the device compute decode rows. A call of what it returns waits for their tokens; a chunk goes before."""
         ahead, self._ahead = self._ahead, None
         if not items:
             return list
@@ -140,7 +140,7 @@ class GpuRunner(ModelRunner):
         return read
 
     def _decode_many_rows(self, items: SequenceOf[StepItem]) -> list[StepOutcome]:
-        """The same with proposals, or with more rows than a graph has: these take several launches."""
+        """Computes decode rows with proposals, or more than a graph has: these take several launches."""
         rows = [row for item in items for row in _rows(item)]
         ends = [*itertools.accumulate(item.num_rows for item in items)]
         is_on_host = [item.is_sampled and not _chooses_on_device(item) for item in items]
@@ -216,7 +216,7 @@ class _Ahead:
             if row is None:
                 return None
             sequence, page_table, position = self._expected[row]
-            # Another list of pages: it has given way in between, and what was written went to pages it has no more.
+            # Another list of pages: it was preempted in between, and what was written went to pages it has no more.
             is_expected = (
                 sequence.page_table is page_table
                 and sequence.num_computed_tokens == position
@@ -244,7 +244,7 @@ def _chooses_on_device(item: StepItem) -> bool:
 
 
 def _token_ids(item: StepItem) -> tuple[int, ...]:
-    """Of its rows: the token that is not computed, and the proposals."""
+    """Returns the tokens of its rows: the one that is not computed, and the proposals."""
     return item.sequence.token_ids[item.sequence.num_computed_tokens], *item.proposed
 
 

@@ -75,7 +75,7 @@ class Model:
         self.decoder = decoder
 
     def close(self) -> None:
-        """Give the weights to nobody any more; they stay usable. May be called again."""
+        """Stops handing out the weights; they stay usable. May be called again."""
         if self._sharing is not None:
             self._sharing.close()
 
@@ -117,7 +117,7 @@ class Model:
         *,
         longest_context: int,
     ) -> KernelStep | RepeatedStep:
-        """`forward` of these tensors, for who puts other numbers into them each time; it costs less than `forward`.
+        """`forward` of these tensors, for a caller that puts other numbers into them; it costs less than `forward`.
 
         No context is longer than `longest_context`. The logits are overwritten by the next call.
         """
@@ -177,7 +177,7 @@ def _files(model_dir: str | Path) -> Files | None:
     try:
         return Files.of(Path(model_dir))
     except OSError:
-        return None  # whoever opens the folder says what is wrong with it
+        return None  # the code that opens the folder says what is wrong with it
 
 
 @dataclass(frozen=True, slots=True)

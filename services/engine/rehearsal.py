@@ -12,7 +12,7 @@ from services.engine.steps.sequence import Sampling
 from services.engine.steps.step import NonFiniteLogits
 
 PROMPTS_TOKENS = (16, 64, 16, 64, 32, 64)
-"""Of two lengths at least: what a step costs by itself, and what a token does, are told apart by them."""
+"""Two lengths at least: they tell apart what a step costs by itself and what a token costs."""
 NUM_SEQUENCES = (1, 4)
 NUM_DECODE_STEPS = 4
 MAX_REHEARSAL_S = 1.0

@@ -40,7 +40,7 @@ class ModelRunner:
     """Runs plans on one model and one pool. Buffers are reused: one call at a time."""
 
     lookahead_tokens = 0
-    """For so many tokens after a step's own it is well to have pages: the next step can be begun before it is asked."""
+    """Tokens after a step's own that should have pages: the next step can be begun before it is asked for."""
 
     def __init__(self, model: Model, pool: PagePool) -> None:
         self._model = model
@@ -48,7 +48,7 @@ class ModelRunner:
         self._device = pool.data.device
         self._buffers: dict[str, np.ndarray] = {}
         self._views: dict[str, tuple[np.ndarray, torch.Tensor]] = {}
-        """Of buffers, as long as they were asked for last."""
+        """Views of buffers, of the lengths asked for last."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV into the pool and sample where that is due.
@@ -75,7 +75,7 @@ class ModelRunner:
         items = step.plan.items
         outcomes = self._with_reports(step) if step.plan.reports_prompts else self._outcomes(items, step.packed)
         if items and self._device.type == "cuda":
-            # A chunk without a token is waited for by nobody else: who sends its pages would read what is not there
+            # Nothing else waits for a chunk without a token: a sender of its pages would read what has not been written
             # yet, and its time would be that of the next step, by which schedulers know what chunks cost.
             torch.cuda.current_stream(self._device).synchronize()
         return StepResult([*outcomes])

@@ -108,7 +108,7 @@ class EngineThread:
     def abandon(self, reason: str) -> None:
         """Give up on a thread whose step does not return: what is queued, and what comes, fails with WorkerUnavailable.
 
-        Should the step return after all, the thread ends. What the thread owns must not be used any more.
+        Should the step return after all, the thread ends. What the thread owns must not be used from then on.
         """
         with self._changed:
             self._is_stopping = self._is_abandoned = True
@@ -175,7 +175,7 @@ class EngineThread:
             )
 
     def _run_commands(self) -> None:
-        # Only what is there now: commands that submit commands must not keep the next step from coming.
+        # Only those that have come by now: commands that submit commands must not keep the next step from coming.
         for _ in range(len(self._commands)):
             with self._changed:
                 if self._is_stopping:
@@ -194,7 +194,7 @@ class EngineThread:
 
 
 class StepWatch:
-    """Notices a step that does not end. Has no clock: whoever looks says how much time has passed since the last look.
+    """Notices a step that does not end. Has no clock: each look says how much time has passed since the last.
 
     So the time in which the whole process was stopped does not count against the step.
     """
@@ -224,7 +224,7 @@ class _Command:
             return
         try:
             result = self.function()
-        except BaseException as error:  # the error belongs to whoever waits for the future
+        except BaseException as error:  # the error belongs to the code that waits for the future
             self.future.set_exception(error)
             if isinstance(error, InvariantViolated) or not isinstance(error, Exception):
                 raise

@@ -1,4 +1,4 @@
-"""A second tier of memory for named KV pages: what gives way in the pool goes to the host's memory, and comes back.
+"""A second tier of memory for named KV pages: what the pool evicts goes to the host's memory, and comes back.
 
 A page is copied out when an allocation takes it from the pool's cache, and only if it has a name: its content is then
 final and was computed or verified here. It is found by the same key as before, hence by the same tenants. It comes back
@@ -43,7 +43,7 @@ class _Entry(NamedTuple):
 
 
 class HostTier:
-    """Named pages in a swap space of their own, the longest here first to go. See `PageStore` for who calls what."""
+    """Named pages in a swap space of their own, the longest here first to go. See `PageStore` for the callers."""
 
     def __init__(self, space: SwapSpace) -> None:
         self._space = space
@@ -65,13 +65,13 @@ class HostTier:
         return key in self._entries
 
     def parents(self) -> dict[PageKey, PageKey | None]:
-        """Of all that is here, the keys of the pages before."""
+        """Returns the key of the page before each that is here."""
         return {key: entry.parent for key, entry in self._entries.items()}
 
     def put(self, pages: Sequence[NamedPage]) -> list[PageKey]:
-        """Copies pages of the pool that are about to give way, in that order; returns the keys that went for them.
+        """Copies pages of the pool that are about to be evicted, in that order; returns the keys that went for them.
 
-        Of more than fit in, the last are kept: those that would have given way last.
+        Where they do not all fit, the last are kept: those that would have been evicted last.
         """
         # What was taken and is not loaded yet still has its slots.
         room = self._space.num_free_slots + len(self._entries)
@@ -133,14 +133,14 @@ def take_prefix(
     is_worth: Callable[[int, int], bool],
     timed: Callable[[int, Callable[[], None]], None],
 ) -> int:
-    """Give an empty lease the pages with the first of these keys that are there; return how many.
+    """Gives an empty lease the pages with the first of these keys that exist; returns how many.
 
     First those in the pool, then, of those behind them, what is in the host's memory, if `is_worth(number of these
     pages, number of pages before them)`. `timed(number of pages, copy)` calls `copy`, which takes most of the time.
     """
     cached = allocator.find(keys)
     is_taken = lease.take(cached)
-    assert is_taken, "what is found is there, and who begins has seen to it that its pages can be had"
+    assert is_taken, "pages that were found exist, and a prompt begins when its pages can be had"
     num_cached = len(cached)
     if tier is None:
         return num_cached

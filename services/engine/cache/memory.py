@@ -1,7 +1,7 @@
 """How much memory KV pages get where nobody said a number, and what is refused where somebody did.
 
-Knows what is free now, and nothing of who else is about to take it: engines that share a GPU are told which part of it
-they may have.
+Knows what is free now, and nothing of others that are about to take it: engines that share a GPU are told which part of
+it they may have.
 """
 
 from pathlib import Path
@@ -59,7 +59,7 @@ def num_pool_pages(
 
 
 def num_tier_bytes(layout: PageLayout, device: torch.device, *, num_pages: int, asked: int | None) -> int:
-    """Return how much memory of the host the pool of so many pages has below it; 0: none.
+    """Returns the bytes of the host's memory below a pool of `num_pages` pages; 0: none.
 
     Where nothing was asked for: none on a CPU, where it would be a second piece of the same memory, and for a GPU as
     much as the pool, at most 8 GiB or a quarter of what is available. Raises ConfigError for what cannot be had.
@@ -83,7 +83,7 @@ def num_tier_bytes(layout: PageLayout, device: torch.device, *, num_pages: int, 
 def _default_kv_bytes(device: torch.device, available_bytes: int, weight_bytes: int, gpu_memory_share: float) -> int:
     if device.type == "cpu":
         return min(_DEFAULT_KV_MEMORY_BYTES, int(available_bytes * _DEFAULT_KV_MEMORY_SHARE))
-    # Who else loads now sees the same free memory, so each keeps to a part of what is there for all of them together.
+    # Others that load now see the same free memory, so each keeps to its part of what all of them share.
     left_bytes = max(0, _gpu_memory_bytes(device)[1] - weight_bytes)
     return int(min(available_bytes, left_bytes * gpu_memory_share) * _DEFAULT_KV_GPU_SHARE)
 

@@ -1,4 +1,4 @@
-"""KV pages: their shape, the memory that holds them, and the bookkeeping of who holds which.
+"""KV pages: their shape, the memory that holds them, and the bookkeeping of their holders.
 
 Knows nothing of sequences, models or transfers. Everything here belongs to the engine thread, but for
 `PageAllocator.generations`; nothing locks.
@@ -93,7 +93,7 @@ class PagePool:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """The same memory as uint8 [N, page_bytes]; writing to it writes to the pages."""
+        """The pool's memory as uint8 [N, page_bytes]; writing to it writes to the pages."""
         return self.data.view(self.num_pages, -1).view(torch.uint8)
 
 
@@ -140,7 +140,7 @@ class PageChanges(NamedTuple):
 
 
 class NamedPage(NamedTuple):
-    """A page that gives way, what it is found by, and the key of the page before it."""
+    """A page that is evicted, what it is found by, and the key of the page before it."""
 
     page_id: int
     key: PageKey
@@ -148,26 +148,26 @@ class NamedPage(NamedTuple):
 
 
 class PageStore(Protocol):
-    """Where named pages go that give way to an allocation; services.engine.cache.host_tier is one."""
+    """Where named pages go that an allocation evicts; services.engine.cache.host_tier is one."""
 
     def __contains__(self, key: PageKey) -> bool:
-        """Whether the page with this key is there."""
+        """Whether the store has the page with this key."""
         ...
 
     def parents(self) -> dict[PageKey, PageKey | None]:
-        """Of all that is there, the keys of the pages before."""
+        """Returns the key of the page before each in the store."""
         ...
 
     def put(self, pages: Sequence[NamedPage]) -> list[PageKey]:
-        """Keep what is in these pages, or not; return the keys that are there no longer because of it."""
+        """Keeps what is in these pages, or not; returns the keys of the pages that this evicts from the store."""
         ...
 
     def discard(self, key: PageKey) -> None:
-        """Forget the page with this key, if it is there."""
+        """Forgets the page with this key; unknown keys are ignored."""
         ...
 
     def take(self, keys: Sequence[PageKey]) -> list[int]:
-        """Give up what is there, to who gets it back by the numbers that are returned."""
+        """Gives up the content of these pages; the caller gets it back by the numbers that are returned."""
         ...
 
     def problems(self) -> list[str]:
@@ -176,7 +176,7 @@ class PageStore(Protocol):
 
 
 class PageAllocator:
-    """Says who holds which page; touches no memory of the pool.
+    """Knows the holders of each page; touches no memory of the pool.
 
     A page is `free`, `cached` (nobody holds it, but its content may be taken again), `reserved` (held for content
     that is still to arrive and be verified) or `used` (held, content trusted). Holders are counted: the page goes back
@@ -185,11 +185,11 @@ class PageAllocator:
     reference to an earlier holder's content can be told.
 
     A used page whose content is final may be **named** by a key (services.runtime.page_keys): `find` gives named pages
-    to sequences that need the same content, and they are cached when their last holder releases them. Of two pages with
-    the same content one is named. An allocation that finds no free page evicts cached ones: those that were released
-    first, and of those that were released together the end of the sequence before its beginning, without which it could
-    not be found. With a `store`, evicted named pages go there, where `find_stored` finds them; a key is in the pool or
-    in the store. `take_changes` returns which keys have come and gone, in both together.
+    to sequences that need the same content, and they are cached when their last holder releases them. Where two pages
+    have the same content, one is named. An allocation that finds no free page evicts cached ones: those that were
+    released first, and of those that were released together the end of the sequence before its beginning, without which
+    it could not be found. With a `store`, evicted named pages go there, where `find_stored` finds them; a key is in the
+    pool or in the store. `take_changes` returns which keys have come and gone, in both together.
 
     Misuse (releasing a free page, marking a page used twice …) raises InvariantViolated: the books are then wrong and
     so, sooner or later, is an answer.
@@ -209,7 +209,7 @@ class PageAllocator:
         self._num_promised = 0
         self._keys: list[PageKey | None] = [None] * num_pages
         self._page_of: dict[PageKey, int] = {}
-        self._cached: dict[int, None] = {}  # in the order in which they give way
+        self._cached: dict[int, None] = {}  # in the order in which they are evicted
         self._parents: dict[PageKey, PageKey | None] = {}  # the key of the page before, of each key in _page_of
         self._added: dict[PageKey, None] = {}  # since take_changes
         self._evicted: dict[PageKey, None] = {}
@@ -226,7 +226,7 @@ class PageAllocator:
 
     @property
     def num_cached_pages(self) -> int:
-        """Pages that nobody holds but whose content can be taken again; they give way to an allocation."""
+        """Pages that nobody holds but whose content can be taken again; an allocation evicts them."""
         return self._num_in_state[_CACHED]
 
     @property
@@ -302,9 +302,9 @@ class PageAllocator:
         return page_ids
 
     def name(self, page_ids: Sequence[int], keys: Sequence[PageKey], *, parent: PageKey | None = None) -> None:
-        """Say what is in used pages that follow each other, to which nobody writes any more.
+        """Says what is in used pages that follow each other and are final.
 
-        `parent` is the key of the page before them; None: there is none. A key that another page has stays with that
+        `parent` is the key of the page before them; None: it is the first. A key that another page has stays with that
         one. Behind a page that nobody finds, nothing is named: it could not be found either.
         """
         for page_id, key in zip(page_ids, keys, strict=True):
@@ -324,7 +324,7 @@ class PageAllocator:
             parent = key
 
     def unname(self, page_ids: Sequence[int]) -> None:
-        """Have nobody find these used pages any more, nor what was computed behind them: their content is wrong.
+        """Makes these used pages, and what was computed behind them, impossible to find: their content is wrong.
 
         Takes time in proportion to all named pages, stored ones included.
         """
@@ -341,7 +341,7 @@ class PageAllocator:
             chain: list[PageKey | None] = []
             ancestor: PageKey | None = key
             while ancestor not in is_doubtful:
-                if ancestor not in parents:  # gave way: what is behind it may be behind more
+                if ancestor not in parents:  # evicted: what is behind it may be behind more
                     is_doubtful[ancestor] = True
                     break
                 chain.append(ancestor)
@@ -390,7 +390,7 @@ class PageAllocator:
         return self._store.take(keys)
 
     def take(self, page_ids: Sequence[int], generations: Sequence[int] | None = None, *, num_promised: int = 0) -> bool:
-        """Use different pages whose content is there, each with one holder more; all or none.
+        """Uses different pages whose content is kept, each with one holder more; all or none.
 
         `num_promised` of them were promised to the caller before; the promise shrinks by as many. Return False, and
         change nothing, where a page is not of the given generation or holds nothing, or where they cannot be had
@@ -662,7 +662,7 @@ class PageLease:
         self._allocator.mark_used(is_reserved)
 
     def take(self, page_ids: Sequence[int], generations: Sequence[int] | None = None) -> bool:
-        """Add pages whose content is there already, as `PageAllocator.take`; the promise shrinks by as many."""
+        """Adds pages whose content exists already, as `PageAllocator.take`; the promise shrinks by as many."""
         if self._is_closed:
             raise InvariantViolated("a closed page lease cannot grow")
         num_promised = min(len(page_ids), self._num_promised)
@@ -675,7 +675,8 @@ class PageLease:
     def close(self, *, is_kept: bool = False) -> None:
         """Give back the pages and the promise. The second time does nothing.
 
-        `is_kept`: the content of used pages stays, as long as there is room, for who takes it by its generation.
+        `is_kept`: the content of used pages stays, as long as the pool has room, for a caller that takes it by its
+        generation.
         """
         if self._is_closed:
             return

@@ -1,7 +1,7 @@
-"""KV pages in the host's memory: those of sequences that gave way, and those that the pool had no room to keep.
+"""KV pages in the host's memory: those of preempted sequences, and those that the pool had no room to keep.
 
 Knows nothing of sequences and keys. Belongs to the engine thread; nothing locks. Each user has a space of its own, with
-its own bound: sequences that gave way (decode_worker.engine_loop) and named pages (services.engine.cache.host_tier).
+its own bound: preempted sequences (decode_worker.engine_loop) and named pages (services.engine.cache.host_tier).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class SwapSpace:
     """A bounded number of slots, each of which holds a copy of one page, bit by bit.
 
-    Slots are taken and given back by the holder; the space keeps no names. A slot's number is given once: who has an
-    old one finds nothing, and never what somebody else has put in its place.
+    Slots are taken and given back by the holder; the space keeps no names. A slot's number is given once: a holder of
+    an old one finds nothing, and never what another has put in its place.
 
     On a CPU memory is taken when it is first written to. For a pool on a GPU it is taken at once and pinned, if that
     can be, and storing waits until the pages are copied aside on the GPU, not for their way to the host.
@@ -38,7 +38,7 @@ class SwapSpace:
         self._copies = _GpuCopies(pool.data.device) if self._is_on_gpu and self._num_slots else None
         self._free_rows = list(range(self._num_slots - 1, -1, -1))
         self._rows: dict[int, int] = {}
-        """Of the slots that are held, where they lie in the memory."""
+        """Where the held slots lie in the memory."""
         self._num_given = 0
 
     @property
@@ -157,7 +157,7 @@ class _GpuCopies:
         self._bus = new_stream(device)
 
     def out(self, pages: torch.Tensor, page_ids: Sequence[int], memory: torch.Tensor, rows: Sequence[int]) -> None:
-        """Returns when the pages are copied aside; they are in `memory` for whoever reads it by `back`."""
+        """Returns when the pages are copied aside; they are in `memory` for readers by `back`."""
         self._gathers.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._gathers):
             aside = pages[torch.tensor(page_ids, device=self._device)]

@@ -74,7 +74,7 @@ class KernelDecoder:
         self._kernels.guess(self._args, args, guesses, self._dtype)
 
     def repeatable(self, step: DecoderStep) -> KernelStep:
-        """`forward` of these tensors, for who puts other numbers into them each time.
+        """`forward` of these tensors, for a caller that puts other numbers into them each time.
 
         What the tensors are is checked now, and what is in them each time.
         """
@@ -140,7 +140,7 @@ class KernelStep:
         return self._logits
 
     def guess(self, draws: SequenceOf[Draw], limits: SequenceOf[Limit]) -> list[list[Guess]]:
-        """Of a step of one token of each sequence: what follows each, as far as its limit says.
+        """Guesses what follows each sequence after a step of one token each, as far as its limit says.
 
         The step's tensors are moved on.
         """

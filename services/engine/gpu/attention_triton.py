@@ -26,7 +26,7 @@ _LOG2_E = 1.4426950408889634
 # Programs that share the splits of a step: enough for every processor to hide its loads behind another program's.
 _PROGRAMS_PER_PROCESSOR = 4
 _PROGRAMS_INTERPRETED = 3
-# Up to so many sequences are looked through by the same compiled kernel.
+# One compiled kernel looks through up to this number of sequences.
 _FEW_SEQUENCES = 256
 
 
@@ -54,7 +54,7 @@ class DecodeScratch:
 
     @classmethod
     def empty(cls, num_splits: int, num_heads: int, head_dim: int, device: torch.device) -> "DecodeScratch":
-        """Room for so many splits of `num_heads` query heads; its content is anything."""
+        """Returns room for `num_splits` splits of `num_heads` query heads; its content is anything."""
         return cls(
             torch.empty(num_splits, num_heads, head_dim, dtype=torch.float32, device=device),
             torch.empty(num_splits, num_heads, dtype=torch.float32, device=device),
@@ -139,7 +139,7 @@ def prefill_attention(
     out = torch.empty_like(q)
     block = prefill_block(q.dtype, group)
     queries = block.rows // group
-    # So many tiles are enough however the tokens are spread over the sequences; the device knows how they are.
+    # This number of tiles is enough however the tokens are spread over the sequences; the device knows how they are.
     num_tiles = num_tokens // queries + num_sequences
     _prefill_tiles[(num_tiles, num_kv_heads)](
         q,
@@ -181,14 +181,14 @@ class Block:
 
 
 def decode_block(dtype: torch.dtype, head_dim: int) -> Block:
-    """Of a decode row; its rows are the padded group."""
+    """Returns the block of a decode row; its rows are the padded group."""
     if dtype == torch.float32:
         return Block(16, 16, 4, 2)
     return Block(16, 64, 4, 3 if head_dim > 64 else 2)  # a third stage of narrow heads would spill
 
 
 def prefill_block(dtype: torch.dtype, group: int) -> Block:
-    """Of a prompt: rows are (query, head of the group) pairs."""
+    """Returns the block of a prompt: rows are (query, head of the group) pairs."""
     if dtype == torch.float32:
         return Block(max(32, triton.next_power_of_2(group)), 32, 8, 2)
     return Block(max(128, triton.next_power_of_2(group)), 64, 8, 3)

@@ -72,7 +72,7 @@ class TritonDecoder:
         return self._logits(x[wanted], residual[wanted]).float()
 
     def decode(self, step: DecodeStep) -> torch.Tensor:
-        """The same for one token of each sequence; logits of all of them, [B, V] in the model's dtype."""
+        """Computes one token of each sequence; returns the logits of all of them, [B, V] in the model's dtype."""
 
         def attend(q: torch.Tensor, layer_data: torch.Tensor) -> torch.Tensor:
             return decode_attention(q, layer_data, step.rows, step.scratch, scale=self._scale)

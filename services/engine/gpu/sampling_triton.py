@@ -24,7 +24,7 @@ class Choices:
 
     `keys` int64 [B]: mixed from seed and position (`services.engine.sampling.noise_keys`).
     `temperatures` float64 [B]: 0 takes the likeliest.
-    `min_p_margins` float64 [B]: the logarithm of min_p, minus infinity where there is none.
+    `min_p_margins` float64 [B]: the logarithm of min_p, minus infinity where it is not set.
     """
 
     keys: torch.Tensor

@@ -158,7 +158,7 @@ def _compile(command: Sequence[str], path: Path) -> None:
         if result.returncode:
             lines = result.stderr.strip().splitlines() or ["no message"]
             raise KernelsUnavailable(f"{command[0]} failed: {lines[0]}")
-        # Each renamed when complete: whoever looks in between finds them different and waits for the lock.
+        # Each is renamed when complete: a process that looks in between finds them different and waits for the lock.
         digest = _digest_path(made)
         digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), encoding="ascii")
         os.replace(digest, _digest_path(path))

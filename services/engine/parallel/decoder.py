@@ -91,11 +91,11 @@ class ShardedDecoder:
         return self._meeting.bring_to_first(part, step.logits_indices.shape[0], self._config.vocab_size)
 
     def _own_part(self, step: DecoderStep) -> DecoderStep:
-        """The same step over pages of this rank's KV heads only.
+        """Returns the step over pages of this rank's KV heads only.
 
         A page [H, L, 2, S, D] of all heads is `groups` smaller pages one after the other, one for each range of heads:
-        page p of the worker is page p * groups + group of this rank, in a pool with so many more pages. Ranks that
-        share their KV heads share these pages and write the same to them.
+        page p of the worker is page p * groups + group of this rank, in a pool with `groups` times the pages. Ranks
+        that share their KV heads share these pages and write the same to them.
         """
         groups, group = self._shard.num_kv_groups(self._config), self._shard.kv_group(self._config)
         if groups == 1:

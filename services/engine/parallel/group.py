@@ -1,6 +1,6 @@
 """A model on several ranks as its first one sees it: it starts the others, loads with them, and drives every step.
 
-For whoever uses the model nothing differs: pages of all heads and layers lie in one pool, in memory that all ranks map,
+For users of the model nothing differs: pages of all heads and layers lie in one pool, in memory that all ranks map,
 and logits of the whole vocabulary come out.
 """
 
@@ -47,7 +47,7 @@ class RankGroup:
 
     @property
     def loss(self) -> TandemError | None:
-        """Why the ranks have ended, once they have; the worker cannot go on."""
+        """Why the ranks have ended, once they have; the worker cannot continue."""
         return self._processes.loss
 
     def load(self, model_dir: str | Path, *, dtype: str, device: str, threads: int | None) -> Model:

@@ -49,7 +49,7 @@ def send_step(peer: socket.socket, encoded: bytes) -> None:
 
 
 def receive_step(peer: socket.socket) -> StepMessage | None:
-    """Waits for the next step; None: there is none any more."""
+    """Waits for the next step; None: none will come."""
     head = _receive(peer, _STEP.size)
     if head is None:
         return None
@@ -94,7 +94,7 @@ def receive_object(peer: socket.socket, *, max_fds: int = 0) -> tuple[Any, list[
 
 
 def _receive(peer: socket.socket, num_bytes: int) -> bytearray | None:
-    """Exactly so many bytes; None: the peer has ended."""
+    """Receives exactly `num_bytes` bytes; None: the peer has ended."""
     content = bytearray(num_bytes)
     view = memoryview(content)
     while view:

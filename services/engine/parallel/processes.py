@@ -1,9 +1,9 @@
 """The processes of a worker's other ranks: started, watched and ended; knows nothing of what they compute.
 
 Two socket pairs lead to each rank: one for commands, and one on which the rank says several times a second that it is
-alive and, at the last, why it ends. A rank that ends, or is silent, is the end of all of them: the worker cannot go on
-without it. And a rank ends with rank 0, however that ends: it sees the end of its sockets and, where the system can do
-so, is killed by it, also while it is stopped.
+alive and, at the last, why it ends. A rank that ends, or is silent, is the end of all of them: the worker cannot
+continue without it. And a rank ends with rank 0, however that ends: it sees the end of its sockets and, where the
+system can do so, is killed by it, also while it is stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.runtime.errors import ConfigError, ModelError, TandemError, Worker
 
 BEAT_S = 0.25
 SILENCE_S = 3.0
-"""A rank of which nothing was heard for so long while rank 0 was listening is dead."""
+"""A rank that was silent for this long while rank 0 was listening is dead."""
 START_SILENCE_S = 60.0
 """While it loads libraries and a model: the system may be busy with its disk for long."""
 EXIT_TIMEOUT_S = 2.0
@@ -92,12 +92,12 @@ class RankProcesses:
         self._is_serving = True
 
     def explain(self, error: BaseException, *, timeout_s: float = 2.0) -> TandemError:
-        """What was behind an error of talking to the ranks: the watch may need a moment to see who has ended."""
+        """What was behind an error of talking to the ranks: the watch may need a moment to see which rank has ended."""
         self._has_ended.wait(timeout_s)
         return self._loss or WorkerLost(f"the ranks of the worker lost each other: {error}")
 
     def close(self) -> None:
-        """Ends all ranks, when nobody talks to them any more. May be called again."""
+        """Ends all ranks, once nobody talks to them. May be called again."""
         self._is_closing = True
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")

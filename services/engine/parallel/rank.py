@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     """Runs a rank; returns the exit code."""
     rank, parent_pid, commands_fd, life_fd = map(int, arguments)
     _die_with(parent_pid)
-    # Who ends the worker by its terminal means rank 0, which ends the others when it has finished.
+    # A signal from the worker's terminal is meant for rank 0, which ends the others when it has finished.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(levelname)s %(name)s: %(message)s")
     life = Life(socket.socket(fileno=life_fd))

@@ -22,8 +22,8 @@ class AttentionBatch:
     `page_tables` int32 [B, max pages]: page ids in order; entries beyond the context are ignored.
     `slot_mapping` int64 [T]: page_id * S + slot where each packed token's key and value are written.
 
-    All tensors are on the model's device. `longest_tokens`, where given, is the longest of `context_lens`: who knows it
-    saves the host from waiting until a GPU has got so far that it can tell.
+    All tensors are on the model's device. `longest_tokens`, where given, is the longest of `context_lens`: a caller
+    that knows it saves the host from waiting until a GPU has got so far that it can tell.
     """
 
     query_start: torch.Tensor

@@ -74,7 +74,7 @@ class _Lane:
         )
 
     def place(self, row: int, page_ids: SequenceOf[int], token_id: int, position: int) -> None:
-        """Say which token of whom the row is."""
+        """Says which token of which sequence the row is."""
         self._page_tables[row, : len(page_ids)] = page_ids
         self._move(row, token_id, position)
 
@@ -97,7 +97,7 @@ class _Lane:
             ]
             guessed = guess(self.compute(), at)
             open_rows = [row for row in open_rows if chains[row].add(guessed[row])]
-            # The other rows are computed as before, which writes what is there.
+            # The other rows are computed as before, which writes what they hold already.
             for row in open_rows:
                 self._move(row, guessed[row].token_id, int(self._positions[row]) + 1)
         return [chain.guesses for chain in chains]
@@ -113,7 +113,7 @@ class _Lane:
 class DraftModel:
     """A loaded draft model and its KV cache, of which it never takes more than its pool has.
 
-    The cache is a cache: whoever was used longest ago gives way to who needs pages, and is read again if it comes back.
+    A cache: the least recently used sequence is evicted for one that needs pages, and is read again if it comes back.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -123,7 +123,7 @@ class DraftModel:
         self._allocator = parts.allocator
         self._page_size = parts.pool.layout.page_size
         self._device = parts.pool.data.device
-        self._memories: dict[Hashable, _Memory] = {}  # who was used longest ago first
+        self._memories: dict[Hashable, _Memory] = {}  # least recently used first
         self._lanes: dict[tuple[int, int], _Lane] = {}
 
     @property
@@ -209,7 +209,7 @@ class DraftModel:
         return memory.num_tokens
 
     def _reserve(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[int]:
-        """Give these pages for so many tokens, in this order; return the places of those that have them."""
+        """Gives sequences pages for their tokens, in this order; returns the places of those that have them."""
         for sequence, _ in wanted:
             memory = self._memories.pop(sequence.sequence_id, None) or _Memory(PageLease(self._allocator))
             self._memories[sequence.sequence_id] = memory

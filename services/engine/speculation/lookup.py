@@ -14,7 +14,7 @@ MIN_MATCH_TOKENS = 2
 MAX_MATCH_TOKENS = 16
 """Longer matches are as good as these."""
 NUM_PLACES = 8
-"""So many of the latest places where the last tokens occurred are compared."""
+"""Number of the latest places of the last tokens that are compared."""
 
 
 class PromptLookup:
@@ -33,7 +33,7 @@ class PromptLookup:
         num_tokens = len(known)
         if num_tokens <= MIN_MATCH_TOKENS or max_tokens < 1:
             return [], 0
-        # Of every place but the last: the one there and the one before it are the last two.
+        # Every place but the last whose token, with the one before it, equals the last two.
         is_match = (known[1:-1] == known[-1]) & (known[:-2] == known[-2])
         places = is_match.nonzero()[0][-NUM_PLACES:] + 2
         if not len(places):
@@ -41,7 +41,7 @@ class PromptLookup:
         lengths = [self._match_length(int(place)) for place in places]
         length = max(lengths)
         place = int(places[max(index for index, each in enumerate(lengths) if each == length)])
-        # What repeats itself until the end goes on repeating: behind the end come the proposals themselves.
+        # What repeats itself until the end keeps repeating: behind the end come the proposals themselves.
         period = num_tokens - place
         found: list[int] = known[place : place + max_tokens].tolist()
         return [found[index % period] for index in range(max_tokens)], length

@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 LEVELS = 8
-"""Of how likely a guess is by the draft."""
+"""Number of levels of how likely a guess is by the draft."""
 
 
 class Guess(NamedTuple):
@@ -17,7 +17,7 @@ class Guess(NamedTuple):
 
     @property
     def level(self) -> int:
-        """The same as a number below LEVELS."""
+        """The probability as a number below LEVELS."""
         return min(LEVELS - 1, int(self.probability * LEVELS))
 
 
@@ -39,7 +39,7 @@ class Limit(NamedTuple):
     """How far to guess for one sequence: at most `most` tokens, while one more is likely enough to be right.
 
     `chances` [LEVELS] says how likely a guess of each level is right if those before it are, `next` how likely one that
-    has not been made. Guessing goes on while the chance that all are right, the next one too, is above `least`.
+    has not been made. Guessing continues while the chance that all are right, the next one too, is above `least`.
     """
 
     most: int

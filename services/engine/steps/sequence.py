@@ -41,14 +41,14 @@ class Sampling(SamplingParams, frozen=True, kw_only=True):
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     def finish_reason(self, num_generated_tokens: int, last_token_id: int) -> FinishReason | None:
-        """Say why an answer of so many tokens, at least one, ends with its last one; None where it does not."""
+        """Says why an answer of this length, at least one token, ends with its last; None where it does not."""
         if num_generated_tokens > self.min_tokens and last_token_id in self.stop_token_ids:
             return "stop"
         return "length" if num_generated_tokens >= self.max_tokens else None
 
 
 class Grammar(Protocol):
-    """What form an answer must have, and how much of it is there. It belongs to one sequence.
+    """What form an answer must have, and how far it has come. It belongs to one sequence.
 
     Its state follows from the tokens that it was given, and from nothing else.
     """
@@ -65,8 +65,8 @@ class Grammar(Protocol):
     def allowed(self) -> bytes:
         """Say which tokens may come next: token t may if bit t % 8, of value 2^(t % 8), of byte t // 8 is set.
 
-        Those of tokens beyond the last byte are not. No bit is set where nothing can follow any more: a token before
-        was not allowed, or the grammar is too complex to go on with.
+        Those of tokens beyond the last byte are not. No bit is set where nothing can follow: a token before
+        was not allowed, or the grammar is too complex to continue with.
         """
         ...
 
@@ -75,7 +75,7 @@ class Sequence:
     """Tokens of one attempt of a request and how far they have come.
 
     `token_ids` is prompt + emitted (by earlier attempts) + generated. Everything after the prompt counts for
-    penalties, min_tokens and max_tokens, so a resumed sequence goes on exactly as the first one would have.
+    penalties, min_tokens and max_tokens, so a resumed sequence continues exactly as the first one would have.
     """
 
     __slots__ = (
@@ -170,7 +170,7 @@ class Sequence:
         """Say which tokens may come next, in the bits of `Grammar.allowed`; None where there is no grammar: all may.
 
         The grammar is given the tokens that it lacks first, so that a resumed sequence has the same ones to choose from
-        as the one that it goes on from. Costs only what was added since the last call.
+        as the one that it continues. Costs only what was added since the last call.
         """
         if self.grammar is None:
             return None
@@ -200,7 +200,8 @@ class Sequence:
 
 
 class Lookahead:
-    """A sequence as it will be with more tokens, for who chooses the token after them. The sequence is not changed.
+    """A sequence as it will be with more tokens, for code that chooses the token after them. The sequence is not
+    changed.
 
     Where it has a grammar, these must be tokens that it will have: a grammar only goes forward.
     """

@@ -8,7 +8,7 @@ from services.engine.steps.sequence import Sequence
 from services.runtime.errors import GrammarExhausted, TandemError
 
 PROMPT_ROWS = 64
-"""So many tokens of prompts that are reported are computed at a time, and in a step, for which all others in it wait:
+"""Tokens of reported prompts that are computed at a time, and in a step, for which all others in it wait:
 [64, V] logits are 80 MB of float64 for the largest vocabularies, a whole chunk's would be gigabytes."""
 
 
@@ -17,7 +17,7 @@ class NonFiniteLogits(TandemError):
 
 
 class NothingAllowed(NonFiniteLogits, GrammarExhausted):
-    """A sequence's grammar allows no token, as one that is too complex to go on with: no fault of who computes it."""
+    """A sequence's grammar allows no token, as one that is too complex to continue with: no fault of the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ StepOutcome = SampledToken | SampledTokens | PromptTokens | NonFiniteLogits | No
 class StepResult:
     """Outcome per item of the plan, in its order: a token, None where none was due, or why that sequence must fail.
 
-    A failure is the sequence's own: the others' results stand. Of a prompt that is reported each outcome has the part
+    A failure is the sequence's own: the others' results stand. For a prompt that is reported each outcome has the part
     that the step computed; `with_whole_prompt` puts them together.
     """
 
@@ -110,10 +110,10 @@ class StepResult:
 def with_whole_prompt(sequence: Sequence, start: int, outcome: StepOutcome) -> Outcome:
     """Return the outcome of a step that began at token `start`, a first token with all of the prompt's reports.
 
-    Until then they are kept with the sequence; what is computed once more takes the place of what was there. Nothing
+    Until then they are kept with the sequence; what is computed once more takes the place of what was kept. Nothing
     was proposed.
     """
-    assert not isinstance(outcome, SampledTokens), "who proposes tokens takes the outcome apart"
+    assert not isinstance(outcome, SampledTokens), "a caller that proposes tokens takes the outcome apart"
     if not sequence.reports_prompt or not isinstance(outcome, SampledToken | PromptTokens):
         assert not isinstance(outcome, PromptTokens)
         return outcome

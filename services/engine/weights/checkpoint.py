@@ -48,7 +48,7 @@ class Checkpoint:
     ) -> torch.Tensor:
         """The tensor `name` of exactly `shape`, or `rows` of its first axis, converted to `dtype`, on the CPU.
 
-        Each row must be counted once by whoever reads it: for what others count, `is_counted` is false. A tensor of one
+        Each row must be counted once by its readers: for what others count, `is_counted` is false. A tensor of one
         axis counts as a single row, whichever part of it is wanted.
 
         Raises ModelError where it is missing, has another shape or is not a floating-point tensor.

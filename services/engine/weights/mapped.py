@@ -33,7 +33,7 @@ class CudaMemory:
         return self._tensor_over(cuda_memory.map_shared(fd, num_bytes, self._index))
 
     def _tensor_over(self, memory: cuda_memory.MappedMemory) -> torch.Tensor:
-        # Of this GPU, wherever the memory is: only this one was given access. A copy would not be shared.
+        # A tensor of this GPU, wherever the memory is: only this one was given access. A copy would not be shared.
         tensor = torch.as_tensor(memory, device=torch.device("cuda", self._index))
         if tensor.data_ptr() != memory.address:
             raise cuda_memory.CudaError("torch copied the mapped memory instead of using it")

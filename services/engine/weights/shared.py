@@ -1,6 +1,6 @@
 """One copy of a model's weights for all processes of a host that serve the same files.
 
-A prefill and a decode worker of one machine, or of one GPU, compute with the same weights. Who comes first reads the
+A prefill and a decode worker of one machine, or of one GPU, compute with the same weights. The first reads the
 files and lays the weights out as it computes with them (packed, on a CPU) in memory that it hands to the others, a
 piece for each layer and one for the rest (`services.engine.weights.sharing` says how they meet). These start without
 reading or packing anything, and the host, its caches and a GPU hold the weights once.
@@ -237,7 +237,7 @@ def _join(groups: Sequence[Sequence[Value]], placement: WeightPlacement) -> Mode
 
 
 def _move(group: Sequence[Value], memory: Memory, digest: str) -> tuple[list[Value], Piece]:
-    """The same values in shared memory, and what others need to find them there."""
+    """Copies the values to shared memory; returns them there, and what others need to find them."""
     tensors: dict[tuple[int, torch.Size], torch.Tensor] = {}
     offsets: dict[tuple[int, torch.Size], int] = {}
     num_bytes = 0
@@ -274,7 +274,7 @@ def _move(group: Sequence[Value], memory: Memory, digest: str) -> tuple[list[Val
 def _put_together(
     pieces: Sequence[Piece], memory: Memory, placement: WeightPlacement, *, num_layers: int
 ) -> tuple[ModelWeights, str]:
-    """What another process has moved. Raises OSError, or ValueError for what is none of ours."""
+    """What another process has moved. Raises OSError, or ValueError for what is not ours."""
     if len(pieces) != num_layers + 1:
         raise ValueError(f"another process has {len(pieces)} pieces for {num_layers} layers and the rest")
     groups, digest = [], ""
@@ -324,7 +324,7 @@ def _device_key(device: torch.device) -> str:
 
 
 def _numbers(text: str) -> set[int]:
-    """Of a list as the kernel writes it: 0-3,8."""
+    """Returns the numbers of a list as the kernel writes it: 0-3,8."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

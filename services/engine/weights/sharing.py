@@ -1,12 +1,12 @@
 """Memory that the processes of a host have in common: one makes it, the others are given its file descriptors.
 
-Who binds a name first makes the memory and hands it to whoever connects. The name is an abstract Unix socket, which
-the kernel frees with its process; the memory lives as long as anybody maps it. When the process with the name ends, one
-of those that have the memory takes the name, so that the next one to come still finds it.
+The process that binds a name first makes the memory and hands it to those that connect. The name is an abstract Unix
+socket, which the kernel frees with its process; the memory lives as long as anybody maps it. When the process with the
+name ends, one of those that have the memory takes the name, so that the next one to come still finds it.
 
-Whoever waits is told every second that there is something to wait for. Who hears nothing for `SILENCE_S` (the other
-process is stopped, or stuck) gives up and does without. Both sides look at who the other is: another user's process
-neither gets memory nor is believed.
+A process that waits is told every second that there is something to wait for. One that hears nothing for `SILENCE_S`
+(the other process is stopped, or stuck) gives up and does without. Both sides check which user the other is: another
+user's process neither gets memory nor is believed.
 
 Knows nothing of what the memory holds. Linux only; elsewhere joining fails.
 """
@@ -29,7 +29,7 @@ from services.runtime.descriptors import receive_fds
 
 SILENCE_S = 3.0
 WAIT_EVERY_S = 1.0
-_SEND_TIMEOUT_S = 1.0  # for who does not read, while others wait to hear something
+_SEND_TIMEOUT_S = 1.0  # for a peer that does not read, while others wait to hear something
 _RETRY_S = 0.05
 _MAX_RETRIES = 100
 _MAX_DESCRIPTION_BYTES = 1 << 16
@@ -89,12 +89,12 @@ class Sharing:
         raise SharingFailed("the processes with the memory come and go")
 
     def offer(self, pieces: Sequence[Piece]) -> None:
-        """Give these to whoever asks from now on. The descriptors are this object's."""
+        """Gives these to all that ask from now on. The descriptors are this object's."""
         self._pieces = tuple(pieces)
         self._wake()
 
     def close(self) -> None:
-        """Leave; what is mapped stays. Whoever waits for this process stops waiting."""
+        """Leaves; what is mapped stays. Processes that wait for this one stop waiting."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -127,7 +127,7 @@ class Sharing:
         return sock
 
     def _connect(self) -> socket.socket | None:
-        """Reach who has the name. None: nobody answers, or not yet. Raises SharingFailed where it is another user."""
+        """Reaches the holder of the name. None: no answer yet. Raises SharingFailed where it is another user."""
         sock = _new_socket()
         try:
             sock.settimeout(SILENCE_S)
@@ -189,7 +189,7 @@ class Sharing:
                 self._serve(listener)
 
     def _watch(self) -> socket.socket | None:
-        """Stay in touch with who has the name now, to hear of its end. None: nobody answers."""
+        """Stays in touch with the present holder of the name, to hear of its end. None: nobody answers."""
         sock = self._connect()
         if sock is not None:
             with contextlib.suppress(OSError):
