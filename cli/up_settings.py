@@ -27,6 +27,7 @@ from services.runtime.config import (
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
+from services.runtime.transports import TRANSPORTS
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 DEMO_DRAFT = DEMO_MODEL.with_name("draft")
@@ -132,7 +133,7 @@ class UpSettings:
         secret(), default=None, help="The secret itself, instead of --cluster-secret-file."
     )
     transport: str = option(
-        choice("auto", "shm", "tcp", "nccl", "cuda_ipc"),
+        choice("auto", *TRANSPORTS),
         default="auto",
         help="Channel that pages travel on; auto measures those that both workers have. nccl, cuda_ipc: pages on GPUs.",
     )

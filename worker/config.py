@@ -30,6 +30,7 @@ from services.runtime.config import (
 from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
+from services.runtime.transports import TRANSPORTS
 from services.runtime.version import version
 
 
@@ -105,7 +106,7 @@ class WorkerConfig:
         integer(0, 65535), default=None, help="Port of /metrics on --host; 0 picks a free one. Not given: none."
     )
     transport: str = option(
-        choice("auto", "shm", "tcp", "nccl", "cuda_ipc"),
+        choice("auto", *TRANSPORTS),
         default="auto",
         help="Channel that pages travel on; auto measures those that both workers have. nccl, cuda_ipc: pages on GPUs.",
     )

@@ -31,24 +31,14 @@ _FINISH_REASONS = {
 }
 _UNFIT = (TypeError, ValueError, OverflowError)
 """What protobuf raises for a value that a field cannot hold."""
-_OPTIONAL = ("max_tokens", "temperature", "top_p", "seed", "repetition_penalty", "logprobs", "prompt_logprobs")
+_SAMPLING = tuple(field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if field.name != "stop")
 
 
 def generate_request(request: Request) -> inference_pb2.GenerateRequest:
     """The message. Raises InvalidRequest for a value that it cannot hold; what it can hold, the server judges."""
     try:
-        sampling = inference_pb2.SamplingParams(
-            min_tokens=request.min_tokens,
-            top_k=request.top_k,
-            min_p=request.min_p,
-            stop=_texts(request.stop),
-            stop_token_ids=request.stop_token_ids,
-            ignore_eos=request.ignore_eos,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            logit_bias=request.logit_bias,
-            **{name: value for name in _OPTIONAL if (value := getattr(request, name)) is not None},
-        )
+        given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING}
+        sampling = inference_pb2.SamplingParams(stop=_texts(request.stop), **given)
         message = inference_pb2.GenerateRequest(
             request_id=request.request_id,
             model=request.model,

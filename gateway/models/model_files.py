@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from services.runtime.errors import ModelError
-from services.runtime.model_facts import ModelFacts, read_json_object, read_model_facts, read_text
-
-ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+from services.runtime.model_facts import ARCHITECTURES, ModelFacts, read_json_object, read_model_facts, read_text
 
 
 @dataclass(frozen=True, slots=True)

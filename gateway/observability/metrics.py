@@ -19,6 +19,7 @@ from gateway.topology.presence import Presence
 from gateway.topology.troubles import Troubles
 from services.cluster.memory import MemoryUse
 from services.cluster.redis_store import Store
+from services.runtime import transports
 from services.runtime.metrics import CertificateEnd, Counts, Distributions, FastRegistry, SpanCounts
 from services.scheduling.breakers import CircuitState
 from services.scheduling.health import CAUSES, GpuState
@@ -80,7 +81,7 @@ PREDICTION_BUCKETS = (0.1, 0.25, 0.5, 0.65, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 1
 SIZE_BUCKETS_TOKENS = tuple(2**exponent for exponent in range(18))
 OUTCOMES = ("finished", "failed", "cancelled", "refused")
 PHASES = ("queue", "prefill", "transfer", "decode")
-TRANSPORTS = frozenset({"none", "loopback", "shm", "tcp", "nccl", "cuda_ipc"})
+TRANSPORTS = frozenset({"none", "loopback", *transports.TRANSPORTS})
 STATES = ("queued", "running")
 
 Population = Mapping[tuple[str, str, str], int]

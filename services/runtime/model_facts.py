@@ -16,6 +16,8 @@ import msgspec
 
 from services.runtime.errors import ModelError
 
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""The shapes of models that workers can compute, in the words of config.json."""
 MAX_FILE_BYTES = 256 * 1024 * 1024
 """No tokenizer or configuration comes near this."""
 MAX_HEADER_BYTES = 100 * 1024 * 1024
