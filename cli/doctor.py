@@ -30,6 +30,7 @@ from services.runtime.config import flag, number, option, path, redis_url
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
 from services.runtime.gpu_health import open_gpu
 from services.runtime.version import version
+from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GpuState, judge_gpu
 
 _CIRCUIT_ADVICE = {
@@ -363,7 +364,7 @@ def judge_workers(workers: Iterable[Mapping[str, Any]], *, told: Set[str] = froz
             Level.BAD, "workers", "none has joined", "they need the same --redis and --cluster as the gateway"
         )
     for model, members in sorted(by_model.items()):
-        ready = [member for member in members if member.get("state") == "ready"]
+        ready = [member for member in members if member.get("state") == WorkerState.READY]
         roles = {role: sum(member.get("role") == role for member in ready) for role in ("prefill", "decode")}
         counts = f"{model}: {roles['prefill']} prefill and {roles['decode']} decode workers are ready"
         if not roles["decode"]:
@@ -407,7 +408,7 @@ def _judge_worker(worker: Mapping[str, Any], *, is_told: bool) -> Iterator[Findi
     elif worker.get("left_out"):
         advice = "give gateway and workers the same files, or the worker a --model-name of its own"
         yield Finding(Level.BAD, "workers", f"{name} gets no work: {worker['left_out']}", advice)
-    elif worker.get("state") not in ("ready", "draining"):
+    elif worker.get("state") not in (WorkerState.READY, WorkerState.DRAINING):
         yield Finding(
             Level.NOTE, "workers", f"{name} is {worker.get('state', '-')}", "see its log; others do its work meanwhile"
         )

@@ -49,6 +49,7 @@ from services.runtime.cluster_secret import Secrets
 from services.runtime.config import join_host_port, load
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
 from services.runtime.tls import Identity, pinned_context
+from services.runtime.worker_state import WorkerState
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """SIGHUP: the terminal was closed."""
@@ -267,7 +268,7 @@ class Up:
         if gateway_pid is not None:
             self._mark_ready(GATEWAY, gateway_pid)
         for worker in cluster.get("workers", []):
-            if worker.get("state") == "ready" and worker.get("id") in self._supervisor.children:
+            if worker.get("state") == WorkerState.READY and worker.get("id") in self._supervisor.children:
                 self._mark_ready(worker["id"], worker.get("pid"))
 
     def _probe_tls(self) -> ssl.SSLContext | None:

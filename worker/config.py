@@ -32,6 +32,7 @@ from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
 from services.runtime.transports import TRANSPORTS
 from services.runtime.version import version
+from services.runtime.worker_state import WorkerState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +200,7 @@ class WorkerConfig:
             "incarnation": incarnation,
             "started_unix_ns": SYSTEM_CLOCK.unix_ns(),
             "version": version(),
-            "state": "starting",
+            "state": WorkerState.STARTING,
             "model": self.model_name or self.model.resolve().name,
             "exact": False,
             "page_size": self.page_size,

@@ -19,6 +19,7 @@ from services.runtime.membership import Member
 from services.runtime.rpc import RpcServer, set_identity, set_member
 from services.runtime.telemetry import TraceContext, Value
 from services.runtime.tls import Identity
+from services.runtime.worker_state import WorkerState
 from worker.attempts import Moved
 from worker.config import WorkerConfig
 from worker.metrics import Load
@@ -265,11 +266,11 @@ async def serve_until_drained(
         background.append(asyncio.create_task(_publish_load(worker, lease)))
     try:
         await server.set_serving(True)
-        _publish(lease, "ready")
+        _publish(lease, WorkerState.READY)
         await _first_of(worker, background, stop.wait(), worker.drain_requested.wait())
         logger.info("draining")
         worker.begin_drain()
-        _publish(lease, "draining")
+        _publish(lease, WorkerState.DRAINING)
         await server.set_serving(False)
         await _first_of(worker, background, _drained(worker, drain_timeout_s))
     finally:
@@ -313,7 +314,7 @@ async def _drained(worker: Worker, timeout_s: float | None) -> None:
         logger.warning("the drain took longer than its limit; what is left fails", extra=unfinished)
 
 
-def _publish(lease: Lease | None, state: str) -> None:
+def _publish(lease: Lease | None, state: WorkerState) -> None:
     if lease is not None:
         lease.update(state=state)
 

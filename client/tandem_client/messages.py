@@ -135,11 +135,7 @@ def models_of(message: inference_pb2.ListModelsResponse) -> tuple[ModelInfo, ...
 
 _ROLES = {cluster_pb2.WORKER_ROLE_PREFILL: "prefill", cluster_pb2.WORKER_ROLE_DECODE: "decode"}
 _STATES = {
-    cluster_pb2.WORKER_STATE_STARTING: "starting",
-    cluster_pb2.WORKER_STATE_READY: "ready",
-    cluster_pb2.WORKER_STATE_DRAINING: "draining",
-    cluster_pb2.WORKER_STATE_LOST: "lost",
-    cluster_pb2.WORKER_STATE_LEFT_OUT: "left_out",
+    state: name.removeprefix("WORKER_STATE_").lower() for name, state in cluster_pb2.WorkerState.items() if state
 }
 _GPU_STATES = {
     cluster_pb2.GPU_STATE_OK: "ok",

@@ -44,6 +44,7 @@ from services.runtime.errors import InvalidRequest, PermissionDenied, Unauthenti
 from services.runtime.places import OPERATORS, STRANGERS
 from services.runtime.sampling_wire import read_sampling
 from services.runtime.tls import OPERATOR
+from services.runtime.worker_state import WorkerState
 from services.scheduling.disaggregation import PREFILL_CHOICES, PrefillChoice
 from services.scheduling.health import GpuState
 from services.structured.grammar import ANY_OBJECT
@@ -62,13 +63,7 @@ logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _ROLES = {"prefill": cluster_pb2.WORKER_ROLE_PREFILL, "decode": cluster_pb2.WORKER_ROLE_DECODE}
-_STATES = {
-    "starting": cluster_pb2.WORKER_STATE_STARTING,
-    "ready": cluster_pb2.WORKER_STATE_READY,
-    "draining": cluster_pb2.WORKER_STATE_DRAINING,
-    "lost": cluster_pb2.WORKER_STATE_LOST,
-    "left_out": cluster_pb2.WORKER_STATE_LEFT_OUT,
-}
+_STATES = {state: cluster_pb2.WorkerState.Value(f"WORKER_STATE_{state.name}") for state in WorkerState}
 _GPU_STATES = {
     GpuState.OK: cluster_pb2.GPU_STATE_OK,
     GpuState.DEGRADED: cluster_pb2.GPU_STATE_DEGRADED,

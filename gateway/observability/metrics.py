@@ -19,8 +19,8 @@ from gateway.topology.presence import Presence
 from gateway.topology.troubles import Troubles
 from services.cluster.memory import MemoryUse
 from services.cluster.redis_store import Store
-from services.runtime import transports
 from services.runtime.metrics import CertificateEnd, Counts, Distributions, FastRegistry, SpanCounts
+from services.runtime.transports import TRANSPORTS
 from services.scheduling.breakers import CircuitState
 from services.scheduling.health import CAUSES, GpuState
 
@@ -81,7 +81,6 @@ PREDICTION_BUCKETS = (0.1, 0.25, 0.5, 0.65, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 1
 SIZE_BUCKETS_TOKENS = tuple(2**exponent for exponent in range(18))
 OUTCOMES = ("finished", "failed", "cancelled", "refused")
 PHASES = ("queue", "prefill", "transfer", "decode")
-TRANSPORTS = frozenset({"none", "loopback", *transports.TRANSPORTS})
 STATES = ("queued", "running")
 
 Population = Mapping[tuple[str, str, str], int]
@@ -425,7 +424,7 @@ class Metrics:
     def note_handoff(self, model: str, transport: str, *, num_bytes: int, exposed_s: float) -> None:
         """A decode worker has an answer's pages."""
         self._handoffs_s.labels(model).observe(exposed_s)
-        known = transport if transport in TRANSPORTS else "other"
+        known = transport if transport in ("none", "loopback", *TRANSPORTS) else "other"
         self._handoff_bytes.labels(model, known).value += num_bytes
 
     def note_prediction(self, model: str, token: str, predicted_s: float, seen_s: float) -> None:

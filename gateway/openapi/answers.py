@@ -9,6 +9,7 @@ import msgspec
 
 from gateway.openai.answers import Exact
 from gateway.topology.troubles import Kind
+from services.runtime.worker_state import WorkerState
 
 
 class ErrorDetail(Exact):
@@ -247,7 +248,7 @@ class Worker(Exact):
     host: str
     address: str
     incarnation: str
-    state: Literal["starting", "ready", "draining", "lost", "left_out"]
+    state: WorkerState
     model: str
     exact: bool
     arithmetic: str

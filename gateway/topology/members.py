@@ -24,6 +24,7 @@ from services.runtime.errors import NotFound, NotProven, TransferFailed, WorkerU
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.identity import has_weights_of
 from services.runtime.reach import NETWORK, OTHER_CLUSTER, Obstacle
+from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
 from services.scheduling.links import PeerLink, PeerLinks
 from services.scheduling.prediction import (
@@ -54,7 +55,6 @@ OWN_PAUSE_S = 1.0
 """If our own check comes this late, it was us who slept, and nobody is blamed for silence."""
 
 ROLES: tuple["Role", ...] = ("prefill", "decode")
-State = Literal["starting", "ready", "draining", "lost", "left_out"]
 Role = Literal["prefill", "decode"]
 S = TypeVar("S", PrefillSpeed, DecodeSpeed, LinkSpeed)
 
@@ -81,7 +81,7 @@ class Member:
     gpu_facts: GpuFacts | None = None
     changed_at_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     """When its session last came up, broke or said something, on the event loop's clock; at first, when it came."""
-    last_state: State | None = None
+    last_state: WorkerState | None = None
     """Its state when its session last came up, broke or said something."""
     obstacle: Obstacle | None = None
     """Why its last session ended, while it has none."""
@@ -98,14 +98,14 @@ class Member:
         return self.record.arithmetic
 
     @property
-    def state(self) -> State:
+    def state(self) -> WorkerState:
         """What the worker does, by the freshest evidence."""
         if not self.session.is_up:
-            return "starting" if self.record.state == "starting" else "lost"
+            return WorkerState.STARTING if self.record.state == WorkerState.STARTING else WorkerState.LOST
         if self.left_out:
-            return "left_out"
-        is_draining = self.is_drain_asked or self.session.load.is_draining or self.record.state == "draining"
-        return "draining" if is_draining else "ready"
+            return WorkerState.LEFT_OUT
+        is_draining = self.is_drain_asked or self.session.load.is_draining or self.record.state == WorkerState.DRAINING
+        return WorkerState.DRAINING if is_draining else WorkerState.READY
 
     @property
     def load(self) -> WorkerLoad:
@@ -234,7 +234,7 @@ class Topology:
         members = [role.members[key] for _, role in sorted(self._roles.items()) for key in sorted(role.members)]
         ways: dict[str, set[str]] = {}
         for member in members:
-            if member.state == "ready":
+            if member.state == WorkerState.READY:
                 ways.setdefault(member.record.model, set()).add(member.record.identity_key)
         for member in members:
             record = member.record
@@ -348,9 +348,9 @@ class Topology:
         if self._stale_since_s is not None and self._stale_since_s < since_s:
             return False
         return any(
-            member.state == "lost" and member.is_listed and not member.is_drain_asked and member.record.model == model
+            member.is_listed and not member.is_drain_asked and not member.left_out and member.changed_at_s >= since_s
             for member in self._roles[role_name].members.values()
-            if member.record.state == "ready" and member.changed_at_s >= since_s and not member.left_out
+            if (member.state, member.record.state, member.record.model) == (WorkerState.LOST, WorkerState.READY, model)
         )
 
     def is_alive(self, incarnation: str) -> bool:
@@ -462,7 +462,7 @@ class Topology:
         member = role.members.get(worker_id)
         if member is not None and member.record.incarnation == record.incarnation:
             member.record = record
-            member.is_leaving |= record.state == "draining"
+            member.is_leaving |= record.state == WorkerState.DRAINING
             self._judge_model(member)
             if member.keeper is None:
                 # While it was starting it had no address.
@@ -472,7 +472,7 @@ class Topology:
             self._forget(role, worker_id)
             member = role.members[worker_id] = Member(record, self._new_session(role, record))
             self._judge_model(member)
-        if member.keeper is None and record.state != "starting":
+        if member.keeper is None and record.state != WorkerState.STARTING:
             member.keeper = asyncio.create_task(self._keep_connected(role, member), name=f"session-{worker_id}")
 
     def _judge_model(self, member: Member) -> None:
@@ -498,7 +498,7 @@ class Topology:
             member.is_leaving |= session.load.is_draining
             if session.is_up:
                 member.obstacle = None
-                member.has_worked |= member.state == "ready"
+                member.has_worked |= member.state == WorkerState.READY
             if member.left_out:
                 session.tell_left_out(member.left_out)
             if session.gpu is not None and session.gpu is not member.gpu_facts:
@@ -525,7 +525,7 @@ class Topology:
         member = role.members.pop(worker_id, None)
         if member is None:
             return
-        in_order = member.is_leaving or member.is_drain_asked or member.record.state == "draining"
+        in_order = member.is_leaving or member.is_drain_asked or member.record.state == WorkerState.DRAINING
         self.presence.left(_seen(member), self.now_s(), unix_s=SYSTEM_CLOCK.unix_ns() / 1e9, in_order=in_order)
         if member.keeper is not None:
             member.keeper.cancel()
@@ -595,7 +595,7 @@ class Topology:
                 [
                     member
                     for member in self._roles[role_name].members.values()
-                    if member.state == "ready" and (model is None or member.record.model == model)
+                    if member.state == WorkerState.READY and (model is None or member.record.model == model)
                 ]
             )
         return rotation

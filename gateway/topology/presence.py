@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from services.runtime.worker_state import WorkerState
+
 GONE_FOR_S = 600.0
 """A worker that vanished is missed for this time, then forgotten."""
 MISSING_AFTER_S = 10.0
@@ -18,17 +20,14 @@ MAX_GONE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A worker that is registered, or has a session. `state` is one of `gateway.topology.members.State`.
-
-    `has_worked`: its process was ready once.
-    """
+    """A worker that is registered, or has a session. `has_worked`: its process was ready once."""
 
     id: str
     role: str
     model: str
     host: str
     address: str
-    state: str
+    state: WorkerState
     has_worked: bool
 
 
@@ -108,7 +107,7 @@ class Presence:
 
     def _take_newcomer(self, worker: Seen, now_s: float) -> None:
         first_seen_s = self._newcomers.setdefault(worker.id, now_s)
-        if worker.state != "ready":
+        if worker.state != WorkerState.READY:
             return
         del self._newcomers[worker.id]
         self._known.add(worker.id)
@@ -128,9 +127,9 @@ class Presence:
         starting: Counter[str] = Counter()
         since_s, self._starting_since_s = self._starting_since_s, {}
         for worker in workers:
-            if worker.state == "ready":
+            if worker.state == WorkerState.READY:
                 ready[worker.role] += 1
-            elif worker.state == "starting":
+            elif worker.state == WorkerState.STARTING:
                 began_s = self._starting_since_s[worker.id] = since_s.get(worker.id, now_s)
                 starting[worker.role] += now_s - began_s < STARTING_FOR_S
         self._shortages = {}

@@ -18,6 +18,7 @@ from services.runtime import rpc
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.runtime.errors import TransferFailed, TransferStalled
 from services.runtime.reach import SILENT
+from services.runtime.worker_state import WorkerState
 from services.scheduling.breakers import CircuitState
 
 LOOK_S = 1.0
@@ -191,7 +192,7 @@ def unreachable(members: Iterable[Member], now_s: float) -> Mapping[str, Found]:
     """Registered workers to which there has been no session for a while."""
     found = {}
     for member in members:
-        if member.state == "lost" and now_s - member.changed_at_s >= UNREACHABLE_AFTER_S:
+        if member.state == WorkerState.LOST and now_s - member.changed_at_s >= UNREACHABLE_AFTER_S:
             obstacle = member.obstacle or SILENT
             found[member.record.id] = Found(f"at {member.record.address}: {obstacle.cause}", obstacle.remedy)
     return found

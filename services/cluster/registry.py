@@ -30,6 +30,7 @@ from services.runtime.errors import LeaseLost, StoreUnavailable
 from services.runtime.identity import identity_key
 from services.runtime.membership import is_signed, sign_record
 from services.runtime.model_facts import ModelFacts
+from services.runtime.worker_state import SAID_BY_WORKERS, WorkerState
 
 LEASE_TTL_S = 3.0
 LEASE_BEAT_S = 1.0
@@ -65,7 +66,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     started_unix_ns: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     version: ShortText = ""
     """Of this project; empty: unknown."""
-    state: Literal["starting", "ready", "draining"]
+    state: WorkerState
     model: ShortText
     exact: bool
     identity: ShortText = ""
@@ -424,9 +425,8 @@ def _decode(worker_id: bytes, order: bytes, raw: bytes) -> WorkerRecord | None:
         record = _DECODER.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    if record.id.encode() != worker_id or record.order.encode() != order:
-        return None
-    return record
+    is_own = record.id.encode() == worker_id and record.order.encode() == order
+    return record if is_own and record.state in SAID_BY_WORKERS else None
 
 
 _DECODER = msgspec.json.Decoder(WorkerRecord)

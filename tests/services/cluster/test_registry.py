@@ -299,7 +299,7 @@ async def test_a_list_of_garbage_is_counted_and_left_out(
 ) -> None:
     good = new_record()
     bad_fields = [{"pid": -1}, {"pid": "x"}, {"role": "king"}, {"id": "a b"}, {"incarnation": "x"}, {"exact": 1}]
-    bad_fields += [{"arithmetic": 5}, {"arithmetic": "x" * 600}]
+    bad_fields += [{"arithmetic": 5}, {"arithmetic": "x" * 600}, {"state": "lost"}, {"state": "away"}]
     values: list[tuple[str, str, bytes]] = [("prefill-0", good.order, msgspec.json.encode(good))]
     for index, changes in enumerate(bad_fields):
         fields = msgspec.to_builtins(good) | {"id": f"bad-{index}"} | changes
