@@ -17,7 +17,6 @@ LONG_FILES = {
     "gateway/edge/http_api.py": 803,
     "gateway/observability/metrics.py": 583,
     "gateway/observability/tracing.py": 539,
-    "gateway/openapi/document.py": 592,
     "gateway/requests/acceptance.py": 516,
     "gateway/requests/lifecycle.py": 880,
     "gateway/topology/members.py": 772,

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gateway.openai.vocabulary import WORDS, Refused  # noqa: E402
-from gateway.openapi.document import ANSWER_HEADERS, OPERATIONS, REQUEST_HEADERS, document  # noqa: E402 - the path comes first
+from gateway.openapi.document import document  # noqa: E402 - the path comes first
+from gateway.openapi.operations import ANSWER_HEADERS, OPERATIONS, REQUEST_HEADERS  # noqa: E402
 
 PAGE = ROOT / "docs" / "api.md"
 SCHEMAS: dict[str, Any] = document(asks_for_keys=False)["components"]["schemas"]

@@ -58,9 +58,11 @@ class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
 class CreateBatch(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of POST /v1/batches."""
 
-    input_file_id: str
-    endpoint: str
-    completion_window: str
+    input_file_id: Annotated[str, msgspec.Meta(description="A file with the purpose `batch`.")]
+    endpoint: Annotated[
+        str, msgspec.Meta(description="What every row asks.", extra_json_schema={"enum": sorted(ENDPOINTS)})
+    ]
+    completion_window: Annotated[str, msgspec.Meta(extra_json_schema={"enum": [*WINDOWS_S]})]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 

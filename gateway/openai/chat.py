@@ -2,13 +2,14 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import UNSET, UnsetType
 
+from gateway.limits import MAX_MESSAGES
 from gateway.models.answer_parts import AnswerParts, ReasoningTokens
 from gateway.models.answer_pieces import CallStart, Content, Piece, Reasoning
-from gateway.models.template_words import template_words_in
+from gateway.models.template_words import MAX_WORDS, template_words_in
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.tool_calls import AnswerParser
 from gateway.models.tools import forced_names, is_named, offered_tools, strict_names
@@ -28,29 +29,49 @@ from gateway.openai.answers import (
     ToolCall,
     ToolCallDelta,
 )
-from gateway.openai.requests import ChoicesRequest, EffortOption, agreed_max_tokens, asked_sampling
+from gateway.openai.requests import TOOLS, ChoicesRequest, EffortOption, asked_sampling
+from gateway.openai.shapes import MESSAGE, TOOL_CHOICE, flag, list_of, said, synonym
+from gateway.openai.synonyms import agreed_max_tokens
 from gateway.openai.writer import ChoicesWriter, Head, Whole, encode, shown_logprobs
 from gateway.requests.call import Call
 from gateway.types import Delta, FinishReason, TokenLogprobs, Usage
 from services.runtime.errors import InvalidRequest
 from services.runtime.sampling import check_parameter
 
+PARALLEL = flag("False: one call, or with `auto` the first of an answer.", default=True)
+TEMPLATE_WORDS = said(
+    "Told to the chat template, such as `enable_thinking`: short texts, numbers, flags. Those that it has no "
+    "name for are ignored by name.",
+    maxProperties=MAX_WORDS,
+)
+ENABLE_THINKING = said("As in `chat_template_kwargs`.")
+
 
 class ChatRequest(ChoicesRequest, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Any] | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
-    reasoning: EffortOption | None = None
-    verbosity: str | None = None
+    REQUIRED = ("messages",)
+
+    messages: Annotated[list[Any] | None, said("The conversation.", **list_of(MESSAGE, MAX_MESSAGES))] = None
+    max_completion_tokens: Annotated[int | None, synonym("max_tokens", "The newer name of `max_tokens`.")] = None
+    logprobs: Annotated[bool | None, flag("Log-probabilities of the answer's tokens.")] = None
+    top_logprobs: Annotated[
+        int | None, synonym("logprobs", "This many likeliest tokens at each place; needs `logprobs`.")
+    ] = None
+    tools: Annotated[list[Any] | None, TOOLS] = None
+    tool_choice: Annotated[
+        Any,
+        said(
+            "`required`, a function, or some of them: the answer is calls whose arguments keep to `parameters`.",
+            anyOf=TOOL_CHOICE,
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, TEMPLATE_WORDS] = None
+    enable_thinking: Annotated[bool | None, ENABLE_THINKING] = None
+    reasoning_effort: Annotated[str | None, said("As in `chat_template_kwargs`; `none` asks for nothing.")] = None
+    reasoning: Annotated[EffortOption | None, said("`effort` is `reasoning_effort`.")] = None
+    verbosity: Annotated[str | None, said("As in `chat_template_kwargs`; `medium` asks for nothing.")] = None
 
     def call(self) -> Call:
         """The call it asks for. Raises InvalidRequest."""

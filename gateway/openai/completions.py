@@ -2,9 +2,9 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from gateway.limits import prompt_form_error
+from gateway.limits import MAX_SEQUENCES, prompt_form_error
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.openai.answers import (
     Completion,
@@ -13,7 +13,9 @@ from gateway.openai.answers import (
     CompletionChunkChoice,
     CompletionLogprobs,
 )
-from gateway.openai.requests import ChoicesRequest, agreed_max_tokens, asked_sampling, check_whole, is_unbounded
+from gateway.openai.requests import ChoicesRequest, asked_sampling, check_whole
+from gateway.openai.shapes import ABSENT, PROMPT, flag, parameter, said
+from gateway.openai.synonyms import agreed_max_tokens, is_unbounded
 from gateway.openai.writer import ChoicesWriter, Head, Whole, encode, finite
 from gateway.requests.call import Call
 from gateway.types import Delta, FinishReason, TokenLogprobs
@@ -27,10 +29,19 @@ DEFAULT_COMPLETION_TOKENS = 16
 class CompletionRequest(ChoicesRequest, kw_only=True):
     """Body of POST /v1/completions."""
 
-    prompt: Any = None
-    logprobs: int | None = None
-    best_of: int | None = None
-    echo: bool | None = None
+    REQUIRED = ("prompt",)
+
+    max_tokens: Annotated[int | None, parameter("max_tokens", **{ABSENT: DEFAULT_COMPLETION_TOKENS})] = None
+    prompt: Annotated[
+        Any,
+        said(f"A text, token ids, or a list of either: each gets its answers, {MAX_SEQUENCES} in all.", anyOf=PROMPT),
+    ] = None
+    logprobs: Annotated[int | None, parameter("logprobs")] = None
+    best_of: Annotated[int | None, said("Only with the value of `n`.")] = None
+    echo: Annotated[
+        bool | None,
+        flag("The prompt's text comes before the answer; with `logprobs` its tokens' too, but not in a stream."),
+    ] = None
 
     def call(self) -> Call:
         """The call it asks for. Raises InvalidRequest."""

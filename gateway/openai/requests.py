@@ -4,25 +4,55 @@ Knows the spelling that all generating routes share and nothing of serving them.
 """
 
 import json
-import operator
 import re
 from abc import ABCMeta, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from gateway.limits import (
+    DEFAULT_SERVICE_CLASS,
+    MAX_AFFINITY_CHARS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    MAX_PRIORITY,
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_DEPTH,
+    MAX_SEQUENCES,
+    MAX_STOP_TEXT_BYTES,
+    MAX_STOP_TOKEN_IDS,
+    SERVICE_CLASSES,
     check_affinity_key,
     check_cache_salt,
 )
-from gateway.models.response_format import form_in
+from gateway.models.tools import MAX_TOOLS
+from gateway.openai.shapes import (
+    ABSENT,
+    MESSAGE,
+    PROMPT_LOGPROBS,
+    RESPONSE_FORMAT,
+    TOKEN_ID,
+    TOOL,
+    UP_TO_THE_CONTEXT,
+    StopText,
+    StopTexts,
+    bounded,
+    flag,
+    list_of,
+    said,
+)
+from gateway.openai.synonyms import Synonyms, add_synonyms, form_asked, stop_texts
 from gateway.openai.vocabulary import ignored_members
 from gateway.requests.call import Call
 from gateway.types import AskedSampling
+from gateway.wishes import MAX_MS
 from services.runtime.errors import InvalidRequest
-from services.runtime.sampling import SamplingMembers, check_parameter, member_values
+from services.runtime.sampling import member_values
 
 LEAST_TOP_P = 1e-6
 """What 0 stands for: the likeliest token alone is kept."""
@@ -30,13 +60,23 @@ LEAST_TOP_P = 1e-6
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
 """What may be asked for; what is served is always `default`."""
 
+MODEL = said("A name or alias from `/v1/models`. Needed where several models are served.")
+TOOLS = said("Functions that the model may call.", items=TOOL, maxItems=MAX_TOOLS)
+_TIMEOUT = (
+    "The answer is needed within this time: what takes longer is refused, or ends with an error. "
+    "Absent, or longer: `--max-request-s`."
+)
+_SERVICE_CLASS = {"enum": [*SERVICE_CLASSES, "", None], ABSENT: DEFAULT_SERVICE_CLASS}
+_TokenId = Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9]{1,12}$"})]
+_Bias = Annotated[float, Meta(extra_json_schema={"minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS})]
+
 
 class StreamOptions(msgspec.Struct):
     """`stream_options` of both request types."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
+    include_usage: Annotated[bool | None, flag("One more event at the end has the usage.")] = None
+    continuous_usage_stats: Annotated[bool | None, flag("Every event has the usage so far.")] = None
+    include_obfuscation: Annotated[bool | None, said("False or absent: nothing is padded here.")] = None
 
 
 class EffortOption(msgspec.Struct, kw_only=True):
@@ -49,40 +89,61 @@ class _AbstractStruct(msgspec.StructMeta, ABCMeta):
     """Makes types of bodies that are parts of others."""
 
 
-class RequestBody(SamplingMembers, kw_only=True, metaclass=_AbstractStruct):
-    """What all requests for answers have. None means absent, as OpenAI's clients send null for it."""
+class RequestBody(Synonyms, kw_only=True, metaclass=_AbstractStruct):
+    """The members of all requests for answers. None means absent, as OpenAI's clients send null for it."""
 
-    model: str | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Any] | None = None
-    logit_bias: dict[str, float] | None = None
-    stream: bool | None = None
-    stream_options: Any = None
-    priority: int | None = None
-    service_class: str | None = None
-    tenant: str | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: str | None = None
-    cache_salt: str | None = None
-    allow_fallback: bool | None = None
-    request_timeout_ms: int | None = None
-    max_new_tokens: int | None = None
-    n_predict: int | None = None
-    num_predict: int | None = None
-    max_tokens_to_sample: int | None = None
-    min_new_tokens: int | None = None
-    repeat_penalty: float | None = None
-    stop_sequences: list[str] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    grammar: str | None = None
-    json_schema: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[Any] | None = None
-    guided_grammar: str | None = None
+    REQUIRED: ClassVar[tuple[str, ...]] = ()
+    """The members without which a request is refused."""
+
+    model: Annotated[str | None, MODEL] = None
+    stop: Annotated[
+        StopText | StopTexts | None,
+        said(f"Generation ends before the first of these texts, each of at most {MAX_STOP_TEXT_BYTES} bytes."),
+    ] = None
+    stop_token_ids: Annotated[
+        list[Any] | None,
+        said(
+            "Tokens that end the answer; they are counted and not shown.", items=TOKEN_ID, maxItems=MAX_STOP_TOKEN_IDS
+        ),
+    ] = None
+    logit_bias: Annotated[
+        dict[_TokenId, _Bias] | None, said("Added to the logits of these token ids.", maxProperties=MAX_LOGIT_BIASES)
+    ] = None
+    stream: Annotated[bool | None, flag("The answer comes as server-sent events.")] = None
+    stream_options: Annotated[Any, said("Only with `stream`.")] = None
+    priority: Annotated[
+        int | None,
+        bounded(
+            "Requests with a higher one leave the queue sooner, with `--queue-strategy priority`.",
+            -MAX_PRIORITY,
+            MAX_PRIORITY,
+            0,
+        ),
+    ] = None
+    service_class: Annotated[
+        str | None, said("What is at stake if it is late. Empty counts as absent.", **_SERVICE_CLASS)
+    ] = None
+    tenant: Annotated[
+        str | None,
+        said(
+            "Whom it is accounted to: the key's own; admin keys may name another. Empty counts as absent.",
+            pattern=f"^[A-Za-z0-9_.:-]{{0,{MAX_NAME_CHARS}}}$",
+        ),
+    ] = None
+    user: Annotated[
+        str | None,
+        said("Requests that belong together: they go where their prompts' pages are.", maxLength=MAX_AFFINITY_CHARS),
+    ] = None
+    prompt_cache_key: Annotated[
+        str | None, said("Requests that belong together, as `user`, which it wins over.", maxLength=MAX_AFFINITY_CHARS)
+    ] = None
+    service_tier: Annotated[str | None, said("Accepted; there is one tier.", enum=[*SERVICE_TIERS, None])] = None
+    cache_salt: Annotated[
+        str | None,
+        said("Only requests with the same salt find each other's cached pages.", minLength=1, maxLength=MAX_NAME_CHARS),
+    ] = None
+    allow_fallback: Annotated[bool | None, said("Another model may answer. Absent: as the key says.")] = None
+    request_timeout_ms: Annotated[int | None, bounded(_TIMEOUT, 1, MAX_MS)] = None
 
     @abstractmethod
     def call(self) -> Call:
@@ -92,33 +153,44 @@ class RequestBody(SamplingMembers, kw_only=True, metaclass=_AbstractStruct):
 class ChoicesRequest(RequestBody, kw_only=True):
     """What the APIs share whose answers are a list of choices."""
 
-    max_tokens: int | None = None
-    n: int | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    response_format: Any = None
-    prompt_logprobs: int | None = None
+    max_tokens: Annotated[int | None, UP_TO_THE_CONTEXT] = None
+    n: Annotated[
+        int | None, bounded(f"Answers to each prompt; {MAX_SEQUENCES} over all prompts.", 1, MAX_CHOICES, 1)
+    ] = None
+    stream_options: Annotated[StreamOptions | None, said("Only with `stream`.")] = None
+    return_token_ids: Annotated[bool | None, flag("Adds `token_ids` to each choice.")] = None
+    response_format: Annotated[
+        Any,
+        said(
+            f"The form of the answer. A schema has at most {MAX_SCHEMA_BYTES} bytes and {MAX_SCHEMA_DEPTH} levels.",
+            anyOf=RESPONSE_FORMAT,
+        ),
+    ] = None
+    prompt_logprobs: Annotated[int | None, PROMPT_LOGPROBS] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of POST /tokenize: either `prompt` or `messages`, which become the tokens of a chat's prompt."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Any] | None = None
-    tools: list[Any] | None = None
-    add_special_tokens: bool | None = None
+    model: Annotated[str | None, MODEL] = None
+    prompt: Annotated[str | None, said("A text. Either this or `messages`.")] = None
+    messages: Annotated[list[Any] | None, said("A conversation.", **list_of(MESSAGE, MAX_MESSAGES))] = None
+    tools: Annotated[list[Any] | None, TOOLS] = None
+    add_special_tokens: Annotated[
+        bool | None, flag("Those of the tokenizer's post-processor; not with `messages`.", default=True)
+    ] = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of POST /detokenize."""
 
-    model: str | None = None
-    tokens: list[Any] | None = None
+    REQUIRED: ClassVar[tuple[str, ...]] = ("tokens",)
+
+    model: Annotated[str | None, MODEL] = None
+    tokens: Annotated[list[Any] | None, said("Token ids.", items=TOKEN_ID)] = None
 
 
 Body = TypeVar("Body", bound=RequestBody)
-Value = TypeVar("Value")
 Members = TypeVar("Members", bound=msgspec.Struct)
 
 
@@ -177,82 +249,15 @@ def _parsed(members: dict[str, Any], body_type: type[Body]) -> tuple[Body, list[
     return request, ignored
 
 
-_MAX_TOKENS_WORDS = ("max_new_tokens", "n_predict", "num_predict", "max_tokens_to_sample")
-_NO_BOUND: Mapping[str, tuple[int, ...]] = {"n_predict": (-1, -2), "num_predict": (-1, -2)}
-"""What llama.cpp and Ollama write for as many as fit."""
-_FORM_WORDS = (
-    *("response_format", "regex", "ebnf", "grammar", "json_schema", "structured_outputs"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
-
-
-_others_words = operator.attrgetter(*_MAX_TOKENS_WORDS, "min_new_tokens", "repeat_penalty", "stop_sequences")
-_NO_OTHERS_WORDS = (None,) * (len(_MAX_TOKENS_WORDS) + 3)
-_forms_asked = operator.attrgetter(*_FORM_WORDS)
-_NO_FORM = (None,) * len(_FORM_WORDS)
-"""Nearly all requests have none of these words, and are not looked at for each."""
-
-
-def is_unbounded(request: RequestBody) -> bool:
-    """Returns whether a member asks for as many tokens as fit."""
-    return any(getattr(request, name) in values for name, values in _NO_BOUND.items())
-
-
-def agreed_max_tokens(request: RequestBody, *names: str) -> int | None:
-    """What the names of one thing, and other servers' names of it, say. Raises InvalidRequest where two differ."""
-    given: dict[str, int] = {}
-    has_others = _others_words(request) != _NO_OTHERS_WORDS
-    for name in (*names, *_MAX_TOKENS_WORDS) if has_others else names:
-        value = getattr(request, name)
-        if value is not None and value not in _NO_BOUND.get(name, ()):
-            if name != "max_tokens":  # which is checked under its own name when the call is accepted
-                check_parameter("max_tokens", value, name)
-            given[name] = value
-    if given and has_others and is_unbounded(request):
-        raise InvalidRequest("one member bounds the answer and another asks for no bound", field=next(iter(given)))
-    return _agreed(given)
-
-
-def _agreed(given: Mapping[str, Value]) -> Value | None:
-    """The value of members that mean the same; None where there are none. Raises InvalidRequest where two differ."""
-    if not given:
-        return None
-    first, *others = given
-    for name in others:
-        if given[name] != given[first]:
-            raise InvalidRequest(f"{first} and {name} mean the same and differ", field=name, code="invalid_value")
-    return given[first]
-
-
-def _add_others_words(asked: AskedSampling, request: RequestBody) -> None:
-    """Adds what was asked for in the words of other servers, checked under the names that the client used."""
-    for name, other in (("min_tokens", "min_new_tokens"), ("repetition_penalty", "repeat_penalty")):
-        value = getattr(request, other)
-        if value is not None:
-            check_parameter(name, value, other)
-            known = getattr(asked, name)
-            setattr(asked, name, _agreed({other: value} if known is None else {name: known, other: value}))
-
-
-def _stop_texts(request: RequestBody) -> Sequence[str]:
-    # An empty text asks for nothing, as elsewhere.
-    stop = [request.stop] if isinstance(request.stop, str) and request.stop else request.stop or None
-    asked = {"stop": stop, "stop_sequences": request.stop_sequences}
-    return _agreed({name: texts for name, texts in asked.items() if texts is not None}) or ()
-
-
 def asked_sampling(request: ChoicesRequest, *, max_tokens: int | None, logprobs: int | None) -> AskedSampling:
     """Returns the sampling that the members ask for, unchecked but for its form. Raises InvalidRequest."""
-    forms = _forms_asked(request)
-    schema, form_field = (
-        ("", "response_format") if forms == _NO_FORM else form_in(dict(zip(_FORM_WORDS, forms, strict=True)))
-    )
+    schema, form_field = form_asked(request)
     if request.prompt_logprobs is not None:
         check_whole(request, "prompt_logprobs", field="prompt_logprobs")
     asked = AskedSampling(
         *member_values(request),
         max_tokens=max_tokens,
-        stop=_stop_texts(request),
+        stop=stop_texts(request.stop, request),
         stop_token_ids=request.stop_token_ids or (),
         logit_bias=_logit_bias(request.logit_bias) if request.logit_bias else {},
         logprobs=logprobs,
@@ -262,8 +267,7 @@ def asked_sampling(request: ChoicesRequest, *, max_tokens: int | None, logprobs:
     )
     if asked.top_p == 0:
         asked.top_p = LEAST_TOP_P
-    if _others_words(request) != _NO_OTHERS_WORDS:
-        _add_others_words(asked, request)
+    add_synonyms(asked, request)
     return asked
 
 

@@ -7,14 +7,16 @@ stored is refused.
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Never
+from typing import Annotated, Any, Never
 
 import msgspec
+from msgspec import Meta
 
-from gateway.limits import MAX_BODY_BYTES, check_affinity_key, check_text
+from gateway.limits import MAX_AFFINITY_CHARS, MAX_BODY_BYTES, check_affinity_key, check_text
 from gateway.models.tools import check_conversation
-from gateway.openai.chat import ChatRequest
+from gateway.openai.chat import ENABLE_THINKING, PARALLEL, TEMPLATE_WORDS, ChatRequest
 from gateway.openai.requests import EffortOption, RequestBody
+from gateway.openai.shapes import UP_TO_THE_CONTEXT, list_of, said, synonym
 from gateway.requests.call import Call
 from services.runtime.errors import InvalidRequest
 
@@ -89,40 +91,59 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+Items = Annotated[list[Any], Meta(extra_json_schema=list_of({"type": "object"}))]
+Metadata = dict[
+    Annotated[str, Meta(extra_json_schema={"maxLength": MAX_METADATA_KEY_CHARS})],
+    Annotated[str, Meta(extra_json_schema={"maxLength": MAX_METADATA_VALUE_CHARS})],
+]
+Refused = Annotated[Any, said("Refused: the message says what to use instead.")]
+
+
 class ResponsesRequest(RequestBody, kw_only=True):
     """Body of POST /v1/responses. Members without a meaning here are given back in the response."""
 
-    input: str | list[Any] | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    stream_options: ResponseStreamOptions | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = None
-    """Of tools that run on a server, of which there are none here: it is always kept to."""
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    include: list[str] | None = None
-    top_logprobs: int | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    safety_identifier: str | None = None
-    background: Any = None
-    context_management: Any = None
-    conversation: Any = None
-    moderation: Any = None
-    previous_response_id: Any = None
-    prompt: Any = None
-    truncation: Any = None
-    max_completion_tokens: Any = None
-    max_tokens: Any = None
-    messages: Any = None
-    n: Any = None
-    reasoning_effort: Any = None
-    response_format: Any = None
+    REQUIRED = ("input",)
+
+    input: Annotated[
+        str | Items | None, said("A text, or a list of items: messages, calls of functions, their outputs, reasoning.")
+    ] = None
+    instructions: Annotated[str | None, said("A system message before the input.")] = None
+    max_output_tokens: Annotated[int | None, UP_TO_THE_CONTEXT] = None
+    stream_options: Annotated[ResponseStreamOptions | None, said("Only with `stream`.")] = None
+    tools: Annotated[
+        list[Any] | None, said("Functions that the model may call: type, name, description, parameters.")
+    ] = None
+    tool_choice: Annotated[Any, said("As of chats, in the words of this API.")] = None
+    parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
+    max_tool_calls: Annotated[int | None, said("Of tools that run on a server, of which there are none.")] = None
+    text: Annotated[
+        TextOptions | None,
+        said("`format` is the form of the answer, as `response_format` of chats; `verbosity` as of chats."),
+    ] = None
+    reasoning: Annotated[
+        ReasoningOptions | None,
+        said("`effort` is told to the chat template as `reasoning_effort`, where it knows that."),
+    ] = None
+    include: Annotated[list[str] | None, said("`message.output_text.logprobs`, `reasoning.encrypted_content`.")] = None
+    top_logprobs: Annotated[int | None, synonym("logprobs", "This many likeliest tokens at each place.")] = None
+    metadata: Annotated[Metadata | None, said("Given back.", maxProperties=MAX_METADATA)] = None
+    store: Annotated[bool | None, said("Nothing is stored, whatever it says.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, TEMPLATE_WORDS] = None
+    enable_thinking: Annotated[bool | None, ENABLE_THINKING] = None
+    safety_identifier: Annotated[str | None, said("Given back.", maxLength=MAX_AFFINITY_CHARS)] = None
+    background: Refused = None
+    context_management: Refused = None
+    conversation: Refused = None
+    moderation: Refused = None
+    previous_response_id: Refused = None
+    prompt: Refused = None
+    truncation: Refused = None
+    max_completion_tokens: Refused = None
+    max_tokens: Refused = None
+    messages: Refused = None
+    n: Refused = None
+    reasoning_effort: Refused = None
+    response_format: Refused = None
 
     def call(self) -> Call:
         """The call it asks for. Raises InvalidRequest."""

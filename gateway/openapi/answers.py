@@ -82,7 +82,7 @@ class FileList(Exact):
 
 
 class DeletedFile(Exact):
-    """A file that is no more."""
+    """A file that was deleted."""
 
     id: str
     object: Literal["file"]

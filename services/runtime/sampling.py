@@ -161,7 +161,7 @@ PARAMETERS: Mapping[str, Parameter] = {
         Parameter(
             "prompt_logprobs",
             Bounds(int, 0, _MAX_LOGPROBS),
-            "Log-probabilities of the prompt's tokens and of so many likeliest at each place",
+            "Log-probabilities of the prompt's tokens and of this many likeliest at each place",
         ),
     )
 }
