@@ -584,7 +584,7 @@ async def test_the_timeout_is_the_deadline_of_the_call(gateway: FakeGateway, con
 async def test_the_clients_own_timeout_holds_where_a_call_has_none(gateway: FakeGateway, connect: Connect) -> None:
     gateway.steps.append(says(message(0, end=STOP)))
     await connect(gateway.address, timeout_s=50).generate(Request("hello"))
-    # Of the three digits that gRPC sends the last one is rounded up.
+    # gRPC sends three digits and rounds the last one up.
     assert 40 < _require(gateway.calls[0].remaining_s) <= 50.1
 
 

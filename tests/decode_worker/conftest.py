@@ -234,7 +234,7 @@ class Bench:
                 await asyncio.sleep(0.002)
 
     async def until_free(self, *, num_cached: int | None = None) -> None:
-        """Waits until nobody holds a page, so many are cached, all others are free, and every account is even."""
+        """Waits until no page is held, `num_cached` are cached, all others are free, and every account is even."""
 
         def is_even() -> bool:
             load = self.worker.load()

@@ -69,7 +69,7 @@ def add(
     new: int = 1000,
     **fields: Any,
 ) -> None:
-    """A sequence of so many tokens; where some are computed, their pages are there."""
+    """Adds a sequence; where some of its tokens are computed, their pages exist."""
     if computed:
         pages.held[key] = -(-computed // pages.page_size)
     progress = Progress(prompt, prompt + emitted, computed)

@@ -34,8 +34,8 @@ def next_token(token_ids: list[int]) -> int:
 class FakeRunner:
     """Sees that no token is computed without a used page of its own, and that replay is one token at a time.
 
-    `memory` says which token's KV is in a slot of a page, and whether a chunk wrote it: whoever attends to it must find
-    what it would have computed itself.
+    `memory` says which token's KV is in a slot of a page, and whether a chunk wrote it: a sequence that attends to it
+    must find what it would have computed itself.
     """
 
     def __init__(self, allocator: PageAllocator, *, replays_in_chunks: bool) -> None:
@@ -484,7 +484,7 @@ def test_the_next_turn_finds_what_the_last_one_left() -> None:
     bench.handed_over("a", prompt, max_tokens=9, emitted=answer[:1])
     bench.run()
     said = [*prompt, *answer]
-    # Of the last token nobody has computed anything, and its page is full with it: 18 tokens are four pages.
+    # The last token is not computed, and its page is full with it: 18 tokens are four pages.
     reserved = bench.reserve("b", [*said, 5, 6, 7])
     assert reserved.num_cached_tokens == 16
     bench.loop.free("b")
@@ -780,7 +780,7 @@ def test_whoever_gives_way_goes_on_with_the_same_tokens(
     fates: dict[int, str] = {}
 
     def arrived() -> None:
-        """What the transfers do whose pages are there now."""
+        """What the transfers do whose pages have come."""
         for key in [key for key, future in asked.items() if future.done()]:
             prompt, max_tokens, *_ = specs[key]
             reserved = asked.pop(key).result(0)

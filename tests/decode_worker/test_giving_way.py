@@ -1,4 +1,4 @@
-"""A worker whose sequences give way: whatever happens to one that is out of the batch, it answers and leaks nothing."""
+"""Preemption in a worker: whatever happens to a sequence that is out of the batch, it answers and leaks nothing."""
 
 import asyncio
 from collections.abc import Callable

@@ -60,7 +60,7 @@ async def test_pages_that_are_here_before_the_grammar(make_bench: Make, grammars
     await bench.hand_over("r", [1, 2, 3], first=103)
     await bench.hand_over("free", [4, 5, 6])
     await gateway.event("free", "finished")
-    assert gateway.kinds("r") == ["admitted"], "the others go on meanwhile"
+    assert gateway.kinds("r") == ["admitted"], "the others continue meanwhile"
     grammars.gate.set()
     await gateway.event("r", "finished")
     assert gateway.tokens("r") == {1: 102, 2: 101, 3: EOS}
@@ -91,7 +91,7 @@ async def test_max_tokens_cuts_it_off(make_bench: Make, grammars: FakeGrammars) 
 
 
 async def test_a_preempted_answer_goes_on_where_it_was(make_bench: Make, grammars: FakeGrammars) -> None:
-    """It gives way to one of a better class, loses its pages, and is computed again."""
+    """It is preempted by one of a better class, loses its pages, and is computed again."""
     bench = make_bench(grammars=grammars)
     gateway = bench.gateway()
     bench.runner.pause_at_step = 3

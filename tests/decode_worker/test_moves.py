@@ -1,4 +1,4 @@
-"""A sequence leaves one decode worker and goes on at another: Pause, Unpause, HandOver, Admit with `from_decode`."""
+"""A sequence leaves one decode worker and continues at another: Pause, Unpause, HandOver, Admit with `from_decode`."""
 
 import asyncio
 from collections.abc import Callable
@@ -48,7 +48,7 @@ async def test_a_paused_sequence_says_so_after_its_last_token_and_keeps_its_page
     steps = bench.runner.num_steps
     gateway.admit("s", [1], max_tokens=6, local=True)
     await gateway.event("s", "finished")
-    assert bench.runner.num_steps == steps + 6, "others go on"
+    assert bench.runner.num_steps == steps + 6, "others continue"
     assert len(gateway.tokens("r")) == num_tokens
     gateway.unpause("r")
     await gateway.event("r", "finished")

@@ -148,7 +148,7 @@ def test_reading_is_paid_for_in_many_steps() -> None:
         if not balance.is_open():
             break
     else:
-        raise AssertionError("reading went on that never paid")
+        raise AssertionError("reading continued that never paid")
 
 
 def test_plain_steps_that_warm_up_or_were_held_up_are_not_what_plain_steps_take() -> None:

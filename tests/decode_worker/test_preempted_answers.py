@@ -1,4 +1,4 @@
-"""A real model in a pool far too small: whoever gave way answers as if it had been alone, in every way of sampling."""
+"""A model in a pool far too small: a preempted sequence answers as if it had been alone, sampled in every way."""
 
 import itertools
 import random

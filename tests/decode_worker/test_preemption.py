@@ -1,4 +1,4 @@
-"""Who gives way when pages or places run out, against plain counts: BatchScheduler alone, without pages or tokens."""
+"""What is preempted when pages or places run out, against plain counts: BatchScheduler alone, without pages."""
 
 import random
 from collections import Counter
@@ -37,7 +37,7 @@ def test_a_better_class_takes_the_place_of_the_youngest_of_the_lowest_one() -> N
     assert reasons(s) == [("b", "place")]
     assert pages.held["b"] == 2, "and it keeps its pages"
     s.remove("g")
-    assert keys(s.next_step(pages)) == ["a", "b", "d"], "who was in the batch comes before who was not"
+    assert keys(s.next_step(pages)) == ["a", "b", "d"], "those that were in the batch come before those that were not"
 
 
 def test_who_needs_a_page_takes_those_of_the_youngest_of_the_lowest_class() -> None:
@@ -299,7 +299,7 @@ class Preempting(RuleBasedStateMachine):
             if model.num_tokens == model.most:
                 self._forget(w.key)
         out_of_reach = self.receiving or self.paused
-        assert work or not self.s.num_waiting or out_of_reach, "somebody could go on"
+        assert work or not self.s.num_waiting or out_of_reach, "some sequence could continue"
         return len(work)
 
     @invariant()
@@ -432,7 +432,7 @@ def test_who_was_in_the_batch_keeps_its_rank_before_those_who_were_not() -> None
     add(s, pages, "urgent", 4, 1, 4, service_class=0)
     s.next_step(pages)
     assert s._entries["runs"].rank < s._entries["waits"].rank
-    assert not s._entries["runs"].rank[1], "whoever arrived earlier and never ran comes after it"
+    assert not s._entries["runs"].rank[1], "one that arrived earlier and never ran comes after it"
     assert s._entries["waits"].rank[1]
 
 

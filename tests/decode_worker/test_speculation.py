@@ -62,7 +62,7 @@ def demo_draft() -> EngineParts:
 
 
 def again(parts: EngineParts, num_pages: int | None = None) -> EngineParts:
-    """The same model, with pages of its own."""
+    """Returns the model with pages of its own."""
     pool = type(parts.pool)(parts.pool.layout, num_pages or parts.pool.num_pages)
     runner = ModelRunner(parts.model, pool)
     return replace(parts, pool=pool, allocator=PageAllocator(pool.num_pages), runner=runner)

@@ -24,7 +24,7 @@ from services.runtime.membership import Member, Proof
 from services.runtime.rpc import PUBLIC, make_channel
 
 SECRET = "0123456789abcdef" * 4
-"""Of the workers of these tests."""
+"""The secret of the workers of these tests."""
 VOCAB_SIZE = 331
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 60.0
@@ -116,7 +116,7 @@ class WorkerProcess:
             await store.close()
 
     async def until_state(self, state: str | None) -> None:
-        """Waits until the record says so; None: until there is none."""
+        """Waits until the record says so; None: until it is gone."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             record = await self.find()
@@ -193,9 +193,9 @@ class Answer:
     decode: int = 0
     """Which of the gateway's decode workers it was admitted at."""
     num_cached_tokens: int = 0
-    """Of its PrefillStarted."""
+    """From its PrefillStarted."""
     num_paused_tokens: int | None = None
-    """Of its Paused, while it is paused."""
+    """From its Paused, while it is paused."""
     is_at_prefill: bool = False
     """A prefill worker has its prompt, and may still say something of it."""
     error: worker_pb2.Failed | worker_pb2.Refused | None = None
@@ -424,7 +424,7 @@ class ScriptedGateway:
         await answer.until("paused", "finished", "failed")
 
     async def unpause(self, answer: Answer) -> None:
-        """Has a paused attempt go on."""
+        """Resumes a paused attempt."""
         answer.num_paused_tokens = None
         attempt_id = worker_pb2.AttemptId(request_id=answer.request_id, attempt=answer.attempt)
         await self.decodes[answer.decode].send(unpause=worker_pb2.Unpause(id=attempt_id))

@@ -41,7 +41,7 @@ class GuardedCluster(FaultCluster):
 
 
 class WatchedRedis:
-    """The sentinels' URL for programs, and the primary for who looks at its keys."""
+    """The sentinels' URL for programs, and the primary for tests that look at its keys."""
 
     def __init__(self, watched: SentinelSet) -> None:
         self._watched = watched

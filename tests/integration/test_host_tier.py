@@ -1,4 +1,4 @@
-"""Conversations that do not fit into the pools together: what gave way comes back, and nobody can tell."""
+"""Conversations that do not fit into the pools together: what was evicted comes back, and nobody can tell."""
 
 import asyncio
 import random
@@ -58,7 +58,7 @@ async def gateways(pairs: dict[bool, tuple[Any, Any]], make_gateway: Make) -> As
 
 
 async def talk(gateway: Any, name: str, expected: Make, *, local: bool) -> tuple[int, int]:
-    """Conversations in turn, each of which is out of the pools when it goes on; tokens computed and pages sent."""
+    """Conversations in turn, each of which is out of the pools when it continues; tokens computed and pages sent."""
     source = random.Random(7)
     said: list[list[int]] = [[] for _ in range(NUM_CHATS)]
     num_computed = num_sent = 0

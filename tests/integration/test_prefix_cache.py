@@ -84,7 +84,7 @@ async def test_a_turn_of_a_chat_computes_what_is_new_and_sends_what_the_other_si
         how = {"max_tokens": source.randrange(2, 20)} | sampling_of(turn)
         answer = await ended(gateway, f"chat-{local}-{turn}", prompt, local=local, **how)
         assert answer.token_ids == expected(prompt, **how)
-        # Of the last token that was sampled nobody has computed anything yet.
+        # The last token that was sampled is not computed yet.
         held = (num_known if decode.record.exact else num_prompt) // size * size
         num_computed = len(prompt) - answer.num_cached_tokens
         if local:
@@ -118,7 +118,7 @@ async def test_conversations_at_once_wherever_their_turns_land_answer_as_one_pro
             answer = await ended(gateway, name, prompt, local=is_local, **how)
             full = expected(prompt, **how)
             assert answer.token_ids == full
-            # As after a failover: prompt and what was emitted, to be replayed where some of it is there already.
+            # As after a failover: prompt and what was emitted, to be replayed where some of it is cached already.
             emitted = full[: source.randrange(1, len(full))] if len(full) > 1 else []
             if emitted:
                 again = await gateway.begin(

@@ -1,4 +1,4 @@
-"""A cluster of real processes in which everything is TLS: it serves, and it refuses whom it should, at once."""
+"""A cluster of real processes in which everything is TLS: it serves, and it refuses strangers at once."""
 
 import http.client
 import json
@@ -305,6 +305,6 @@ def test_certificates_change_under_a_running_cluster(cluster: SecureCluster) -> 
     after = serials(cluster, shown)
     assert set(after.values()) == {serial_of(cluster.files.cert.read_bytes())} != set(before.values())
 
-    # Sessions and Links that are open go on, in the same processes.
+    # Open sessions and Links continue, in the same processes.
     assert len(generate(cluster).token_ids) == 6
     assert {worker["id"]: worker["pid"] for worker in cluster.ready_workers()} == cluster.pids

@@ -218,7 +218,7 @@ async def test_a_draining_decode_worker_takes_what_it_admitted_and_hands_it_over
     leaving.process.send_signal(signal.SIGTERM)
     await leaving.until_state("draining")
     await gateway.pause(answer)
-    assert answer.error is None, "its transfer went on"
+    assert answer.error is None, "its transfer continued"
     tokens = dict(answer.tokens)
     moved = await gateway.admit_from_decode(answer, [tokens[index] for index in sorted(tokens)], decode=1)
     await gateway.hand_over(answer, moved)

@@ -38,7 +38,7 @@ def expected(tiny_model: Path) -> Callable[..., list[int]]:
 
 @pytest.fixture(scope="module")
 def parallel_worker(start_worker: Make) -> Make:
-    """`parallel_worker("decode", tensor, pipeline=1)` is a worker of so many ranks, the same one every time."""
+    """`parallel_worker("decode", tensor, pipeline=1)` is a worker of that many ranks, the same one every time."""
     started: dict[tuple[str, int, int], Any] = {}
 
     def get(role: str, tensor: int, pipeline: int = 1) -> Any:

@@ -1,4 +1,4 @@
-"""Real workers with far too few pages: requests of all classes give way to each other, and no answer differs."""
+"""Real workers with far too few pages: requests of all classes preempt each other, and no answer differs."""
 
 import asyncio
 import random
@@ -89,5 +89,5 @@ async def test_in_too_little_memory_every_answer_is_whole_and_right(
     await decode.until_free()
     assert Counter(gateway.decode.load.running_by_class)[0] == 5
     assert len(answers) == 30
-    for tokens, prompt, how in answers:  # computed when nobody waits for this process any more
+    for tokens, prompt, how in answers:  # computed when nothing waits for this process
         assert tokens == dict(enumerate(expected(prompt, **how)))

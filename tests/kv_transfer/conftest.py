@@ -74,7 +74,7 @@ class Target:
         await self._pass("reserve")
         if self.pool_is_full:
             raise NoFreePages("full")
-        # Taken from the front and turned around, so that neighbours in the prompt are none in memory.
+        # Taken from the front and turned around, so that neighbours in the prompt are not neighbours in memory.
         count = self.pool.layout.num_pages_for(num_tokens)
         page_ids = self.allocator.allocate(count, state="reserved")[::-1]
         self.held[transfer_id] = page_ids

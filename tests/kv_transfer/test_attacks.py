@@ -55,14 +55,14 @@ class DamagingSocket:
         self._num_frames = 0
 
     def sendmsg(self, pieces: list[memoryview], ancillary: list[Any], flags: int) -> int:
-        """Of the TCP channel: a whole frame, as no other way of sending one is left."""
+        """Sends a whole frame of the TCP channel, as no other way of sending one is left."""
         header, payload = bytes(pieces[0]), b"".join(pieces[1:])
         for new_header, new_payload in self._damaged(header, payload):
             self._socket.sendall(new_header + new_payload)
         return len(header) + len(payload)
 
     def send(self, message: bytes, flags: int) -> None:
-        """Of the shared memory channel: the bell for a slot that has been filled."""
+        """Sends the shared memory channel's bell for a slot that has been filled."""
         _, slot, num_bytes, _ = HEADERS["shm"].unpack(message)
         slots, start = self._channel._slots, slot * SLOT_BYTES
         payload = slots[start : start + num_bytes].tobytes()
@@ -294,7 +294,7 @@ async def test_recorded_frames_that_come_again_are_dropped_and_counted(make_pair
 
 
 async def test_a_slot_that_is_announced_again_ends_the_channel(make_pair: PairMaker) -> None:
-    """With shared memory a replay names a slot that is not the sender's any more; that is no accident of a network."""
+    """With shared memory a replay names a slot that is no longer the sender's; that is no accident of a network."""
     pair = await _make(make_pair, "shm")
     await (await pair.reserve(16)).abort(TransferFailed("only to make the Link"))
     await _damage_frames(pair, _only(DAMAGED_FRAME, lambda header, payload: [(header, payload), (header, payload)]))

@@ -90,7 +90,7 @@ class Prober:
     async def __call__(self, key: tuple[str, str], transport: str) -> Measured:
         self.asked.append((key, transport))
         if self.link is None:
-            raise WorkerUnavailable("nobody is there")
+            raise WorkerUnavailable("nobody answers")
         return Measured({transport: rounds_of(self.link)})
 
 

@@ -179,8 +179,8 @@ async def test_a_worker_that_fails_oddly_is_told_without_its_text(make_pair: Pai
 
 async def test_a_commit_that_the_worker_refuses_fails_and_releases(make_pair: PairMaker) -> None:
     pair = await make_pair("shm")
-    pair.target.refuse_commit = TransferFailed("not ours any more")
-    with pytest.raises(TransferFailed, match="not ours any more"):
+    pair.target.refuse_commit = TransferFailed("no longer ours")
+    with pytest.raises(TransferFailed, match="no longer ours"):
         await pair.hand_over([1, 2], 30)
     await pair.wait_all_free()
     assert len(pair.target.released) == 1
@@ -431,7 +431,7 @@ async def test_the_sender_may_abort_at_any_time(make_pair: PairMaker, transport:
         gate.set()
     await pair.wait_all_free()
     if phase == "committing":
-        # The worker took the pages over, but whoever asked for the transfer was told that it failed.
+        # The worker took the pages over, but the code that asked for the transfer was told that it failed.
         await eventually(lambda: [each[0] for each in pair.target.abandoned] == [transfer_id])
         assert isinstance(pair.target.abandoned[0][1], RequestCancelled)
     else:
@@ -870,7 +870,7 @@ async def test_a_machine_that_fails_ends_its_link_at_once(
 async def test_a_receiver_that_stalls_the_channel_fails_the_transfer(
     make_pair: PairMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is taken from the ring any more, though the Link beats on: the channel's own limit must end it."""
+    """Nothing more is taken from the ring, though the Link beats on: the channel's own limit must end it."""
     pair = await make_pair("loopback", timeouts=Timeouts(stall_s=0.5))
     transfer = await pair.reserve(1000)
     (receive_link,) = pair.receiver._links

@@ -161,7 +161,7 @@ class Bed(FaultCluster):
 
 
 def machine_names(*, gateways: int = 2, prefill: int = 2, decode: int = 2) -> list[str]:
-    """The machines of a bed with so many programs."""
+    """Returns the machines of a bed with these numbers of programs."""
     counted = {"gateway": gateways, "prefill": prefill, "decode": decode}
     return [CLIENTS, REDIS, *(f"{role}-{n}" for role, count in counted.items() for n in range(count))]
 

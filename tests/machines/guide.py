@@ -82,7 +82,7 @@ def machines_of(page: list[Block]) -> list[str]:
 
 
 def adapted(commands: str, here: Path) -> str:
-    """The same commands with the paths of one machine."""
+    """Returns the commands with the paths of one machine."""
     for path in PATHS:
         commands = commands.replace(path, f"{here}{path}")
     commands = commands.replace("/opt/tandem/.venv/bin/tandem", "tandem")

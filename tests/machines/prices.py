@@ -33,7 +33,7 @@ NEW_TOKENS = 8
 LEARNING = 10
 """Requests after which predictions are to be right."""
 OFF_BY, OFF_BY_S = 0.25, 0.25
-"""Of a prediction; the seconds are for the machine, whose own steps vary by as much while it is busy."""
+"""Most errors of a prediction; the seconds are for the machine, whose own steps vary by as much while it is busy."""
 NOTICED_S, QUIET_S = 30.0, 25.0
 SLOW, FAST = "decode-0", "decode-1"
 

@@ -84,7 +84,7 @@ def command_line(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says behind the process's name: its state, its parent, …; empty: there is none."""
+    """What the kernel says behind the process's name: its state, its parent, …; empty: the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

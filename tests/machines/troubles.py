@@ -92,7 +92,7 @@ async def _try(network: Network, cluster: bed.Bed, trouble: Trouble) -> str:
     """What was not as it should be; empty: nothing."""
     wanted = (trouble.kind, trouble.subject)
     if not await _until(cluster, wanted, is_there=False):
-        return "it was there before"
+        return "it existed before"
     before = len(_said(cluster, wanted))
     began_s = time.monotonic()
     network.set([trouble.source], trouble.targets, trouble.conditions, both=True)

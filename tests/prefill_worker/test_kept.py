@@ -122,7 +122,7 @@ async def test_of_another_prompt_or_another_choice_what_differs_is_computed(
     assert computed_tokens(bench) == 20 + num_computed
     started = await gateway.event("r", "prefill_started", attempt=2)
     assert started.num_cached_tokens == len(fields["prompt"]) - num_computed
-    # Of the first one's pages all have a name; of the second one's, all that differ, or the last, which is kept.
+    # All pages of the first one have a name; of the second one's, all that differ, or the last, which is kept.
     await bench.until_free(num_cached=num_cached)
 
 
@@ -211,7 +211,7 @@ async def test_kept_pages_give_way_to_prompts_and_what_lost_one_is_computed(make
     await gateway.event("r", "handed_off", attempt=2)
     await gateway.event("t", "handed_off", attempt=2)
     assert (await gateway.event("r", "prefill_started", attempt=2)).num_cached_tokens == 12, (
-        "the end of the oldest gave way"
+        "the end of the oldest was evicted"
     )
     assert (await gateway.event("t", "prefill_started", attempt=2)).num_cached_tokens == 20
     await bench.until_free(num_cached=16)

@@ -139,7 +139,7 @@ class Prompt:
 
 
 class PromptQueueMachine(RuleBasedStateMachine):
-    """The queue against a naive model that sorts everything anew: who is next, conservation, bounds."""
+    """The queue against a naive model that sorts everything anew: the next one, conservation, bounds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ def test_cancelled_prompts_leave_nothing_behind() -> None:
 prompts_with_arrivals = st.lists(
     st.tuples(st.integers(0, 12), st.integers(1, 300), st.integers(0, 2)), min_size=1, max_size=16
 )
-"""Of each prompt, the step before which it comes, its tokens and its class."""
+"""For each prompt, the step before which it comes, its tokens and its class."""
 
 
 @given(
@@ -408,7 +408,7 @@ def cost_of(speed: PrefillSpeed | None, start: int, num_tokens: int) -> float:
 
 
 def check_order(prompts: list[tuple[int, int, int]], before: dict[int, float], chunks: dict[object, Chunk]) -> None:
-    """Whoever gets tokens has nobody before it that stays unfinished; the oldest may be first out of turn."""
+    """A prompt that gets tokens has none before it that stays unfinished; the oldest may be first out of turn."""
     if not before:
         return
     oldest = min(before, key=lambda key: (prompts[key][2], prompts[key][0], key))
@@ -465,7 +465,7 @@ def test_a_step_takes_no_longer_than_the_targets_say(
     """By prediction, and but for a single token, which is always computed."""
     speed = PrefillSpeed(overhead_s, s_per_token, s_per_token_squared)
     s = ChunkScheduler(chunk_tokens=chunk_tokens, targets=StepTargets(shared_s=0.004, alone_s=0.004, whole_s=0.008))
-    for key in range(50):  # so many have come that steps are as short as they may be
+    for key in range(50):  # enough have come that steps are as short as they may be
         s.add(("gone", key), num_tokens=1, service_class=0)
         s.remove(("gone", key))
     for key, (_, num_tokens, service_class) in enumerate(prompts):
@@ -478,7 +478,7 @@ def test_a_step_takes_no_longer_than_the_targets_say(
         is_single = len(chunks) == 1 and chunks[0].num_tokens == 1
         limit_s = whole_s if chunks[0].is_last else part_s
         assert step_s <= limit_s + 1e-9 or is_single
-        assert all(c.is_last for c in chunks[1:]), "those that end do not wait for one that goes on"
+        assert all(c.is_last for c in chunks[1:]), "those that end do not wait for one that continues"
 
 
 TARGETS = StepTargets(shared_s=0.004, alone_s=0.020, memory_s=1.0)
@@ -557,7 +557,7 @@ def test_a_slow_engine_that_has_one_prompt_computes_most_of_the_time() -> None:
 
 
 def test_a_target_loses_least_to_steps_and_to_those_who_come() -> None:
-    """Against every other length: what empty steps take, and the half step that each who comes waits, twice."""
+    """Against every other length: what empty steps take, and, twice, the half step that each new one waits."""
     empty_s, rate = 0.001, 25.0
 
     def lost(step_s: float) -> float:

@@ -154,7 +154,7 @@ async def test_an_end_in_any_phase_leaves_nothing(make_bench: Make, phase: str, 
         transfer.may_commit.set()
     if how == "newer":
         await gateway.event("r", "handed_off", attempt=2)
-    # Pages that are full stay; as much of the first one's gives way as another one needs.
+    # Pages that are full stay; as much of the first one's is evicted as another one needs.
     if phase == "beginning":
         await busy.event("busy", "handed_off")
     num_computed = {"queued": 15, "asking": 0, "reserving": 5, "beginning": 1, "computing": 1, "sealing": 5}[phase]
@@ -513,7 +513,7 @@ async def test_chunks_and_the_sending_are_spans_of_the_attempt(
     assert chunks[-1].end_unix_ns <= sending.end_unix_ns
     said = sending.attributes
     assert (said["tandem.kv.pages"], said["tandem.kv.bytes"]) == (5, 5 * 64)
-    # Of the link, not of the span, most of which is computation.
+    # The rate of the link, not of the span, most of which is computation.
     assert said["tandem.kv.gb_per_s"] == pytest.approx(CARRIED.num_bytes / CARRIED.time_s / 1e9)
 
 

@@ -29,7 +29,7 @@ class Readings:
         return reader and _Waiting(self, reader)
 
     def one(self):
-        """Lets a reading through, and returns when the watch goes on after it."""
+        """Lets a reading through, and returns when the watch continues after it."""
         self.turns.release()
         assert self.is_over.acquire(timeout=LIMIT_S)
 

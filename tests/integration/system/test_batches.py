@@ -1,4 +1,4 @@
-"""A batch whose gateway is killed in the middle: the restarted one goes on, and every row has one answer."""
+"""A batch whose gateway is killed in the middle: the restarted one continues, and every row has one answer."""
 
 import collections
 import json

@@ -71,7 +71,7 @@ async def test_redis_killed_and_started_empty(cluster: Cluster, redis_server: Em
 
 
 async def test_a_decode_worker_is_killed_in_the_middle(cluster: Cluster, wait_until_idle: Any) -> None:
-    """The streams that it served go on elsewhere, with the tokens that they would have had."""
+    """The streams that it served continue elsewhere, with the tokens that they would have had."""
     messages = [request(f"class A{n}:", max_tokens=400, seed=n, ignore_eos=True) for n in range(6)]
     num_failed = failed_attempts(cluster)
     async with cluster.inference() as stub:

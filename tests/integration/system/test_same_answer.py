@@ -78,7 +78,7 @@ def check_greedy(
                 "return_token_ids": True,
             },
         )
-        # The pages of this prompt are there by now, and must not keep its tokens from being looked at.
+        # The pages of this prompt are cached by now, and must not keep its tokens from being looked at.
         scored = cluster.post("/v1/completions", {"prompt": prompts[-1], "prompt_logprobs": 0, "max_tokens": 1})
         wait_until_idle(cluster)
     assert over_grpc == expected
@@ -100,7 +100,7 @@ def check_greedy(
 def test_alone_or_in_a_batch_in_one_process_or_two(
     dtype: str, chunk_tokens: int, checkpoint: Any, random_ids: Any
 ) -> None:
-    """The same request alone and among 16, on 1P1D and in one process, with different chunks: identical tokens."""
+    """One request alone and among 16, on 1P1D and in one process, with different chunks: identical tokens."""
     model = checkpoint("llama3-gqa-tied", dtype=dtype)
     prompts = [random_ids(20 + 11 * n, seed=n) for n in range(16)]
     choices: list[dict[str, Any]] = [

@@ -35,7 +35,7 @@ PEOPLE_TEXT = json.dumps(PEOPLE, separators=(",", ":"))
 
 @pytest.fixture(scope="module")
 def expected(tokenizer: Tokenizer) -> list[list[int]]:
-    """Computed before there is a cluster, whose workers give way to this process."""
+    """Computed before a cluster starts, whose workers yield to this process."""
     return in_one_process([list(tokenizer.encode(people(seed).text).ids) for seed in range(NUM_ANSWERS)])
 
 

@@ -157,7 +157,7 @@ def test_an_unwanted_chunk_that_is_left_out_is_not_answered(table: PlacementTabl
     table.add(place(A, 0, 4, is_wanted=False))
     assert table.begin(1, 0) == (Drop(None), [])
     assert len(table) == 0
-    # Its numbers have gone by, whoever claims them again.
+    # Its numbers have gone by, even where they are claimed again.
     assert table.add(place(B, 2, 2)) == []
     assert table.begin(1, 2 * PAGE) == (Drop(Reason.REPLAYED_FRAME), [])
 

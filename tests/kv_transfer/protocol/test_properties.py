@@ -70,7 +70,7 @@ FAULTS = (
 )
 # From which step on, what, and which one.
 FAULT = st.tuples(st.integers(0, 30), st.sampled_from(FAULTS), st.integers(0, 41))
-# Who sends to whom: prompts from P, running answers between D and E.
+# Senders and receivers: prompts from P, running answers between D and E.
 ROUTES = (("P", "D"), ("P", "E"), ("D", "E"), ("E", "D"))
 
 
@@ -275,7 +275,7 @@ class World:
     # --- the sender's posting thread ---
 
     def post_step(self) -> None:
-        """Begin, go on with or end a chunk."""
+        """Begins, continues or ends a chunk."""
         chunk = self.posts[0]
         books = self.sent[chunk.id]
         if self.sender.lost is not None or chunk.id in self.skipped:
@@ -343,8 +343,8 @@ class World:
         books = self.received[write.id]
         is_right = checksum(frame.content) == frame.digest
         if is_right:
-            assert books.held, "written to pages that are not the transfer's any more"
-            assert not books.committed, "written to pages that are not the transfer's any more"
+            assert books.held, "written to pages that are no longer the transfer's"
+            assert not books.committed, "written to pages that are no longer the transfer's"
             assert write.first_page + len(frame.content) <= books.num_pages, "written outside the reservation"
             for offset, content in enumerate(frame.content):
                 books.pages[write.first_page + offset] = content
@@ -803,13 +803,13 @@ class Handoffs(RuleBasedStateMachine):
             self._check_that_failures_agree()
 
     def _check_that_failures_agree(self) -> None:
-        """What has failed for the sender does not go on at the receiver, unless a newer attempt ended it there."""
+        """What has failed for the sender does not continue at the receiver, unless a newer attempt ended it there."""
         for transfer_id, books in self.sent.items():
             newer = [each for each in self.sent if each.request_id == transfer_id.request_id]
             is_newest = transfer_id.attempt == max(each.attempt for each in newer)
             if books.failed and is_newest:
                 received = self.received[transfer_id]
-                assert not received.committed or received.abandoned, f"{transfer_id} goes on where nobody waits for it"
+                assert not received.committed or received.abandoned, f"{transfer_id} continues for nobody"
 
     def _drain(self) -> None:
         for world in self._all_worlds():

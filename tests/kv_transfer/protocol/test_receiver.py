@@ -248,7 +248,7 @@ def test_a_wrong_chunk_fails_the_transfer_and_is_counted(header: ChunkHeader, re
     actions = harness.hear(header)
     assert failed(actions)
     assert harness.counters[reason] == 1
-    # Frames that were announced and are nobody else's are claimed, so that the channel goes on.
+    # Frames that were announced and are nobody else's are claimed, so that the channel continues.
     places = [action for action in actions if isinstance(action, Place)]
     assert [place.is_wanted for place in places] == ([False] if header.channel_seq >= 1 else [])
 

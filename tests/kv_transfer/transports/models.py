@@ -149,7 +149,7 @@ class ModelNccl:
         self.faults = {0: Faults(), 1: Faults()}
         self.violations: list[str] = []
         self.comms: dict[int, _Comm] = {}
-        self.stuck = threading.Event()  # set: who is stuck comes back
+        self.stuck = threading.Event()  # set: calls that are stuck come back
         self._device = device
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)

@@ -99,7 +99,7 @@ class Ends:
 
 @functools.cache
 def identities() -> tuple[Identity, Identity]:
-    """Of two workers: their files are read again for each channel."""
+    """The identities of two workers, whose files are read again for each channel."""
     authority = Authority(Path(tempfile.mkdtemp()))
     return tuple(Identity(authority.issue(name, roles=["decode"])) for name in ("one", "two"))  # type: ignore[return-value]
 
@@ -146,7 +146,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Somebody whom strangers can reach."""
+    """A listener that strangers can reach."""
 
     name: str
     transport: Transport
@@ -324,7 +324,7 @@ def test_shutdown_and_close_may_be_repeated(ends: Ends) -> None:
             end.close()
 
 
-# --- who may open ---
+# --- permission to open ---
 
 
 def test_a_key_opens_one_channel_only(ends: Ends) -> None:

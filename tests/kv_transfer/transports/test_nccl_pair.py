@@ -248,7 +248,7 @@ def test_a_thread_that_is_stuck_in_opening_leaves_no_communicator_behind(
     pair = NcclPair(world.nccl, world.device.stream(), QUICK)
     opening, raised = until_broken(lambda: pair.open(world.nccl.unique_id(), 0, timeout_s=3.0))
     time.sleep(0.1)
-    pair.break_off(ChannelBroken("not wanted any more"))
+    pair.break_off(ChannelBroken("no longer wanted"))
     assert pair.wait_gone(BOUND_S)
     assert opening.is_alive(), "it is stuck still"
     opening.join(BOUND_S)

@@ -67,7 +67,7 @@ def test_times_are_close_to_those_of_simdistserve(tp_prefill: int, rate: str) ->
     run = simulate(trace, cluster_spec(prefill=worker, decode=worker), "round_robin")
     ttft = [ttft_s(job) for job in run.jobs]
     tpot = [tpot_s(job) for job in run.jobs]
-    # Theirs are printed to 0.1 µs. Of decode steps it says not quite the same: batches form a little differently.
+    # Theirs are printed to 0.1 µs. It differs a little on decode steps: batches form differently.
     for measured, expected, error in ((ttft, expected_ttft, 1e-5), (tpot, expected_tpot, 0.015)):
         assert sum(measured) / 500 == pytest.approx(sum(expected) / 500, rel=error)
         for share in (0.5, 0.9, 0.99):

@@ -196,7 +196,7 @@ def test_mean_wait_is_that_of_an_m_d_1_queue(load: float) -> None:
 
 
 def step_by_step(jobs: Sequence[Job], max_batch: int, decode: DecodeSpeed) -> dict[int, float]:
-    """When each answer ends, computed one step after the other from when the sequences are there."""
+    """When each answer ends, computed one step after the other from when the sequences have come."""
     ready = sorted((job.first_token_s or 0.0, job.index, job) for job in jobs)  # the test's link takes no time
     running: dict[int, list[int]] = {}
     ends, now_s, waiting = {}, 0.0, []
@@ -259,7 +259,7 @@ def test_a_cached_prefix_is_not_computed_again_nor_sent_again() -> None:
     assert ttft_s(second) == pytest.approx(PREFILL.time_s(16, 160), rel=1e-9)
     assert second.joined_s is not None
     assert second.joined_s - (second.first_token_s or 0.0) == pytest.approx(16 * 1000 / 1e6, rel=1e-9)
-    # Asked for once more, all but the last token is there; its page is not computed by halves.
+    # Asked for once more, all but the last token is cached; its page is not computed by halves.
     again = simulate(trace_of([*requests, TraceRequest(20.0, 160, 2, blocks)], 16), spec, "hybrid").jobs[2]
     assert again.num_cached_tokens == 159
 

@@ -1,4 +1,4 @@
-"""Half a cluster's capacity to ten times as much: how many good answers there are, who is refused, and who is late."""
+"""Half a cluster's capacity to ten times as much: how many answers are good, refused and late."""
 
 import math
 import random
@@ -45,7 +45,7 @@ def arrivals(rate_per_s: float, *, seed: int, batch_share: float = BATCH_SHARE) 
 
 @dataclass
 class Outcome:
-    """Of the time after the ramp. Shares are of those that are not batch work, `late` of those that were let in."""
+    """What happened after the ramp. Shares are of those that are not batch work, `late` of those that were let in."""
 
     good_per_s: float
     refused_share: float
