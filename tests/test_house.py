@@ -18,7 +18,7 @@ LONG_FILES = {
     "gateway/observability/metrics.py": 583,
     "gateway/observability/tracing.py": 539,
     "gateway/requests/acceptance.py": 516,
-    "gateway/requests/lifecycle.py": 880,
+    "gateway/requests/attempt.py": 505,
     "gateway/topology/members.py": 772,
     "kv_transfer/protocol/receiver.py": 557,
     "kv_transfer/receiving.py": 622,
@@ -38,8 +38,6 @@ LONG_FILES = {
 LONG_FUNCTIONS = {
     "gateway/assembly.py:Gateway.__init__": 152,
     "gateway/observability/metrics.py:Metrics.__init__": 274,
-    "gateway/requests/lifecycle.py:Requests.__init__": 67,
-    "gateway/requests/lifecycle.py:Requests.run": 63,
     "services/scheduling/routing.py:_Case.build": 101,
     "services/scheduling/routing.py:_Case.price_decodes": 97,
     "services/scheduling/routing.py:_Case.price_prefills": 77,

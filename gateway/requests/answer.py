@@ -18,7 +18,6 @@ from gateway.topology.events import AttemptKey, SequenceOrder
 from gateway.topology.session import DecodeSession, Peer
 from gateway.topology.watch import AttemptWatch
 from gateway.types import Delta, FinishReason, Usage
-from services.cluster.placements import State
 from services.runtime.clock import Clock
 from services.runtime.errors import DeadlineExceeded, TandemError
 from services.runtime.page_keys import sharers
@@ -84,7 +83,6 @@ class RunningAnswer:
         self.admitted: Admit | None = None
         """What was said of it when it came, until it has started."""
         self.is_running = False
-        self.noted_state = State.QUEUED
         self.finish_reason: FinishReason | None = None
         self.num_tokens = 0
         self.last_gap_s = 0.0
@@ -137,6 +135,11 @@ class RunningAnswer:
         return len(self.generation.prompt_token_ids) + self.generation.sampling.max_tokens
 
     @property
+    def num_new_tokens(self) -> int:
+        """Tokens that came here, without those that the answer had before."""
+        return self.num_tokens - len(self.generation.emitted_token_ids)
+
+    @property
     def ttft_s(self) -> float:
         """From arrival to the first token."""
         return self._first_token_s - self.generation.arrived_s
@@ -144,7 +147,7 @@ class RunningAnswer:
     @property
     def tpot_s(self) -> float:
         """Mean time of a token after the first one that came here."""
-        num_gaps = self.num_tokens - len(self.generation.emitted_token_ids) - 1
+        num_gaps = self.num_new_tokens - 1
         return (self._last_token_s - self._first_token_s) / num_gaps if num_gaps > 0 else 0.0
 
     def expire(self) -> None:
@@ -170,6 +173,36 @@ class RunningAnswer:
             cache_salt=self.cache_salt,
             service_class=self.queue_entry.service_class,
         )
+
+    def note_routes(self, routes: Sequence[Route]) -> Sequence[Route]:
+        """These are the ways to go now, best first."""
+        self.routes = routes
+        return routes
+
+    def note_judged(self, verdict: Admit) -> None:
+        """It came new and was not refused."""
+        self.is_judged, self.admitted = True, verdict
+
+    def note_crowded_out(self) -> None:
+        """A worker had no room for an attempt that another one had admitted."""
+        self.must_queue = True
+
+    def forget_attempt(self) -> None:
+        """Its last attempt is over and dealt with."""
+        self.attempt = None
+
+    def begin_attempt(self, decode: DecodeSession, watch: AttemptWatch) -> Attempt:
+        """The next try, which is the answer's own from now on."""
+        self.attempt = self.new_attempt(decode, watch)
+        return self.attempt
+
+    def move_to(self, attempt: Attempt) -> None:
+        """Continues as this attempt, whose decode worker gets the pages of the one before."""
+        self.attempt = attempt
+
+    def put_off_move(self, seconds: float) -> None:
+        """Nobody takes it now; it asks again after this time."""
+        self.next_move_at_s = asyncio.get_running_loop().time() + seconds
 
     def new_attempt(self, decode: DecodeSession, watch: AttemptWatch, *, giver: Giver | None = None) -> Attempt:
         """The next try, on this decode worker."""
@@ -218,14 +251,20 @@ class RunningAnswer:
         is_new, self.is_running = not self.is_running, True
         return int(is_new)
 
-    def note_placed(self) -> None:
-        """Workers took the last attempt."""
+    def note_admitted(self, identity: str) -> Admit | None:
+        """Workers took the last attempt; `identity` is its decode worker's. Returns what was said of it when it came.
+
+        That is None where it had started before.
+        """
         self.must_queue = False
         self.bookings.note_admitted()
         self.generation.totals.placed.add(self.generation.choice)
-        self.noted_state = State.ADMITTED
+        if not self.bound_to:
+            self.identity = identity
         if not self._placed_s:
             self._placed_s = self._clock.monotonic()
+        verdict, self.admitted = self.admitted, None
+        return verdict
 
     def last_delta(self) -> Delta:
         """The end of an answer whose emitted tokens had ended it already: no token, only what ends it."""

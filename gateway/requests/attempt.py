@@ -32,6 +32,7 @@ from gateway.topology.events import (
 )
 from gateway.topology.session import DecodeSession, PrefillSession, WorkerSession
 from gateway.topology.watch import AttemptWatch
+from services.cluster.placements import State
 from services.runtime.errors import (
     InternalError,
     LayoutMismatch,
@@ -200,6 +201,15 @@ class Attempt:
     def is_over(self) -> bool:
         """Whether an error has ended it."""
         return self._ended_by is not None
+
+    @property
+    def state(self) -> State:
+        """Where the attempt stands that workers have taken."""
+        if self._is_decoding:
+            return State.DECODING
+        if self.is_move or self.prompt_done_at_s is not None:
+            return State.TRANSFERRING
+        return State.PREFILLING if self._is_begun else State.ADMITTED
 
     @property
     def is_begun(self) -> bool:

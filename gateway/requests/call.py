@@ -182,6 +182,13 @@ class Totals:
     placed: set[int] = field(default_factory=set)
     waiting_since_s: float = 0.0
 
+    def add(self, *, completion_tokens: int, new_tokens: int, cached_tokens: int, finish_reason: str) -> None:
+        """Another answer is over."""
+        self.completion_tokens += completion_tokens
+        self.new_tokens += new_tokens
+        self.cached_tokens += cached_tokens
+        self.finish_reasons.append(finish_reason)
+
 
 class AcceptedCall:
     """A call that passed all checks; its id is taken until its `with` block is left.

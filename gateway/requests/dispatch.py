@@ -130,7 +130,7 @@ class Dispatcher:
         It does not go to a decode worker in `kept`.
         """
         request.bookings.leave()
-        request.routes = routes = self.routes(request, kept)
+        routes = request.note_routes(self.routes(request, kept))
         return routes[0] if routes else None
 
     def allowed(self, request: RunningAnswer) -> set[str]:

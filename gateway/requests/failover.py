@@ -10,6 +10,7 @@ import logging
 from gateway.observability.metrics import Metrics
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.dispatch import Dispatcher
+from gateway.requests.policies import Policies
 from gateway.requests.quarantine import Quarantine
 from services.runtime.clock import Clock
 from services.runtime.errors import (
@@ -44,20 +45,12 @@ def reason_of(failure: TandemError) -> str:
 
 
 class Failover:
-    """Decides about every failed attempt of this gateway. `wait_s`: the longest wait for a retry's turn, in seconds."""
+    """Decides about every failed attempt of this gateway."""
 
     def __init__(
-        self,
-        *,
-        max_attempts: int,
-        wait_s: float,
-        dispatcher: Dispatcher,
-        quarantine: Quarantine,
-        metrics: Metrics,
-        clock: Clock,
+        self, quarantine: Quarantine, dispatcher: Dispatcher, *, policies: Policies, metrics: Metrics, clock: Clock
     ) -> None:
-        self._max_attempts = max_attempts
-        self._wait_s = wait_s
+        self._policies = policies
         self._dispatcher = dispatcher
         self._quarantine = quarantine
         self._metrics = metrics
@@ -86,7 +79,7 @@ class Failover:
         if strike is None and isinstance(failure, WorkerLost):
             request.excuse_failure()
         num_unexplained = request.num_failures_in_row - sum(map(quarantine.counts, request.strikes))
-        if num_unexplained >= self._max_attempts or request.num_failures >= MAX_FAILURES:
+        if num_unexplained >= self._policies.max_attempts or request.num_failures >= MAX_FAILURES:
             raise failure
         if not isinstance(failure, WorkerLost):
             await self._wait_for_turn(request)
@@ -94,7 +87,7 @@ class Failover:
             await quarantine.await_trial(request)
 
     async def _wait_for_turn(self, request: RunningAnswer) -> None:
-        turn = self._budget.take(self._clock.monotonic(), max_wait_s=self._wait_s)
+        turn = self._budget.take(self._clock.monotonic(), max_wait_s=self._policies.failover_wait_s)
         if not turn.wait_s:
             return
         self._metrics.delayed_retries.inc()

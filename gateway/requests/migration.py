@@ -16,7 +16,6 @@ from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt, Giver, GiverFailed
 from gateway.requests.dispatch import Dispatcher
 from gateway.topology.members import Topology
-from services.cluster.placements import State
 from services.runtime.errors import TandemError, WorkerUnavailable
 from services.scheduling.routing import WorkerView
 
@@ -62,7 +61,7 @@ class Moves:
         if now_s < request.next_move_at_s or self._num_moves[giver] >= MAX_MOVES_PER_WORKER:
             return
         if not self._dispatcher.takers(request, attempt.decode):
-            request.next_move_at_s = now_s + TRY_AGAIN_S
+            request.put_off_move(TRY_AGAIN_S)
             return
         try:
             attempt.pause()
@@ -77,8 +76,7 @@ class Moves:
             for view in self._dispatcher.takers(request, older.decode):
                 newer = await self._offer(request, older, view)
                 if newer is not None:
-                    request.attempt = newer
-                    request.noted_state = State.QUEUED
+                    request.move_to(newer)
                     self._metrics.moves.labels("begun").inc()
                     return newer
             older.unpause()
@@ -86,7 +84,7 @@ class Moves:
             logger.info("the worker is gone", extra={"worker": older.decode.peer.worker_id, "reason": str(gone)})
         self.end(request)
         self._metrics.moves.labels("refused").inc()
-        request.next_move_at_s = asyncio.get_running_loop().time() + TRY_AGAIN_S
+        request.put_off_move(TRY_AGAIN_S)
         return older
 
     async def _offer(self, request: RunningAnswer, older: Attempt, view: WorkerView) -> Attempt | None:

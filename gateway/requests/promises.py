@@ -6,6 +6,7 @@ the link was true. Knows no request.
 
 import logging
 
+from gateway.observability.history import AttemptStory
 from gateway.observability.metrics import Metrics
 from services.runtime.clock import Clock
 from services.runtime.logs import LineBudget
@@ -29,20 +30,14 @@ class Promises:
         self._budget = LineBudget(per_s=WARNINGS_PER_S, burst=WARNINGS_BURST)
         self._warned_s: dict[tuple[str, str], float] = {}
 
-    def note_first(self, model: str, *, predicted_s: float, seen_s: float) -> None:
-        """The first token came so long after its way was chosen."""
-        self._metrics.note_prediction(model, "first", predicted_s, seen_s)
-
-    def note_second(
-        self, model: str, *, prefill: str, decode: str, predicted_s: float, transfer_s: float, seen_s: float
-    ) -> None:
-        """The second token came. `prefill` is empty where the decode worker computed the prompt.
-
-        `transfer_s`: what of the prediction was for the pages' way.
-        """
-        self._metrics.note_prediction(model, "second", predicted_s, seen_s)
-        if not is_far(predicted_s, seen_s):
+    def note(self, model: str, attempt: AttemptStory, seen_s: float, *, is_second: bool) -> None:
+        """An answer's first or second token came `seen_s` after its only attempt was offered to workers."""
+        predicted_s = (attempt.predicted_second_us if is_second else attempt.predicted_ttft_us) / 1e6
+        self._metrics.note_prediction(model, "second" if is_second else "first", predicted_s, seen_s)
+        if not is_second or not is_far(predicted_s, seen_s):
             return
+        # The decode worker may have computed the prompt itself.
+        prefill, decode = attempt.prefill if attempt.is_remote else "", attempt.decode
         now_s, pair = self._clock.monotonic(), (prefill, decode)
         if now_s - self._warned_s.get(pair, -PAIR_S) < PAIR_S or not self._budget.take(now_s):
             return
@@ -50,7 +45,11 @@ class Promises:
             self._warned_s.clear()
         self._warned_s[pair] = now_s
         way = f"{prefill} → {decode}" if prefill else decode
-        said = {"prefill_worker": prefill, "decode_worker": decode, "predicted_transfer_s": round(transfer_s, 3)}
+        said = {
+            "prefill_worker": prefill,
+            "decode_worker": decode,
+            "predicted_transfer_s": round(attempt.predicted_exposed_us / 1e6, 3),
+        }
         logger.warning(
             "%s: a second token was expected after %.3g s and came after %.3g s", way, predicted_s, seen_s, extra=said
         )

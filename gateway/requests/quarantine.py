@@ -37,6 +37,7 @@ from gateway.requests.answer import RunningAnswer, Strike
 from gateway.requests.attempt import Attempt
 from gateway.requests.call import AnswerSpec
 from gateway.requests.dispatch import Dispatcher
+from gateway.requests.policies import Policies
 from gateway.topology.members import ROLES, Topology
 from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import Quarantined, TandemError
@@ -80,10 +81,7 @@ class _Death:
 
 
 class Quarantine:
-    """Judges every request of this gateway whose attempt failed so that a worker may have died of it.
-
-    `patience_s`: the longest wait for the news that a suspect is dead or alive, which silence tells long before.
-    """
+    """Judges every request of this gateway whose attempt failed so that a worker may have died of it."""
 
     def __init__(
         self,
@@ -92,14 +90,14 @@ class Quarantine:
         *,
         known: QuarantineList,
         metrics: Metrics,
-        patience_s: float,
+        policies: Policies,
         clock: Clock,
     ) -> None:
         self._topology = topology
         self._dispatcher = dispatcher
         self._known = known
         self._metrics = metrics
-        self._patience_s = patience_s
+        self._policies = policies
         self._clock = clock
         self._struck: WeakSet[RunningAnswer] = WeakSet()
         self._heard = asyncio.Event()
@@ -230,7 +228,7 @@ class Quarantine:
     async def _learn_who_died(self, request: RunningAnswer, suspects: frozenset[str]) -> None:
         """Waits until each suspect has spoken again or is known to be gone, which silence tells at the latest."""
         heard_of = asyncio.get_running_loop().time() + LAST_WORDS_S
-        patience = request.generation.deadline.sooner(Deadline.after(self._patience_s, clock=self._clock))
+        patience = request.generation.deadline.sooner(Deadline.after(self._policies.failover_wait_s, clock=self._clock))
         changes = self._topology.changes()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience.remaining_s()), contextlib.aclosing(changes):

@@ -25,7 +25,8 @@ from gateway.openai import requests as openai_requests
 from gateway.openai.chat import ChatRequest
 from gateway.openai.completions import CompletionRequest
 from gateway.openai.requests import parse
-from gateway.requests.lifecycle import Policies, Requests
+from gateway.requests.lifecycle import Requests
+from gateway.requests.policies import Policies
 from gateway.requests.queue import AdmissionQueue, Lane
 from gateway.topology.members import Topology
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2

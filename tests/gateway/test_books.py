@@ -149,9 +149,9 @@ async def test_placements_say_where_a_request_stands(make_system, worker_type, p
     await system.add(worker_type("prefill", "prefill-0", prefill))
     await system.add(worker_type("decode", "decode-0", decode))
     posted = []
-    post = system.gateway.requests._placements.post
+    post = system.gateway.requests._sinks.placements.post
     monkeypatch.setattr(
-        system.gateway.requests._placements, "post", lambda placement: (posted.append(placement), post(placement))
+        system.gateway.requests._sinks.placements, "post", lambda placement: (posted.append(placement), post(placement))
     )
     asking = asyncio.create_task(system.complete(max_tokens=20))
     expected = [State.ADMITTED]

@@ -728,7 +728,7 @@ def lose(monkeypatch):
     long a worker counts as away for a moment."""
 
     async def lose(system, worker, *, wait_s=HOURS_S, away_s=HOURS_S):
-        monkeypatch.setattr("gateway.requests.lifecycle.LEASE_TTL_S", wait_s)
+        monkeypatch.setattr("gateway.requests.placing.LEASE_TTL_S", wait_s)
         monkeypatch.setattr("gateway.topology.members.LEASE_TTL_S", away_s)
         monkeypatch.setattr(DecodeSession, "run", lambda session: asyncio.Event().wait())
         worker.sessions.close()

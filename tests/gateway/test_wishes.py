@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from gateway.access.keys import ApiKey, digest_of_key, toml_entry
-from gateway.requests.lifecycle import due_s
+from gateway.requests.placing import due_s
 from gateway.wishes import MAX_MS, NO_WISHES, Wishes, read_wishes
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.errors import InvalidRequest

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from gateway.observability.history import AttemptStory
 from gateway.observability.metrics import Metrics
 from gateway.requests.promises import PAIR_S, WARNINGS_BURST, Promises, is_far
 
@@ -29,9 +30,9 @@ def promises(clock: HandClock) -> Promises:
 
 
 def second(promises: Promises, *, decode: str = "decode-0", predicted_s: float = 0.3, seen_s: float = 21.0) -> None:
-    promises.note_second(
-        "m", prefill="prefill-0", decode=decode, predicted_s=predicted_s, transfer_s=0.09, seen_s=seen_s
-    )
+    attempt = AttemptStory(0, 0, decode, "prefill-0", is_remote=True, predicted_exposed_us=90_000)
+    attempt.predicted_second_us = round(predicted_s * 1e6)
+    promises.note("m", attempt, seen_s, is_second=True)
 
 
 def test_a_stall_that_was_not_predicted_is_said_with_the_pair(
@@ -60,8 +61,8 @@ def test_one_pair_is_named_now_and_then_and_all_of_them_not_without_end(
 
 def test_what_is_nearly_right_is_counted_only(promises: Promises, caplog: pytest.LogCaptureFixture) -> None:
     second(promises, predicted_s=10.0, seen_s=12.5)
-    promises.note_first("m", predicted_s=0.1, seen_s=0.05)
-    promises.note_first("m", predicted_s=0.0, seen_s=0.05)
+    promises.note("m", AttemptStory(0, 0, "decode-0", predicted_ttft_us=100_000), 0.05, is_second=False)
+    promises.note("m", AttemptStory(0, 0, "decode-0"), 0.05, is_second=False)
     assert not caplog.records
     page = promises._metrics.render([]).decode()
     assert 'tandem_token_prediction_ratio_count{model="m",token="second"} 1' in page

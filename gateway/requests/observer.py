@@ -1,0 +1,300 @@
+"""What an answer is seen to do: one object hears its events, and tells metrics, log, spans, history and placements.
+
+    queued → admitted → prefilling → transferring → decoding → finished
+      ↑         │           │             │            │ ↑
+      └─────────┴───────────┴─────────────┴────────────┘ moved: transferring, at another decode worker
+       must_wait, retried
+
+`state` says where the answer stands, in the words of `services.cluster.placements`; the phases of log, metrics and
+spans follow from it. Knows neither how workers are chosen nor what follows a failure: it hears, and decides nothing.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.observability.metrics import Metrics
+from gateway.observability.request_log import AnswerTrace, Phase, RequestLog
+from gateway.observability.tracing import AnswerSpans
+from gateway.requests.answer import RunningAnswer
+from gateway.requests.attempt import Attempt
+from gateway.requests.promises import Promises
+from gateway.topology.events import HandedOff
+from gateway.types import Delta
+from services.cluster.placements import Placement, State
+from services.runtime.clock import Clock
+from services.runtime.errors import RequestCancelled
+from services.scheduling.routing import Route, rival_of
+
+_PHASES: dict[State, Phase] = {
+    State.ADMITTED: "prefill",
+    State.PREFILLING: "prefill",
+    State.TRANSFERRING: "transfer",
+    State.DECODING: "decode",
+}
+_SPANS: dict[Phase, str] = {"queue": "queue", "prefill": "prefill", "transfer": "kv_transfer", "decode": "decode"}
+_BEFORE_TOKENS = (State.ADMITTED, State.PREFILLING)
+
+
+class PlacementSink(Protocol):
+    """Takes notes of where requests are; must return at once. `PlacementWriter` is one."""
+
+    def post(self, placement: Placement) -> None:
+        """Takes the latest placement of a request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sinks:
+    """What the answers of one gateway are told to. `incarnation` is the gateway's."""
+
+    metrics: Metrics
+    log: RequestLog
+    placements: PlacementSink
+    promises: Promises
+    incarnation: str
+    clock: Clock
+
+
+class AnswerObserver:
+    """Hears of one answer from `Requests.run` until `ended`; `spans` is None while nobody traces."""
+
+    __slots__ = (
+        *("spans", "state", "trace", "_attempt", "_figures", "_num_placed_failures", "_seen_handoff", "_sinks"),
+        "_steady",
+    )
+
+    def __init__(self, request: RunningAnswer, sinks: Sinks) -> None:
+        generation = request.generation
+        self.state = State.QUEUED
+        self.spans: AnswerSpans | None = generation.span.answer(generation.choice, generation.model)
+        self.trace: AnswerTrace = sinks.log.trace(
+            generation.request_id,
+            arrived_s=generation.arrived_s,
+            service_class=generation.service_class,
+            tenant=generation.tenant,
+        )
+        self._sinks = sinks
+        self._figures = sinks.metrics.of(generation.model, generation.service_class)
+        self._attempt: Attempt | None = None
+        """The last attempt that was heard of."""
+        self._steady: Attempt | None = None
+        """An attempt of which everything is known but its next tokens."""
+        self._seen_handoff: HandedOff | None = None
+        self._num_placed_failures = 0
+        """Failed attempts before the last one that workers took."""
+
+    def queued(self, request: RunningAnswer, *, num_ahead: int) -> None:
+        """It stands in the queue, behind `num_ahead` others."""
+        self._place(request, State.QUEUED)
+        if self.spans is not None:
+            self.spans.waits(num_ahead=num_ahead, service_class=request.generation.service_class)
+
+    def admitted(
+        self, request: RunningAnswer, attempt: Attempt, route: Route, *, asked_s: float, queue_delay_s: float | None
+    ) -> None:
+        """Workers took it, after they were asked at `asked_s`. `queue_delay_s` is the wait that was predicted."""
+        generation, trace, metrics = request.generation, self.trace, self._sinks.metrics
+        if attempt.prefill is not None:
+            metrics.note_sent("prefill", attempt.prefill.peer.worker_id)
+        metrics.note_sent("decode", attempt.decode.peer.worker_id)
+        if not trace.num_attempts:
+            queue_s = self._sinks.clock.monotonic() - generation.arrived_s
+            metrics.note_placed(generation.model, generation.service_class, queue_s)
+        elif request.num_failures > self._num_placed_failures:
+            metrics.note_failover(generation.model)
+        self._num_placed_failures = request.num_failures
+        self._attempt = attempt
+        trace.num_attempts += 1
+        trace.enter("prefill")
+        self._note_workers(attempt)
+        if self.spans is not None:
+            self.spans.placed(attempt.facts, route, asked_s=asked_s, predicted_queue_s=queue_delay_s)
+        trace.story.note_route(
+            route,
+            rival_of(request.routes, route),
+            prefill=attempt.prefill.peer.worker_id if attempt.prefill is not None else "",
+            began_us=round((asked_s - generation.arrived_s) * 1e6),
+            placed_us=trace.waterfall.steps[-1][1],
+        )
+        self._place(request, State.ADMITTED)
+
+    def is_steady(self, attempt: Attempt) -> bool:
+        """Whether only the next tokens of this attempt are to be heard: `more_tokens` is enough until it ends."""
+        return self._steady is attempt
+
+    def more_tokens(self, request: RunningAnswer, num_tokens: int) -> None:
+        """Tokens came in the middle of a steady answer."""
+        self._figures.generated_tokens.value += num_tokens
+        self._figures.itl_s.observe(request.last_gap_s / num_tokens, num_tokens)
+
+    def progressed(self, request: RunningAnswer, attempt: Attempt, delta: Delta) -> bool:
+        """A look at the attempt's events brought `delta`. Returns whether the answer is in another state now."""
+        num_tokens = len(delta.token_ids)
+        if num_tokens:
+            self._note_tokens(request, delta, num_tokens)
+        state = attempt.state
+        # A prompt that the decode worker computed itself is at its end with the first token, before that says so.
+        phase = "decode" if num_tokens and state in _BEFORE_TOKENS else _PHASES[state]
+        if phase != self.trace.waterfall.phase:
+            self._enter(request, attempt, phase, num_new=num_tokens)
+        is_new = state is not self.state
+        if is_new and not request.is_finished:
+            self._place(request, state)
+        if num_tokens and state is State.DECODING and request.num_tokens >= 2:
+            self._steady = attempt
+        return is_new
+
+    def moved(self, request: RunningAnswer, attempt: Attempt) -> None:
+        """It goes on as another attempt, whose decode worker gets its pages from the one before."""
+        trace, before = self.trace, self._attempt
+        trace.enter("transfer")
+        trace.num_moves += 1
+        if self.spans is not None:
+            to = attempt.decode.peer.worker_id
+            self.spans.moves(attempt.facts, to=to, num_tokens=request.num_tokens)
+        if before is not None:
+            self._note_handoff(request, before.handed_off)
+        self._attempt = attempt
+        trace.story.note_move(attempt.decode.peer.worker_id, trace.waterfall.steps[-1][1])
+        self._note_workers(attempt)
+        self._place(request, State.TRANSFERRING)
+
+    def must_wait(self, request: RunningAnswer, error: Exception, reason: str) -> None:
+        """Its attempt ended for a reason after which it waits for workers again."""
+        self.trace.story.note_failure(reason)
+        self.trace.enter("queue")
+        if self.spans is not None:
+            self.spans.must_wait(error, reason, num_tokens=request.num_tokens)
+
+    def retried(self, reason: str) -> None:
+        """It may be tried again after a failure."""
+        self._sinks.metrics.note_retry(reason)
+        if self.spans is not None:
+            self.spans.tried_again()
+
+    def left(self, request: RunningAnswer, attempt: Attempt) -> None:
+        """The attempt is over, however it ended."""
+        self._note_handoff(request, attempt.handed_off)
+
+    def ended(self, request: RunningAnswer, error: BaseException | None) -> None:
+        """It is over, however it ended."""
+        generation = request.generation
+        outcome = _outcome(error)
+        self._place(request, outcome)
+        new_tokens, cached_tokens = request.num_new_tokens, request.log.num_cached_tokens
+        prompt_tokens, finish_reason = len(generation.prompt_token_ids), request.finish_reason or ""
+        generation.totals.add(
+            completion_tokens=request.num_tokens,
+            new_tokens=new_tokens,
+            cached_tokens=cached_tokens,
+            finish_reason=finish_reason or outcome,
+        )
+        self._sinks.metrics.note_answer(
+            generation.model,
+            generation.service_class,
+            prompt_tokens=prompt_tokens,
+            tokens=new_tokens,
+            finish_reason=finish_reason,
+        )
+        if self.spans is not None:
+            self.spans.end(error, num_tokens=request.num_tokens)
+        self.trace.end(
+            error,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            new_tokens=new_tokens,
+            finish_reason=finish_reason,
+            tpot_s=request.tpot_s,
+        )
+
+    def _note_tokens(self, request: RunningAnswer, delta: Delta, num_tokens: int) -> None:
+        figures, story = self._figures, self.trace.story
+        figures.generated_tokens.value += num_tokens
+        if delta.first_index == 0:
+            figures.ttft_s.observe(request.ttft_s)
+            self._sinks.metrics.note_first_token(
+                request.generation.model,
+                prompt_tokens=len(request.generation.prompt_token_ids),
+                cached_tokens=request.log.num_cached_tokens,
+            )
+            if self.spans is not None:
+                self.spans.has_token()
+            story.first_token_us = round(request.ttft_s * 1e6)
+            self._keep_promise(request, is_second=False)
+            if num_tokens > 1:  # The decode worker was as fast as the way of the first one.
+                figures.itl_s.observe(0.0, num_tokens - 1)
+        elif request.last_gap_s:
+            figures.itl_s.observe(request.last_gap_s / num_tokens, num_tokens)
+        if delta.first_index < 2 <= request.num_tokens and story.second_token_us is None:
+            self._keep_promise(request, is_second=True)
+
+    def _keep_promise(self, request: RunningAnswer, *, is_second: bool) -> None:
+        """A token came whose time was predicted: the first, or the second."""
+        generation, story = request.generation, self.trace.story
+        seen_us = round((self._sinks.clock.monotonic() - generation.arrived_s) * 1e6)
+        if is_second:
+            story.second_token_us = seen_us
+            if self.spans is not None:
+                self.spans.has_second_token()
+        attempt = story.predicted()
+        if attempt is not None and not generation.emitted_token_ids:
+            seen_s = (seen_us - attempt.began_us) / 1e6
+            self._sinks.promises.note(generation.model, attempt, seen_s, is_second=is_second)
+
+    def _enter(self, request: RunningAnswer, attempt: Attempt, phase: Phase, *, num_new: int) -> None:
+        """The answer goes from one phase to another, which came with `num_new` tokens; a handoff may be done."""
+        trace, left = self.trace, self.trace.waterfall.phase
+        trace.enter(phase)
+        if self.spans is not None:
+            self.spans.goes_on(_SPANS[phase], attempt.facts, num_tokens=request.num_tokens, num_new=num_new)
+        if left == "prefill":
+            waited_s = attempt.prefill_started.queue_s if attempt.prefill_started is not None else 0.0
+            trace.story.note_prompt(attempt.prefill.peer.worker_id if attempt.prefill is not None else "", waited_s)
+        self._note_handoff(request, attempt.handed_off)
+        self._note_workers(attempt)
+
+    def _note_handoff(self, request: RunningAnswer, handed_off: HandedOff | None) -> None:
+        if handed_off is None or handed_off is self._seen_handoff:
+            return
+        self._seen_handoff = handed_off
+        self.trace.story.note_handoff(
+            num_pages=handed_off.num_pages,
+            num_bytes=handed_off.num_bytes,
+            exposed_s=handed_off.exposed_s,
+            transport=handed_off.transport,
+            chunks=handed_off.chunks,
+        )
+        self._sinks.metrics.note_handoff(
+            request.generation.model,
+            handed_off.transport,
+            num_bytes=handed_off.num_bytes,
+            exposed_s=handed_off.exposed_s,
+        )
+
+    def _note_workers(self, attempt: Attempt) -> None:
+        if attempt.prefill is not None:
+            self.trace.workers[attempt.prefill.peer.worker_id] = None
+        self.trace.workers[attempt.decode.peer.worker_id] = None
+
+    def _place(self, request: RunningAnswer, state: State) -> None:
+        """Has the cluster know where the answer stands."""
+        self.state = state
+        attempt = request.attempt
+        placement = Placement(
+            request.generation.request_id,
+            max(1, request.attempt_number),
+            state,
+            self._sinks.incarnation,
+            attempt.prefill.peer.worker_id if attempt and attempt.prefill else "",
+            attempt.decode.peer.worker_id if attempt else "",
+            began_unix_ns=request.generation.arrived_unix_ns,
+        )
+        self._sinks.placements.post(placement)
+
+
+def _outcome(error: BaseException | None) -> State:
+    if error is None:
+        return State.FINISHED
+    is_cancelled = isinstance(error, GeneratorExit | asyncio.CancelledError | RequestCancelled)
+    return State.CANCELLED if is_cancelled else State.FAILED

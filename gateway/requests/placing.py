@@ -1,0 +1,313 @@
+"""From an accepted answer to an attempt that workers took: it waits for its turn, and is offered along its routes.
+
+`dispatch` says which workers to ask, `queue` whose turn it is. An answer that failed, or that was begun elsewhere, is
+placed before new ones. Knows neither what an attempt brings nor what follows its failure.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Set
+
+from gateway.limits import DEFAULT_SERVICE_CLASS, SERVICE_CLASSES
+from gateway.models.catalog import ServedModel
+from gateway.requests.answer import RunningAnswer
+from gateway.requests.attempt import Attempt, CrowdedOut
+from gateway.requests.call import AnswerSpec, Call
+from gateway.requests.dispatch import Dispatcher
+from gateway.requests.observer import AnswerObserver
+from gateway.requests.policies import Policies
+from gateway.requests.queue import AdmissionQueue, Lane
+from gateway.topology.members import Topology
+from gateway.topology.session import PrefillSession
+from services.cluster.registry import LEASE_TTL_S
+from services.runtime.clock import Clock, Deadline
+from services.runtime.errors import Overloaded, TandemError, WorkerUnavailable
+from services.scheduling.queue import UNSAID_S, QueueEntry, ServiceClass
+from services.scheduling.routing import Route
+
+NO_WORKER_RETRY_S = 2.0
+"""When a client that found no decode worker is told to come back."""
+
+CHARS_PER_TOKEN = 4
+"""About, to guess a prompt's length."""
+
+
+class Placing:
+    """The places of one gateway's answers: their lanes, and the offers to workers."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        dispatcher: Dispatcher,
+        *,
+        queues: Mapping[str, AdmissionQueue],
+        policies: Policies,
+        clock: Clock,
+    ) -> None:
+        self._topology = topology
+        self._dispatcher = dispatcher
+        self._queues = queues
+        self._policies = policies
+        self._clock = clock
+        self._before_queue: Counter[Lane] = Counter()
+        """Answers that wait until their model has a worker at all."""
+        self._lanes: dict[str, set[Lane]] = {model: set() for model in queues}
+
+    @property
+    def num_queued(self) -> int:
+        """Answers that wait for a place."""
+        return sum(map(len, self._queues.values())) + self._before_queue.total()
+
+    def queued(self) -> dict[tuple[str, str], int]:
+        """Answers that wait now, by model and service class."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for model, lanes in self._lanes.items():
+            for lane in lanes:
+                for one, num_waiting in lane.queue.num_waiting_by_class.items():
+                    counts[model, SERVICE_CLASSES[one]] += num_waiting
+        return counts
+
+    def close(self, error: TandemError) -> None:
+        """Ends every wait in a queue with `error`."""
+        for queue in self._queues.values():
+            queue.close(error)
+
+    def lane(self, model: str, tenant: str, bound_to: str = "") -> Lane:
+        """Where a tenant's requests wait, or an answer that only workers with this `identity_key` may continue."""
+        lane = self._queues[model].lane(self._topology.lane_of(model, tenant, bound_to))
+        self._lanes[model].add(lane)
+        return lane
+
+    def entry(self, generation: AnswerSpec, lane: Lane) -> QueueEntry:
+        """What the queue knows of an answer."""
+        service_class, arrived_s = ServiceClass.from_name(generation.service_class), generation.arrived_s
+        service_s, prompt_s = self._dispatcher.least_service_s(generation), self._dispatcher.prompt_s(generation)
+        targets = generation.wishes.targets
+        return QueueEntry(
+            key=generation.request_id,
+            service_class=service_class,
+            tenant=generation.tenant,
+            cost_tokens=len(generation.prompt_token_ids) + generation.sampling.max_tokens,
+            arrived_s=arrived_s,
+            deadline_s=generation.deadline.at_s,
+            service_s=service_s,
+            level=generation.priority,
+            prompt_s=prompt_s,
+            due_s=due_s(generation, service_s=service_s, prompt_s=prompt_s),
+            promised_s=lane.promised_s(service_class, targets, arrived_s=arrived_s, prompt_s=prompt_s),
+        )
+
+    def check_room(self, call: Call, model: ServedModel, deadline: Deadline) -> None:
+        """Refuses by the queue alone what would only be refused later. Raises Overloaded."""
+        lane = self.lane(model.name, call.tenant)
+        if not len(lane.queue):
+            return
+        num_chars = sum(len(prompt) for prompt in call.prompts)
+        num_chars += sum(len(str(message.get("content", ""))) for message in call.messages or ())
+        entry = QueueEntry(
+            key=None,
+            service_class=ServiceClass.from_name(call.service_class or DEFAULT_SERVICE_CLASS),
+            tenant=call.tenant,
+            cost_tokens=num_chars // CHARS_PER_TOKEN,
+            arrived_s=self._clock.monotonic(),
+            deadline_s=deadline.at_s,
+            level=call.priority,
+        )
+        lane.check(entry)
+
+    async def until_served(self, request: RunningAnswer) -> None:
+        """Waits while a model's workers are only away for a moment, and no longer than a lease lasts.
+
+        Raises WorkerUnavailable if it has none, Overloaded if as many wait as may, and what ended the request.
+        """
+        model, lane, queue_entry = request.generation.model, request.lane, request.queue_entry
+
+        def is_decided() -> bool:
+            return self._is_served(model) or not self._topology.is_away("decode", model)
+
+        if not is_decided():
+            if len(lane.queue) + self._before_queue[lane] >= lane.queue.max_waiting:
+                raise lane.when_full(queue_entry)
+            patience = Deadline(queue_entry.arrived_s + LEASE_TTL_S, self._clock)
+            self._before_queue[lane] += 1
+            try:
+                with self._topology.watched(request.mailbox.nudge):
+                    await request.mailbox.rest(patience.remaining_s(), until=is_decided)
+            finally:
+                self._before_queue[lane] -= 1
+        if not self._is_served(model):
+            raise WorkerUnavailable("no decode worker is ready", retry_after_s=NO_WORKER_RETRY_S)
+
+    async def place(self, request: RunningAnswer, observer: AnswerObserver) -> Attempt:
+        """The attempt that workers took, at once or after waiting in the queue.
+
+        Raises Overloaded if none has room in time, WorkerUnavailable if none can be reached, DeadlineExceeded.
+        """
+        lane, entry = request.lane, request.queue_entry
+        route = self._dispatcher.plan(request)
+        if not request.is_resumed and not request.is_judged:
+            request.note_judged(lane.check(entry, route, own=request.generation.wishes.targets))
+        was_refused = request.must_queue
+        may_go = request.is_resumed or not self._queues[request.generation.model].is_behind_others(entry)
+        if not was_refused and may_go and self._take_room(request, route):
+            attempt = await self._offer(request, observer)
+            if attempt is not None:
+                return attempt
+            was_refused = True
+        patience = self._patience(request)
+        while not patience.has_passed():
+            if self._is_stranded(request):
+                with self._topology.watched(request.mailbox.nudge):
+                    await request.mailbox.rest(patience.remaining_s(), until=lambda: not self._is_stranded(request))
+            else:
+                attempt = await self._wait_in_queue(request, observer, patience, was_refused=was_refused)
+                if attempt is not None:
+                    return attempt
+        request.generation.deadline.check()
+        if self._is_stranded(request):
+            what = "no worker came in time that has the weights and the arithmetic of the answer's beginning"
+        elif request.is_resumed:
+            what = "no worker came in time to go on with the answer"
+        else:
+            what = "no worker had room in time"
+        raise Overloaded(what, retry_after_s=NO_WORKER_RETRY_S, reason="wait")
+
+    def _is_served(self, model: str) -> bool:
+        return self._topology.num_ready("decode", model) > 0
+
+    async def _wait_in_queue(
+        self, request: RunningAnswer, observer: AnswerObserver, patience: Deadline, *, was_refused: bool
+    ) -> Attempt | None:
+        """Waits until workers have room for the request and take it.
+
+        Returns None when its patience is over, it is stranded, or it has to wait in another lane now.
+        """
+        queue, entry, lane = self._queues[request.generation.model], request.queue_entry, self._lane_of(request)
+
+        def must_leave() -> bool:
+            return self._is_stranded(request) or self._lane_of(request) is not lane
+
+        def take_room(kept: Set[str]) -> bool:
+            return must_leave() or self._take_room(request, self._dispatcher.plan(request, kept))
+
+        num_ahead = lane.queue.num_ahead(entry.service_class)
+        with queue.enter(
+            entry,
+            take_room,
+            awaited=lambda: self._dispatcher.allowed(request),
+            lane=lane,
+            is_resumed=request.is_resumed,
+            was_refused=was_refused,
+        ) as place:
+            observer.queued(request, num_ahead=num_ahead)
+            while await place.wait_for_turn(patience.remaining_s()):
+                attempt = None if must_leave() else await self._offer(request, observer)
+                if attempt is not None or must_leave():
+                    return attempt
+                place.come_back()
+        return None
+
+    def _lane_of(self, request: RunningAnswer) -> Lane:
+        """Where it waits. An answer that began with what others do not have holds up only its like."""
+        generation, bound_to = request.generation, request.bound_to
+        return self.lane(generation.model, generation.tenant, bound_to) if bound_to else request.lane
+
+    def _is_stranded(self, request: RunningAnswer) -> bool:
+        """Whether the answer has tokens, and no worker in rotation computes as its worker did, with the same weights.
+
+        Such a request does not stand in the queue, where others would wait behind it.
+        """
+        return bool(request.bound_to) and not self._dispatcher.allowed(request)
+
+    def _patience(self, request: RunningAnswer) -> Deadline:
+        """Until when the request may wait for workers."""
+        generation = request.generation
+        if request.is_resumed:
+            return generation.deadline.sooner(Deadline.after(self._policies.failover_wait_s, clock=self._clock))
+        if request.queue_entry.service_class == ServiceClass.BATCH:
+            return generation.deadline  # It takes what others leave, whenever that is.
+        return generation.deadline.sooner(Deadline(generation.arrived_s + self._policies.max_queue_wait_s, self._clock))
+
+    def _take_room(self, request: RunningAnswer, route: Route | None) -> bool:
+        """Keeps a place for the request where it would go now. False: none is free, or it is kept for others."""
+        lane = request.lane
+        if route is None or not self._dispatcher.has_room(request, route):
+            lane.note_waiting(is_for_room=True)
+            return False
+        if not request.is_resumed and not lane.may_start(request.queue_entry, route):
+            lane.note_waiting(is_for_room=False)
+            return False
+        try:
+            self._dispatcher.book(request, route)
+        except WorkerUnavailable:
+            return False  # It has just gone.
+        return True
+
+    async def _offer(self, request: RunningAnswer, observer: AnswerObserver) -> Attempt | None:
+        """Offers the request to the decode workers of its routes, best first. None: none has room now.
+
+        Raises WorkerUnavailable where every one of them turned out to be unreachable.
+        """
+        asked_s = self._clock.monotonic()
+        is_full = False
+        failure: TandemError = WorkerUnavailable("no decode worker took the request")
+        for route in request.routes:
+            try:
+                attempt, prefills = self._new_attempt(request, route)
+                asked = attempt.watch.asked()
+                await attempt.admit(is_local_prefill=not route.is_remote)
+                attempt.watch.came(asked)
+                if route.is_remote:
+                    attempt.start_prefill(prefills)
+                self._dispatcher.watch_prompt(request, route, attempt)
+            except (Overloaded, CrowdedOut):
+                is_full = True
+                self._leave(request)
+            except WorkerUnavailable as unavailable:
+                if request.attempt is not None and request.attempt.fault is not None and request.attempt.fault.suspects:
+                    raise  # It may have died of the request.
+                failure = unavailable
+                self._leave(request)
+            else:
+                self._note_admitted(request, observer, attempt, route, asked_s)
+                return attempt
+        if is_full:
+            return None
+        raise failure
+
+    def _new_attempt(self, request: RunningAnswer, route: Route) -> tuple[Attempt, list[PrefillSession]]:
+        """An attempt that goes this way, and the prefill workers for it, best first."""
+        self._dispatcher.book(request, route)
+        decode = self._topology.decode_session(route.decode.worker_id)
+        prefills = self._dispatcher.prefill_sessions(request, route) if route.is_remote else []
+        attempt = request.begin_attempt(decode, self._dispatcher.new_watch(request, route.decode))
+        self._dispatcher.begin(attempt, prefills)
+        return attempt, prefills
+
+    def _note_admitted(
+        self, request: RunningAnswer, observer: AnswerObserver, attempt: Attempt, route: Route, asked_s: float
+    ) -> None:
+        verdict = request.note_admitted(self._topology.decode_identity(attempt.decode.peer.worker_id))
+        request.lane.note_started(request.queue_entry, verdict)
+        queue_delay_s = None if verdict is None else verdict.queue_delay_s
+        observer.admitted(request, attempt, route, asked_s=asked_s, queue_delay_s=queue_delay_s)
+        self._dispatcher.note_sent(request, route)
+
+    def _leave(self, request: RunningAnswer) -> None:
+        """Its attempt was not taken."""
+        request.close_attempt()
+        if request.attempt is not None:
+            self._dispatcher.release(request.attempt)
+
+
+def due_s(generation: AnswerSpec, *, service_s: float, prompt_s: float) -> float:
+    """When an answer's turn should come by what its client said; `math.inf`: it said nothing."""
+    wishes, arrived_s = generation.wishes, generation.arrived_s
+    due_s = generation.deadline.at_s - service_s if generation.has_own_deadline else math.inf
+    if wishes.targets.ttft_s is not None:
+        due_s = min(due_s, arrived_s + wishes.targets.ttft_s - prompt_s)
+    if math.isinf(due_s) and wishes.patience_s is not None:
+        # Clients send their default too, which is long and the same for all: a hint makes nobody wait longer.
+        hinted_s = wishes.patience_s - service_s
+        return arrived_s + hinted_s if hinted_s < UNSAID_S else math.inf
+    return due_s
