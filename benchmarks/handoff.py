@@ -34,7 +34,8 @@ from benchmarks.report import Ratio, add_arguments, leave
 from kv_transfer.device_pages import DevicePages
 from kv_transfer.page_bytes import Destination, PageReader, PageWriter, wire_layout
 from kv_transfer.protocol.messages import TransferId, pages_per_frame
-from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
+from kv_transfer.receive_link import Reserved
+from kv_transfer.receiving import LinkReceiver, RingConfig
 from kv_transfer.sending import SendLinks
 from kv_transfer.transports.base import (
     AnyReceiveChannel,

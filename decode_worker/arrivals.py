@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from decode_worker.attempt import DecodeAttempt, Phase
 from kv_transfer.protocol.messages import TransferId
-from kv_transfer.receiving import LinkReceiver, Reserved
+from kv_transfer.receive_link import Reserved
+from kv_transfer.receiving import LinkReceiver
 from services.runtime.errors import RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
 from worker.attempts import AttemptKey
 from worker.engine import DecodeEngine, ReservedPages

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kv_transfer.sending import HandoffStats, SendTransfer
+from kv_transfer.send_link import HandoffStats, SendTransfer
 from services.runtime import telemetry
 from services.runtime.errors import TandemError
 from services.runtime.telemetry import Event, Value

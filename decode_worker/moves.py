@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from decode_worker.attempt import DecodeAttempt, Phase
 from kv_transfer.protocol.messages import TransferId
-from kv_transfer.sending import HandoffStats, SendLinks
+from kv_transfer.send_link import HandoffStats
+from kv_transfer.sending import SendLinks
 from protos import worker_pb2
 from services.runtime import telemetry
 from services.runtime.clock import Clock

@@ -1,52 +1,36 @@
-"""The receiving worker's side: `LinkReceiver` serves Links and puts what arrives into pages that the worker gives it.
+"""The receiving worker's side: `LinkReceiver` serves Links: it agrees with a sender on the channel, and opens it.
 
-Carries out what `protocol.receiver` decides. Belongs to one event loop; page memory is written by each Link's thread.
+What happens on a Link is in `receive_link`. Belongs to one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import grpc
 
 from kv_transfer.device_pages import DevicePages, warm_up
 from kv_transfer.measure import answer_rounds
-from kv_transfer.page_bytes import Destination, PageGenerations, PageWriter, wire_layout
-from kv_transfer.protocol.actions import (
-    AbandonPages,
-    Action,
-    CommitPages,
-    FailLink,
-    Place,
-    ReleasePages,
-    ReportEnded,
-    ReservePages,
-    Revoke,
-    Send,
-    Supersede,
-)
+from kv_transfer.page_bytes import PageGenerations, PageWriter, wire_layout
 from kv_transfer.protocol.counters import Counters, Reason
 from kv_transfer.protocol.failures import abort_of
 from kv_transfer.protocol.fence import Fence
-from kv_transfer.protocol.frames import PlacementEvent, PlacementTable
+from kv_transfer.protocol.frames import PlacementTable
 from kv_transfer.protocol.messages import (
     PROTOCOL_VERSION,
     TOKEN_BYTES,
     Hello,
     HelloAck,
-    Message,
     TransferId,
 )
 from kv_transfer.protocol.receiver import LinkTerms, ReceiverLink, link_fault
 from kv_transfer.protocol.timing import Timeouts
-from kv_transfer.receive_thread import FramePlacer
+from kv_transfer.receive_link import ReceiveLink, ReceiveTarget, Surroundings
 from kv_transfer.transports.base import AnyReceiveChannel, DeviceReceiveChannel, Listener, RingSpec
 from kv_transfer.transports.handshake import CHANNEL_ID_BYTES
 from kv_transfer.transports.registry import DEVICE_NAMES, HOST_NETWORK, Reach, Transports, choose
@@ -54,11 +38,9 @@ from kv_transfer.transports.tls import ChannelTls
 from kv_transfer.wire import (
     LinkIdentity,
     MalformedMessage,
-    Outbox,
     channel_key,
     from_wire,
     note_arithmetic,
-    tick_until_cancelled,
     to_wire,
 )
 from protos import link_pb2, link_pb2_grpc
@@ -69,50 +51,11 @@ from services.runtime.errors import (
     LayoutMismatch,
     Overloaded,
     TandemError,
-    TransferFailed,
     WorkerUnavailable,
 )
 
 MAX_LINKS = 256
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Pages that a worker set aside, in the order of the tokens.
-
-    The first `num_cached_tokens` tokens, a multiple of the page size, are there already and are never written to.
-    """
-
-    page_ids: Sequence[int]
-    num_cached_tokens: int
-
-
-class ReceiveTarget(Protocol):
-    """What the receiving worker does for a transfer. All of it is called on the event loop.
-
-    An answer that takes longer than `Timeouts.worker_s` fails the transfer; when it comes it is still followed by
-    `release` or `abandon`, so that no page is lost.
-    """
-
-    async def reserve(self, transfer_id: TransferId, num_tokens: int) -> Reserved:
-        """Set pages aside. Raises the refusal that the sender is told."""
-        ...
-
-    async def commit(self, transfer_id: TransferId, *, first_token_id: int, sampling_position: int) -> None:
-        """Take the verified pages over. If it raises, it has not, and `release` follows."""
-        ...
-
-    async def release(self, transfer_id: TransferId, error: TandemError) -> None:
-        """Take unused pages back: the transfer failed, and nothing writes to them any more. Never after a commit."""
-        ...
-
-    async def abandon(self, transfer_id: TransferId, error: TandemError) -> None:
-        """After a commit: the sender had given up before it knew. End what was begun; nobody waits for it.
-
-        May come more than once, and for a transfer whose work has ended.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +131,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         self._fence = Fence()
         self._probing = asyncio.Lock()
         self._listeners: dict[str, Listener] = {}
-        self._links: set[_ReceiveLink] = set()
+        self._links: set[ReceiveLink] = set()
         self._is_closed = False
         self._on_port = next((name for name in (*HOST_NETWORK, "nccl") if name in self._transports), "") if port else ""
         if self._on_port:
@@ -361,7 +304,7 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
             port = str(self._advertise_port)
         return f"{host}:{port}"
 
-    def _begin(self, hello: Hello, transport: str, terms: LinkTerms, channel: AnyReceiveChannel) -> _ReceiveLink:
+    def _begin(self, hello: Hello, transport: str, terms: LinkTerms, channel: AnyReceiveChannel) -> ReceiveLink:
         machine = ReceiverLink(
             terms=terms,
             fence=self._fence,
@@ -369,11 +312,11 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
             counters=self.counters,
             now=self._clock.monotonic(),
         )
-        link = _ReceiveLink(
+        link = ReceiveLink(
             machine,
             channel,
             self._target,
-            _Surroundings(
+            Surroundings(
                 peer=hello.worker_id,
                 writer=PageWriter(self._pool, hello.layout),
                 generations=self._generations,
@@ -392,231 +335,8 @@ class LinkReceiver(link_pb2_grpc.LinkServicer):
         return link
 
 
-@dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """What a Link at the receiver works with."""
-
-    peer: str
-    writer: PageWriter
-    generations: PageGenerations
-    table: PlacementTable
-    timeouts: Timeouts
-    counters: Counters
-    clock: Clock
-    abort_anywhere: Callable[[TransferId, TandemError], None]
-    on_ended: Callable[[_ReceiveLink], None]
-    device_pages: DevicePages | None
-
-
-class _ReceiveLink:
-    """One Link: carries out the machine's actions and tells it what happens."""
-
-    def __init__(
-        self, machine: ReceiverLink, channel: AnyReceiveChannel, target: ReceiveTarget, around: _Surroundings
-    ) -> None:
-        self.outbox = Outbox()
-        self.ended = asyncio.Event()
-        self._machine = machine
-        self._target = target
-        self._around = around
-        self._now = around.clock.monotonic
-        self._loop = asyncio.get_running_loop()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._works: set[asyncio.Task[None]] = set()
-        self._is_placer_ended = False
-        self._placer = FramePlacer(
-            channel,
-            around.writer,
-            around.generations,
-            around.table,
-            stall_s=around.timeouts.stall_s,
-            on_events=lambda events: self._from_thread(self._on_events, events),
-            on_dropped=lambda reason: self._from_thread(around.counters.count, reason),
-            on_ended=lambda error: self._from_thread(self._on_placer_ended, error),
-            device_pages=around.device_pages,
-        )
-
-    @property
-    def num_transfers(self) -> int:
-        return len(self._machine.transfers)
-
-    def start(self, requests: AsyncIterator[link_pb2.LinkMessage]) -> None:
-        self._placer.start()
-        for run in (self._read(requests), tick_until_cancelled(self._tick)):
-            task = asyncio.create_task(run)
-            task.add_done_callback(self._on_task_ended)
-            self._tasks.append(task)
-
-    def abort(self, transfer_id: TransferId, error: TandemError) -> None:
-        self._perform(self._machine.abort(transfer_id, error))
-
-    def fail(self, error: TandemError) -> None:
-        """End the Link for good. Idempotent. What it holds is given back in the background."""
-        if self._machine.lost is not None:
-            return
-        level = logging.WARNING if self._machine.transfers else logging.INFO
-        logger.log(level, "Link of %s is lost: %s", self._around.peer, error)
-        self._perform_last(self._machine.link_lost(error))
-        self._placer.stop()
-        for task in self._tasks:
-            task.cancel()
-        self.outbox.close()
-
-    def _perform(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            match action:
-                case Send():
-                    self._send_message(action.message)
-                case ReservePages():
-                    self._begin_work(self._reserve(action))
-                case Place():
-                    self._on_events(self._placer.add(action))
-                case Revoke():
-                    self._on_events(self._placer.revoke(action.id))
-                case CommitPages():
-                    self._begin_work(self._commit(action))
-                case ReleasePages():
-                    self._begin_work(self._release(action))
-                case AbandonPages():
-                    self._begin_work(self._abandon(action))
-                case Supersede():
-                    self._around.abort_anywhere(action.id, TransferFailed("a newer attempt took its place"))
-                case ReportEnded():
-                    self._placer.forget(action.id)
-                case FailLink():
-                    self.fail(action.error)
-                case _:
-                    raise AssertionError(f"{action} is none of the receiver's")
-
-    def _perform_last(self, actions: Sequence[Action]) -> None:
-        """As `_perform`, when the Link is over: one transfer's trouble must not keep the others from ending."""
-        for action in actions:
-            try:
-                self._perform([action])
-            except Exception:
-                logger.critical("the Link of %s contradicts itself", self._around.peer, exc_info=True)
-
-    def _send_message(self, message: Message) -> None:
-        try:
-            self.outbox.put(message)
-        except WorkerUnavailable as error:
-            self._loop.call_soon(self.fail, error)
-
-    async def _read(self, requests: AsyncIterator[link_pb2.LinkMessage]) -> None:
-        async for wire in requests:
-            self._perform(self._machine.on_message(from_wire(wire), self._now()))
-
-    def _tick(self) -> None:
-        self._perform(self._machine.tick(self._now(), self._placer.num_frames_seen))
-
-    def _on_events(self, events: Sequence[PlacementEvent]) -> None:
-        for event in events:
-            self._perform(self._machine.placement(event))
-
-    def _begin_work(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._works.add(task)
-        task.add_done_callback(self._on_work_ended)
-
-    async def _reserve(self, action: ReservePages) -> None:
-        try:
-            reserved = await self._target.reserve(action.id, action.num_tokens)
-        except Exception as error:  # noqa: BLE001 - the boundary to the worker: every Reserve gets an answer
-            self._perform(self._machine.reserve_failed(action.id, _told(error, "reserve")))
-            return
-        page_ids = tuple(reserved.page_ids)
-        destination = Destination(page_ids, reserved.num_cached_tokens, action.num_tokens)
-        try:
-            self._around.writer.check(destination)
-        except InvariantViolated:
-            # The pages go back to who named them; none of them is ever written to.
-            logger.exception("transfer %s got unusable pages", action.id)
-            self._perform(self._machine.reserved(action.id, 0, 0))
-            return
-        self._placer.open(action.id, destination)
-        self._perform(self._machine.reserved(action.id, len(page_ids), reserved.num_cached_tokens))
-
-    async def _commit(self, action: CommitPages) -> None:
-        if not self._placer.is_current(action.id):
-            self._around.counters.count(Reason.STALE_GENERATION)
-            error = TransferFailed("reserved pages were given to another use")
-            self._perform(self._machine.commit_failed(action.id, error))
-            return
-        try:
-            await self._target.commit(
-                action.id, first_token_id=action.first_token_id, sampling_position=action.sampling_position
-            )
-        except Exception as error:  # noqa: BLE001 - the boundary to the worker: every Seal gets an answer
-            self._perform(self._machine.commit_failed(action.id, _told(error, "commit")))
-        else:
-            self._perform(self._machine.committed(action.id))
-
-    async def _release(self, action: ReleasePages) -> None:
-        try:
-            await self._target.release(action.id, action.error)
-        except Exception:
-            logger.exception("pages of transfer %s could not be released", action.id)
-        self._perform(self._machine.released(action.id))
-
-    async def _abandon(self, action: AbandonPages) -> None:
-        try:
-            await self._target.abandon(action.id, action.error)
-        except Exception:
-            logger.exception("what was begun with the pages of transfer %s could not be ended", action.id)
-
-    def _on_work_ended(self, task: asyncio.Task[None]) -> None:
-        self._works.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.critical("the Link of %s contradicts itself", self._around.peer, exc_info=error)
-            self.fail(WorkerUnavailable("the Link broke"))
-        self._end_when_idle()
-
-    def _on_task_ended(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, MalformedMessage):
-            self._around.counters.count(Reason.PROTOCOL_VIOLATION)
-        if error is not None and not isinstance(error, TandemError):
-            logger.error("a task of the Link failed", exc_info=error)
-            error = WorkerUnavailable("the Link broke")
-        self.fail(error or WorkerUnavailable("the sender ended the Link"))
-
-    def _from_thread(self, call: Callable[..., object], *args: object) -> None:
-        # The loop may be gone at the very end of the process; then nobody is left to be told.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._tell, call, *args)
-
-    def _tell(self, call: Callable[..., object], *args: object) -> None:
-        try:
-            call(*args)
-        except Exception:
-            logger.critical("the Link of %s contradicts itself", self._around.peer, exc_info=True)
-            self.fail(WorkerUnavailable("the Link broke"))
-
-    def _on_placer_ended(self, error: TandemError) -> None:
-        # The sender may have felt it, and ended the Link, before we hear of it here.
-        if self._placer.is_broken:
-            self._around.counters.count(Reason.CHANNEL_BROKEN)
-        self.fail(error)
-        self._perform_last(self._machine.channel_ended())
-        self._is_placer_ended = True
-        self._end_when_idle()
-
-    def _end_when_idle(self) -> None:
-        if self._is_placer_ended and not self._works:
-            self._around.on_ended(self)
-            self.ended.set()
-
-
 def _withdraw(opening: Future[AnyReceiveChannel]) -> None:
     """Nobody will use the channel: expect it no more, or close what has come."""
     if not opening.cancel() and opening.exception() is None:
         opening.result().shutdown()
         opening.result().close()
-
-
-def _told(error: Exception, doing: str) -> TandemError:
-    """Return what the sender is told of the worker's failure; texts of unknown errors stay here."""
-    if isinstance(error, TandemError) and not isinstance(error, InvariantViolated):
-        return error
-    logger.error("the worker failed to %s", doing, exc_info=error)
-    return TransferFailed(f"the receiving worker failed to {doing}")

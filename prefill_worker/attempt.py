@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from kv_transfer.sending import SendTransfer
+from kv_transfer.send_link import SendTransfer
 from prefill_worker.kept import Kept
 from protos import worker_pb2
 from services.engine.steps.sequence import Grammar

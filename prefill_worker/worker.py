@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from kv_transfer.protocol.messages import TransferId
-from kv_transfer.sending import SendTransfer
+from kv_transfer.send_link import SendTransfer
 from prefill_worker.attempt import PrefillAttempt
 from prefill_worker.kept import Kept, KeptPrompts
 from prefill_worker.scheduler import PromptQueue, PromptSize

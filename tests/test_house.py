@@ -21,8 +21,6 @@ LONG_FILES = {
     "gateway/requests/attempt.py": 505,
     "gateway/topology/members.py": 772,
     "kv_transfer/protocol/receiver.py": 557,
-    "kv_transfer/receiving.py": 622,
-    "kv_transfer/sending.py": 819,
     "services/cluster/batches.py": 508,
     "services/cluster/journals.py": 582,
     "services/cluster/prefix_index.py": 628,

@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from kv_transfer.sending import SendLinks, SendTransfer
+from kv_transfer.send_link import SendTransfer
+from kv_transfer.sending import SendLinks
 from protos import worker_pb2
 from services.engine.cache.pages import PageCounts
 from services.engine.steps.sequence import Grammar, Sampling, Sequence

@@ -14,8 +14,10 @@ import torch
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import TransferId
 from kv_transfer.protocol.timing import Timeouts
-from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
-from kv_transfer.sending import SendLinks, SendTransfer
+from kv_transfer.receive_link import Reserved
+from kv_transfer.receiving import LinkReceiver, RingConfig
+from kv_transfer.send_link import SendTransfer
+from kv_transfer.sending import SendLinks
 from kv_transfer.wire import SERVICE_NAME, LinkIdentity
 from protos import link_pb2_grpc
 from services.engine.cache.pages import PageAllocator, PageLayout, PagePool

@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection
 import torch
 
 from kv_transfer.protocol.messages import TransferId
-from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
+from kv_transfer.receive_link import Reserved
+from kv_transfer.receiving import LinkReceiver, RingConfig
 from kv_transfer.sending import SendLinks
 from kv_transfer.transports import registry
 from kv_transfer.wire import SERVICE_NAME, LinkIdentity

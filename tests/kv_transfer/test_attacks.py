@@ -19,7 +19,7 @@ import torch
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import ChunkHeader, Granted, Message, Reserve, Seal, TransferId
 from kv_transfer.protocol.timing import Timeouts
-from kv_transfer.sending import SendTransfer
+from kv_transfer.send_link import SendTransfer
 from kv_transfer.transports.shm import ShmSendChannel
 from kv_transfer.transports.tcp import TcpSendChannel
 from services.runtime.errors import TransferFailed, WorkerUnavailable
@@ -349,13 +349,13 @@ async def test_recorded_frames_with_new_numbers_are_not_what_was_sealed(
 
 
 def _forge_messages(link: Any, forge: Callable[[Message], list[Message]]) -> None:
-    put = link._outbox.put
+    put = link.outbox.put
 
     def put_forged(message: Message) -> None:
         for forged in forge(message):
             put(forged)
 
-    link._outbox.put = put_forged
+    link.outbox.put = put_forged
 
 
 def _changed(message: Message, **fields: Any) -> Message:

@@ -10,7 +10,7 @@ import torch
 
 from kv_transfer.page_bytes import PageWriter
 from kv_transfer.protocol.counters import Reason
-from kv_transfer.sending import SendTransfer
+from kv_transfer.send_link import SendTransfer
 from kv_transfer.transports.base import Bytes
 from services.engine.cache.pages import PageAllocator
 from services.runtime.errors import InvariantViolated, TransferFailed

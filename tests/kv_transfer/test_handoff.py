@@ -20,7 +20,7 @@ from kv_transfer.protocol.messages import Committed, Message, TransferId
 from kv_transfer.protocol.receiver import ReceiverLink
 from kv_transfer.protocol.sender import SenderLink
 from kv_transfer.protocol.timing import Timeouts
-from kv_transfer.sending import SendTransfer
+from kv_transfer.send_link import SendTransfer
 from kv_transfer.transports.base import Bytes, SendChannel
 from kv_transfer.transports.registry import transport_named
 from services.runtime.clock import Deadline

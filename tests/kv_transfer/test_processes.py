@@ -22,7 +22,8 @@ import torch
 
 from kv_transfer.protocol.counters import Reason
 from kv_transfer.protocol.messages import TransferId
-from kv_transfer.receiving import LinkReceiver, Reserved, RingConfig
+from kv_transfer.receive_link import Reserved
+from kv_transfer.receiving import LinkReceiver, RingConfig
 from kv_transfer.sending import SendLinks
 from kv_transfer.wire import LinkIdentity
 from services.engine.cache.pages import PageAllocator, PagePool
@@ -179,7 +180,7 @@ async def test_the_death_of_the_sender_frees_the_receivers_pages(
     transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     # A record that pytest keeps would keep the error in it, and that one's traceback the ring.
-    caplog.set_level(logging.CRITICAL, logger="kv_transfer.receiving")
+    caplog.set_level(logging.CRITICAL, logger="kv_transfer.receive_link")
     target = Target(make_pool(seed=2, device=device_of(transport)))
     own = identity("decode-0")
     receiver = LinkReceiver(

@@ -1,0 +1,398 @@
+"""One Link at the sender, and the handoffs on it. `SendTransfer` is one handoff.
+
+Carries out what `protocol.sender` decides. Belongs to one event loop; page memory is read by the Link's own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc
+
+from kv_transfer.device_pages import DevicePages
+from kv_transfer.link_end import LinkEnd
+from kv_transfer.page_bytes import PageGenerations, PageReader
+from kv_transfer.protocol.actions import (
+    Action,
+    FailLink,
+    PostChunk,
+    ReportCommitted,
+    ReportFailed,
+    ReportGranted,
+    ReportReleased,
+    Send,
+    SkipChunks,
+)
+from kv_transfer.protocol.counters import Counters, Reason
+from kv_transfer.protocol.failures import again
+from kv_transfer.protocol.messages import Hello, HelloAck, TransferId, WireLayout, pages_per_frame
+from kv_transfer.protocol.sender import SenderLink
+from kv_transfer.protocol.timing import Timeouts
+from kv_transfer.send_thread import ChunkPoster
+from kv_transfer.transports.base import AnySendChannel
+from kv_transfer.wire import from_wire, tick_until_cancelled
+from protos import link_pb2
+from services.runtime.clock import Clock, Deadline
+from services.runtime.errors import (
+    LayoutMismatch,
+    Overloaded,
+    RequestCancelled,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
+from services.runtime.rpc import error_from_rpc, refusal
+from services.scheduling.links import Carried, LinkMeter
+
+Call: TypeAlias = grpc.aio.StreamStreamCall[link_pb2.LinkMessage, link_pb2.LinkMessage]
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffStats:
+    """What a handoff moved, and the time from the seal to the commit, which computing did not hide.
+
+    `carried` is the part of its bytes, and of others' before them, that the link was never idle with, and the time of
+    these. None: nothing can be said of the link.
+    """
+
+    num_pages: int
+    num_bytes: int
+    exposed_s: float
+    transport: str
+    carried: Carried | None = None
+
+
+class SendTransfer:
+    """One handoff, from the question for its pages to its end. Nothing is sent before they are `granted`.
+
+    Pages that were sent must stay allocated and unchanged until `released`. If one is given to another use before it
+    was read, the transfer fails.
+    """
+
+    def __init__(self, link: SendLink, transfer_id: TransferId) -> None:
+        loop = asyncio.get_running_loop()
+        self.id = transfer_id
+        self.num_cached_tokens = 0
+        self.transport = link.transport
+        self.released = asyncio.Event()
+        """Set when nothing reads the pages any more, whatever became of the transfer."""
+        self._link = link
+        self._asked: asyncio.Future[None] = loop.create_future()
+        self._granted: asyncio.Future[int | TandemError] = loop.create_future()
+        self._outcome: asyncio.Future[ReportCommitted | TandemError] = loop.create_future()
+        self._carried: Carried | None = None
+
+    @property
+    def error(self) -> TandemError | None:
+        """Why the transfer failed, or None while it has not."""
+        if not self._outcome.done():
+            return None
+        outcome = self._outcome.result()
+        return outcome if isinstance(outcome, TandemError) else None
+
+    async def granted(self) -> None:
+        """Wait for the receiver's pages.
+
+        Raises NoFreePages or the receiver's other refusal, WorkerUnavailable, TransferFailed, DeadlineExceeded.
+        """
+        outcome = await asyncio.shield(self._granted)
+        if isinstance(outcome, TandemError):
+            raise again(outcome)
+        self.num_cached_tokens = outcome
+
+    def send(self, first_page: int, page_ids: Sequence[int]) -> None:
+        """Queue pages: `page_ids[0]` is page `first_page` of the sender's page table. Returns at once.
+
+        Pages go in order and without gaps; the last may be partly filled. Those that the receiver has cached are left
+        out. Raises what ended the transfer if it has ended, ValueError for pages out of order or beyond the tokens
+        that were reserved, and InvariantViolated for pages that do not exist.
+        """
+        self._raise_if_ended()
+        self._link.send(self.id, first_page, page_ids)
+
+    async def seal(self, *, num_tokens: int, first_token_id: int, sampling_position: int) -> HandoffStats:
+        """Say that all was sent and wait until the receiver owns it.
+
+        Raises what ended the transfer: TransferFailed, WorkerUnavailable, DeadlineExceeded, or the receiver's refusal.
+        When it returns or raises (other than by cancellation), nothing reads the pages any more.
+        """
+        self._raise_if_ended()
+        started = self._link.now()
+        self._link.seal(self.id, num_tokens, first_token_id, sampling_position)
+        try:
+            outcome = await asyncio.shield(self._outcome)
+            await self.released.wait()
+        except asyncio.CancelledError:
+            self._link.abort(self.id, RequestCancelled("the handoff was cancelled"))
+            raise
+        if isinstance(outcome, TandemError):
+            raise again(outcome)
+        exposed_s = self._link.now() - started
+        return HandoffStats(outcome.num_pages, outcome.num_bytes, exposed_s, self.transport, self._carried)
+
+    async def abort(self, error: TandemError) -> None:
+        """Give the transfer up, if it has not ended; return when nothing reads its pages any more. Idempotent."""
+        self.give_up(error)
+        await self.released.wait()
+
+    def give_up(self, error: TandemError) -> None:
+        """Give the transfer up, if it has not ended; its pages may still be read. Idempotent."""
+        self._link.abort(self.id, error)
+
+    def _raise_if_ended(self) -> None:
+        if self.error is not None:
+            raise again(self.error)
+        if self._outcome.done():
+            raise TransferFailed("the transfer was committed already")
+
+    # What follows is called by the Link.
+
+    async def _wait_asked(self) -> None:
+        await asyncio.shield(self._asked)
+
+    def _on_asked(self) -> None:
+        if not self._asked.done():
+            self._asked.set_result(None)
+
+    def _on_granted(self, num_cached_tokens: int) -> None:
+        if not self._granted.done():
+            self._granted.set_result(num_cached_tokens)
+
+    def _on_ended(self, outcome: ReportCommitted | TandemError, carried: Carried | None = None) -> None:
+        self._carried = carried
+        if not self._outcome.done():
+            self._outcome.set_result(outcome)
+        if not self._granted.done() and isinstance(outcome, TandemError):
+            self._granted.set_result(outcome)
+        self._on_asked()
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The parts of a Link that is about to begin."""
+
+    rpc_channel: grpc.aio.Channel
+    call: Call
+    channel: AnySendChannel
+    hello: Hello
+    ack: HelloAck
+
+
+class SendLink(LinkEnd):
+    """One Link: carries out the machine's actions and tells it what happens."""
+
+    def __init__(
+        self,
+        opened: Opened,
+        reader: PageReader,
+        generations: PageGenerations,
+        *,
+        layout: WireLayout,
+        timeouts: Timeouts,
+        counters: Counters,
+        clock: Clock,
+        meter: LinkMeter,
+        on_lost: Callable[[], None],
+        on_ended: Callable[[], None],
+        device_pages: DevicePages | None,
+    ) -> None:
+        super().__init__(f"Link to {opened.ack.worker_id}")
+        self.transport = opened.ack.transport
+        self.receiver_id = opened.ack.worker_id
+        self.is_retired = False
+        """Another Link has taken its place; it ends with its last transfer."""
+        self.now = clock.monotonic
+        self._opened = opened
+        self._generations = generations
+        self._counters = counters
+        self._meter = meter
+        self._page_bytes = layout.page_bytes
+        self._on_lost = on_lost
+        self._on_ended = on_ended
+        frame_pages = pages_per_frame(layout.page_bytes, opened.ack.ring_slot_bytes)
+        self._machine = SenderLink(
+            layout=layout, frame_pages=frame_pages, timeouts=timeouts, counters=counters, now=self.now()
+        )
+        self._handles: dict[TransferId, SendTransfer] = {}
+        self._poster = ChunkPoster(
+            opened.channel,
+            reader,
+            generations,
+            frame_pages=frame_pages,
+            stall_s=timeouts.stall_s,
+            on_posted=lambda chunk, digest: self._from_thread(self._on_posted, chunk, digest),
+            on_skipped=lambda chunk: self._from_thread(self._on_skipped, chunk),
+            on_stale=lambda chunk: self._from_thread(self._on_stale, chunk),
+            on_broken=lambda error: self._from_thread(self._on_broken, error),
+            on_ended=lambda: self._from_thread(self._on_poster_ended),
+            device_pages=device_pages,
+        )
+        runs = (self._read(), self._write(), tick_until_cancelled(self._tick))
+        self._tasks = [asyncio.create_task(run) for run in runs]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_ended)
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended."""
+        return self._machine.lost is not None
+
+    def retire(self) -> None:
+        """End with the last transfer that has begun."""
+        self.is_retired = True
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if not self._handles:
+            self.fail(WorkerUnavailable("another Link has taken its place"))
+
+    async def ask(self, transfer_id: TransferId, num_tokens: int, deadline: Deadline) -> SendTransfer:
+        """Begin a transfer; return when the receiver is sure to hear of it, or the transfer has ended."""
+        at = self.now() + deadline.remaining_s()
+        actions = self._machine.reserve(transfer_id, num_tokens, deadline=at, now=self.now())
+        handle = SendTransfer(self, transfer_id)
+        self._handles[transfer_id] = handle
+        self._perform(actions)
+        try:
+            await handle._wait_asked()
+        except asyncio.CancelledError:
+            self.abort(transfer_id, RequestCancelled("the handoff was cancelled"))
+            raise
+        return handle
+
+    def send(self, transfer_id: TransferId, first_page: int, page_ids: Sequence[int]) -> None:
+        """Queues pages of a transfer; as `SendTransfer.send`."""
+        # First, as it raises for pages that do not exist, and nothing must have been announced then.
+        generations = self._generations.generations(page_ids)
+        for action in self._machine.send(transfer_id, first_page, page_ids):
+            if isinstance(action, PostChunk):
+                self._poster.submit(action, generations[len(page_ids) - len(action.page_ids) :])
+                self._meter.sent(transfer_id, len(action.page_ids) * self._page_bytes, self.now())
+            else:
+                self._perform([action])
+
+    def seal(self, transfer_id: TransferId, num_tokens: int, first_token_id: int, sampling_position: int) -> None:
+        """Sends the manifest of a transfer whose pages are all queued."""
+        actions = self._machine.seal(
+            transfer_id,
+            num_tokens=num_tokens,
+            first_token_id=first_token_id,
+            sampling_position=sampling_position,
+            now=self.now(),
+        )
+        self._meter.sealed(transfer_id)
+        self._perform(actions)
+
+    def abort(self, transfer_id: TransferId, error: TandemError) -> None:
+        """Gives a transfer up, if it has not ended. Idempotent."""
+        self._perform(self._machine.abort(transfer_id, error, self.now()))
+
+    def fail(self, error: TandemError) -> None:
+        """End the Link for good. Idempotent."""
+        if self.is_lost:
+            return
+        level = logging.WARNING if self._machine.transfers else logging.INFO
+        logger.log(level, "%s is lost: %s", self._name, error)
+        if not self.is_retired or self._handles:
+            self._counters.count(Reason.LINK_LOST)
+        actions = self._machine.link_lost(error)
+        self._on_lost()
+        self._perform_last(actions)
+        self._poster.stop()
+        for task in self._tasks:
+            task.cancel()
+        self.outbox.close()
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._send_message(action.message)
+                case SkipChunks():
+                    self._poster.skip(action.id)
+                case ReportGranted():
+                    self._handles[action.id]._on_granted(action.num_cached_tokens)
+                case ReportCommitted():
+                    self._handles[action.id]._on_ended(action, self._meter.arrived(action.id, self.now()))
+                case ReportFailed():
+                    self._meter.lost(action.id, self.now(), is_cut=self.is_lost)
+                    self._handles[action.id]._on_ended(action.error)
+                case ReportReleased():
+                    self._poster.forget(action.id)
+                    self._handles.pop(action.id).released.set()
+                    if self.is_retired:
+                        self._loop.call_soon(self._end_if_idle)
+                case FailLink():
+                    self.fail(action.error)
+                case _:
+                    raise AssertionError(f"{action} is none of the sender's")
+
+    def _tick(self) -> None:
+        self._perform(self._machine.tick(self.now()))
+
+    async def _read(self) -> None:
+        while True:
+            wire = await self._opened.call.read()
+            if not isinstance(wire, link_pb2.LinkMessage):
+                raise WorkerUnavailable("the receiver ended the Link")
+            self._perform(self._machine.on_message(from_wire(wire), self.now()))
+
+    async def _write(self) -> None:
+        async for wire in self.outbox:
+            await self._opened.call.write(wire)
+            if wire.HasField("reserve"):
+                self._on_asked(TransferId(wire.reserve.id.request_id, wire.reserve.id.attempt))
+
+    def _on_asked(self, transfer_id: TransferId) -> None:
+        handle = self._handles.get(transfer_id)
+        if handle is not None:
+            handle._on_asked()
+
+    def _on_task_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, grpc.aio.AioRpcError):
+            error = link_error(error)
+        if error is not None and not isinstance(error, TandemError):
+            if not isinstance(error, asyncio.InvalidStateError):  # a write to a call that has just ended
+                logger.error("a task of the Link failed", exc_info=error)
+            error = WorkerUnavailable("the Link broke")
+        self.fail(error or WorkerUnavailable("the Link was ended"))
+
+    def _on_posted(self, chunk: PostChunk, digest: bytes) -> None:
+        self._perform(self._machine.chunk_posted(chunk.id, chunk.chunk_index, digest, self.now()))
+
+    def _on_skipped(self, chunk: PostChunk) -> None:
+        self._perform(self._machine.chunk_skipped(chunk.id))
+
+    def _on_stale(self, chunk: PostChunk) -> None:
+        self._perform(self._machine.chunk_stale(chunk.id, self.now()))
+
+    def _on_broken(self, error: TandemError) -> None:
+        self._counters.count(Reason.CHANNEL_BROKEN)
+        self.fail(error)
+
+    def _on_poster_ended(self) -> None:
+        self.fail(WorkerUnavailable("the channel was closed"))
+        self._perform_last(self._machine.channel_ended())
+        self._closing = self._loop.create_task(self._close_call())
+
+    async def _close_call(self) -> None:
+        self._opened.call.cancel()
+        await self._opened.rpc_channel.close()
+        self._on_ended()
+
+
+def link_error(error: grpc.aio.AioRpcError) -> TandemError:
+    """Return what the end of the stream means: the receiver's own reason, or that it cannot be reached."""
+    refused = refusal(error)
+    if refused is not None:
+        return refused
+    meant = error_from_rpc(error)
+    is_reason = isinstance(meant, WorkerUnavailable | TransferFailed | LayoutMismatch | Overloaded)
+    return meant if is_reason else WorkerUnavailable("the Link to the receiver broke")
