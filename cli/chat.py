@@ -1,5 +1,6 @@
 """`tandem chat`: talks to a cluster from the terminal and says how fast it answers. Uses only the public HTTP API."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json, post_events
+from cli.commands import CommandParser
 from services.runtime.config import integer, number, option, text
 from services.runtime.errors import TandemError
 
@@ -27,6 +29,11 @@ class ChatSettings(GatewaySettings):
     temperature: float = option(number(0, 2), default=0.7, help="0 always takes the likeliest token.")
     seed: int | None = option(integer(0, 2**63 - 1), default=None, help="Makes sampled answers repeatable.")
     timeout: float = option(number(0.1, 3600), default=120.0, help="Longest silence of the server in seconds.")
+
+
+def add_to(parser: CommandParser) -> None:
+    """Gives the parser what this command takes and does."""
+    parser.runs(ChatSettings, lambda settings: run(settings, sys.stdin, sys.stdout, sys.stderr))
 
 
 @dataclass

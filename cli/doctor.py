@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json, get_status
+from cli.commands import CommandParser
 from cli.status import circuit_line, cut_line
 from services.cluster.memory import EVICTION_ADVICE, may_evict
 from services.cluster.probe import RedisFacts, probe
 from services.engine.weights.config import load_config
-from services.runtime.config import flag, number, option, path, redis_url
+from services.runtime.config import flag, folder, number, option, redis_url
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
 from services.runtime.gpu_health import open_gpu
 from services.runtime.version import version
@@ -69,9 +70,14 @@ class DoctorSettings(GatewaySettings):
     """Checks this machine and a deployment, and says what to do. Exit code 1 if something is wrong."""
 
     redis: str | None = option(redis_url(), default=None, help="The cluster's Redis; not looked at if not given.")
-    model: Path | None = option(path(), default=None, help="Checkpoint folder to look at, before a worker loads it.")
+    model: Path | None = option(folder(), default=None, help="Checkpoint folder to look at, before a worker loads it.")
     json: bool = option(flag(), default=False, help="Prints the findings as a JSON list.")
     timeout: float = option(number(0.1, 600), default=5.0, help="Seconds to wait for an answer.")
+
+
+def add_to(parser: CommandParser) -> None:
+    """Gives the parser what this command takes and does."""
+    parser.runs(DoctorSettings, lambda settings: run(settings, sys.stdout))
 
 
 def run(settings: DoctorSettings, stdout: TextIO) -> int:

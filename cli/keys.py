@@ -1,11 +1,12 @@
 """`tandem keys`: makes API keys and tables of tenants, and checks the file that they are entered in. Writes no file."""
 
+import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from cli.commands import CommandParser
 from gateway.access.keys import (
     MAX_LIMIT,
     MAX_WEIGHT,
@@ -21,7 +22,7 @@ from gateway.access.keys import (
 )
 from gateway.limits import DEFAULT_SERVICE_CLASS, MAX_PRIORITY, SERVICE_CLASSES
 from services.cluster.rate_limits import TenantLimits
-from services.runtime.config import choice, comma_separated, flag, integer, load, number, option, path, text
+from services.runtime.config import choice, comma_separated, flag, integer, number, option, path, text
 from services.runtime.errors import ConfigError
 
 DAY_S = 86_400
@@ -91,15 +92,14 @@ class CheckKeysSettings:
     file: Path = option(path(), help="The file.")
 
 
-def run(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
-    """Runs one of the commands; returns the exit code. Raises ConfigError."""
-    if argv[:1] == ["new"]:
-        return new(load(NewKeySettings, argv[1:], prog="tandem keys new"), stdout, stderr, now_s=time.time())
-    if argv[:1] == ["tenant"]:
-        return tenant(load(TenantSettings, argv[1:], prog="tandem keys tenant"), stdout)
-    if argv[:1] == ["check"]:
-        return check(load(CheckKeysSettings, argv[1:], prog="tandem keys check"), stdout)
-    raise ConfigError("tandem keys needs new, tenant or check after it; each explains itself with --help")
+def add_to(parser: CommandParser) -> None:
+    """Gives the parser the three commands."""
+    new_parser = parser.add_command("new", "make an API key")
+    new_parser.runs(NewKeySettings, lambda settings: new(settings, sys.stdout, sys.stderr, now_s=time.time()))
+    tenant_parser = parser.add_command("tenant", "print a tenant's table")
+    tenant_parser.runs(TenantSettings, lambda settings: tenant(settings, sys.stdout))
+    check_parser = parser.add_command("check", "check a file of API keys")
+    check_parser.runs(CheckKeysSettings, lambda settings: check(settings, sys.stdout))
 
 
 def new(settings: NewKeySettings, stdout: TextIO, stderr: TextIO, *, now_s: float) -> int:

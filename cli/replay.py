@@ -2,11 +2,13 @@
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
+from cli.commands import CommandParser
 from planning.simulator import html_report, report
 from planning.simulator.block_cache import EVICTIONS, LRU_LEAF_FIRST, hit_rate
 from planning.simulator.cluster import ClusterSpec, Run, simulate
@@ -15,11 +17,12 @@ from planning.simulator.traces import Trace, compressed, read_trace
 from planning.simulator.workers import WorkerSpec
 from services.runtime.config import (
     Kind,
+    argument,
     choice,
     comma_separated,
     flag,
+    folder,
     integer,
-    load,
     number,
     option,
     path,
@@ -34,6 +37,7 @@ from services.scheduling.routing import POLICY_NAMES, RoutingSettings
 
 LADDER = ("random", "least_loaded", "prefix_aware", "hybrid")
 """What `--policy all` means: from the one that looks at nothing to the one that looks at everything."""
+DEFAULT_POLICY = "hybrid"
 NUM_LONG = 5_000
 """Requests from which on a run says how far it is."""
 
@@ -51,15 +55,18 @@ def _tokens_or_auto() -> Kind[int | None]:
 class ReplaySettings:
     """Replays TRACE through a simulated cluster. Exit code 2 for a bad trace or flag."""
 
-    policy: tuple[str, ...] = option(
+    trace: Path = option(argument(path()), help="File of the recorded workload.")
+    policy: tuple[str, ...] | None = option(
         comma_separated(choice(*POLICY_NAMES, "all")),
-        default=("hybrid",),
-        help="Routing policies, several for a table; may be given more than once. all: " + ", ".join(LADDER) + ".",
+        default=None,
+        help="Routing policies, several for a table; may be given more than once. all: "
+        + ", ".join(LADDER)
+        + f". Not given: {DEFAULT_POLICY}.",
     )
     prefill: int = option(integer(0, 4096), default=1, help="Prefill workers; 0: decode workers compute prompts.")
     decode: int = option(integer(1, 4096), default=1, help="Decode workers.")
     profile: str = option(text(), default="llama-3.1-8b", help="Measured step times. A wrong name lists all.")
-    profiles: Path = option(path(), default=PROFILES_FOLDER, help="Folder of the measured step times.")
+    profiles: Path = option(folder(), default=PROFILES_FOLDER, help="Folder of the measured step times.")
     prefill_tokens_per_s: float | None = option(
         number(1e-3), default=None, help="A linear model instead of a profile: prompt tokens per second."
     )
@@ -100,20 +107,14 @@ class ReplaySettings:
     report: Path | None = option(path(), default=None, help="Writes a report with charts to this HTML file.")
 
 
-def main(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
-    """The command with its arguments: TRACE first, then flags. Returns the exit code; raises ConfigError."""
-    words = list(argv)
-    trace = words.pop(0) if words and not words[0].startswith("-") else None
-    settings = load(ReplaySettings, _joined(words), prog="tandem replay TRACE")
-    if trace is None:
-        raise ConfigError("which trace? The first argument is its file (see tandem replay --help)")
-    asks_for_policy = any(word.partition("=")[0] == "--policy" for word in words)
-    return run(Path(trace), settings, stdout, stderr, with_runs=settings.capacity_sweep is None or asks_for_policy)
+def add_to(parser: CommandParser) -> None:
+    """Gives the parser what this command takes and does."""
+    parser.runs(ReplaySettings, lambda settings: run(settings, sys.stdout, sys.stderr))
 
 
-def run(file: Path, settings: ReplaySettings, stdout: TextIO, stderr: TextIO, *, with_runs: bool = True) -> int:
+def run(settings: ReplaySettings, stdout: TextIO, stderr: TextIO) -> int:
     """Reads, simulates, prints and writes. Returns the exit code."""
-    trace = read_trace(file, rate_per_s=settings.rate, seed=settings.seed)
+    trace = read_trace(settings.trace, rate_per_s=settings.rate, seed=settings.seed)
     trace = compressed(trace, speed=settings.speed, limit=settings.limit)
     facts = report.trace_facts(trace)
     print(_headline(facts), file=stdout)
@@ -122,10 +123,10 @@ def run(file: Path, settings: ReplaySettings, stdout: TextIO, stderr: TextIO, *,
         print("\n" + _sweep_table(hit_rates), end="", file=stdout)
     runs: list[Run] = []
     summaries: list[dict[str, Any]] = []
-    if with_runs:
+    if settings.capacity_sweep is None or settings.policy is not None:
         spec = cluster_spec(settings, trace)
         targets = report.Targets(settings.slo_ttft, settings.slo_tpot)
-        for policy in _policies(settings.policy):
+        for policy in _policies(settings):
             progress = _Progress(policy, stderr) if len(trace.requests) >= NUM_LONG else None
             runs.append(simulate(trace, spec, policy, seed=settings.seed, progress=progress))
             summaries.append(report.summary(runs[-1], targets))
@@ -212,24 +213,10 @@ def _profile(settings: ReplaySettings) -> Profile:
     return linear_profile(settings.prefill_tokens_per_s, settings.prefill_overhead_s, decode, num_bytes)
 
 
-def _policies(names: Sequence[str]) -> list[str]:
+def _policies(settings: ReplaySettings) -> list[str]:
     """Each policy once, in the order given; `all` stands for the ladder."""
+    names = settings.policy or (DEFAULT_POLICY,)
     return list(dict.fromkeys(one for name in names for one in (LADDER if name == "all" else (name,))))
-
-
-def _joined(words: Sequence[str]) -> list[str]:
-    """Repeated --policy flags as one with commas, which is what settings know."""
-    kept, policies = [], []
-    rest = iter(words)
-    for word in rest:
-        name, has_value, value = word.partition("=")
-        if name != "--policy":
-            kept.append(word)
-            continue
-        if not has_value:
-            value = next(rest, "")
-        policies.append(value)
-    return [*kept, f"--policy={','.join(policies)}"] if policies else kept
 
 
 def _sweep(trace: Trace, capacities: Sequence[int]) -> list[dict[str, Any]]:
@@ -260,8 +247,9 @@ def _headline(facts: dict[str, Any]) -> str:
 
 def _parameters(settings: ReplaySettings) -> dict[str, Any]:
     """What the result depends on: no file names, which differ between machines."""
-    left_out = {"json", "report", "profiles"}
+    left_out = {"trace", "json", "report", "profiles"}
     shown = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in left_out}
+    shown["policy"] = settings.policy or (DEFAULT_POLICY,)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}
 
 

@@ -1,12 +1,14 @@
 """`tandem status`: the workers of a cluster as a table or as JSON, from its gateway's GET /cluster."""
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from cli.api_client import GatewaySettings, get_json
+from cli.commands import CommandParser
 from services.runtime.config import flag, number, option
 
 HEADINGS = (
@@ -33,6 +35,11 @@ class StatusSettings(GatewaySettings):
 
     json: bool = option(flag(), default=False, help="Prints the answer as it is.")
     timeout: float = option(number(0.1, 600), default=5.0, help="Seconds to wait for the answer.")
+
+
+def add_to(parser: CommandParser) -> None:
+    """Gives the parser what this command takes and does."""
+    parser.runs(StatusSettings, lambda settings: run(settings, sys.stdout))
 
 
 def run(settings: StatusSettings, stdout: TextIO) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json
+from cli.commands import CommandParser
 from services.runtime.config import flag, number, option
 
 EVERY_S = 1.0
@@ -40,6 +41,11 @@ class TopSettings(GatewaySettings):
 
     once: bool = option(flag(), default=False, help="Prints one frame and ends, as it does where no terminal is.")
     timeout: float = option(number(0.1, 600), default=5.0, help="Seconds to wait for an answer.")
+
+
+def add_to(parser: CommandParser) -> None:
+    """Gives the parser what this command takes and does."""
+    parser.runs(TopSettings, lambda settings: run(settings, sys.stdin, sys.stdout))
 
 
 def run(settings: TopSettings, stdin: TextIO, stdout: TextIO) -> int:

@@ -33,6 +33,7 @@ from cli.children import (
     model_plans,
     worker_specs,
 )
+from cli.commands import CommandParser
 from cli.cores import this_machine
 from cli.gpus import visible_gpus
 from cli.log_files import make_private_folder
@@ -45,8 +46,9 @@ from gateway.models.model_files import read_model_files
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.memory import memory_for
 from services.engine.weights.config import load_config
+from services.runtime.addresses import join_host_port
 from services.runtime.cluster_secret import Secrets
-from services.runtime.config import join_host_port, load
+from services.runtime.config import load
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
 from services.runtime.tls import Identity, pinned_context
 from services.runtime.worker_state import WorkerState
@@ -71,6 +73,11 @@ class NotReady(TandemError):
 
 class PortTaken(TandemError):
     """An API's address cannot be used."""
+
+
+def add_to(parser: CommandParser) -> None:
+    """Gives the parser what this command takes and does."""
+    parser.runs(UpSettings, run)
 
 
 def run(settings: UpSettings) -> int:

@@ -13,6 +13,7 @@ from services.runtime.config import (
     choice,
     counts,
     flag,
+    folder,
     host_name,
     integer,
     number,
@@ -46,7 +47,7 @@ class UpSettings:
     """Starts Redis, a gateway, prefill workers and decode workers on this machine, and keeps them running."""
 
     model: Path = option(
-        path(), default=DEMO_MODEL, help="Folder of a Hugging Face checkpoint; the demo model if not given."
+        folder(), default=DEMO_MODEL, help="Folder of a Hugging Face checkpoint; the demo model if not given."
     )
     model_name: str | None = option(
         text(pattern=r"\S{1,256}", rule="1 to 256 characters without spaces"),
@@ -189,7 +190,7 @@ class UpSettings:
         "same. ngram: from what was said before; draft: by a draft model; auto: both.",
     )
     draft_model: Path | None = option(
-        path(),
+        folder(),
         default=None,
         help="Folder of a small checkpoint with the model's tokenizer, for --speculative; the demo model has its own.",
     )
@@ -210,7 +211,7 @@ class UpSettings:
     )
     pid_file: Path | None = option(path(), default=None, help="File that holds the process id while it runs.")
     log_dir: Path | None = option(
-        path(),
+        folder(),
         default=None,
         help="Folder of the log files, readable by its owner only; a temporary one, removed at a clean end, if not "
         "given.",
@@ -222,7 +223,7 @@ class UpSettings:
     stop_grace: float = option(
         number(0, 3600), default=10.0, help="Seconds that running requests get to finish when it is told to stop."
     )
-    verbose: bool = option(flag(), default=False, help="Also shows every log line on standard error (-v).")
+    verbose: bool = option(flag(short="-v"), default=False, help="Also shows every log line on standard error.")
 
     def __post_init__(self) -> None:
         if self.kv_pages is not None and self.kv_memory is not None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.runtime.config import choice, integer, option, path, size_bytes
+from services.runtime.config import choice, folder, integer, option, size_bytes
 from services.runtime.errors import ConfigError
 from worker.config import WorkerConfig
 
@@ -49,7 +49,7 @@ class DecodeWorkerConfig(WorkerConfig):
         "ngram: from what was said before; draft: by --draft-model; auto: both, if there is a draft model.",
     )
     draft_model: Path | None = option(
-        path(), default=None, help="Folder of a small checkpoint with the model's tokenizer, for --speculative."
+        folder(), default=None, help="Folder of a small checkpoint with the model's tokenizer, for --speculative."
     )
     draft_memory: int = option(size_bytes(), default=256 << 20, help="Most memory for the KV cache of the draft model.")
     speculative_depth: int = option(

@@ -16,6 +16,7 @@ from services.runtime.config import (
     choice,
     counts,
     flag,
+    folder,
     host_name,
     integer,
     number,
@@ -39,7 +40,7 @@ class GatewayConfig:
     """Serves the gRPC API and the OpenAI-compatible HTTP API of one model or several."""
 
     model: Path | None = option(
-        path(), default=None, help="Model folder: config.json, tokenizer.json and chat template are read."
+        folder(), default=None, help="Model folder: config.json, tokenizer.json and chat template are read."
     )
     model_name: str | None = option(
         text(pattern=r"\S{1,256}", rule="1 to 256 characters without spaces"),

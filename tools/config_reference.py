@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from cli.chat import ChatSettings  # noqa: E402
+from cli.completion import CompletionSettings  # noqa: E402
 from cli.doctor import DoctorSettings  # noqa: E402
 from cli.keys import CheckKeysSettings, NewKeySettings, TenantSettings  # noqa: E402
 from cli.replay import ReplaySettings  # noqa: E402
@@ -38,7 +39,8 @@ PROGRAMS: dict[str, type[Any]] = {
     "tandem keys new": NewKeySettings,
     "tandem keys tenant": TenantSettings,
     "tandem keys check": CheckKeysSettings,
-    "tandem replay TRACE": ReplaySettings,
+    "tandem replay": ReplaySettings,
+    "tandem completion": CompletionSettings,
 }
 HEAD = """# Configuration
 
@@ -60,7 +62,7 @@ def page() -> str:
 def _section(name: str, config_class: type[Any]) -> str:
     rows = [
         f"| {_names(setting)} | {_default(setting.default, is_required=setting.is_required)} | "
-        f"{_cell(setting.help)} | {_cell(setting.rule)} |"
+        f"{_cell(setting.help)} | {_cell(setting.kind.rule)} |"
         for setting in settings_of(config_class)
     ]
     head = ["| setting | default | what it does | rule |", "| --- | --- | --- | --- |"]
@@ -69,7 +71,9 @@ def _section(name: str, config_class: type[Any]) -> str:
 
 
 def _names(setting: Setting) -> str:
-    return "<br>".join(f"`{name}`" for name in (setting.flag, setting.variable) if name)
+    return "<br>".join(
+        f"`{name}`" for name in (setting.flag, "" if setting.kind.is_positional else setting.variable) if name
+    )
 
 
 def _default(value: Any, *, is_required: bool) -> str:

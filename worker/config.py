@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.runtime.addresses import check_dialled
+from services.runtime.addresses import check_dialled, is_loopback, join_host_port
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.cluster_secret import Secrets
 from services.runtime.config import (
     choice,
     flag,
+    folder,
     host_name,
     integer,
-    is_loopback,
-    join_host_port,
     number,
     number_set,
     option,
@@ -43,7 +42,7 @@ class WorkerConfig:
         text(pattern=r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", rule="1 to 63 of a-z, 0-9 and inner hyphens"),
         help="Stable name of this worker, unique in the cluster, such as decode-0.",
     )
-    model: Path = option(path(), help="Folder of a Hugging Face checkpoint.")
+    model: Path = option(folder(), help="Folder of a Hugging Face checkpoint.")
     model_name: str | None = option(
         text(), default=None, help="What the model is called in the cluster. Not given: the folder's name."
     )

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from typing import Any, Protocol, TypeVar
 
 from services.runtime import logs, process, rpc, telemetry
+from services.runtime.addresses import is_loopback
 from services.runtime.clock import Deadline
-from services.runtime.config import is_loopback
 from services.runtime.errors import DeadlineExceeded, InvariantViolated, RequestCancelled
 from services.runtime.membership import Member
 from services.runtime.rpc import RpcServer, set_identity, set_member

@@ -12,7 +12,7 @@ import uvicorn
 
 from gateway.http.connections import MAX_CONNECTIONS, Connections
 from gateway.http.protocol import HttpProtocol
-from services.runtime.config import join_host_port
+from services.runtime.addresses import join_host_port
 from services.runtime.errors import ConfigError
 from services.runtime.tls import Identity
 

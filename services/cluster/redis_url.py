@@ -10,7 +10,8 @@ import redis
 import redis.asyncio
 from redis.asyncio.connection import parse_url
 
-from services.runtime.config import shown, split_host_port
+from services.runtime.addresses import split_host_port
+from services.runtime.config import shown
 from services.runtime.errors import ConfigError
 
 SENTINEL_PORT = 26379

@@ -1,10 +1,53 @@
-"""Whether anybody can dial the address that a worker registers, as far as its flags and its Redis tell. Pure."""
+"""Addresses: their text, who reaches them, and whether anybody can dial the one that a worker registers. Pure."""
 
 import ipaddress
+import re
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from services.runtime.config import is_loopback
 from services.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class HostPort:
+    """Where to listen or to connect."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        """host:port, with an IPv6 host in brackets."""
+        return join_host_port(self.host, self.port)
+
+
+def split_host_port(value: str) -> HostPort:
+    """Reads host:port, an IPv6 host in brackets. Raises ValueError."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\s:\[\]/]+)):(\d{1,5})", value)
+    if match is None or int(match[3]) > 65535:
+        raise ValueError("this is not host:port with a port from 0 to 65535")
+    return HostPort(match[1] or match[2], int(match[3]))
+
+
+def join_host_port(host: str, port: int) -> str:
+    """host:port, with an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether this is an IPv6 address; it may end in a %zone."""
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. A name other than localhost counts as reached by others."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_dialled(host: str, advertise_host: str | None, *, redis: str | None) -> None:

@@ -1,6 +1,6 @@
 """Settings: frozen dataclasses filled once from flags and TANDEM_* variables. Knows no service's settings.
 
-A class of settings looks like this, and nothing but `load` reads the environment:
+A class of settings looks like this, and nothing but `load` and `read` reads the environment:
 
     @dataclass(frozen=True)
     class Config:
@@ -9,22 +9,27 @@ A class of settings looks like this, and nothing but `load` reads the environmen
 
 import argparse
 import dataclasses
-import ipaddress
+import difflib
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Never, TypeVar, cast, overload
+from typing import Any, Generic, Never, TypeVar, overload
 from urllib.parse import urlsplit
 
+from services.runtime.addresses import is_ipv6
 from services.runtime.errors import ConfigError
 
 ENV_PREFIX = "TANDEM_"
 MAX_COUNT = 4096
 MAX_SHOWN_CHARACTERS = 200
+SIMILAR, SIMILAR_VARIABLE = 0.8, 0.85
+"""How alike two names are, from 0 to 1, of which one is taken for a misspelling of the other: flags and variables."""
+MIN_JUDGED = 5
+"""Characters of a variable's name, without TANDEM_, up to which no other name is suggested for it."""
 
 _NAME = r"(?:\*\.)?[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*"
 _ORIGIN = r"[a-z][a-z0-9+.-]*://[^/,\s]+"
@@ -39,7 +44,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 C = TypeVar("C")
 
-_METADATA_KEY = "tandem.option"
+_OPTION = "tandem.option"
+_PROG, _FLAGS = " prog", " flags"
+"""Names that no setting has, under which a parser keeps what its errors name."""
+_UNITS = {"s": "SECONDS", "timeout": "SECONDS", "grace": "SECONDS", "tokens": "TOKENS", "port": "PORT"}
 _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SIZE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -50,24 +58,21 @@ class Kind(Generic[T]):
 
     parse: Callable[[str], T]
     rule: str
+    metavar: str = "TEXT"
+    """The value's placeholder in `--help`, unless the setting's name ends in a unit."""
+    choices: tuple[str, ...] = ()
     is_flag: bool = False
     """The flag takes no value: `--name` and `--no-name`."""
+    short: str = ""
+    """A second, short name of the flag, such as -v."""
+    is_list: bool = False
+    """The flag may be given several times."""
+    is_positional: bool = False
+    """The value is an argument without a flag's name."""
     may_hold_secret: bool = False
-    """It is left out of the `repr` of its settings, as part of it may be a password."""
+    """The value is left out of the `repr` of its settings, as part of it may be a password."""
     is_secret: bool = False
-    """All of it is: there is no flag, as everybody on the machine can read command lines."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostPort:
-    """Where to listen or to connect."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        """host:port, with an IPv6 host in brackets."""
-        return join_host_port(self.host, self.port)
+    """The value has no flag, as everybody on the machine can read command lines."""
 
 
 @overload
@@ -78,63 +83,119 @@ def option(kind: Kind[T], *, help: str, default: T) -> T: ...
 def option(kind: Kind[T], *, help: str, default: None) -> T | None: ...
 def option(kind: Kind[Any], *, help: str, default: Any = dataclasses.MISSING) -> Any:
     """A field of a settings class. Without `default` it must be given. None as default means "not given"."""
-    metadata = {_METADATA_KEY: (kind, help)}
+    metadata = {_OPTION: (kind, help)}
     return dataclasses.field(default=default, metadata=metadata, repr=not (kind.may_hold_secret or kind.is_secret))
 
 
 def load(config_class: type[C], argv: Sequence[str], *, prog: str, environ: Mapping[str, str] | None = None) -> C:
     """Builds the settings from flags, then TANDEM_* variables, then defaults.
 
-    Raises ConfigError naming key, value and rule. `--help` prints all settings and ends the process with 0. What is
-    secret is taken out of the process's environment, so that no child and no crash dump has it; a password on the
-    command line, where it cannot be hidden any more, is warned about.
+    Raises ConfigError naming key, value and rule. `--help` prints all settings and ends the process with 0.
+    """
+    parser = Parser(prog=prog, description=(config_class.__doc__ or "").strip(), allow_abbrev=False)
+    add_settings(parser, config_class)
+    return read(config_class, parse(parser, argv), environ=environ)
+
+
+def read(config_class: type[C], given: Mapping[str, Any], *, environ: Mapping[str, str] | None = None) -> C:
+    """Builds the settings from the flags' texts by field name, then from TANDEM_* variables, then from defaults.
+
+    Raises ConfigError naming key, value and rule. What is secret is taken out of the process's environment, so that no
+    child and no crash dump has it; a password on the command line, where it can no longer be hidden, and a variable
+    that is probably misspelt are warned about.
     """
     own_environ, environ = environ is None, os.environ if environ is None else environ
-    given = vars(_parser(config_class, prog).parse_args(list(argv)))
-    for field in _fields(config_class):
-        value = given.get(field.name) or ""
-        if _kind(field).may_hold_secret and redacted(value) != value:
-            logger.warning(
-                "%s has a password on the command line, which every user of this machine can read: give it as %s",
-                _flag_name(field),
-                _env_name(field),
-            )
-    values = {field.name: _value(field, given.get(field.name), environ) for field in _fields(config_class)}
+    settings = settings_of(config_class)
+    _warn(settings, given, environ)
+    values = {setting.name: _value(setting, given.get(setting.name), environ) for setting in settings}
     if own_environ:
-        for field in _fields(config_class):
-            if _kind(field).is_secret:
-                os.environ.pop(_env_name(field), None)
+        for setting in settings:
+            if setting.kind.is_secret:
+                os.environ.pop(setting.variable, None)
     return config_class(**values)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as people are told of it. `default`: None where there is none; `is_required` tells which kind.
+    """One setting of a class: its field's name and what `option` was told."""
 
-    `flag` is empty for a secret, which only its variable may hold.
-    """
-
-    flag: str
-    variable: str
-    rule: str
+    name: str
+    kind: Kind[Any]
     help: str
-    default: Any
-    is_required: bool
+    default: Any = dataclasses.MISSING
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the setting has no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def flag(self) -> str:
+        """The flag; empty for a secret, which only its variable may hold, and a capital name for an argument."""
+        if self.kind.is_secret:
+            return ""
+        return self.name.upper() if self.kind.is_positional else "--" + self.name.replace("_", "-")
+
+    @property
+    def metavar(self) -> str:
+        """The placeholder of the value in `--help`: its unit, where the name ends in one."""
+        return _UNITS.get(self.name.rsplit("_", 1)[-1], self.kind.metavar)
+
+    def parse(self, text: str, key: str) -> Any:
+        """The value of a text that was given under the name `key`. Raises ConfigError."""
+        try:
+            return self.kind.parse(text)
+        except ValueError:
+            value = "***" if self.kind.is_secret else shown(text)
+            raise ConfigError(f"{key} is {value} but must be {self.kind.rule}") from None
 
 
 def settings_of(config_class: type[Any]) -> list[Setting]:
     """All settings of a class, in its order."""
     return [
-        Setting(
-            flag="" if _kind(field).is_secret else _flag_name(field),
-            variable=_env_name(field),
-            rule=_kind(field).rule,
-            help=field.metadata[_METADATA_KEY][1],
-            default=None if field.default is dataclasses.MISSING else field.default,
-            is_required=field.default is dataclasses.MISSING,
-        )
-        for field in _fields(config_class)
+        Setting(field.name, kind=field.metadata[_OPTION][0], help=field.metadata[_OPTION][1], default=field.default)
+        for field in dataclasses.fields(config_class)
+        if _OPTION in field.metadata
     ]
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises ConfigError instead of ending the process."""
+
+    def error(self, message: str) -> Never:
+        """Raises ConfigError."""
+        raise ConfigError(f"{redacted(message)} (see {self.prog} --help)")
+
+
+def add_settings(parser: argparse.ArgumentParser, config_class: type[Any]) -> None:
+    """Gives the parser a flag for each setting of a class."""
+    settings = settings_of(config_class)
+    for setting in settings:
+        _add_flag(parser, setting)
+    parser.set_defaults(**{_PROG: parser.prog, _FLAGS: [setting.flag for setting in settings if setting.flag]})
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """What the arguments say, by field name; None for what they do not say. Raises ConfigError."""
+    found, unknown = parser.parse_known_args(list(argv))
+    given = vars(found)
+    if unknown:
+        name = redacted(unknown[0].partition("=")[0])
+        prog, flags = given.get(_PROG, parser.prog), given.get(_FLAGS, ())
+        what = "flag" if name.startswith("-") else "argument"
+        raise ConfigError(f"{prog} has no {what} {name}{did_you_mean(name, flags)} (see {prog} --help)")
+    return given
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """A question that names the most similar name, to be added to an error; empty where none is similar."""
+    similar = difflib.get_close_matches(word, list(names), 1, SIMILAR)
+    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 def text(*, pattern: str | None = None, rule: str = "a text that is not empty") -> Kind[str]:
@@ -156,7 +217,7 @@ def integer(minimum: int, maximum: int | None = None) -> Kind[int]:
         return number
 
     upper = "" if maximum is None else f" and at most {maximum}"
-    return Kind(parse, f"a whole number of at least {minimum}{upper}")
+    return Kind(parse, f"a whole number of at least {minimum}{upper}", metavar="N")
 
 
 def number(minimum: float, maximum: float = math.inf) -> Kind[float]:
@@ -168,10 +229,10 @@ def number(minimum: float, maximum: float = math.inf) -> Kind[float]:
         return parsed
 
     upper = "" if maximum == math.inf else f" and at most {maximum:g}"
-    return Kind(parse, f"a number of at least {minimum:g}{upper}")
+    return Kind(parse, f"a number of at least {minimum:g}{upper}", metavar="NUMBER")
 
 
-def flag() -> Kind[bool]:
+def flag(*, short: str = "") -> Kind[bool]:
     """True or false; as a flag `--name` or `--no-name`."""
     words = {
         "1": True,
@@ -188,7 +249,7 @@ def flag() -> Kind[bool]:
         _require(value.lower() in words)
         return words[value.lower()]
 
-    return Kind(parse, "true or false", is_flag=True)
+    return Kind(parse, "true or false", is_flag=True, short=short)
 
 
 def choice(*names: str) -> Kind[str]:
@@ -198,7 +259,7 @@ def choice(*names: str) -> Kind[str]:
         _require(value in names)
         return value
 
-    return Kind(parse, "one of " + ", ".join(names))
+    return Kind(parse, "one of " + ", ".join(names), metavar="NAME", choices=names)
 
 
 def size_bytes(minimum: int = 1) -> Kind[int]:
@@ -214,7 +275,7 @@ def size_bytes(minimum: int = 1) -> Kind[int]:
         _require(size >= minimum)
         return size
 
-    return Kind(parse, f"a size of at least {minimum} bytes, such as 512MiB or 2GiB")
+    return Kind(parse, f"a size of at least {minimum} bytes, such as 512MiB or 2GiB", metavar="BYTES")
 
 
 def number_set() -> Kind[tuple[int, ...]]:
@@ -231,7 +292,7 @@ def number_set() -> Kind[tuple[int, ...]]:
             found.update(range(first, last + 1))
         return tuple(sorted(found))
 
-    return Kind(parse, "numbers and ranges separated by commas, such as 0-3,8")
+    return Kind(parse, "numbers and ranges separated by commas, such as 0-3,8", metavar="NUMBERS")
 
 
 def host_name() -> Kind[str]:
@@ -241,7 +302,7 @@ def host_name() -> Kind[str]:
         _require(re.fullmatch(r"[A-Za-z0-9._-]{1,255}", value) is not None or is_ipv6(value))
         return value
 
-    return Kind(parse, "a name or an IP address, without brackets and without a port")
+    return Kind(parse, "a name or an IP address, without brackets and without a port", metavar="HOST")
 
 
 def counts(*names: str) -> Kind[Mapping[str, int]]:
@@ -253,12 +314,13 @@ def counts(*names: str) -> Kind[Mapping[str, int]]:
         _require(len(found) == len(pairs) and found.keys() <= set(names) and max(found.values()) <= MAX_COUNT)
         return found
 
-    return Kind(parse, f"one or more of {', '.join(f'{name}=COUNT' for name in names)}, separated by commas")
+    rule = f"one or more of {', '.join(f'{name}=COUNT' for name in names)}, separated by commas"
+    return Kind(parse, rule, metavar="NAME=COUNT,…")
 
 
-def host_port() -> Kind[HostPort]:
-    """An address such as 127.0.0.1:50051 or [::1]:50051."""
-    return Kind(split_host_port, "host:port with a port from 0 to 65535")
+def folder() -> Kind[Path]:
+    """The path of a folder on this machine."""
+    return dataclasses.replace(path(), metavar="DIR")
 
 
 def path(*, must_exist: bool = False) -> Kind[Path]:
@@ -270,7 +332,7 @@ def path(*, must_exist: bool = False) -> Kind[Path]:
         _require(found.exists() or not must_exist)
         return found
 
-    return Kind(parse, "a path that exists" if must_exist else "a path")
+    return Kind(parse, "a path that exists" if must_exist else "a path", metavar="FILE")
 
 
 def url(*schemes: str) -> Kind[str]:
@@ -282,9 +344,8 @@ def url(*schemes: str) -> Kind[str]:
         _ = parts.port
         return value
 
-    return Kind(
-        parse, "a URL beginning with " + " or ".join(f"{scheme}://" for scheme in schemes), may_hold_secret=True
-    )
+    rule = "a URL beginning with " + " or ".join(f"{scheme}://" for scheme in schemes)
+    return Kind(parse, rule, metavar="URL", may_hold_secret=True)
 
 
 def redis_url() -> Kind[str]:
@@ -302,6 +363,7 @@ def redis_url() -> Kind[str]:
         parse,
         "a URL beginning with " + " or ".join(f"{scheme}://" for scheme in schemes) + "; of sentinels "
         "redis+sentinel://HOST,HOST:PORT/SERVICE",
+        metavar="URL",
         may_hold_secret=True,
     )
 
@@ -317,39 +379,13 @@ def comma_separated(kind: Kind[T]) -> Kind[tuple[T, ...]]:
     def parse(value: str) -> tuple[T, ...]:
         return tuple(kind.parse(part.strip()) for part in value.split(","))
 
-    return Kind(parse, f"one or more, separated by commas, of: {kind.rule}")
+    rule = f"one or more, separated by commas, of: {kind.rule}"
+    return Kind(parse, rule, metavar=f"{kind.metavar},…", choices=kind.choices, is_list=True)
 
 
-def split_host_port(value: str) -> HostPort:
-    """Reads host:port, an IPv6 host in brackets. Raises ValueError."""
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\s:\[\]/]+)):(\d{1,5})", value)
-    _require(match is not None)
-    assert match is not None
-    port = int(match[3])
-    _require(port <= 65535)
-    return HostPort(match[1] or match[2], port)
-
-
-def join_host_port(host: str, port: int) -> str:
-    """host:port, with an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_ipv6(host: str) -> bool:
-    """Whether this is an IPv6 address; it may end in a %zone."""
-    try:
-        ipaddress.IPv6Address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. A name other than localhost counts as reached by others."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def argument(kind: Kind[T]) -> Kind[T]:
+    """A value that is given as an argument, without a flag and without a variable."""
+    return dataclasses.replace(kind, is_positional=True)
 
 
 def redacted(value: str) -> str:
@@ -368,66 +404,69 @@ def shown(value: str) -> str:
     return repr(hidden if len(hidden) <= MAX_SHOWN_CHARACTERS else hidden[:MAX_SHOWN_CHARACTERS] + "…")
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse that raises ConfigError instead of ending the process."""
-
-    def error(self, message: str) -> Never:
-        raise ConfigError(f"{redacted(message)} (see {self.prog} --help)")
-
-
-def _parser(config_class: type[Any], prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=prog, description=(config_class.__doc__ or "").strip(), allow_abbrev=False)
-    for field in _fields(config_class):
-        if _kind(field).is_secret:
-            continue
-        kind, help_text = _kind(field), field.metadata[_METADATA_KEY][1]
-        explained = f"{help_text} Rule: {kind.rule}. {_default_words(field)} [{_env_name(field)}]".replace("%", "%%")
-        if kind.is_flag:
-            parser.add_argument(_flag_name(field), dest=field.name, action="store_const", const="true", help=explained)
-            negative = _flag_name(field).replace("--", "--no-", 1)
-            parser.add_argument(negative, dest=field.name, action="store_const", const="false", help=argparse.SUPPRESS)
-        else:
-            placeholder = field.name.rsplit("_", 1)[-1].upper()
-            parser.add_argument(_flag_name(field), dest=field.name, metavar=placeholder, help=explained)
-    return parser
+def _add_flag(parser: "argparse.ArgumentParser | argparse._ArgumentGroup", setting: Setting) -> None:
+    kind = setting.kind
+    if kind.is_secret:
+        return
+    default = "" if setting.is_required or setting.default is None else f"Default: {setting.default}. "
+    needed = "Required. " if setting.is_required else ""
+    variable = "" if kind.is_positional else f"[{setting.variable}]"
+    words = f"{setting.help} Rule: {kind.rule}. {needed}{default}{variable}".strip().replace("%", "%%")
+    if kind.is_positional:
+        parser.add_argument(setting.name, metavar=setting.flag, help=words)
+    elif kind.is_flag:
+        names = [setting.flag, kind.short] if kind.short else [setting.flag]
+        parser.add_argument(*names, dest=setting.name, action="store_const", const="true", help=words)
+        negative = setting.flag.replace("--", "--no-", 1)
+        parser.add_argument(negative, dest=setting.name, action="store_const", const="false", help=argparse.SUPPRESS)
+    else:
+        action = "append" if kind.is_list else "store"
+        parser.add_argument(setting.flag, dest=setting.name, action=action, metavar=setting.metavar, help=words)
 
 
-def _fields(config_class: type[Any]) -> list["dataclasses.Field[Any]"]:
-    return [field for field in dataclasses.fields(config_class) if _METADATA_KEY in field.metadata]
+def _warn(settings: Collection[Setting], given: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    for setting in settings:
+        text = given.get(setting.name) or ""
+        if setting.kind.may_hold_secret and redacted(text) != text:
+            logger.warning(
+                "%s has a password on the command line, which every user of this machine can read: give it as %s",
+                setting.flag,
+                setting.variable,
+            )
+    for variable, meant in misspelt(environ, [setting.variable for setting in settings]):
+        logger.warning("%s is not a setting of this program; did you mean %s?", variable, meant)
 
 
-def _kind(field: "dataclasses.Field[Any]") -> Kind[Any]:
-    return cast(Kind[Any], field.metadata[_METADATA_KEY][0])
+def misspelt(environ: Iterable[str], known: Collection[str]) -> list[tuple[str, str]]:
+    """TANDEM_ variables that are probably misspelt, and what is meant; `known` are those of the program.
+
+    Other programs' variables may be set too. None of them is as similar, but for plurals.
+    """
+    found = []
+    names = {name.removeprefix(ENV_PREFIX) for name in known}
+    for variable in sorted(set(environ) - set(known)):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name != variable and len(name) > MIN_JUDGED:
+            similar = difflib.get_close_matches(name, names, 1, SIMILAR_VARIABLE)
+            found += [(variable, ENV_PREFIX + one) for one in similar if one.rstrip("S") != name.rstrip("S")]
+    return found
 
 
-def _flag_name(field: "dataclasses.Field[Any]") -> str:
-    return "--" + field.name.replace("_", "-")
+def _value(setting: Setting, given: Any, environ: Mapping[str, str]) -> Any:
+    """The value from the first place that gives one; an empty variable counts as not given."""
+    text, key = given_text(setting, given, environ)
+    if text is not None:
+        return setting.parse(text, key)
+    if setting.is_required:
+        raise ConfigError(f"{setting.flag} (or {setting.variable}) is required: {setting.kind.rule}")
+    return setting.default
 
 
-def _env_name(field: "dataclasses.Field[Any]") -> str:
-    return ENV_PREFIX + field.name.upper()
-
-
-def _default_words(field: "dataclasses.Field[Any]") -> str:
-    if field.default is dataclasses.MISSING:
-        return "Required."
-    return "" if field.default is None else f"Default: {field.default}."
-
-
-def _value(field: "dataclasses.Field[Any]", flag_value: str | None, environ: Mapping[str, str]) -> Any:
-    """The field's value from the first place that gives one; an empty variable counts as not given."""
-    key, raw = _env_name(field) if _kind(field).is_secret else _flag_name(field), flag_value
-    if raw is None:
-        key, raw = _env_name(field), environ.get(_env_name(field)) or None
-    if raw is None:
-        if field.default is dataclasses.MISSING:
-            raise ConfigError(f"{_flag_name(field)} (or {_env_name(field)}) is required: {_kind(field).rule}")
-        return field.default
-    try:
-        return _kind(field).parse(raw)
-    except ValueError:
-        value = "***" if _kind(field).is_secret else shown(raw)
-        raise ConfigError(f"{key} is {value} but must be {_kind(field).rule}") from None
+def given_text(setting: Setting, given: Any, environ: Mapping[str, str]) -> tuple[str | None, str]:
+    """The setting's text as a flag or its variable gives it, or None, and the name of the one that does."""
+    if given is not None and not setting.kind.is_secret:
+        return (",".join(given) if setting.kind.is_list else given), setting.flag
+    return environ.get(setting.variable) or None, setting.variable
 
 
 def _require(holds: bool) -> None:

@@ -28,8 +28,8 @@ from grpc_reflection.v1alpha import reflection
 
 from protos import membership_pb2, membership_pb2_grpc
 from services.runtime import status
+from services.runtime.addresses import join_host_port
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
-from services.runtime.config import join_host_port
 from services.runtime.errors import ConfigError, InvalidRequest, NotProven, Overloaded, RateLimited, TandemError
 from services.runtime.grpc_server import Server
 from services.runtime.idle_connections import IdleConnections

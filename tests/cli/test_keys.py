@@ -1,25 +1,32 @@
 """`tandem keys`: a key is shown once, its entry is good, and a file is checked."""
 
-import io
 import re
 
 import pytest
 
-from cli import keys, main
+from cli import main
+from cli.commands import run_command
 from gateway.access.keys import parse_keys
 from services.runtime.errors import ConfigError
 
 
-def new(*flags):
-    stdout, stderr = io.StringIO(), io.StringIO()
-    assert keys.run(["new", *flags], stdout, stderr) == 0
-    shown = re.fullmatch(r"the key, shown only now: (tandem-[A-Za-z0-9_-]{43})\n", stderr.getvalue())
-    assert shown
-    assert shown[1] not in stdout.getvalue()
-    return shown[1], stdout.getvalue()
+@pytest.fixture
+def new(capsys):
+    """Makes a key with flags; returns it and its entry."""
+
+    def make(*flags):
+        capsys.readouterr()
+        assert run_command(["keys", "new", *flags]) == 0
+        written = capsys.readouterr()
+        shown = re.fullmatch(r"the key, shown only now: (tandem-[A-Za-z0-9_-]{43})\n", written.err)
+        assert shown
+        assert shown[1] not in written.out
+        return shown[1], written.out
+
+    return make
 
 
-def test_a_new_key_is_good_with_its_entry():
+def test_a_new_key_is_good_with_its_entry(new):
     key, entry = new("--tenant", "acme", "--models", "a,b", "--admin", "--service-class", "critical", "--priority", "9")
     found = parse_keys(entry).find(key)
     assert (found.tenant, found.models, found.is_admin) == ("acme", frozenset({"a", "b"}), True)
@@ -30,7 +37,7 @@ def test_a_new_key_is_good_with_its_entry():
     assert parse_keys(entry).find(key).allow_fallback
 
 
-def test_entries_can_be_collected_and_checked(tmp_path, capsys):
+def test_entries_can_be_collected_and_checked(tmp_path, capsys, new):
     file = tmp_path / "keys.toml"
     file.write_text("".join(new("--tenant", tenant, "--days", "1")[1] for tenant in ("a", "a", "b")))
     assert main.main(["keys", "check", "--file", str(file)]) == 0
@@ -81,4 +88,4 @@ def test_a_tenant_is_set_and_shown(tmp_path, capsys):
 )
 def test_bad_flags(flags):
     with pytest.raises(ConfigError):
-        keys.run(flags, io.StringIO(), io.StringIO())
+        run_command(["keys", *flags])

@@ -5,21 +5,26 @@ import sys
 
 import pytest
 
+from cli.commands import COMMANDS
 from cli.main import main
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+@pytest.mark.parametrize("word", ["--help", "-h", "help"])
+def test_help_names_every_command(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main([word])
+    assert ending.value.code == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {command} " in out for command in ("up", "status", "chat", "version", "help"))
+    assert all(f"\n  {command} " in out for command in COMMANDS)
+    assert "--version" in out
 
 
-@pytest.mark.parametrize("command", ["up", "status", "chat"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_explains_its_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
         main([command, "--help"])
     assert ending.value.code == 0
-    assert "TANDEM_" in capsys.readouterr().out
+    assert f"usage: tandem {command}" in capsys.readouterr().out
 
 
 def test_no_command_and_unknown_commands_are_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,8 +33,11 @@ def test_no_command_and_unknown_commands_are_exit_code_2(capsys: pytest.CaptureF
     assert "fly" in capsys.readouterr().err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["version"]) == 0
+@pytest.mark.parametrize("word", ["--version", "-V", "version"])
+def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main([word])
+    assert ending.value.code == 0
     assert capsys.readouterr().out.startswith("tandem ")
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from decode_worker.config import DecodeWorkerConfig
 from services.runtime import config
+from services.runtime.addresses import HostPort, split_host_port
 from services.runtime.errors import ConfigError
 
 REQUIRED = ["--id=decode-0", "--model=/models/some", "--insecure"]
@@ -54,3 +55,16 @@ def test_what_nobody_can_dial_is_refused(flags: list[str], named: str) -> None:
 )
 def test_what_is_dialled(flags: list[str], address: str) -> None:
     assert load(*flags).address(7) == address
+
+
+def test_an_address_is_read_as_it_is_shown() -> None:
+    assert split_host_port("[::1]:80") == HostPort("::1", 80)
+    assert [str(split_host_port(text)) for text in ("[::1]:80", "h:0")] == ["[::1]:80", "h:0"]
+
+
+@pytest.mark.parametrize(
+    "value", ["", ":1", "h:", "h:x", "a:b:1", "[::1]", "::1:5", "h:-1", "h :1", "h:99999", "h/x:1"]
+)
+def test_bad_addresses(value: str) -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        split_host_port(value)

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from services.runtime.config import (
-    HostPort,
+    argument,
     choice,
     comma_separated,
     flag,
-    host_port,
     integer,
     load,
     number,
@@ -19,7 +18,6 @@ from services.runtime.config import (
     path,
     redis_url,
     size_bytes,
-    split_host_port,
     text,
     url,
 )
@@ -35,7 +33,6 @@ class Settings:
     kv_memory: int = option(size_bytes(), default=2**30, help="Size of the pool.")
     ratio: float = option(number(0, 1), default=0.5, help="A share.")
     transport: str = option(choice("auto", "shm", "tcp"), default="auto", help="How to send.")
-    listen: HostPort = option(host_port(), default=HostPort("127.0.0.1", 0), help="Where.")
     verbose: bool = option(flag(), default=False, help="Says more.")
     redis: str | None = option(url("redis", "unix"), default=None, help="Which Redis.")
     tags: tuple[str, ...] = option(comma_separated(text()), default=(), help="Some.")
@@ -71,12 +68,10 @@ def test_no_sets_of_numbers(text: str) -> None:
 
 def test_every_kind_is_read() -> None:
     settings = loaded(
-        *("--model", "m", "--kv-memory", "2GiB", "--transport", "tcp", "--listen", "[::1]:80"),
+        *("--model", "m", "--kv-memory", "2GiB", "--transport", "tcp"),
         *("--verbose", "--redis", "unix:///tmp/x.sock", "--tags", "a, b"),
     )
     assert settings.kv_memory == 2 * 2**30
-    assert settings.listen == HostPort("::1", 80)
-    assert str(settings.listen) == "[::1]:80"
     assert settings.verbose
     assert settings.tags == ("a", "b")
     assert not loaded("--model", "m", "--no-verbose", TANDEM_VERBOSE="1").verbose
@@ -100,8 +95,6 @@ def test_every_kind_is_read() -> None:
         (("--kv-memory", "2XB"), {}, ["--kv-memory", "'2XB'", "512MiB"]),
         (("--kv-memory", "0"), {}, ["at least 1 bytes"]),
         (("--transport", "pigeon"), {}, ["'pigeon'", "auto, shm, tcp"]),
-        (("--listen", "host"), {}, ["'host'", "host:port"]),
-        (("--listen", "host:65536"), {}, ["65535"]),
         (("--redis", "http://x"), {}, ["'http://x'", "redis:// or unix://"]),
         (("--redis", "redis://u:secret@x:port"), {}, ["redis://***@x:port"]),
         (("--tags", "a,,b"), {}, ["--tags"]),
@@ -158,14 +151,6 @@ def test_sizes(size: str, expected: int) -> None:
     assert size_bytes().parse(size) == expected
 
 
-@pytest.mark.parametrize(
-    "value", ["", ":1", "h:", "h:x", "a:b:1", "[::1]", "::1:5", "h:-1", "h :1", "h:99999", "h/x:1"]
-)
-def test_bad_addresses(value: str) -> None:
-    with pytest.raises(ValueError, match="rule"):
-        split_host_port(value)
-
-
 def test_what_prints_settings_shows_no_password() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Settings:
@@ -193,3 +178,29 @@ def test_a_redis_url_is_of_one_server_or_of_sentinels() -> None:
     ):
         with pytest.raises(ValueError, match=r"rule|Port"):
             kind.parse(bad)
+
+
+def test_a_misspelt_variable_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    loaded("--model", "m", TANDEM_KV_PAEGS="1", TANDEM_QUITE_DIFFERENT="1", KV_PAGE="1", TANDEM_TAGS="a")
+    (record,) = caplog.records
+    assert record.getMessage() == "TANDEM_KV_PAEGS is not a setting of this program; did you mean TANDEM_KV_PAGES?"
+
+
+def test_a_misspelt_flag_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"test has no flag --kv-page; did you mean --kv-pages\? \(see test --help\)"):
+        loaded("--model", "m", "--kv-page=3")
+
+
+def test_a_list_may_be_given_in_several_flags_and_an_argument_has_no_variable() -> None:
+    @dataclass(frozen=True)
+    class Listed:
+        """Settings."""
+
+        file: Path = option(argument(path()), help="What to read.")
+        names: tuple[str, ...] = option(comma_separated(choice("a", "b", "c")), default=(), help="Some.")
+        loud: bool = option(flag(short="-l"), default=False, help="More.")
+
+    read = load(Listed, ["--names=a,b", "f", "--names", "c", "-l"], prog="test", environ={"TANDEM_NAMES": "x"})
+    assert read == Listed(Path("f"), ("a", "b", "c"), loud=True)
+    with pytest.raises(ConfigError, match="FILE"):
+        load(Listed, [], prog="test", environ={"TANDEM_FILE": "f"})

@@ -1,0 +1,123 @@
+"""The `tandem` command line: its subcommands, their help and their flags. Runs nothing.
+
+A subcommand is a module `cli.NAME` with a function `add_to(parser)`, and its line in COMMANDS. Only the module of the
+subcommand that is asked for is imported, as some of them take long.
+"""
+
+import argparse
+import importlib
+import textwrap
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+from services.runtime.config import Parser, add_settings, did_you_mean, parse, read
+from services.runtime.errors import ConfigError
+from services.runtime.version import version
+
+SERVE, WATCH, USE, PREPARE = "serve", "watch", "use", "prepare"
+COMMANDS = {
+    "up": (SERVE, "start Redis, a gateway, prefill and decode workers here, and keep them running"),
+    "status": (WATCH, "show the workers of a running cluster"),
+    "top": (WATCH, "watch a gateway: its workers, figures and requests, each second"),
+    "doctor": (WATCH, "check this machine and a deployment, and say what to do"),
+    "chat": (USE, "talk to a running cluster"),
+    "keys": (PREPARE, "make an API key or a tenant's table, or check a file of them"),
+    "replay": (PREPARE, "run a recorded workload through a simulated cluster"),
+    "completion": (PREPARE, "print the completion of commands and flags for bash, zsh or fish"),
+}
+WORDS = {"help": "--help", "version": "--version"}
+"""Flags that may be given as if they were commands."""
+EXAMPLES = """\
+`tandem COMMAND --help` explains a command's flags. Every flag is also an environment variable: --http-port is
+TANDEM_HTTP_PORT. Exit codes: 0 clean, 2 bad arguments or model, 1 otherwise.
+
+examples:
+  tandem up                                     the demo model, one prefill and one decode worker
+  tandem up --model DIR --prefill 2 --decode 2  a Hugging Face checkpoint folder on four workers
+  tandem chat --message "Write a function that returns the length of a list."
+  tandem status --json
+  tandem replay TRACE --prefill 8 --decode 8 --policy all
+  source <(tandem completion bash)
+"""
+
+S = TypeVar("S")
+
+_RUN = " run"
+"""A name that no setting has, under which a parser keeps what its command does."""
+
+
+class CommandParser(Parser):
+    """A parser that knows its subcommands by name, or its settings and what it runs."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, allow_abbrev=False)
+        self.commands: dict[str, CommandParser] = {}
+        self.settings: type[Any] | None = None
+        self._group: argparse._SubParsersAction[CommandParser] | None = None
+
+    def add_command(self, name: str, words: str, *, is_listed: bool = True) -> "CommandParser":
+        """A subcommand's parser; `words` say in the help what it is for."""
+        if self._group is None:
+            self._group = self.add_subparsers(
+                parser_class=CommandParser, prog=self.prog, metavar="COMMAND", required=True
+            )
+        if is_listed:
+            self.commands[name] = self._group.add_parser(name, help=words)
+        else:
+            self._group.help = argparse.SUPPRESS
+            self.commands[name] = self._group.add_parser(name)
+        return self.commands[name]
+
+    def runs(self, settings_class: type[S], function: Callable[[S], int]) -> None:
+        """Has the command read these settings and call the function, which returns the exit code."""
+        self.settings = settings_class
+        self.description = (settings_class.__doc__ or "").strip()
+        add_settings(self, settings_class)
+        self.set_defaults(**{_RUN: lambda given: function(read(settings_class, given))})
+
+
+def command_line(filled: Collection[str]) -> CommandParser:
+    """The parser of `tandem`, with the flags of the subcommands named in `filled` only."""
+    parser = CommandParser(
+        prog="tandem",
+        usage="tandem COMMAND [flags]",
+        description=f"Serves large language models with prefill and decode on different processes.\n\n{_groups()}",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", "-V", action="version", version=f"tandem {version()}", help="print the version")
+    for name, (_, words) in COMMANDS.items():
+        command = parser.add_command(name, words, is_listed=False)
+        if name in filled:
+            importlib.import_module(f"cli.{name}").add_to(command)
+    return parser
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Runs what the arguments ask for; returns the exit code. Raises TandemError; `--help` ends the process."""
+    words = [WORDS.get(argv[0], argv[0]), *argv[1:]]
+    parser = command_line(words[:1])
+    _check_names(parser, words)
+    given = parse(parser, words)
+    function: Callable[[dict[str, Any]], int] = given[_RUN]
+    return function(given)
+
+
+def _check_names(parser: CommandParser, words: Sequence[str]) -> None:
+    """Refuses a subcommand that does not exist. Raises ConfigError, with the most similar name."""
+    for word in words:
+        if not parser.commands or word.startswith("-"):
+            return
+        if word not in parser.commands:
+            guess = did_you_mean(word, parser.commands) or f"; it must be one of {', '.join(parser.commands)}"
+            raise ConfigError(f"{parser.prog} has no command {word!r:.100}{guess}")
+        parser = parser.commands[word]
+
+
+def _groups() -> str:
+    """The subcommands, group by group."""
+    lines = []
+    for group in dict.fromkeys(group for group, _ in COMMANDS.values()):
+        rows = [f"{name:<12}{words}" for name, (of, words) in COMMANDS.items() if of == group]
+        lines += [f"{group}:", textwrap.indent("\n".join(rows), "  ")]
+    return "\n".join(lines)
