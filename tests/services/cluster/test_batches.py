@@ -265,7 +265,7 @@ async def test_batches_of_a_tenant_are_bounded(batches, client):
     with pytest.raises(BatchRefused, match="active"):
         await create(batches)
     await create(batches, "bolt")
-    # Of those that are over the oldest give way.
+    # The oldest of those that are over are evicted.
     old = {f"batch_{number:03}": 0 for number in range(MAX_BATCHES)}
     client.zadd(KEYS.batches_prefix + "core", old)
     kept = await create(batches, "core")

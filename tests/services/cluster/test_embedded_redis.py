@@ -1,4 +1,4 @@
-"""The embedded server: it starts, answers, ends, and never outlives who started it."""
+"""The embedded server: it starts, answers, ends, and never outlives the process that started it."""
 
 import os
 import signal

@@ -41,7 +41,7 @@ async def is_held(journals, number):
 
 
 def make_old(client, journals, number, tenant="acme", *, seconds=MIN_KEPT_S + 1):
-    """As if the journal had not been used for so long."""
+    """Makes a journal as if it had not been used for `seconds`."""
     keys = journals._store.keys
     name = f"{number:032x}"
     client.zincrby(keys.journals_prefix + tenant, -seconds * 1000, name)

@@ -100,7 +100,7 @@ async def test_who_is_patient_waits_for_a_frozen_redis_whatever_others_met(
     os.kill(redis_server.pid, signal.SIGSTOP)
     await fails(store)
     patient = asyncio.create_task(store.run_patiently(ECHO, (), ("x",)))
-    # Three times as long as others wait, who are not even let through now.
+    # Three times as long as others wait, which are not even let through now.
     assert await asyncio.wait((patient,), timeout=0.3) == (set(), {patient})
     await fails(store)
     assert store.stats.num_skipped_calls == 1

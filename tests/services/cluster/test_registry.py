@@ -143,7 +143,7 @@ async def test_a_dead_worker_expires(
     watcher: Watcher, client: "redis.Redis", new_lease: Callable[..., WorkerLease], new_record: NewRecord
 ) -> None:
     new_lease(new_record(id="prefill-1"))
-    # A process that was killed: its record is there and nobody renews it.
+    # A process that was killed: its record exists and nothing renews it.
     ghost = new_record()
     raw = msgspec.json.encode(ghost)
     client.hset(KEY, mapping={"order": ghost.order, "record": raw, "state": ghost.state})

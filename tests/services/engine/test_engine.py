@@ -136,7 +136,7 @@ class TestOracle:
 
 
 class TestSameAnswer:
-    """The same request gives the same tokens whatever the batch, the chunks and the page size."""
+    """A request gives the same tokens whatever the batch, the chunks and the page size."""
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_alone_or_together_small_or_large_chunks(

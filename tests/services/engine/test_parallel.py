@@ -132,7 +132,7 @@ def test_pages_go_from_any_degree_to_any(
     thread_ranks: Any,
     random_ids: Any,
 ) -> None:
-    """A prompt is computed by one model, its pages go to the pool of another one, which goes on."""
+    """A prompt is computed by one model, its pages go to the pool of another one, which continues."""
     folder, prompt = checkpoint("llama3-gqa-tied"), random_ids(37)
     sampling = Sampling(max_tokens=8, temperature=0.9, seed=5)
     expected = Engine(load_engine(folder, dtype=dtype, num_pages=16)).generate([prompt], sampling)[0]

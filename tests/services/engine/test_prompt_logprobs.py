@@ -111,7 +111,7 @@ def test_who_asks_nothing_is_told_nothing(parts: EngineParts, random_ids: Callab
 
 
 def test_what_is_computed_again_takes_the_place_of_what_was() -> None:
-    """A prompt that gave way in the middle begins anew, or where it was copied to."""
+    """A prompt that was preempted in the middle begins anew, or where it was copied to."""
 
     def said(*token_ids: int) -> tuple[SampledToken, ...]:
         return tuple(SampledToken(token_id, -0.5) for token_id in token_ids)

@@ -95,7 +95,7 @@ def test_no_rank_is_left_behind(end: signal.Signals) -> None:
         pids = [int(word) for word in parent.stdout.readline().split()]
         try:
             wait_until(lambda: num_threads(pids[0]) > 1)  # it has begun to watch rank 0
-            os.kill(pids[0], signal.SIGSTOP)  # and cannot any more
+            os.kill(pids[0], signal.SIGSTOP)  # and cannot now
             assert all(map(is_running, pids))
         finally:
             parent.send_signal(end)

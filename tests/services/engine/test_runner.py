@@ -123,7 +123,7 @@ def test_next_tokens_are_packed_like_any_others(
             StepItem(sequence, 1, proposed=tuple(random_ids(num, seed=num)))
             for sequence, num in zip(sequences, shape.values(), strict=True)
         ]
-        # Of all tokens the logits are wanted, which are those of the last ones here. Buffers are used again.
+        # The logits of all tokens are wanted, which are those of the last ones here. Buffers are used again.
         expected = copy.deepcopy(parts.runner._pack(items, wants_all=True))
         packed = parts.runner._pack(items)
         for one, other in (

@@ -191,7 +191,7 @@ def test_calls_are_made_and_go_on_where_they_were(
     calls_of = {sequence: calls_in(tokenizer.decode(answer_of(sequence)), tool_format) for sequence in asked}
     for arguments in (call for calls in calls_of.values() for call in calls):
         assert_keeps_to(arguments, TRIP)
-    # A model that knows no calls goes on with more of them for as long as it may.
+    # A model that knows no calls writes more of them for as long as it may.
     is_one = not is_parallel or tool_format is ToolFormat.LLAMA3
     num_calls = [len(calls) for sequence, calls in calls_of.items() if not is_one or reasons[sequence] == "stop"]
     assert len(num_calls) > 4

@@ -235,7 +235,7 @@ def test_stop_before_start_answers_what_was_queued() -> None:
 
 
 def test_everyone_is_answered_before_on_fatal_is_told() -> None:
-    # Whoever is told may end the process at once.
+    # The listener may end the process at once.
     unanswered: Future[bool] = Future()
 
     def step() -> bool:

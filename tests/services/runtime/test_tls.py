@@ -1,4 +1,4 @@
-"""A process's certificate: what is refused at the start, what a rotation changes, and who may call what."""
+"""A process's certificate: what is refused at the start, what a rotation changes, and what each role may call."""
 
 import asyncio
 import contextlib
@@ -199,7 +199,7 @@ def test_a_certificate_without_the_processes_role_is_refused(authority: Authorit
     Identity(TlsFiles(files.cert, files.key), roles=["gateway"])  # without a CA nobody looks at roles
 
 
-# ---- who may call what
+# ---- what each role may call
 
 EVERY_ROLE = frozenset(tls.ROLES)
 
@@ -324,7 +324,7 @@ def test_without_a_certificate_there_is_no_end_of_one() -> None:
 class Everything(
     inference_pb2_grpc.InferenceServicer, link_pb2_grpc.LinkServicer, worker_pb2_grpc.DecodeWorkerServicer
 ):
-    """Answers whoever gets through to it."""
+    """Answers all that get through to it."""
 
     async def Tokenize(self, request: Any, context: Any) -> Any:
         return inference_pb2.TokenizeResponse(token_ids=[7])

@@ -47,7 +47,7 @@ def test_one_probe_at_a_time_and_twice_the_wait_after_each_that_fails():
         assert breakers.begin("a", now_s)
         assert not breakers.begin("a", now_s)
         assert "a" not in breakers.usable(GROUP, now_s)
-        breakers.failed("a", now_s)  # of somebody else, who was there before
+        breakers.failed("a", now_s)  # of another request, from before
         assert "a" not in breakers.usable(GROUP, now_s + MAX_OPEN_S)
         breakers.failed("a", now_s, is_probe=True)
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
@@ -206,7 +206,7 @@ def test_random_histories(size, events):
         else:
             world.end(value, kind == "cancel")
         world.check()
-    # What was sent ends, everybody is healthy again, and requests go on: nobody stays out.
+    # What was sent ends, everybody is healthy again, and requests continue: none stays out.
     while world.running:
         world.end(0, False)
     world.is_healthy = dict.fromkeys(world.group, True)

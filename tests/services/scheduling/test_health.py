@@ -1,4 +1,4 @@
-"""Who is slow, silent or erring gets no new work within 3 s and is back within 10 s; half of a role always stays."""
+"""A worker that is slow, silent or erring gets no new work within 3 s and is back in 10 s; half of a role stays."""
 
 import heapq
 import itertools
@@ -32,7 +32,7 @@ def seen(health, now_s, **ratios):
 
 
 def judged_out(health, now_s):
-    """Who is out after two judgements, the second at that time."""
+    """The workers that are out after two judgements, the second at that time."""
     health.out_of_rotation(GROUP, now_s - 0.3)
     return health.out_of_rotation(GROUP, now_s)
 
@@ -179,7 +179,7 @@ def test_probes_and_the_way_back():
     assert slow
     assert health.begin("a", 1.0) == 0
     assert (health.due_for_probe(GROUP, 1.0), health.out_of_rotation(GROUP, 1.0)) == ([], {"a"})
-    # It takes too long: failed before it ends, and its end has nothing to say any more.
+    # It takes too long: failed before it ends, and its end says nothing more.
     assert health.out_of_rotation(GROUP, 1.6) == {"a"}
     assert health.due_for_probe(GROUP, 3.6) == ["a"]
     second = health.begin("a", 3.6, expected_s=0.1)
@@ -259,7 +259,7 @@ EVENTS = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 6), st.lists(EVENTS, max_size=100))
 def test_random_histories(size, events):
-    """Whatever is seen: half of the group stays, probes go one at a time, and who is well again comes back."""
+    """Whatever is seen: half of the group stays, probes go one at a time, and those that are well again come back."""
     health, now_s = WorkerHealth(), 0.0
     group = [f"w{number}" for number in range(size)]
     probes = dict.fromkeys(group, 0)
@@ -367,7 +367,7 @@ class Cluster:
         self.health.note_load(worker_id, self.outstanding[worker_id], self.expected_s, now_s)
 
     def recover(self, now_s):
-        """What hung there goes on: it ends within the usual time."""
+        """What hung there continues: it ends within the usual time."""
         self.fault = None
         hung = [entry for entry in self.ends if entry[2] == self.group[0]]
         self.ends = [entry for entry in self.ends if entry[2] != self.group[0]]

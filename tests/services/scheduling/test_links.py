@@ -22,7 +22,7 @@ class Wire:
         self.free_s = 0.0
 
     def put(self, num_bytes, now_s):
-        """Returns when they are there."""
+        """Returns when they have arrived."""
         self.free_s = max(self.free_s, now_s) + num_bytes / self.speed.bytes_per_s
         return self.free_s + self.speed.latency_s
 

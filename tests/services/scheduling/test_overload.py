@@ -261,7 +261,7 @@ def test_whatever_happens_the_verdict_has_a_sane_time(seen):
 
 NUM_PLACES = 64
 TOKENS_PER_S = 400.0
-"""Of one sequence."""
+"""Speed of one sequence."""
 MEAN_TOKENS = 800
 CAPACITY_PER_S = NUM_PLACES * TOKENS_PER_S / MEAN_TOKENS
 PREFILL_S = 0.15
@@ -272,7 +272,7 @@ CLASS_TARGETS = dict.fromkeys((CRITICAL, INTERACTIVE, NORMAL, LOW), Targets(ttft
 @dataclass
 class Outcome:
     good_tokens: Counter = field(default_factory=Counter)
-    """Of requests whose first token came within the target, by class; of batch, of those that ended."""
+    """Tokens of requests whose first token came within the target, by class; for batch, of those that ended."""
     refused: Counter = field(default_factory=Counter)
     late: Counter = field(default_factory=Counter)
     ttfts_s: dict = field(default_factory=lambda: {one: [] for one in ServiceClass})

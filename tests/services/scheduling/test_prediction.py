@@ -1,4 +1,4 @@
-"""Laws of time and their meters: they find what is there, whatever the noise, and stay sane whatever they are told."""
+"""Laws of time and their meters: they find the law, whatever the noise, and stay sane whatever they are told."""
 
 import math
 import random
@@ -161,7 +161,7 @@ def test_no_speed_is_ever_negative_or_not_a_number(seen):
 
 @given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(0.5, 2.0)), min_size=1, max_size=60))
 def test_predictions_stay_within_what_was_seen(seen):
-    """Of one length only: the prediction for it lies between the shortest and the longest time seen."""
+    """One length only: the prediction for it lies between the shortest and the longest time seen."""
     num_tokens = seen[0][0]
     meter = PrefillMeter()
     for i, (_, factor) in enumerate(seen):

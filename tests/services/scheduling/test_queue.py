@@ -39,7 +39,7 @@ def drained(queue):
 
 
 class NaiveQueue:
-    """The same promises in the fewest words: everything is looked for in one list."""
+    """The queue's promises in the fewest words: everything is looked for in one list."""
 
     def __init__(self, strategy):
         self.strategy = strategy
@@ -347,7 +347,7 @@ def test_who_named_no_time_keeps_the_order_of_arrival_and_has_a_turn_among_those
     service_s=st.floats(0.05, 3),
 )
 def test_a_prompt_is_passed_by_shorter_ones_only_and_by_none_that_came_much_later(strategy, prompts, service_s):
-    """One place serves all: whoever goes before a prompt that came earlier is shorter, and came soon after it."""
+    """One place serves all: a prompt that goes before one that came earlier is shorter, and came soon after it."""
     queue = RequestQueue(strategy=strategy, max_waiting=1000)
     now_s, free_s, arrivals = 0.0, 0.0, []
     for key, (gap_s, prompt_s) in enumerate(prompts):

@@ -232,7 +232,7 @@ def test_more_cached_is_never_worse_for_anybody(case, data):
     worker = data.draw(st.sampled_from(ps + ds))
     more = asked.cached_tokens.get(worker.worker_id, 0) + 16 * data.draw(st.integers(1, 100))
     easier = dataclasses.replace(asked, cached_tokens=dict(asked.cached_tokens) | {worker.worker_id: more})
-    # What one worker comes to hold, the others would compute twice: that alone is for whoever holds it.
+    # What one worker comes to hold, the others would compute twice: that alone is for its holder.
     how = DisaggregationSettings(redone_weight=0)
     before, after = (
         {

@@ -23,7 +23,7 @@ def demo_tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def grammars() -> Grammars:
-    """Of the demo model."""
+    """Grammars for the demo model's tokenizer."""
     return Grammars(DEMO_MODEL / "tokenizer.json", vocab_size=VOCAB_SIZE)
 
 

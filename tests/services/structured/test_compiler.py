@@ -78,7 +78,7 @@ async def test_one_that_takes_too_long_is_refused_and_so_are_those_behind_it(gat
     try:
         asked = [checks.check(AnswerForm(f"slow {n}")) for n in range(compiler.NUM_THREADS + 1)]
         results = await asyncio.gather(*asked, return_exceptions=True)
-        # What had begun goes on, to nobody's use; what had not never does.
+        # What had begun runs to its end, to nobody's use; what had not never begins.
         assert len(gate.begun) <= compiler.NUM_THREADS
         for n, result in enumerate(results):
             kind = TooComplex if f"slow {n}" in gate.begun else Overloaded

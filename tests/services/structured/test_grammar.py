@@ -69,7 +69,7 @@ def test_whatever_is_allowed_ends_as_a_value_of_the_schema(name: str, seed: int)
         allowed = token_set(bits)
         assert allowed, "there is always a way on"
         assert bool(allowed & {*EOS}) == state.is_complete == replayed.is_complete
-        # Ends as soon as it can: some of the schemas could go on without end.
+        # Ends as soon as it can: some of the schemas could continue without end.
         token = EOS[0] if EOS[0] in allowed else source.choice(sorted(allowed))
         if token in EOS:
             break

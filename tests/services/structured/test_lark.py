@@ -84,7 +84,7 @@ def token_set(bits: bytes) -> set[int]:
 
 
 def walk(model: Model, form: AnswerForm, choose: Callable[[list[int]], int], most: int = 400) -> tuple[str, bool]:
-    """The text of an answer, and whether it was complete within so many tokens."""
+    """The text of an answer, and whether it was complete within `most` tokens."""
     state = model.grammars.begin(form, eos_token_ids=EOS)
     tokens: list[int] = []
     while len(tokens) < most:

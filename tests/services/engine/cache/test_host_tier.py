@@ -43,7 +43,7 @@ class Memory:
     def begin(
         self, text: str, *, is_worth: Callable[[int, int], bool] = lambda num, before: True
     ) -> tuple[PageLease, int]:
-        """A lease of pages for all of a text, and how many of them were there already."""
+        """Returns a lease of pages for all of a text, and how many of them were cached."""
         keys = keys_of(text)
         lease = PageLease(self.allocator)
 
@@ -66,7 +66,7 @@ class Memory:
         self.allocator.name(lease.page_ids[start:], keys[start:], parent=keys[start - 1] if start else None)
 
     def say(self, text: str, **how: Callable[[int, int], bool]) -> int:
-        """A whole sequence; how many of its pages were there."""
+        """Computes a whole sequence; returns how many of its pages were cached."""
         lease, num_there = self.begin(text, **how)
         self.compute(lease, text, num_there)
         lease.close()
@@ -78,7 +78,7 @@ class Memory:
 def test_what_gave_way_comes_back_as_it_was(device: str) -> None:
     memory = Memory(6, 8, device=device)
     assert memory.say("abcdef") == 0
-    assert memory.say("ABCD") == 0  # c to f gave way
+    assert memory.say("ABCD") == 0  # c to f were evicted
     assert memory.tier.stats()[:3] == (8, 4, 4)
     assert memory.say("abcdef") == 6
     assert memory.num_copied == 4
@@ -232,10 +232,10 @@ TEXTS = ["abcdefg", "abcxyzw", "abxyzwv", "qrstuvw", "qrsabcd"]
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Sequences that begin, go on, share, end, and turn out wrong, in a pool and a tier that are both too small.
+    """Sequences that begin, continue, share, end, and turn out wrong, in a pool and a tier that are both too small.
 
-    The model is what a page with a key must hold: whoever is given one by its key finds just that, also after the page
-    and the slot were somebody else's. What is found was named, and not taken back since.
+    The model is what a page with a key must hold: a sequence that is given one by its key finds just that, also after
+    the page and the slot were another's. What is found was named, and not taken back since.
     """
 
     leases = Bundle("leases")

@@ -448,7 +448,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule()
     def take_changes(self) -> None:
         added, evicted = map(set, self.allocator.take_changes())
-        assert not added & self.said, "who is told twice counts twice"
+        assert not added & self.said, "a key that is told twice counts twice"
         assert evicted <= self.said
         self.said = (self.said | added) - evicted
         assert self.said == set(self.names.values())

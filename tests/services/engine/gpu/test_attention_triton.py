@@ -169,7 +169,7 @@ def test_strides_are_those_of_the_pool_whatever_its_order(device):
 
 
 def test_pages_beyond_2_to_the_31_elements_are_found(device):
-    """The same few pages near each other and far apart; memory in between is never touched, and so takes none."""
+    """A few pages near each other and far apart; memory in between is never touched, and so takes none."""
     near = Case(device, [(1, 40), (3, 17)], heads=(1, 1), head_dim=16, dtype=BF16)
     size, last_page = near.layer_data[0].numel(), len(near.layer_data) - 1
     page_stride = -(-(2**31) // last_page // 16) * 16 + 16

@@ -95,7 +95,7 @@ class ToyModel:
 
 @pytest.fixture
 def parts(checkpoint):
-    """Of a toy whose pool has 40 pages of 4 tokens, for at most 4 rows at a time."""
+    """The parts of a toy whose pool has 40 pages of 4 tokens, for at most 4 rows at a time."""
     config = dataclasses.replace(load_config(checkpoint("llama-mha")), num_kv_heads=1, num_layers=1, head_dim=2)
     pool = PagePool(PageLayout(1, 1, 2, 4, torch.float32), 40)
     pool.data.fill_(-77)
@@ -245,7 +245,7 @@ def test_a_step_ahead_is_used_only_for_what_it_computed(parts, change):
     computed(parts, other)
     decode(parts, *((one,) if change == "joined" else (one, other)))
     assert parts.runner.num_launched_ahead == 1
-    if change == "pages":  # it gave way, and came back to pages in which the new key is not
+    if change == "pages":  # it was preempted, and came back to pages in which the new key is not
         page_ids = parts.allocator.allocate(5, state="used")
         parts.pool.data[page_ids] = parts.pool.data[one.page_table]
         parts.pool.data[page_ids[1], 0, 0, 0, 1] = -5
@@ -283,7 +283,7 @@ def test_more_rows_than_the_largest_bucket_take_several_steps(parts):
 
 
 def proposals(answer, num_right):
-    """The next tokens of an answer, and two that are none of its."""
+    """The next tokens of an answer, and two that are not its own."""
     return *answer[:num_right], *((token_id + 1) % 200 for token_id in answer[num_right : num_right + 2])
 
 
@@ -431,7 +431,7 @@ def test_decoder_and_graphs_answer_as_the_cpu_does(checkpoint, random_ids, devic
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama-mqa-odd", torch.float32), ("qwen3-qk-norm", torch.bfloat16)])
 def test_prompt_logits_equal_the_readable_decoders(checkpoint, random_ids, paged_run, name, dtype):
-    """On the CPU: the readable decoder's tensors are there."""
+    """On the CPU, where the readable decoder's tensors are."""
     model = triton_model(checkpoint(name), torch.device("cpu"), dtype)
     oracle = load_model(checkpoint(name), device="cpu", dtype=str(dtype).removeprefix("torch."), use_kernels=False)
     ids = random_ids(21)

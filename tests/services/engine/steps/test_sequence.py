@@ -82,7 +82,7 @@ class TestSequence:
 
     def test_a_stop_token_ends_it_and_wins_over_length(self) -> None:
         seq = sequence([9], max_tokens=2, stop_token_ids=frozenset({9}))
-        assert seq.finish_reason() is None  # a stop token in the prompt is none
+        assert seq.finish_reason() is None  # a stop token in the prompt does not end it
         seq.append_token(3)
         assert seq.finish_reason() is None
         seq.append_token(9)

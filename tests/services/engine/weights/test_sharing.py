@@ -1,4 +1,4 @@
-"""Who has the memory, who is given it, and what becomes of it when processes end, hang, lie or come all at once."""
+"""Holders of shared memory, those that are given it, and processes that end, hang, lie or come at once."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def start(name: str) -> Iterator[Callable[..., Child]]:
 
 
 def await_heir(name: str) -> None:
-    """Until somebody has the name again. Who came before that would be the first of its own memory."""
+    """Waits until a process has the name again. One that came before that would be the first of its own memory."""
     deadline_s = time.monotonic() + 20
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -159,7 +159,7 @@ def test_where_the_first_gives_up_the_next_is_the_first(make: Callable[[], Shari
 def test_memory_outlives_the_process_that_made_it(
     make: Callable[[], Sharing], start: Callable[..., Child], name: str
 ) -> None:
-    """Killed, and killed again: whoever is left hands it on, and nobody makes it a second time."""
+    """Killed, and killed again: the last one hands it on, and none makes it a second time."""
     child = start()
     assert child.said == "first"
     expected = {b"one": f"of {child.pid}".encode()}
