@@ -1,4 +1,4 @@
-"""What there is to find in the text of a chat's answers, whichever API shows it: reasoning, calls, and their sizes."""
+"""The parts of a chat's answers, whichever API shows them: reasoning, calls, and their sizes."""
 
 import hashlib
 from collections import deque
@@ -12,7 +12,7 @@ from services.structured.form import ToolFormat
 
 
 class AnswerParts:
-    """What to look for in a call's chat answers: calls of these tools, and reasoning where the model's template has it.
+    """The parts to look for in a call's chat answers: calls of these tools, and reasoning where the template has it.
 
     `prompts` holds the token ids of each answer's prompt. `is_strict`: some of the tools are; where a token begins
     calls, nothing else does then, because an answer's form keeps only what follows that token to a schema. `is_forced`:
@@ -39,7 +39,7 @@ class AnswerParts:
         self.are_looked_for = self._tool_format is not None or tokenizer.has_reasoning
 
     def parser(self, index: int) -> AnswerParser:
-        """A new parser for the text of one answer."""
+        """Returns a new parser for the text of one answer."""
         return AnswerParser(
             tool_format=self._tool_format,
             names=self._tool_names,
@@ -50,25 +50,25 @@ class AnswerParts:
         )
 
     def call_id(self, index: int, number: int) -> str:
-        """The same whoever writes the answer, and whenever. Mistral's templates ask for nine letters and digits."""
+        """Returns a call's id, which each writer of the answer makes alike. Mistral's have nine letters and digits."""
         digits = hashlib.sha256(f"{self._request_id}/{index}/{number}".encode()).hexdigest()
         return digits[:9] if self._tool_format is ToolFormat.MISTRAL else f"call_{digits[:24]}"
 
 
 class CallMarks:
-    """Where in an answer's text the token stands that begins calls; the same text of other tokens is only text."""
+    """Finds in an answer's text the tokens that begin calls; the same text from other tokens is only text."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._detokenizer = tokenizer.detokenizer()
         self._token_id, self._mark = tokenizer.call_token
         self._num_chars = 0
         self._starts: deque[int] = deque()
-        """Of marks that were not put into a text yet."""
+        """The number of marks that are not put into a text yet."""
         self._num_read = 0
         self._held = ""
 
     def put_into(self, text: str, token_ids: Sequence[int]) -> str:
-        """The text with MARK for each such token; the beginning of one is held back."""
+        """Returns the text with MARK for each such token; the beginning of one is held back."""
         for token_id in token_ids:
             shown = self._detokenizer.push((token_id,))
             self._num_chars += len(shown)
@@ -87,7 +87,7 @@ class CallMarks:
         return "".join(parts)
 
     def finish(self) -> str:
-        """What was held back."""
+        """Returns what was held back."""
         return self._held
 
 
@@ -107,11 +107,11 @@ class ReasoningTokens:
 
     @property
     def num_tokens(self) -> int:
-        """How many so far."""
+        """The number so far."""
         return self._num_read if self._has_reasoning else 0
 
     def push(self, token_ids: Sequence[int]) -> int:
-        """Takes the next tokens of the answer; gives how many more are now known to come before the answer proper.
+        """Takes the next tokens of the answer; returns how many more are now known to come before the answer proper.
 
         Those at the beginning become so later, where they may belong to `<think>` or to the answer.
         """

@@ -11,7 +11,7 @@ from gateway.models.detokenizers import Detokenizer
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What became of some tokens.
+    """The result of taking some tokens.
 
     `num_tokens` of them belong to the answer (fewer than given only when `is_stopped`); `text` became certain.
     """
@@ -20,7 +20,7 @@ class Taken(msgspec.Struct, frozen=True):
     text: str
     is_stopped: bool
     is_cut: bool = False
-    """A stop text has ended it."""
+    """Whether a stop text has ended it."""
 
 
 class AnswerText:
@@ -60,7 +60,7 @@ class AnswerText:
         return Taken(num_shown + 1, text + self._detokenizer.finish(), True)
 
     def finish(self) -> str:
-        """The text that was held back, when the answer ends for another reason than a stop text."""
+        """Returns the text that was held back, when the answer ends for another reason than a stop text."""
         text = self._held + self._detokenizer.finish()
         self._held = ""
         cut = self._find_stop(text) if self._num_tokens >= self._min_tokens else -1
@@ -90,12 +90,12 @@ class AnswerText:
         return len(token_ids)
 
     def _find_stop(self, text: str) -> int:
-        """Where the earliest stop text begins, or -1."""
+        """Returns where the earliest stop text begins, or -1."""
         found = [position for stop in self._stop_texts if (position := text.find(stop)) >= 0]
         return min(found, default=-1)
 
     def _num_certain(self, text: str) -> int:
-        """How much of `text` cannot be the beginning of a stop text any more."""
+        """Returns how much of `text` can no longer be the beginning of a stop text."""
         certain = len(text)
         for stop in self._stop_texts:
             position = text.find(stop[0], max(0, len(text) - len(stop) + 1))

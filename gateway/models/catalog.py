@@ -30,12 +30,12 @@ class ServedModel:
     tokenizer: ModelTokenizer
     tokenizer_fingerprint: str = ""
     facts: ModelFacts | None = None
-    """What its workers must agree with; None: nothing is compared."""
+    """The facts that its workers must agree with; None: nothing is compared."""
     aliases: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     fallback_after_s: float = DEFAULT_FALLBACK_AFTER_S
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    """For requests that do not say it, by the names of the fields."""
+    """Values for requests without these fields, by the fields' names."""
 
 
 class ModelCatalog:
@@ -44,7 +44,7 @@ class ModelCatalog:
     def __init__(self, models: Sequence[ServedModel], *, max_tokenize_chars: int = MAX_TOKENIZE_CHARS) -> None:
         assert models
         self.max_tokenize_chars = max_tokenize_chars
-        """Of a text that becomes tokens for their own sake."""
+        """The most characters of a text that becomes tokens for their own sake."""
         self._models = {model.name: model for model in models}
         self._by_any_name = {name: model for model in models for name in (model.name, *model.aliases)}
         self._only = models[0] if len(models) == 1 else None
@@ -54,7 +54,7 @@ class ModelCatalog:
         return iter(self._models.values())
 
     def __getitem__(self, name: str) -> ServedModel:
-        """The model of this very name. Raises KeyError for an alias."""
+        """Returns the model of this very name. Raises KeyError for an alias."""
         return self._models[name]
 
     def names(self) -> Iterator[tuple[str, ServedModel]]:
@@ -62,7 +62,7 @@ class ModelCatalog:
         return iter(self._by_any_name.items())
 
     def name_of(self, name: str | None) -> str:
-        """The own name of the model that a client means, to be judged before it is known whether there is one.
+        """Returns the own name of the model that a client means, which need not exist.
 
         A name that no model has stays as it is. Raises InvalidRequest where a name is needed.
         """
@@ -70,7 +70,7 @@ class ModelCatalog:
         return model.name if model is not None else name or ""
 
     def resolve(self, name: str | None) -> ServedModel:
-        """The model that a client means; with no name, the only one.
+        """Returns the model that a client means; without a name, the only one.
 
         Raises NotFound for a name that no model has, InvalidRequest where a name is needed.
         """
@@ -103,7 +103,7 @@ def load_catalog(
 
 
 def header_value(text: str) -> str:
-    """A model's name, or what is said of several, as a header can carry it: what is not printable ASCII is quoted."""
+    """Returns a text about models as a header can carry it: what is not printable ASCII is quoted."""
     return quote(text, safe=_SAFE)
 
 

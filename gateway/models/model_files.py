@@ -1,6 +1,6 @@
 """What the gateway reads of a model folder: config.json, generation_config.json, tokenizer.json, the chat template.
 
-Of the weights it reads a sample, to compare it with the workers' (`services.runtime.model_facts`). Never imports torch
+A sample of the weights is read, to compare it with the workers' (`services.runtime.model_facts`). Never imports torch
 or the engine.
 """
 

@@ -1,7 +1,7 @@
 """`response_format` and its like: from what a client wrote to the schema that its answer must have.
 
 A schema is one text from here to the workers, with white space removed and the order of members kept, which is the
-order of the answer's; JSON mode is the schema of any object, and an empty text is no schema. Regular expressions,
+order of the answer's; JSON mode is the schema of any object, and an empty text is not a schema. Regular expressions,
 choices and grammars are texts too, whose first line says what they are (`services.structured.grammar_text`). Whether a
 form can be compiled is asked when the call is accepted (`services.structured.compiler`).
 """
@@ -23,7 +23,7 @@ _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def json_schema_of(response_format: Any) -> str:
-    """The schema that OpenAI's member asks for; an empty text where it asks for none. Raises InvalidRequest."""
+    """Returns the schema that OpenAI's member asks for; an empty text where it asks for none. Raises InvalidRequest."""
     if response_format is None:
         return ""
     if not isinstance(response_format, Mapping):
@@ -51,7 +51,7 @@ def json_schema_of(response_format: Any) -> str:
 
 
 def form_in(members: Mapping[str, Any]) -> tuple[str, str]:
-    """What the answer must keep to, and the one of these members of a request that asks for it; empty texts: none does.
+    """Returns the answer's form and the one of these members that asks for it; empty texts where none does.
 
     Raises InvalidRequest that names the member, also where two of them ask.
     """
@@ -78,7 +78,7 @@ def _read(name: str, value: Any) -> str:
 
 
 def _structured(value: Any) -> str:
-    """`structured_outputs`, as vLLM has it. Others of its members were looked at before."""
+    """Returns the form of vLLM's `structured_outputs`, whose other members are judged before."""
     name = "structured_outputs"
     if not isinstance(value, Mapping):
         raise _wrong(name, "an object")
@@ -92,7 +92,7 @@ def _structured(value: Any) -> str:
 
 
 def _schema(value: Any, name: str) -> str:
-    """A schema as an object, or as the JSON text of one."""
+    """Returns the form of a schema, which is an object or the JSON text of one."""
     try:
         return json_schema_in(value) if isinstance(value, str) else _normalised(value)
     except InvalidRequest as error:
@@ -138,7 +138,7 @@ def _wrong(name: str, rule: str) -> InvalidRequest:
 
 
 def json_schema_in(text: str) -> str:
-    """The schema that a client wrote as JSON text. Raises InvalidRequest."""
+    """Returns the schema that a client wrote as JSON text. Raises InvalidRequest."""
     if len(text.encode()) > MAX_SCHEMA_BYTES:
         raise _too_large()
     try:
@@ -185,7 +185,7 @@ def _normalised(schema: Any) -> str:
 
 
 def _depth(value: Any) -> int:
-    """How many objects and lists are within one another, without recursion."""
+    """Returns how many objects and lists are within one another, without recursion."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1

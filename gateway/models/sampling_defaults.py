@@ -1,4 +1,4 @@
-"""How a model's makers want it to be sampled: what generation_config.json says, for requests that do not say it."""
+"""A model's own sampling: values of generation_config.json for requests without them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,13 +15,13 @@ from services.runtime.sampling import PARAMETERS
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "none"
 FIELDS = tuple(parameter.name for parameter in PARAMETERS.values() if parameter.has_model_default)
-"""Those that are used. Lengths are not: they would cut answers that other servers do not cut."""
+"""The values that are used. Lengths are not: they would cut answers that other servers do not cut."""
 
 _ANYTHING = ModelLimits(vocab_size=2**31 - 1, context_length_tokens=2**31 - 1)
 
 
 def read_defaults(model_folder: Path, wanted: str) -> dict[str, float]:
-    """The defaults of a model; `wanted` is AUTO (its own file, if there is one), NONE, or a folder with such a file.
+    """Returns a model's defaults; `wanted` is AUTO (its own file, if it has one), NONE, or a folder with such a file.
 
     Raises ModelError for a value that no request may have, and for a folder without the file.
     """
@@ -38,6 +38,6 @@ def read_defaults(model_folder: Path, wanted: str) -> dict[str, float]:
 
 
 def with_defaults(asked: AskedSampling, defaults: Mapping[str, float]) -> AskedSampling:
-    """What a client asked for, completed."""
+    """Returns what a client asked for, completed."""
     missing: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(asked, name) is None}
     return msgspec.structs.replace(asked, **missing) if missing else asked

@@ -1,4 +1,4 @@
-"""What a client tells the chat template beside messages and tools, such as whether a model is to think. Pure."""
+"""Variables of the chat template that a client sets, such as whether a model is to think. Pure."""
 
 import re
 from collections.abc import Mapping, Set
@@ -8,15 +8,15 @@ from services.runtime.errors import InvalidRequest
 
 MAX_WORDS = 16
 OWN = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
-"""What a chat template gets from us."""
+"""The variables that the gateway sets itself."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _TEXT = re.compile(r"[A-Za-z0-9_. -]{0,64}")
-"""No special token of any model can be written so."""
+"""The characters of a value; no special token of any model consists of these alone."""
 
 
 def template_words_in(words: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """The same, checked: names, and values that are short plain texts, numbers or flags. Raises InvalidRequest."""
+    """Returns the variables, if their values are short plain texts, numbers or flags. Raises InvalidRequest."""
     if len(words) > MAX_WORDS:
         raise InvalidRequest(f"{field} has {len(words)} entries; the most is {MAX_WORDS}", field=field)
     for name, value in words.items():
@@ -38,5 +38,5 @@ def template_words_in(words: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 
 def unknown_fields(fields: Mapping[str, str], known: Set[str]) -> list[str]:
-    """The members of a request that say what the model's template has no name for, out of those of all names."""
+    """Returns the members of a request that set variables which the model's template does not read."""
     return [field for name, field in fields.items() if name not in known]

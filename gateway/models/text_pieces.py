@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 PIECE_CHARS = 32 * 1024
-"""Some milliseconds of work, and some megabytes of memory while it is done."""
+"""The size of a piece: some milliseconds of work, and some megabytes of memory meanwhile."""
 _LOOK_CHARS = 32 * 1024
-"""A search holds the interpreter, so it is done in parts."""
+"""The size of a part that is searched: a search holds the interpreter lock."""
 
 _WORD = "[0-9A-Za-zÀ-ÖØ-öø-ÿА-яёЁ\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]"
 _AFTER = r'[ \t\r\n.,;:!?()\[\]{}"“”、。，；：！？（）]'
 _CUT = re.compile(f"(?<={_WORD})(?={_AFTER})")
-"""Behind a letter or digit and before a blank or a mark that is no apostrophe: every pattern below ends a word there,
-and none looks back. What begins there is divided as if it stood alone. Only characters are named whose kind no version
-of Unicode has changed."""
+"""Behind a letter or digit and before a blank or any mark but the apostrophe: every pattern below ends a word there,
+and none looks back, so the rest is divided as if it stood alone. The characters are those whose kind has been the same
+in every version of Unicode."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -29,7 +29,7 @@ _KNOWN_PATTERNS = frozenset(
 
 
 def can_be_cut(tokenizer_json: str) -> bool:
-    """Whether texts of this tokenizer may be cut by `pieces`."""
+    """Returns whether texts of this tokenizer may be cut by `pieces`."""
     document = json.loads(tokenizer_json)
     normalizer = document.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":
@@ -38,7 +38,7 @@ def can_be_cut(tokenizer_json: str) -> bool:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text in pieces of about PIECE_CHARS; a stretch without a place to cut stays whole."""
+    """Returns the text in pieces of about PIECE_CHARS; a stretch without a place to cut stays whole."""
     start = at = 0
     while len(text) - start > 2 * PIECE_CHARS:
         at = max(at, start + PIECE_CHARS)
@@ -46,7 +46,7 @@ def pieces(text: str) -> Iterator[str]:
             break
         found = _CUT.search(text, at, min(len(text), at + _LOOK_CHARS))
         if found is None:
-            # The end of the part is no character to look back from, so it is looked at again.
+            # A search cannot look behind the end of the part, so the last character is searched again.
             at += _LOOK_CHARS - 1
             continue
         yield text[start : found.start()]
@@ -70,7 +70,7 @@ def _ends_words(pre_tokenizer: dict[str, Any] | None) -> bool:
 
 
 def _is_plain(token: dict[str, Any]) -> bool:
-    """Whether an added token is found whatever stands beside it, and cannot be cut itself."""
+    """Returns whether an added token is found whatever stands beside it, and cannot be cut itself."""
     return not (
         token.get("lstrip") or token.get("rstrip") or token.get("single_word") or _CUT.search(token.get("content", ""))
     )

@@ -28,11 +28,11 @@ from services.structured.form import ToolFormat
 from services.structured.lark import CALL_MARKS
 
 LONG_TEXT_CHARS = 4096
-"""Longer texts are encoded in turns beside the event loop, so that other requests' tokens go on meanwhile."""
+"""Longer texts are encoded in turns beside the event loop, so that other requests' tokens are not held up."""
 MANY_MESSAGES = 64
-"""More are a long text, whatever is in them."""
+"""Conversations of more messages count as long texts."""
 HUGE_PIECE_CHARS = 2**17
-"""What is longer in one piece is encoded when nothing else of that kind is: it takes 133 bytes for each byte."""
+"""Longer pieces are encoded one at a time: each takes 133 bytes of memory for each byte."""
 HUGE_PIECE_WAIT_S = 0.005
 
 ChatMessage = Mapping[str, Any]
@@ -59,11 +59,11 @@ class ModelTokenizer:
         source = files.chat_template
         self._template = None if source is None else compile_template(source)
         self.template_names = frozenset() if source is None else names_in(source) - OWN
-        """What a client may tell the chat template beside messages and tools."""
+        """The variables of the chat template that a client may set."""
         self.tool_format = None if source is None or not reads_tools(source) else tool_format_of(source)
         """How the model writes calls; None: its template has no tools, or teaches a format that is not known here."""
         self.call_token = _call_token(self._tokenizer, self.tool_format)
-        """The token that begins calls, and its text; the id is -1 where there is no such token."""
+        """The token that begins calls, and its text; the id is -1 where no such token exists."""
         self.has_reasoning = source is not None and has_reasoning(source)
         self._has_developer = source is not None and "developer" in source
         self._shown = _shown_markers(self._tokenizer, self.tool_format)
@@ -73,10 +73,9 @@ class ModelTokenizer:
         self._token_bytes: dict[int, bytes] = {}
         self._token_texts: dict[int, str] = {}
         self.whole_texts: dict[int, str] = {}
-        """Texts of tokens that are whole characters, as far as they were asked for: the same wherever they follow whole
-        characters."""
+        """Texts of tokens that are whole characters, whatever is beside them, as far as they were asked for."""
         self._affixes = _affixes(self._tokenizer) if can_be_cut(files.tokenizer_json) else None
-        """Token ids that go before and behind a prompt; None: its pieces would not have the tokens of the whole."""
+        """Token ids before and behind a prompt; None: pieces of a text would not have the tokens of the whole."""
         self._plain_ids: dict[str, list[int]] = {}
         """Special texts as ordinary ones, as far as they were asked for."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -93,7 +92,7 @@ class ModelTokenizer:
         return self._template is not None
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
-        """Token ids of a prompt. Special tokens written in the text count as such: it is the model's own input."""
+        """Returns a prompt's token ids. Special tokens written in the text count as such: it is the model's own."""
         if len(text) <= LONG_TEXT_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return await self.turns.run(self._encode_steps(text, add_special_tokens), tenant=tenant)
@@ -106,7 +105,7 @@ class ModelTokenizer:
         more: Mapping[str, Any] = _NOTHING,
         tenant: str = "",
     ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's next message; `tools` are those it may call.
+        """Returns the token ids of a conversation up to the assistant's next message; it may call `tools`.
 
         `more` is told to the template as it is, as far as it knows the names.
 
@@ -114,7 +113,7 @@ class ModelTokenizer:
         text. Raises InvalidRequest where the template refuses the messages.
         """
         if not self._has_developer:
-            # OpenAI's newer name for it; a template that has never heard of it leaves the message out, or worse.
+            # OpenAI's newer name for it; a template that does not know it leaves the message out, or worse.
             messages = [
                 {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
             ]
@@ -124,38 +123,38 @@ class ModelTokenizer:
         return await self.encode(text, add_special_tokens=False, tenant=tenant)
 
     async def decode_long(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, tenant: str = "") -> str:
-        """As `decode`, beside the event loop where they are many."""
+        """Returns what `decode` does, working beside the event loop where the tokens are many."""
         decode = functools.partial(self.decode, token_ids, skip_special_tokens=skip_special_tokens)
         if len(token_ids) <= LONG_TEXT_CHARS:
             return decode()
         return await self.turns.call(decode, tenant=tenant)
 
     def opens_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether this prompt ends where the model's reasoning begins, as some templates let it."""
+        """Returns whether this prompt ends where the model's reasoning begins, as with some templates."""
         if not self.has_reasoning:
             return False
         tail = self.decode(prompt_token_ids[-REASONING_TAIL_TOKENS:], skip_special_tokens=False)
         return tail.rstrip().endswith("<think>")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of all ids at once; bytes that are not UTF-8 are replaced by U+FFFD."""
+        """Returns the text of all ids at once; bytes that are not UTF-8 are replaced by U+FFFD."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self) -> Detokenizer:
-        """A new incremental decoder for one answer, special tokens skipped but for those that begin calls."""
+        """Returns an incremental decoder for one answer, which skips special tokens but for those that begin calls."""
         if self._decoder_kind == "ByteLevel":
             return ByteLevelDetokenizer(self.token_bytes, self.whole_texts)
         return WindowDetokenizer(self._tokenizer, self._shown, self._special_ids)
 
     def token_text(self, token_id: int) -> str:
-        """One token's text, special tokens shown, as log-probabilities present it."""
+        """Returns one token's text, special tokens shown, as log-probabilities present it."""
         known = self._token_texts.get(token_id)
         if known is None:
             known = self._token_texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return known
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes, where the vocabulary is byte-level; none for special tokens that answers do not show."""
+        """Returns one token's bytes in a byte-level vocabulary; b"" for special tokens that answers do not show."""
         known = self._token_bytes.get(token_id)
         if known is None:
             known = self._token_bytes[token_id] = self._make_token_bytes(token_id)
@@ -175,7 +174,7 @@ class ModelTokenizer:
             return token.encode()
 
     def _holds_special_text(self, value: Any) -> bool:
-        """In any text of it, however deep; how deep that can be was checked before."""
+        """Returns whether any text of it does, at any depth, which was bounded before."""
         if isinstance(value, str):
             return self._special_text.search(value) is not None
         if isinstance(value, Mapping):
@@ -236,7 +235,7 @@ class ModelTokenizer:
         return token_ids
 
     def _plain_ids_of(self, special_text: str) -> list[int]:
-        """A special text as ordinary text; there are no more of them than special tokens."""
+        """Returns a special text's ids as ordinary text; the memory of them is bounded by the special tokens."""
         known = self._plain_ids.get(special_text)
         if known is None:
             known = self._plain_ids[special_text] = _encode_long(self._plain_tokenizer, special_text, False)
@@ -244,7 +243,7 @@ class ModelTokenizer:
 
     @functools.cached_property
     def _plain_tokenizer(self) -> Tokenizer:
-        """The same tokenizer, blind to special tokens; made when first needed, which is rare."""
+        """The tokenizer, blind to special tokens; made when first needed, which is rare."""
         tokenizer = _load(self._files.tokenizer_json)
         tokenizer.encode_special_tokens = True
         return tokenizer
@@ -295,12 +294,12 @@ def _encode_alone_if_huge(tokenizer: Tokenizer, text: str, add_special_tokens: b
 
 
 def _is_long(messages: Sequence[ChatMessage]) -> bool:
-    """Whether a conversation is better looked at beside the event loop."""
+    """Returns whether a conversation takes long enough to be encoded beside the event loop."""
     return len(messages) > MANY_MESSAGES or sum(len(each["content"]) for each in messages) > LONG_TEXT_CHARS
 
 
 def _affixes(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
-    """What a prompt has before and behind its own tokens; None: that cannot be told."""
+    """Returns the tokens before and behind a prompt's own; None: they cannot be told."""
     probe = "a b"
     own = tokenizer.encode(probe, add_special_tokens=False).ids
     whole = tokenizer.encode(probe, add_special_tokens=True).ids
@@ -321,16 +320,16 @@ def _special_text_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
 
 
 def _any_of(texts: Collection[str]) -> str:
-    """A pattern for any of these, the longest that fits; empty without any.
+    """Returns a pattern for any of these, the longest that fits; empty without any.
 
-    What several begin with is in it once, so a search takes no longer where there are hundreds.
+    A beginning of several is in it once, so a search for hundreds takes no longer.
     """
     groups: dict[str, list[str]] = {}
     for text in filter(None, texts):
         groups.setdefault(text[0], []).append(text)
     branches = []
     for group in groups.values():
-        # What the first and the last in order begin with, all between them do.
+        # All texts between the first and the last in order begin as those two do.
         first, last = min(group), max(group)
         length = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
         branches.append(re.escape(first[:length]) + _any_of([text[length:] for text in group]))
@@ -338,7 +337,7 @@ def _any_of(texts: Collection[str]) -> str:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: itself where printable, else the next free code point from 256."""
+    """Returns GPT-2's printable character for each byte: itself, or else the next free code point from 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -350,7 +349,7 @@ _BYTE_OF_CHARACTER = _bytes_of_characters()
 
 
 def _shown_markers(tokenizer: Tokenizer, tool_format: ToolFormat | None) -> dict[int, str]:
-    """Special tokens that answers show all the same: without them nobody could tell a call from an answer in JSON."""
+    """Returns the special tokens that answers show: without them a call could not be told from an answer in JSON."""
     if tool_format is None:
         return {}
     ids = {text: tokenizer.token_to_id(text) for text in MARKERS}

@@ -77,7 +77,7 @@ class AnswerParser:
 
     `tool_format` None: no calls are looked for. `names` are the tools that may be called. `has_reasoning`: the
     answer may begin with it; `is_reasoning`: the prompt has opened it already. `is_forced`: the answer is calls and
-    nothing else, so what is left of it when it was cut is no content. `marks` finds those marks that came as tokens:
+    nothing else, so its rest is not content when it was cut. `marks` finds those marks that came as tokens:
     then calls begin only there, and `push` needs the tokens.
     """
 
@@ -154,7 +154,7 @@ class ToolCallParser:
         self._space: list[str] = []
         """White space that is content if content follows, and separators of two calls without markers."""
         self._skipped: list[str] = []
-        """White space before `_text` that belongs to neither as yet."""
+        """White space before `_text` whose place is not known yet."""
         self._call = CallReader(names)
         self._is_call_next = tool_format is ToolFormat.LLAMA3
         """Whether a brace here begins a call without any marker."""

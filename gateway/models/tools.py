@@ -19,19 +19,19 @@ from services.structured.lark import MAX_CALLS
 
 MAX_TOOLS = 128
 MAX_TOOL_DEPTH = 64
-"""Of a tool's schema and of a call's arguments: objects in objects."""
+"""The depth of a tool's schema and of a call's arguments: objects in objects."""
 
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Of a function without a schema: it takes none."""
+"""The parameters of a function without a schema: it takes none."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NAME_RULE = f"1 to {MAX_NAME_CHARS} characters of [A-Za-z0-9_.-]"
 
 
 def offered_tools(tools: Sequence[Any] | None, choice: Any) -> list[dict[str, Any]] | None:
-    """The tools that the model is told of; None: there are none, or none may be called.
+    """Returns the tools that the model is told of; None where none may be called.
 
-    Raises InvalidRequest for what is no tool or no `tool_choice`.
+    Raises InvalidRequest for a wrong tool or `tool_choice`.
     """
     offered = _checked_tools(tools or [])
     chosen = _read_choice(choice)
@@ -47,7 +47,7 @@ def offered_tools(tools: Sequence[Any] | None, choice: Any) -> list[dict[str, An
 
 
 def forced_names(offered: Sequence[Mapping[str, Any]] | None, choice: Any) -> frozenset[str]:
-    """The names of those offered tools of which at least one must be called; empty: none must."""
+    """Returns the names of those offered tools of which at least one must be called; empty: none must."""
     chosen = _read_choice(choice)
     if not offered or chosen.mode != "required":
         return frozenset()
@@ -55,21 +55,21 @@ def forced_names(offered: Sequence[Mapping[str, Any]] | None, choice: Any) -> fr
 
 
 def is_named(choice: Any) -> bool:
-    """Whether it names the function to call, which is then called once."""
+    """Returns whether it names the function to call, which is then called once."""
     return isinstance(choice, Mapping) and choice.get("type") == "function"
 
 
 def strict_names(tools: Sequence[Any] | None) -> frozenset[str]:
-    """The names of those tools, which are checked, whose arguments must keep to their schemas in any call."""
+    """Returns the names of those checked tools whose arguments must keep to their schemas in any call."""
     return frozenset(tool["function"]["name"] for tool in tools or () if tool["function"].get("strict"))
 
 
 def called_functions(
     tools: Sequence[Mapping[str, Any]], names: Set[str], *, strict: Set[str]
 ) -> tuple[CalledFunction, ...]:
-    """Those of the checked tools that have these names, with what their arguments keep to: any object if not strict.
+    """Returns the checked tools of these names, with what their arguments keep to: any object if not strict.
 
-    Raises InvalidRequest for parameters that are no object: arguments always are.
+    Raises InvalidRequest for parameters that are not an object, as arguments always are one.
     """
     functions = (tool["function"] for tool in tools if tool["function"]["name"] in names)
     return tuple(
@@ -88,7 +88,7 @@ def _parameters(function: Mapping[str, Any]) -> str:
 
 
 def closed_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema whose objects that name properties allow no others, unless they say what they do.
+    """Returns a schema whose objects that name properties allow no others, unless they say otherwise.
 
     Where several schemas hold for one object, none of them names all properties: those stay as they are, and so does a
     schema with `allOf`, whose definitions may be parts of such.
@@ -116,7 +116,7 @@ def _closed_value(value: Any) -> Any:
 
 
 def _has_word(value: Any, word: str) -> bool:
-    """In any object of it; how deep it can be was checked before."""
+    """Returns whether any object of it does, at any depth, which was bounded before."""
     if isinstance(value, dict):
         return word in value or any(_has_word(inner, word) for inner in value.values())
     return isinstance(value, list) and any(_has_word(inner, word) for inner in value)
@@ -130,19 +130,19 @@ _SCHEMAS = frozenset({"items", "additionalProperties"})
 
 
 def names_of(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """The names of checked tools."""
+    """Returns the names of checked tools."""
     return frozenset(tool["function"]["name"] for tool in tools)
 
 
 def check_conversation(
     messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None = None, *, max_chars: int
 ) -> list[dict[str, Any]]:
-    """`check_messages`, which judges all but calls and reasoning; these are in the result as templates take them.
+    """Returns what `check_messages` does, with calls and reasoning, as chat templates take them.
 
     An earlier call's arguments, which travel as JSON in a text, become the object that they stand for. `tools` count
     towards `max_chars` too.
     """
-    # Too many are refused before they are looked at.
+    # Refused before each of them is checked.
     plain = messages if len(messages) > MAX_MESSAGES else [_without_calls(message) for message in messages]
     checked = check_messages(plain, max_chars=max_chars)
     num_chars = sum(len(message["content"]) for message in checked) + len(_text(tools or [], "tools"))
@@ -171,7 +171,7 @@ async def encode_conversation(
     more: Mapping[str, Any] | None = None,
     tenant: str = "",
 ) -> list[int]:
-    """Token ids of a conversation that is checked first; `more` is told to the chat template.
+    """Returns the token ids of a conversation, which is checked first; `more` are variables of the chat template.
 
     Raises InvalidRequest, also for a model that has no tools.
     """
@@ -217,12 +217,12 @@ def _checked_tool(tool: Any, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """`mode` is none, auto or required; `names` are the only tools that may be called, empty: all."""
+    """A choice: `mode` is none, auto or required; `names` are the only tools that may be called, empty: all."""
 
     mode: str
     names: frozenset[str] = frozenset()
     is_all_others_hidden: bool = False
-    """The model is told of those tools only."""
+    """Whether the model is told of those tools only."""
 
 
 def _read_choice(choice: Any) -> _Choice:
@@ -253,7 +253,7 @@ def _allowed_tools(allowed: Any) -> _Choice:
 
 
 def _named(choice: Any, name: str) -> str:
-    """The name in {"type": "function", "function": {"name": …}}."""
+    """Returns the name in {"type": "function", "function": {"name": …}}."""
     is_function = isinstance(choice, dict) and choice.get("type") == "function"
     if not is_function or not isinstance(choice.get("function"), dict):
         _fail(name, '{"type": "function", "function": {"name": …}}')
@@ -269,7 +269,7 @@ def _without_calls(message: Any) -> Any:
 
 
 def _add_calls(checked: dict[str, Any], message: Mapping[str, Any], name: str) -> int:
-    """Adds what `check_messages` leaves out; the number of its characters."""
+    """Adds what `check_messages` leaves out; returns the number of its characters."""
     num_chars = 0
     if checked["role"] != "assistant":
         return num_chars
@@ -308,11 +308,11 @@ def _checked_call(call: Any, name: str) -> dict[str, Any]:
 
 
 def _arguments(text: Any, name: str) -> dict[str, Any]:
-    """The object that an earlier call's arguments stand for."""
+    """Returns the object that an earlier call's arguments stand for."""
     if not isinstance(text, str):
         _fail(name, "a text that holds a JSON object")
     try:
-        # Models and clients write none for a function without parameters.
+        # Models and clients write nothing for a function without parameters.
         value = json.loads(text or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         value = _completed(text)
@@ -323,7 +323,7 @@ def _arguments(text: Any, name: str) -> dict[str, Any]:
 
 
 def _completed(text: str) -> dict[str, Any] | None:
-    """The object that begins like this, as far as its values are complete; None: none does.
+    """Returns the object that begins like this, as far as its values are complete; None if no object does.
 
     An answer that `max_tokens` cut ends within a call, and comes back with the conversation.
     """
@@ -367,7 +367,7 @@ def _checked_id(value: Any, name: str) -> str:
 
 
 def _checked_answer_id(message: Mapping[str, Any], call_ids: Set[str], name: str) -> str:
-    """The id of the call that a tool's message answers."""
+    """Returns the id of the call that a tool's message answers."""
     call_id = message.get("tool_call_id")
     if call_id is None:
         raise InvalidRequest(
@@ -387,7 +387,7 @@ def _check_name(value: Any, name: str) -> None:
 
 
 def _text(value: Any, name: str) -> str:
-    """JSON for it. Raises InvalidRequest where a template could not write it."""
+    """Returns JSON for it. Raises InvalidRequest where a template could not write it."""
     level, depth = [value], 0
     while level:
         depth += 1

@@ -1,4 +1,4 @@
-"""Long work beside the event loop, in short steps on a few threads of its own: tenants take turns. Knows no request.
+"""Long work beside the event loop, in short steps on a few threads of its own: tenants take turns.
 
 asyncio's own threads are for the rest of the process, which waits for a file or an address there: what one tenant's
 texts keep busy must not hold that up.
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 NUM_THREADS = 2
-"""While one of them is in a step that cannot be divided, the other one serves the short ones."""
+"""The number of threads: while one is in a step that cannot be divided, the other one serves short work."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -19,7 +19,7 @@ Steps = Generator[None, None, T]
 
 
 class Turns:
-    """A few threads. To be used on one event loop.
+    """A few threads for one event loop.
 
     Work that was not over after its first step is long: it never has all of them, so that short work finds one and the
     rest of the machine keeps a core.
@@ -31,7 +31,7 @@ class Turns:
         self._num_running = 0
         self._num_long_running = 0
         self._waiting: dict[str, _Waiting] = {}
-        """By tenant, the one whose turn is next first."""
+        """Work by tenant, the tenant whose turn is next first."""
 
     @property
     def num_waiting(self) -> int:
@@ -39,7 +39,7 @@ class Turns:
         return sum(map(len, self._waiting.values()))
 
     async def run(self, steps: Steps[T], *, tenant: str = "") -> T:
-        """What `steps` returns or raises. Where the caller is cancelled, its next step is not begun."""
+        """Returns or raises what `steps` does. Where the caller is cancelled, its next step is not begun."""
         job = _Job(steps, tenant, asyncio.get_running_loop().create_future())
         self._queue(job)
         self._start_next()
@@ -47,7 +47,7 @@ class Turns:
         return result
 
     async def call(self, work: Callable[[], T], *, tenant: str = "") -> T:
-        """The same for work that is one step."""
+        """Returns or raises what `work` does, as one step."""
         return await self.run(_one_step(work), tenant=tenant)
 
     def _start_next(self) -> None:
@@ -92,7 +92,7 @@ class _Waiting:
 
     def __init__(self) -> None:
         self._next: deque[_Job] = deque()
-        """Of the kind whose turn it is."""
+        """Work of the kind whose turn it is."""
         self._other: deque[_Job] = deque()
         self._is_long = False
         """Whether that kind is long work."""
@@ -105,7 +105,7 @@ class _Waiting:
         (self._next if job.is_long is self._is_long else self._other).append(job)
 
     def take(self, *, may_be_long: bool) -> "_Job | None":
-        """The next one for which somebody waits."""
+        """Returns the next one whose caller still waits."""
         for _ in range(2):
             while self._next and (may_be_long or not self._is_long):
                 job = self._next.popleft()
@@ -130,7 +130,7 @@ class _Job:
         self.result: Any = None
 
     def step(self) -> bool:
-        """Whether it was the last one."""
+        """Returns whether it was the last one."""
         try:
             next(self.steps)
         except StopIteration as end:

@@ -32,7 +32,7 @@ class PromptTokensDetails(Exact, kw_only=True):
 
 
 class CompletionTokensDetails(Exact, kw_only=True):
-    """Tokens of a chat answer that were thought and not said."""
+    """The tokens of a chat answer that are reasoning."""
 
     reasoning_tokens: int
 
@@ -64,7 +64,7 @@ class Candidate(Exact, kw_only=True):
 
 
 PromptCandidates = list[dict[str, Candidate] | None]
-"""Of each token of a prompt: the likeliest ones and itself, by token id; None for the first."""
+"""The likeliest tokens at each place of a prompt and the prompt's own, by token id; None for the first place."""
 
 
 class CompletionChoice(Exact, kw_only=True):
@@ -143,7 +143,7 @@ class ToolCall(Exact, kw_only=True):
 
 
 class AssistantMessage(Exact, kw_only=True):
-    """What the model says. `content` is null where it only calls."""
+    """The model's message. `content` is null where it only calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -172,14 +172,14 @@ class ChatCompletion(_Answer, kw_only=True):
 
 
 class FunctionDelta(Exact, kw_only=True):
-    """What is new of a called function."""
+    """The new part of a called function."""
 
     name: str | UnsetType = UNSET
     arguments: str
 
 
 class ToolCallDelta(Exact, kw_only=True):
-    """What is new of a call; its first part has id, type and name."""
+    """The new part of a call; the first one has id, type and name."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -188,7 +188,7 @@ class ToolCallDelta(Exact, kw_only=True):
 
 
 class MessageDelta(Exact, kw_only=True):
-    """What is new of a message."""
+    """The new part of a message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET

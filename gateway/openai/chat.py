@@ -74,36 +74,24 @@ class ChatRequest(ChoicesRequest, kw_only=True):
     verbosity: Annotated[str | None, said("As in `chat_template_kwargs`; `medium` asks for nothing.")] = None
 
     def call(self) -> Call:
-        """The call it asks for. Raises InvalidRequest."""
+        """Returns the call that it asks for. Raises InvalidRequest."""
         if self.messages is None:
             raise InvalidRequest("messages is missing", field="messages", code="missing_required_parameter")
         max_tokens = agreed_max_tokens(self, "max_tokens", "max_completion_tokens")
         tools = offered_tools(self.tools, self.tool_choice)
         words, fields = self._template_words()
         sampling = asked_sampling(self, max_tokens=max_tokens, logprobs=self._num_logprobs())
-        return Call(
-            operation="chat",
-            model=self.model,
-            messages=self.messages,
-            tools=tools,
-            template_words=words,
-            template_fields=fields,
-            must_call=forced_names(tools, self.tool_choice),
-            strict_tools=strict_names(self.tools) if tools else frozenset(),
-            parallel_tool_calls=self.parallel_tool_calls is not False and not is_named(self.tool_choice),
-            sampling=sampling,
-            num_choices=1 if self.n is None else self.n,
-            priority=0 if self.priority is None else self.priority,
-            service_class=self.service_class or "",
-            tenant=self.tenant or "",
-            affinity_key=self.prompt_cache_key or self.user or "",
-            cache_salt=self.cache_salt or "",
-            allow_fallback=self.allow_fallback,
-            prompt_field="messages",
-        )
+        call = self.begun_call("chat", sampling)
+        call.messages, call.prompt_field = self.messages, "messages"
+        call.template_words, call.template_fields = words, fields
+        call.tools = tools
+        call.must_call = forced_names(tools, self.tool_choice)
+        call.strict_tools = strict_names(self.tools) if tools else frozenset()
+        call.parallel_tool_calls = self.parallel_tool_calls is not False and not is_named(self.tool_choice)
+        return call
 
     def _template_words(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """What the chat template is told, where it knows the name, and which member says it. Raises InvalidRequest."""
+        """Returns the variables for the chat template, and the member that gives each. Raises InvalidRequest."""
         if _told_to_template(self) == _NOTHING_TOLD:
             return {}, {}
         words = template_words_in(self.chat_template_kwargs or {}, "chat_template_kwargs")
@@ -162,18 +150,18 @@ class ChatWriter(ChoicesWriter):
         self._reasoning: dict[int, ReasoningTokens] = {}
 
     def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """What is found next depends on all of the text before it."""
+        """Reads the text, as what is found next depends on all of it."""
         if self._parts.are_looked_for:
             self._count_reasoning(index, token_ids)
             self._parser(index).push(text, token_ids)
 
     def opening(self, index: int) -> bytes:
-        """The event that names the role."""
+        """Returns the event that names the role."""
         choice = self._choice(index, MessageDelta(role="assistant", content=""))
         return self._event(choice, self._no_usage_yet(index))
 
     def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
-        """What the parser has held back until the end comes with the reason of the end."""
+        """Returns the event for a delta; what the parser holds back comes with the reason of the end."""
         if not self._parts.are_looked_for:
             return super().chunk(index, delta, usage)
         self._count_reasoning(index, delta.token_ids)
@@ -189,7 +177,7 @@ class ChatWriter(ChoicesWriter):
         return b"".join(parts)
 
     def whole(self, answers: Sequence[Whole]) -> bytes:
-        """The body of an answer that is not streamed. All answers have the same prompt."""
+        """Returns the body of an answer that is not streamed. All answers have the same prompt."""
         return encode(
             ChatCompletion(
                 **self._head,
@@ -299,7 +287,7 @@ class ChatWriter(ChoicesWriter):
 
 
 def _whole_call(call: ToolCallDelta) -> ToolCall:
-    """Returns a call of which all parts are there."""
+    """Returns a call all parts of which have arrived."""
     name, call_id = call.function.name, call.id
     assert name is not UNSET
     assert call_id is not UNSET
@@ -308,5 +296,5 @@ def _whole_call(call: ToolCallDelta) -> ToolCall:
 
 
 def _finish_reason(reason: FinishReason, parser: AnswerParser) -> ChatFinishReason:
-    """An answer that calls ends for its calls, unless it was cut."""
+    """Returns `tool_calls` for an answer that calls, unless it was cut."""
     return "tool_calls" if reason == "stop" and parser.num_complete_calls else reason

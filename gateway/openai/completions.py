@@ -23,7 +23,7 @@ from services.runtime.errors import InvalidRequest
 from services.runtime.sampling import MAX_TOKENS_EVER
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""What the completions API generates when max_tokens is absent, as OpenAI's does."""
+"""The length of answers when max_tokens is absent, as in OpenAI's API."""
 
 
 class CompletionRequest(ChoicesRequest, kw_only=True):
@@ -44,7 +44,7 @@ class CompletionRequest(ChoicesRequest, kw_only=True):
     ] = None
 
     def call(self) -> Call:
-        """The call it asks for. Raises InvalidRequest."""
+        """Returns the call that it asks for. Raises InvalidRequest."""
         n = 1 if self.n is None else self.n
         if self.best_of is not None and self.best_of != n:
             raise InvalidRequest(
@@ -59,20 +59,9 @@ class CompletionRequest(ChoicesRequest, kw_only=True):
                 sampling.prompt_logprobs, prompt_logprobs_field = self.logprobs, "logprobs"
         if sampling.max_tokens is None and not is_unbounded(self):
             sampling.max_tokens = min(max(DEFAULT_COMPLETION_TOKENS, sampling.min_tokens or 0), MAX_TOKENS_EVER)
-        return Call(
-            operation="text_completion",
-            model=self.model,
-            prompts=_prompts(self.prompt),
-            sampling=sampling,
-            num_choices=n,
-            priority=0 if self.priority is None else self.priority,
-            service_class=self.service_class or "",
-            tenant=self.tenant or "",
-            affinity_key=self.prompt_cache_key or self.user or "",
-            cache_salt=self.cache_salt or "",
-            prompt_logprobs_field=prompt_logprobs_field,
-            allow_fallback=self.allow_fallback,
-        )
+        call = self.begun_call("text_completion", sampling)
+        call.prompts, call.prompt_logprobs_field = _prompts(self.prompt), prompt_logprobs_field
+        return call
 
 
 class CompletionWriter(ChoicesWriter):
@@ -96,7 +85,7 @@ class CompletionWriter(ChoicesWriter):
         self._num_choices = request.n or 1
 
     def whole(self, answers: Sequence[Whole]) -> bytes:
-        """The body; what the first answer to a prompt has of it is in the others too."""
+        """Returns the body; the first answer to a prompt has its log-probabilities, which the others show too."""
         for answer in answers:
             first = answers[answer.index - answer.index % self._num_choices]
             answer.prompt_logprobs = first.prompt_logprobs
@@ -105,11 +94,11 @@ class CompletionWriter(ChoicesWriter):
         return encode(Completion(**self._head, object="text_completion", choices=choices, usage=usage))
 
     def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """Offsets go on after these tokens."""
+        """Counts these tokens' characters, after which offsets continue."""
         self._num_chars[index] = sum(len(self._tokenizer.token_text(token_id)) for token_id in token_ids)
 
     def opening(self, index: int) -> bytes:
-        """The event with the prompt, where it is echoed."""
+        """Returns the event with the prompt, where it is echoed."""
         text = self._echo(index)
         if not text:
             return b""
@@ -185,7 +174,7 @@ class CompletionWriter(ChoicesWriter):
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """One or several prompts: a text, a list of texts, token ids, or a list of lists of token ids."""
+    """Returns the prompts of a text, a list of texts, token ids, or a list of lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:

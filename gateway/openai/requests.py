@@ -55,10 +55,10 @@ from services.runtime.errors import InvalidRequest
 from services.runtime.sampling import member_values
 
 LEAST_TOP_P = 1e-6
-"""What 0 stands for: the likeliest token alone is kept."""
+"""The value that 0 stands for: the likeliest token alone is kept."""
 
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
-"""What may be asked for; what is served is always `default`."""
+"""The tiers that may be asked for; `default` is always served."""
 
 MODEL = said("A name or alias from `/v1/models`. Needed where several models are served.")
 TOOLS = said("Functions that the model may call.", items=TOOL, maxItems=MAX_TOOLS)
@@ -86,7 +86,7 @@ class EffortOption(msgspec.Struct, kw_only=True):
 
 
 class _AbstractStruct(msgspec.StructMeta, ABCMeta):
-    """Makes types of bodies that are parts of others."""
+    """The metaclass of bodies that are parts of others."""
 
 
 class RequestBody(Synonyms, kw_only=True, metaclass=_AbstractStruct):
@@ -126,7 +126,7 @@ class RequestBody(Synonyms, kw_only=True, metaclass=_AbstractStruct):
     tenant: Annotated[
         str | None,
         said(
-            "Whom it is accounted to: the key's own; admin keys may name another. Empty counts as absent.",
+            "The tenant that pays: the key's own; admin keys may name another. Empty counts as absent.",
             pattern=f"^[A-Za-z0-9_.:-]{{0,{MAX_NAME_CHARS}}}$",
         ),
     ] = None
@@ -147,11 +147,11 @@ class RequestBody(Synonyms, kw_only=True, metaclass=_AbstractStruct):
 
     @abstractmethod
     def call(self) -> Call:
-        """The call it asks for. Raises InvalidRequest."""
+        """Returns the call that it asks for. Raises InvalidRequest."""
 
 
 class ChoicesRequest(RequestBody, kw_only=True):
-    """What the APIs share whose answers are a list of choices."""
+    """The members of requests whose answers are a list of choices."""
 
     max_tokens: Annotated[int | None, UP_TO_THE_CONTEXT] = None
     n: Annotated[
@@ -167,6 +167,21 @@ class ChoicesRequest(RequestBody, kw_only=True):
         ),
     ] = None
     prompt_logprobs: Annotated[int | None, PROMPT_LOGPROBS] = None
+
+    def begun_call(self, operation: str, sampling: AskedSampling) -> Call:
+        """Returns the call as far as it does not depend on what its prompt is made of."""
+        return Call(
+            operation=operation,
+            sampling=sampling,
+            model=self.model,
+            num_choices=1 if self.n is None else self.n,
+            priority=0 if self.priority is None else self.priority,
+            service_class=self.service_class or "",
+            tenant=self.tenant or "",
+            affinity_key=self.prompt_cache_key or self.user or "",
+            cache_salt=self.cache_salt or "",
+            allow_fallback=self.allow_fallback,
+        )
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -195,17 +210,17 @@ Members = TypeVar("Members", bound=msgspec.Struct)
 
 
 def parse_members(body: bytes, body_type: type[Members]) -> tuple[Members, list[str]]:
-    """The body by its type alone, and the names of members that are ignored. Raises InvalidRequest as `parse` does."""
+    """Returns the body, checked by its type alone, and the names of ignored members. Raises InvalidRequest."""
     return _converted(_decode_strictly(body), body_type)
 
 
 def parse(body: bytes, body_type: type[Body]) -> tuple[Body, list[str]]:
-    """The request, and the names of members that are ignored. Raises InvalidRequest that names the member."""
+    """Returns the request and the names of ignored members. Raises InvalidRequest that names the member."""
     return _parsed(_decode_strictly(body), body_type)
 
 
 def parse_named(body: bytes, body_type: type[Body]) -> tuple[Body, list[str], bytes]:
-    """As `parse`, and the body without what makes no difference: white space and the order of members."""
+    """Returns what `parse` does, and the body without the white space and order of members that it came with."""
     members = _decode_strictly(body)
     return *_parsed(members, body_type), json.dumps(members, sort_keys=True, separators=(",", ":")).encode()
 
@@ -272,7 +287,7 @@ def asked_sampling(request: ChoicesRequest, *, max_tokens: int | None, logprobs:
 
 
 def check_whole(request: ChoicesRequest, what: str, *, field: str) -> None:
-    """Raises InvalidRequest for a stream: what is asked of the prompt comes with the whole answer only."""
+    """Raises InvalidRequest for a stream: log-probabilities of prompts come with whole answers only."""
     if request.stream:
         raise InvalidRequest(
             f"{what} needs stream to be false: log-probabilities of prompts come with whole answers",
@@ -283,7 +298,7 @@ def check_whole(request: ChoicesRequest, what: str, *, field: str) -> None:
 
 def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
     if len(biases) > MAX_LOGIT_BIASES:
-        # Before a body full of them has been looked through.
+        # Refused before each of them is checked.
         raise InvalidRequest(
             f"logit_bias has {len(biases)} entries; the most is {MAX_LOGIT_BIASES}", field="logit_bias"
         )
@@ -301,7 +316,7 @@ _TOKEN_ID = re.compile(r"-?[0-9]{1,12}")
 
 
 def _decode_strictly(body: bytes) -> dict[str, Any]:
-    """The members of a JSON object, none of them twice. Raises InvalidRequest."""
+    """Returns the members of a JSON object, each of which appears once. Raises InvalidRequest."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
@@ -334,7 +349,7 @@ _JSON = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_ref
 
 
 def _type_error(text: str) -> InvalidRequest:
-    """Msgspec's words end with the path of the member, such as - at `$.temperature`."""
+    """Returns the error for a message of msgspec's, which ends with the path of the member: - at `$.temperature`."""
     what, _, path = text.partition(" - at `$")
     field = path.rstrip("`").removeprefix(".")
     message = f"{field}: {what}" if field else what

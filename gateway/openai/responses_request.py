@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API, translated into chat requests; how they live is then a chat request's life.
+"""Requests of OpenAI's Responses API, translated into chat requests.
 
 Knows the spelling of POST /v1/responses and nothing of serving it. Nothing is stored here, so what refers to something
 stored is refused.
@@ -26,7 +26,7 @@ MAX_METADATA_VALUE_CHARS = 512
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
-"""What may be asked for beside the answer; of reasoning the text itself comes, so there is nothing to encrypt."""
+"""What may be asked for beside the answer. Reasoning comes as text, so nothing is encrypted."""
 _ROLES = ("user", "assistant", "system", "developer")
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 _TEXT_PARTS = ("input_text", "output_text")
@@ -41,7 +41,7 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "prompt": ((), "this server stores no prompts; use instructions and input"),
     "truncation": (("auto", "disabled"), "an input that is too long is refused, and not cut"),
 }
-"""Members that ask for what is not served: values that ask for nothing, and why."""
+"""Members that ask for what is not served: the values that ask for nothing, and the reason."""
 
 _MOVED = {
     "max_completion_tokens": "max_output_tokens",
@@ -50,7 +50,7 @@ _MOVED = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-"""Members of the chat API that would be missed if they were ignored, and what to use instead."""
+"""Members of the chat API whose absence would be noticed, and what to use instead."""
 
 _RENAMED = (
     (re.compile(r"\bresponse_format\.json_schema\.schema\b"), "text.format.schema"),
@@ -59,15 +59,15 @@ _RENAMED = (
     (re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b"), r"\1"),
     (re.compile(r"^messages\b"), "input"),
 )
-"""Names of members in errors of the chat API, and the names that they have here."""
+"""Names of members in the chat API's errors, and their names in this API."""
 
 
 TEMPLATE_FIELDS: Mapping[str, str] = {"verbosity": "text.verbosity"}
-"""Members of the chat API that are told to the chat template, where they have other names here."""
+"""Members for the chat template whose names differ from the chat API's."""
 
 
 class _MovedMember(InvalidRequest):
-    """Names a member of the chat API on purpose."""
+    """An error that names a member of the chat API on purpose."""
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
@@ -100,7 +100,7 @@ Refused = Annotated[Any, said("Refused: the message says what to use instead.")]
 
 
 class ResponsesRequest(RequestBody, kw_only=True):
-    """Body of POST /v1/responses. Members without a meaning here are given back in the response."""
+    """Body of POST /v1/responses. Members without a meaning here are repeated in the response."""
 
     REQUIRED = ("input",)
 
@@ -146,7 +146,7 @@ class ResponsesRequest(RequestBody, kw_only=True):
     response_format: Refused = None
 
     def call(self) -> Call:
-        """The call it asks for. Raises InvalidRequest."""
+        """Returns the call that it asks for. Raises InvalidRequest."""
         self._check_unserved()
         self._check_options()
         shared = {name: getattr(self, name) for name in RequestBody.__struct_fields__ if name != "stream_options"}
@@ -176,32 +176,32 @@ class ResponsesRequest(RequestBody, kw_only=True):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the log-probabilities of what is said are asked for."""
+        """Whether log-probabilities of the answer proper are asked for."""
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
     def chat_tools(self) -> list[dict[str, Any]] | None:
-        """The tools as the chat API spells them. Raises InvalidRequest for those that are no functions."""
+        """Returns the tools as the chat API spells them. Raises InvalidRequest for those that are not functions."""
         return None if self.tools is None else [_chat_tool(tool, f"tools[{n}]") for n, tool in enumerate(self.tools)]
 
     def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools as the response gives them back."""
+        """Returns the tools as the response repeats them."""
         return [{"type": "function", **tool["function"]} for tool in self.chat_tools() or ()]
 
     def shown_tool_choice(self) -> Any:
-        """`tool_choice` as the response gives it back."""
+        """Returns `tool_choice` as the response repeats it."""
         choice = self.chat_tool_choice()
         return {"type": "function", **choice["function"]} if isinstance(choice, dict) else choice or "auto"
 
     def shown_format(self) -> dict[str, Any]:
-        """`text.format` as the response gives it back."""
+        """Returns `text.format` as the response repeats it."""
         wanted = self._response_format() or {}
         return {"type": wanted.get("type", "text"), **wanted.get("json_schema", {})}
 
     def chat_tool_choice(self) -> Any:
-        """`tool_choice` as the chat API spells it. Raises InvalidRequest for a tool that is no function."""
+        """Returns `tool_choice` as the chat API spells it. Raises InvalidRequest for a tool that is not a function."""
         choice = self.tool_choice
         if not isinstance(choice, dict):
-            # It is what every response says, also one without tools.
+            # Every response says so, also one without tools.
             return None if choice == "auto" else choice
         if choice.get("type") != "function":
             _fail("tool_choice", 'none, auto, required or {"type": "function", "name": …}')
@@ -265,7 +265,7 @@ class ResponsesRequest(RequestBody, kw_only=True):
 
 @contextlib.contextmanager
 def own_words() -> Iterator[None]:
-    """Gives members the names that they have in this API, in errors of the block that have those of the chat API."""
+    """Renames members in errors of the block from the chat API's names to this API's."""
     try:
         yield
     except InvalidRequest as error:
@@ -276,16 +276,16 @@ def own_words() -> Iterator[None]:
 
 
 class _Conversation:
-    """Input items as chat messages; what an assistant thought, said and called in one turn is one message."""
+    """Input items as chat messages; an assistant's reasoning, text and calls of one turn are one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self._turn: dict[str, Any] | None = None
-        """The assistant's message to which the next item may belong."""
+        """The assistant's message that the next item may belong to."""
         self._call_ids: set[str] = set()
 
     def say(self, role: str, content: str | list[dict[str, Any]]) -> None:
-        """Adds a message that is no assistant's, and whose texts were checked."""
+        """Adds a message of another role than the assistant's, whose texts are checked."""
         self.messages.append({"role": role, "content": content})
         self._turn = None
 
@@ -324,7 +324,7 @@ class _Conversation:
         turn["content"] = content
 
     def _add_reasoning(self, item: Mapping[str, Any], name: str) -> None:
-        """Reasoning of which only a summary or an encrypted form is there says nothing to a model."""
+        """Adds reasoning, unless only its summary or its encrypted form came, which say nothing to a model."""
         parts = item.get("content") or []
         if not isinstance(parts, list):
             _fail(f"{name}.content", "a list of parts")
@@ -356,7 +356,7 @@ class _Conversation:
         self.messages[-1]["tool_call_id"] = call_id
 
     def _turn_without(self, *members: str) -> dict[str, Any]:
-        """The assistant's turn, or a new one if it has any of these already."""
+        """Returns the assistant's turn, or a new one if the current one has any of these members."""
         if self._turn is None or any(member in self._turn for member in members):
             self._turn = {"role": "assistant"}
             self.messages.append(self._turn)
@@ -364,7 +364,7 @@ class _Conversation:
 
 
 def _content(content: Any, name: str) -> str | list[dict[str, Any]]:
-    """A message's content as the chat API has it."""
+    """Returns a message's content as the chat API has it."""
     if isinstance(content, str):
         check_text(content, field_name=name)
         return content
@@ -383,7 +383,7 @@ def _part_text(part: Any, name: str, kinds: Sequence[str]) -> str:
 
 
 def _about_call(error: InvalidRequest, name: str) -> InvalidRequest:
-    """What was said of the call in a message, said of the item that it came from."""
+    """Returns the error about a call of a message as one about the item that it came from."""
     call = "messages[0].tool_calls[0]"
     for told, own in ((f"{call}.function", name), (f"{call}.id", f"{name}.call_id"), (call, name)):
         error.message = error.message.replace(told, own)
@@ -414,7 +414,7 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def in_own_words(text: str) -> str:
-    """What an error of the chat API says, or a member's name there, as it is said here."""
+    """Returns a text of the chat API with its members' names in this API."""
     for pattern, name in _RENAMED:
         text = pattern.sub(name, text)
     return text

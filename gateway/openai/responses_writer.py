@@ -1,8 +1,8 @@
 """Answers of OpenAI's Responses API: output items, and the events from which a client builds them.
 
 Knows the spelling of the API and nothing of serving it. The items are a function of the answer's text, and so is the
-place of each event among them, whichever tokens came together on their way: a stream that is gone on with elsewhere
-continues with the very character that its client does not have.
+place of each event among them, whichever tokens came together on their way: a stream that another gateway resumes
+continues with the first character that its client does not have.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _DELTA_EVENTS = {
 
 
 class Item(msgspec.Struct, kw_only=True):
-    """One item of the output while it grows. `texts` are what was said, thought, or written as arguments."""
+    """One item of the output while it grows. `texts` are parts of its text, reasoning or arguments."""
 
     kind: str
     id: str
@@ -48,21 +48,21 @@ class Item(msgspec.Struct, kw_only=True):
     status: str = "in_progress"
     texts: list[str] = msgspec.field(default_factory=list)
     logprobs: list[ChatTokenLogprob] = msgspec.field(default_factory=list)
-    """Of the tokens of what is said, where they are asked for."""
+    """Log-probabilities of a message's tokens, where they are asked for."""
 
     @property
     def text(self) -> str:
-        """All of its text."""
+        """Its whole text."""
         return "".join(self.texts)
 
     def part(self) -> dict[str, Any]:
-        """The content part that holds its text, which a call has not."""
+        """Returns the content part with the text of a message or of reasoning."""
         if self.kind == REASONING:
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
     def document(self) -> dict[str, Any]:
-        """The item as it is now."""
+        """Returns the item as it is now."""
         document: dict[str, Any] = {"id": self.id, "type": self.kind, "status": self.status}
         if self.kind == FUNCTION_CALL:
             return {**document, "call_id": self.call_id, "name": self.name, "arguments": self.text}
@@ -73,7 +73,7 @@ class Item(msgspec.Struct, kw_only=True):
 
 
 class ResponsesWriter(Writer):
-    """Writes /v1/responses. There is one answer to a request.
+    """Writes /v1/responses. Each request has one answer.
 
     Events are numbered without gaps in each client's stream. An event's place counts the events before it, a delta as
     many times as it has characters, so it does not depend on how the text was divided into deltas.
@@ -107,26 +107,26 @@ class ResponsesWriter(Writer):
         self._items: list[Item] = []
         self._open: Item | None = None
         self._place = 1
-        """Of the last event; the two of the opening are sent unless the client has them."""
+        """The last event's place; the two events of the opening are sent unless the client has them."""
         self._number = -1
         self._has_place = -1
-        """The client has all up to here."""
+        """The place up to which the client has everything."""
         self._events: list[tuple[str, bytes]] = []
-        """Those that were not written yet, each with its number and place."""
+        """Events that are not written yet, each with its number and place."""
         self._marks: list[str] = []
-        """Numbers and places of those that were written last."""
+        """The numbers and places of the events that were written last."""
 
     @staticmethod
     def journal_event_id(event_id: str) -> str:
-        """The id without number and place."""
+        """Returns the id without number and place."""
         return _parse_mark(event_id)[0]
 
     def go_on_after(self, event_id: str) -> None:
-        """The client has the stream up to the event with this id."""
+        """Skips the stream up to the event with this id, which the client has."""
         _, self._number, self._has_place = _parse_mark(event_id)
 
     def whole(self, answers: Sequence[Whole]) -> bytes:
-        """The body of an answer that is not streamed."""
+        """Returns the body of an answer that is not streamed."""
         (answer,) = answers
         self._has_place = sys.maxsize  # nobody reads events
         self._read(answer.token_ids, answer.text, answer.logprobs)
@@ -134,18 +134,18 @@ class ResponsesWriter(Writer):
         return _encode(self._ended(answer.finish_reason, answer.usage))
 
     def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """What is found next depends on all of the text before it; no event of it lies beyond the client's place."""
+        """Reads the text, as what is found next depends on all of it; the client has all of its events."""
         self._read(token_ids, text, logprobs)
 
     def opening(self, index: int) -> bytes:
-        """The events that say that there will be a response."""
+        """Returns the events that announce the response."""
         self._place = -1
         for kind in ("created", "in_progress"):
             self._event(f"response.{kind}", response=self._document("in_progress"))
         return self._written()
 
     def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
-        """All events that follow from a delta."""
+        """Returns all events that follow from a delta."""
         self._read(delta.token_ids, delta.text, delta.logprobs)
         if delta.finish_reason is not None:
             assert usage is not None
@@ -155,7 +155,7 @@ class ResponsesWriter(Writer):
         return self._written()
 
     def with_ids(self, event: bytes, *, before: str, after: str) -> bytes:
-        """An id for each event; only with the last one the client has all that the journal's next id stands for."""
+        """Returns the events with ids; only the last one's id stands for all that the journal's next id does."""
         blocks = event.split(b"\n\n")[:-1]
         ids = [before] * (len(blocks) - 1) + [after]
         return b"".join(
@@ -164,7 +164,7 @@ class ResponsesWriter(Writer):
         )
 
     def error(self, error_object: Mapping[str, Any]) -> bytes:
-        """What went wrong, and the response as far as it has come."""
+        """Returns the events with the error and with the response as far as it has come."""
         error = error_object["error"]
         self._has_place = -1
         message, param = in_own_words(error["message"]), error["param"] and in_own_words(error["param"])
@@ -186,7 +186,7 @@ class ResponsesWriter(Writer):
     def _take(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             if isinstance(piece, CallStart | Arguments) and piece.index and not self._is_parallel:
-                # Whoever asked for one call at a time gets the first; the model was not told of the wish.
+                # The client asked for one call at a time and gets the first; the model was not told of the wish.
                 continue
             if isinstance(piece, CallStart):
                 self._begin(FUNCTION_CALL, name=piece.name, call_id=self._call_id(0, piece.index))
@@ -217,7 +217,7 @@ class ResponsesWriter(Writer):
         return item
 
     def _close(self, *, is_cut: bool) -> None:
-        """Ends the open item. `is_cut`: the answer ends here, and not because the model wanted it."""
+        """Ends the open item. `is_cut`: the answer ends here although the model had more to say."""
         item, self._open = self._open, None
         if item is None:
             return
@@ -236,7 +236,7 @@ class ResponsesWriter(Writer):
         self._event("response.output_item.done", output_index=item.index, item=item.document())
 
     def _finish(self, finish_reason: str) -> None:
-        """The answer has ended; one without any text is an empty message."""
+        """Ends the answer; one without any text is an empty message."""
         self._take(self._parser.finish())
         if not self._items:
             self._begin(MESSAGE)
@@ -253,12 +253,12 @@ class ResponsesWriter(Writer):
         return {**self._head, "status": status, "output": [item.document() for item in self._items], **more}
 
     def _at(self, item: Item) -> dict[str, Any]:
-        """Where in the output an event belongs."""
+        """Returns the members that say where in the output an event belongs."""
         at = {"item_id": item.id, "output_index": item.index}
         return at if item.kind == FUNCTION_CALL else {**at, "content_index": 0}
 
     def _show_logprobs(self, item: Item) -> list[ChatTokenLogprob]:
-        """Those that came since the last time, which belong to this message."""
+        """Returns those that came since the last time, which belong to this message."""
         shown, self._unshown = self._unshown, []
         item.logprobs += shown
         return shown
@@ -273,14 +273,14 @@ class ResponsesWriter(Writer):
         self._events.append((f"{self._number}.{self._place}", event))
 
     def _written(self) -> bytes:
-        """The events since the last time."""
+        """Returns the events since the last time."""
         events, self._events = self._events, []
         self._marks = [mark for mark, _ in events]
         return b"".join(event for _, event in events)
 
 
 def _head(request: ResponsesRequest, head: Head) -> dict[str, Any]:
-    """What a response says of its request; members without a meaning here are given back."""
+    """Returns what a response says of its request; members without a meaning here are repeated."""
     reasoning = request.reasoning
     return {
         "id": f"resp_{head.request_id}",
@@ -319,7 +319,7 @@ def _head(request: ResponsesRequest, head: Head) -> dict[str, Any]:
 def _usage(usage: Usage, *, num_reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        # Pages are kept without asking and cost nothing, so nothing counts as written.
+        # Pages are cached unasked and cost nothing, so nothing counts as written.
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
@@ -328,7 +328,7 @@ def _usage(usage: Usage, *, num_reasoning_tokens: int) -> dict[str, Any]:
 
 
 def _parse_mark(event_id: str) -> tuple[str, int, int]:
-    """The journal's id, number and place. Raises InvalidRequest for what `with_ids` cannot have written."""
+    """Returns the journal's id, number and place. Raises InvalidRequest for what `with_ids` cannot have written."""
     found = _MARK.fullmatch(event_id)
     if found is None:
         raise event_id_error("it is no id of an event of this endpoint")

@@ -1,4 +1,4 @@
-"""What becomes of each member of a request that this API has no field for: refused by name, or ignored for a reason.
+"""Members of requests that this API has no field for: each is refused by name, or ignored for a reason.
 
 The words are those of OpenAI, vLLM, SGLang, llama.cpp, Ollama and Anthropic, as far as they are sent to the generating
 routes. What is served has a field in the types of requests; what stands neither there nor here is ignored, because no
@@ -20,7 +20,7 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """It would change the answer. `instead` says what to do; null and the values of `passes` ask for nothing."""
+    """A member that would change the answer. `instead` says what to do; null and values of `passes` ask nothing."""
 
     instead: str
     passes: tuple[Any, ...] = ()
@@ -28,7 +28,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Harmless:
-    """It changes nothing, for this reason."""
+    """A member that changes nothing, for this reason."""
 
     because: str
 
@@ -229,7 +229,7 @@ WORDS: Mapping[str, Mapping[str, Word]] = {
     "input": _MESSAGE,
     "input.content": _PART,
 }
-"""By the place of the object that has them; the first is the body itself."""
+"""The members by the place of the object that has them; the first place is the body itself."""
 
 INNER_FIELDS: Mapping[str, frozenset[str]] = {
     "response_format": frozenset({"type", "json_schema", "schema", "grammar", "pattern"}),
@@ -250,11 +250,11 @@ INNER_FIELDS: Mapping[str, frozenset[str]] = {
     ),
     "input.content": frozenset({"type", "text", "logprobs"}),
 }
-"""What is read of objects that are checked by hand. Those of `tools.function` are shown to the model, all of them."""
+"""The members that are read of objects without a type. The model is shown all those of `tools.function`."""
 
 
 def ignored_members(members: Mapping[str, Any], fields: tuple[str, ...]) -> list[str]:
-    """The names of those that are ignored, of a body whose type has these fields; inner ones as `messages.name`.
+    """Returns the names of ignored members of a body whose type has these fields; inner ones as `messages.name`.
 
     Raises InvalidRequest for those that would change the answer.
     """
@@ -317,7 +317,7 @@ _WITH_INNER = frozenset(place for place in INNER_FIELDS if "." not in place)
 
 @dataclass(frozen=True)
 class _Place:
-    """One kind of inner object: its name, what is read of it, and the objects in it."""
+    """One kind of inner object: its name, the members that are read, and the objects in it."""
 
     name: str
     fields: frozenset[str]
@@ -331,4 +331,4 @@ def _place(name: str) -> _Place:
 
 _PLACES = {name: _place(name) for name in _WITH_INNER}
 _OWN_TOOLS = _Place("tools", frozenset({"type", "name", "description", "parameters", "strict"}))
-"""Of tools on /v1/responses."""
+"""The members of tools on /v1/responses."""

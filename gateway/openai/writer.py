@@ -1,4 +1,4 @@
-"""Answers as OpenAI's clients read them: what all writers do, and what those do whose answers are choices.
+"""Answers as OpenAI's clients read them: what all writers share, and what writers of choices share.
 
 Knows the spelling of the HTTP API and nothing of serving it.
 """
@@ -37,7 +37,7 @@ class Whole(msgspec.Struct):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What all parts of an answer begin with."""
+    """The facts that all parts of an answer begin with."""
 
     request_id: str
     created_unix_s: int
@@ -46,7 +46,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def system_fingerprint(model: ServedModel) -> str:
-    """Changes when the model behind a name does: all that a gateway knows of it, which every gateway knows alike."""
+    """Returns a digest of all facts about a model, which are alike on every gateway."""
     limits = model.limits
     facts = [model.name, model.tokenizer_fingerprint, limits.vocab_size, limits.context_length_tokens]
     return "fp_" + hashlib.sha256(encode([*facts, model.eos_token_ids])).hexdigest()[:12]
@@ -57,7 +57,7 @@ class Writer(ABC):
 
     object_name = ""
     end = SSE_DONE
-    """What ends a stream that was not broken off."""
+    """The end of a stream that was not broken off."""
     has_usage = False
     """Whether `usage_chunk` comes before the end."""
     is_usage_continuous = False
@@ -70,41 +70,41 @@ class Writer(ABC):
 
     @staticmethod
     def journal_event_id(event_id: str) -> str:
-        """The id that `gateway.named.journal` knows, of one that `with_ids` wrote. Raises InvalidRequest."""
+        """Returns the journal's id within one that `with_ids` wrote. Raises InvalidRequest."""
         return event_id
 
     def go_on_after(self, event_id: str) -> None:  # noqa: B027 - for most the journal's part of the id says it all
-        """The client has the stream up to the event with this id."""
+        """Continues after the event with this id, which the client has."""
 
     @abstractmethod
     def whole(self, answers: Sequence[Whole]) -> bytes:
-        """The body of an answer that is not streamed."""
+        """Returns the body of an answer that is not streamed."""
 
     @abstractmethod
     def skip(self, index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """The client has these tokens of a choice already, this text of them, and all that belongs to them."""
+        """Takes tokens of a choice that the client has already, with their text."""
 
     def opening(self, index: int) -> bytes:
-        """What a stream sends before the first token of a choice."""
+        """Returns what a stream sends before the first token of a choice."""
         return b""
 
     @abstractmethod
     def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
-        """The event for a delta; empty if the client would learn nothing from it.
+        """Returns the event for a delta; empty if the client would learn nothing from it.
 
         `usage` is that so far; not given before the last delta unless `is_usage_continuous`.
         """
 
     def with_ids(self, event: bytes, *, before: str, after: str) -> bytes:
-        """What `opening` or `chunk` has just written, with ids: the client was at `before`, and is then at `after`."""
+        """Returns what `opening` or `chunk` has just written, with ids that move a client from `before` to `after`."""
         return with_event_id(event, after)
 
     def usage_chunk(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> bytes:
-        """The last event before the end, where the client asked for usage."""
+        """Returns the last event before the end, where the client asked for usage."""
         return b""
 
     def error(self, error_object: Mapping[str, Any]) -> bytes:
-        """What ends a stream which has begun and cannot go on."""
+        """Returns the end of a stream that has begun and cannot continue."""
         return b"data: " + encode(error_object) + b"\n\n"
 
 
@@ -152,7 +152,7 @@ class ChoicesWriter(Writer):
         return msgspec.Raw(text)
 
     def chunk(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
-        """The event for a delta; empty if the client would learn nothing from it. `usage` where it is continuous."""
+        """Returns the event for a delta, or b"" for one that tells nothing new. `usage` where it is continuous."""
         if self._is_plain and delta.logprobs is None and delta.finish_reason is None:
             if not delta.text:
                 return b""
@@ -166,7 +166,7 @@ class ChoicesWriter(Writer):
         return b"".join(parts)
 
     def usage_chunk(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> bytes:
-        """The last event before the end, where the client asked for usage."""
+        """Returns the last event before the end, where the client asked for usage."""
         return self._prefix + b'],"usage":' + encode(self._usage(usages)) + b"}\n\n"
 
     def _usage(self, usages: Sequence[tuple[Usage, Sequence[int]]]) -> TokenUsage:
@@ -181,11 +181,11 @@ class ChoicesWriter(Writer):
         return self._prefix + encode(choice) + self._suffix
 
     def _no_usage_yet(self, index: int) -> Usage | None:
-        """Before the first token; None where not every event tells the usage."""
+        """Returns the usage before the first token; None where not every event tells the usage."""
         return Usage(len(self._prompts[index]), 0, 0, 0.0, 0.0, 0.0, 0.0) if self.is_usage_continuous else None
 
     def _find_around_text(self, index: int) -> tuple[bytes, bytes]:
-        """What comes before and after the text in the event for a text alone, which nearly all are."""
+        """Returns what is around the text in the event of a delta that has only text, as nearly all have."""
         event = self._event(self._text_choice(index, Delta(0, [], _GAP)), None)
         before, _, after = event.rpartition(_GAP.encode())
         around = self._around_text[index] = before.removesuffix(b'"'), after.removeprefix(b'"')
@@ -244,7 +244,7 @@ def _numbers(values: list[float]) -> list[bytes]:
 def shown_logprobs(
     tokenizer: ModelTokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
 ) -> list[ChatTokenLogprob]:
-    """Tokens with their log-probabilities, as the chat and the Responses API show them."""
+    """Returns tokens with their log-probabilities, as the chat and the Responses API show them."""
 
     def shown(token_id: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.token_text(token_id)
@@ -260,7 +260,7 @@ def shown_logprobs(
 
 
 def usage_sum(usages: Sequence[tuple[Usage, Sequence[int]]]) -> TokenUsage:
-    """OpenAI's usage of several answers; a prompt that several of them share (the same object) counts once."""
+    """Returns the usage of several answers; a prompt that several of them share (the same object) counts once."""
     prompts = {id(prompt): usage for usage, prompt in usages}.values()
     num_prompt = sum(usage.prompt_tokens for usage in prompts)
     num_completion = sum(usage.completion_tokens for usage, _ in usages)
@@ -273,12 +273,12 @@ def usage_sum(usages: Sequence[tuple[Usage, Sequence[int]]]) -> TokenUsage:
 
 
 def with_event_id(event: bytes, event_id: str) -> bytes:
-    """One event, with the id from which a client can go on after it."""
+    """Returns one event with an id, after which a client can resume."""
     return b"%bid: %b\n\n" % (event.removesuffix(b"\n"), event_id.encode())
 
 
 def finite(logprob: float) -> float:
-    """JSON has no -inf; OpenAI's API shows this for a token that was impossible."""
+    """Returns a number for JSON, which has no -inf; OpenAI's API shows -9999 for an impossible token."""
     return logprob if math.isfinite(logprob) else -9999.0
 
 

@@ -28,7 +28,7 @@ class Error(Exact):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """OpenAI's response object. Members without a meaning here are given back as they were sent."""
+    """OpenAI's response object. Members without a meaning here are repeated as they were sent."""
 
     id: str
     object: Literal["response"]
@@ -51,7 +51,7 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
 
 
 class InputTokens(Exact):
-    """How many tokens the input of a response would have."""
+    """The number of tokens of a response's input."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int
@@ -98,7 +98,7 @@ class RowCounts(Exact):
 
 
 class StoredBatch(Exact):
-    """A file of requests that are answered when there is time."""
+    """A file of requests that are answered as capacity allows."""
 
     id: str
     object: Literal["batch"]
@@ -135,7 +135,7 @@ class BatchList(Exact):
 
 
 class DashboardPage(msgspec.Struct):
-    """What the dashboard's page reads; made for it alone, and changed with it."""
+    """Data of the dashboard's page; made for it alone, and changed with it."""
 
 
 class Tokens(Exact):
@@ -162,7 +162,7 @@ class Model(Exact):
     root: str
     max_model_len: int
     sampling_defaults: dict[str, float]
-    """For requests that do not say it, by the names of the fields."""
+    """Values for requests without these fields, by the fields' names."""
 
 
 class ModelList(Exact):
@@ -195,7 +195,7 @@ class Pages(Exact):
 
 
 class Gpu(Exact):
-    """What a GPU's own figures amount to."""
+    """The judgement of a GPU's own figures."""
 
     state: Literal["ok", "degraded", "out"]
     weight: float
@@ -203,7 +203,7 @@ class Gpu(Exact):
 
 
 class Circuit(Exact):
-    """Why a worker gets no work, or should get none; `num_openings`: how often that was lately."""
+    """Why a worker gets no work, or should get none; `num_openings`: how often that happened lately."""
 
     state: Literal["suspected", "open", "half_open"]
     cause: Literal["slow", "silent", "erring", "gpu"]
@@ -232,7 +232,7 @@ class HostTier(Exact):
 
 
 class WorkerCounts(Exact):
-    """What a worker has counted since it started: `speculation` by where tokens are from, `preemptions` by how."""
+    """A worker's counts since it started: `speculation` by the source of tokens, `preemptions` by kind."""
 
     speculation: dict[str, Speculation]
     preemptions: dict[str, int]
@@ -270,7 +270,7 @@ class Worker(Exact):
 
 
 class CutPair(Exact):
-    """Workers between which pages keep failing to go; `suspected`: the way is used, since there is no better one."""
+    """Workers between which transfers keep failing; `suspected`: the way is used, since no better one exists."""
 
     prefill_id: str
     decode_id: str
