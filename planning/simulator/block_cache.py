@@ -19,7 +19,7 @@ class BlockCache:
     """At most `capacity` blocks that nobody uses just now, in the order in which they go; None: without bound."""
 
     def __init__(self, capacity: int | None = None, eviction: str = LRU) -> None:
-        assert eviction in EVICTIONS, "whoever reads the name has checked it"
+        assert eviction in EVICTIONS, "the name was checked where it was read"
         assert capacity is None or capacity >= 0, "a capacity is a number of blocks"
         self._capacity = capacity
         self._is_leaf_first = eviction == LRU_LEAF_FIRST
@@ -32,7 +32,7 @@ class BlockCache:
         return block_id in self._blocks
 
     def access(self, block_ids: Sequence[int]) -> int:
-        """A prompt passes: how many of its blocks were there. Afterwards all are, as far as there is room."""
+        """Notes a prompt; returns how many of its blocks were cached. Afterwards all are, as far as there is room."""
         if self._is_leaf_first:
             num_hits = 0
             while num_hits < len(block_ids) and block_ids[num_hits] in self._blocks:
@@ -73,14 +73,14 @@ def hit_rate(prompts: Iterable[Sequence[int]], capacity: int | None, eviction: s
 
 @dataclass(slots=True)
 class Lease:
-    """Pages of one request. Of `block_ids` the first `num_cached` were there when it came."""
+    """Pages of one request. The first `num_cached` of `block_ids` were cached when it came."""
 
     block_ids: tuple[int, ...]
     num_cached: int
     num_private: int
     """Pages that nobody else can use."""
     shared: list[int]
-    """Blocks that it uses in common with whoever asks for them, in the order of the prompt."""
+    """Blocks that it uses in common with others that ask for them, in the order of the prompt."""
 
 
 class PagePool:
@@ -111,7 +111,7 @@ class PagePool:
         return len(block_ids)
 
     def reserve(self, block_ids: tuple[int, ...], num_pages: int) -> Lease | None:
-        """`num_pages` pages of which the first hold `block_ids`, or None if there are not so many.
+        """`num_pages` pages of which the first hold `block_ids`, or None if fewer are free.
 
         What is here of the blocks is used; for the rest the oldest remembered blocks go, if need be.
         """
@@ -131,7 +131,7 @@ class PagePool:
     def publish(self, lease: Lease) -> None:
         """The lease's blocks are computed: others may use them.
 
-        Of a block that somebody else has computed at the same time the copy stays private; the blocks after it are
+        Where another request has computed a block at the same time, the copy stays private; the blocks after it are
         still found, because an id stands for all that is before.
         """
         for block_id in lease.block_ids[lease.num_cached :]:

@@ -21,7 +21,7 @@ from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue, Servi
 from services.scheduling.routing import Route, Router, RouteRequest, RoutingSettings, WorkerView
 
 MAX_BUCKETS = 240
-"""A chart has at most about so many points while requests arrive."""
+"""Most points of a chart while requests arrive, about."""
 
 TOO_LONG = "too_long"
 QUEUE_FULL = "queue_full"
@@ -89,7 +89,7 @@ def simulate(
 
 
 class Cluster:
-    """The gateway's part: queue, routing, and who is told what."""
+    """The gateway's part: queue, routing, and what is told of them."""
 
     def __init__(self, spec: ClusterSpec, router: Router, loop: EventLoop, last_arrival_s: float) -> None:
         self.spec = spec

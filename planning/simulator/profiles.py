@@ -51,7 +51,7 @@ class Profile:
 
 
 def profile(name: str, folder: Path = PROFILES_FOLDER) -> Profile:
-    """A measured profile. Raises ConfigError that lists the names if there is none of this name."""
+    """Returns a measured profile. Raises ConfigError that lists the names if this one does not exist."""
     known = profiles(folder)
     full_name = ALIASES.get(name, name)
     if full_name not in known:

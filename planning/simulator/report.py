@@ -33,7 +33,7 @@ def ttft_s(job: Job) -> float:
 
 
 def tpot_s(job: Job) -> float:
-    """Mean time of a token after the first; 0 where there is none."""
+    """Mean time of a token after the first; 0 where the answer has one token."""
     assert job.first_token_s is not None
     assert job.end_s is not None
     return (job.end_s - job.first_token_s) / (job.num_output_tokens - 1) if job.num_output_tokens > 1 else 0.0
@@ -46,7 +46,7 @@ def e2e_s(job: Job) -> float:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of ascending values, interpolated between neighbours; NaN of none."""
+    """Returns a percentile of ascending values, interpolated between neighbours; NaN without values."""
     if not ordered:
         return math.nan
     place = share * (len(ordered) - 1)

@@ -8,7 +8,7 @@ The format is told by content, not by name; a file may be gzip-compressed. Four 
 - CSV as Azure publishes it: `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`.
 - CSV with `input_tokens`, `output_tokens` and perhaps `unit_arrival_s` (one request per second): needs a rate.
 
-Further columns `tenant` and `class` are read where they are there; others are left alone.
+Further columns `tenant` and `class` are read where they exist; others are left alone.
 """
 
 import csv
@@ -82,7 +82,7 @@ def read_trace(path: Path, *, rate_per_s: float | None = None, seed: int = 0) ->
 
 
 def with_poisson_arrivals(requests: Sequence[TraceRequest], rate_per_s: float, seed: int) -> list[TraceRequest]:
-    """The same requests in the same order, with exponential gaps of mean 1 / rate_per_s."""
+    """Returns the requests in their order, with exponential gaps of mean 1 / rate_per_s."""
     source, now_s, moved = random.Random(seed), 0.0, []  # noqa: S311 - made-up load
     for request in requests:
         now_s += source.expovariate(rate_per_s)

@@ -396,7 +396,7 @@ class DecodeWorker:
 
     def _enter_batch(self, job: Job) -> None:
         job.joined_s = self._loop.now_s
-        # The first token is there; a step reads it and brings the second.
+        # The first token has come; a step reads it and brings the second.
         job.finish_step = self._step_index + job.num_output_tokens - 1
         heapq.heappush(self._by_finish, (job.finish_step, job.index, job))
         self.num_running += 1

@@ -49,7 +49,7 @@ class FormChecks:
         self._threads = _Threads("schema-check")
         self._places = _Places(NUM_THREADS)
         self._good: OrderedDict[tuple[str, AnswerForm], None] = OrderedDict()
-        """Of each tenant, those that were used last behind."""
+        """Forms that were found good, by tenant, the last used behind."""
         self._written: OrderedDict[str, str] = OrderedDict()
 
     async def check(self, form: AnswerForm, *, tenant: str = "") -> None:
@@ -198,7 +198,7 @@ class GrammarCompiler:
     async def begin(
         self, form: AnswerForm, *, eos_token_ids: Sequence[int], token_ids: Sequence[int] = ()
     ) -> GrammarState:
-        """As `Grammars.begin`, without blocking; whoever waits has a deadline."""
+        """As `Grammars.begin`, without blocking; the caller has a deadline."""
         beginning = self._threads.submit(
             lambda: self._grammars.begin(form, eos_token_ids=eos_token_ids, token_ids=token_ids)
         )

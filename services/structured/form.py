@@ -1,4 +1,4 @@
-"""What form an answer must have, as data: decided by a gateway, kept in journals, sent to whoever samples.
+"""What form an answer must have, as data: decided by a gateway, kept in journals, sent to workers.
 
 Knows no grammar: `services.structured` makes one of it.
 """
@@ -44,7 +44,7 @@ class ToolCalls:
     is_parallel: bool = True
     is_optional: bool = False
     """Text comes first, or instead. Only where the mark that begins calls is a token: the same text of other tokens may
-    come as well, and whoever reads the answer takes it for text."""
+    come as well, and a reader of the answer takes it for text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class AnswerForm:
 
     @property
     def num_bytes(self) -> int:
-        """Of all schemas and names."""
+        """Bytes of all schemas and names."""
         functions = () if self.tool_calls is None else self.tool_calls.functions
         texts = [self.json_schema, *(text for one in functions for text in (one.name, one.parameters))]
         return sum(len(text.encode()) for text in texts)

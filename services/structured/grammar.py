@@ -71,7 +71,7 @@ _OPTIONS: JsonCompileOptions = {
 
 
 class UnusableSchema(InvalidRequest):
-    """The schema is none, or has something that cannot be served; the message says what."""
+    """The text is not a schema, or has something that cannot be served; the message says what."""
 
     def __init__(self, message: str, *, code: str = "invalid_value") -> None:
         super().__init__(message, code=code)
@@ -116,7 +116,7 @@ def check_form(form: AnswerForm) -> None:
 
 
 def schemas_of(form: AnswerForm) -> list[str]:
-    """All schemas of a form, as texts; a grammar is none."""
+    """Returns all schemas of a form, as texts, without grammars."""
     functions = () if form.tool_calls is None else form.tool_calls.functions
     own = [form.json_schema] if form.json_schema and not _is_grammar(form) else []
     return [function.parameters for function in functions] + own
@@ -177,7 +177,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._added_token_ids: Mapping[str, int] = {}
-        """Of texts that are one token each, once a tokenizer was loaded."""
+        """Ids of texts that are one token each, once a tokenizer was loaded."""
         self._tokenizers: OrderedDict[tuple[int, ...], LLTokenizer] = OrderedDict()
         self._compiled: OrderedDict[tuple[AnswerForm, tuple[int, ...]], tuple[LLMatcher, bytes]] = OrderedDict()
         """Matchers at the start of their grammars, with what is allowed there; those that were used last behind."""
@@ -219,7 +219,7 @@ class Grammars:
         return _compiled(tokenizer, form, token_ids)
 
     def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
-        """Made once, which takes a second for a large vocabulary; whoever comes meanwhile waits for it."""
+        """Makes it once, which takes a second for a large vocabulary; other callers wait for it."""
         with self._lock:
             tokenizer = self._tokenizers.get(eos_token_ids)
             if tokenizer is None:

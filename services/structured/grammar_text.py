@@ -24,7 +24,7 @@ MAX_NESTING = 500
 the process where it recurses too deep; 2000 rules in a row were not too many."""
 MAX_SCHEMA_DEPTH = 64
 MAX_ATTRIBUTE_TOKENS = 32
-"""Of a rule, between its name and its colon."""
+"""Most tokens of a rule between its name and its colon."""
 MAX_SHOWN_CHARS = 40
 
 OWN_START = "u_start"
@@ -73,7 +73,7 @@ def lark_of_choices(choices: Sequence[Any]) -> str:
 
 
 def lark_of_grammar(text: str) -> str:
-    """The same for a grammar in Lark's language, or in the one of llama.cpp and XGrammar, whose rules have `::=`.
+    """Translates a grammar in Lark's language, or in the one of llama.cpp and XGrammar, whose rules have `::=`.
 
     Raises InvalidRequest that says what is wrong or not supported.
     """
