@@ -19,7 +19,7 @@ from services.structured.form import AnswerForm
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_BODY_READ_S = 30.0
 MAX_UPLOAD_S = 120.0
-"""For a body that is a file."""
+"""The time for a body that is a file."""
 MAX_MESSAGES = 2048
 MAX_CHOICES = 16
 """Answers to one prompt."""
@@ -31,18 +31,18 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PROMPT_LOGPROBS = 100_000
-"""Of all tokens of a prompt together: some megabytes, which travel with the first token."""
+"""The most for all tokens of a prompt together: some megabytes, which travel with the first token."""
 MAX_PRIORITY = 100
 MAX_NAME_CHARS = 64
 MAX_KEY_CHARS = 255
 MAX_AFFINITY_CHARS = 256
 MAX_TOKENIZE_CHARS = 2**20
 SLOW_REQUEST_S = 10.0
-"""The log says of a request that takes longer where its time went."""
+"""The log says where the time went of a request that takes longer."""
 MAX_SCHEMA_BYTES = 64 * 1024
-"""Of a JSON schema for the answer, without white space."""
+"""The size of a JSON schema for the answer, without white space."""
 MAX_SCHEMA_DEPTH = 64
-"""Objects and lists within one another in such a schema; an object's member is two levels below the object."""
+"""The nesting of objects and lists in such a schema; an object's member is two levels below the object."""
 SERVICE_CLASSES = tuple(one.name.lower() for one in ServiceClass)
 """From the most to the least urgent."""
 DEFAULT_SERVICE_CLASS = ServiceClass.NORMAL.name.lower()
@@ -57,7 +57,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the served model can take. `context_length_tokens` counts prompt and answer together."""
+    """The bounds that a served model sets. `context_length_tokens` counts prompt and answer together."""
 
     vocab_size: int
     context_length_tokens: int
@@ -90,9 +90,10 @@ def complete_sampling(
     form: AnswerForm | None = None,
     field_name: str = "prompt",
 ) -> Sampling:
-    """The final sampling of one answer. Raises InvalidRequest with code context_length_exceeded where it cannot fit.
+    """Returns the final sampling of one answer.
 
-    `form` is what becomes of `asked.json_schema`. `field_name` is what the error calls the prompt.
+    `form` is what becomes of `asked.json_schema`. Raises InvalidRequest with the code context_length_exceeded where the
+    answer cannot fit; `field_name` is what the error calls the prompt.
     """
     room = limits.context_length_tokens - num_prompt_tokens
     max_tokens = room if asked.max_tokens is None else asked.max_tokens
@@ -107,7 +108,7 @@ def complete_sampling(
     return Sampling(
         *members,
         max_tokens=max_tokens,
-        # Calls that must be made are no text that could hold one.
+        # Calls that must be made are not text, in which a stop text could appear.
         stop=() if form is not None and form.is_calls_only else tuple(asked.stop),
         stop_token_ids=tuple(asked.stop_token_ids),
         logit_bias=asked.logit_bias,
@@ -121,7 +122,7 @@ _SEED, _TOP_K = MEMBERS.index("seed"), MEMBERS.index("top_k")
 
 
 def check_prompt_logprobs(asked: AskedSampling, *, num_shown_tokens: int, field_name: str) -> None:
-    """Raises InvalidRequest if a call whose answers show so many tokens of prompts would show too much of them."""
+    """Raises InvalidRequest if a call whose answers show `num_shown_tokens` of prompts would show too much of them."""
     num_entries = num_shown_tokens * (1 + (asked.prompt_logprobs or 0))
     if asked.prompt_logprobs is not None and num_entries > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
@@ -140,9 +141,10 @@ def check_with_form(
     field_name: str = "response_format",
     may_be_text: bool = False,
 ) -> None:
-    """An answer that must have a form ends where the form does, and nowhere else. `field_name` asks for the form.
+    """Raises InvalidRequest for parameters that contradict a form: such an answer ends where the form does.
 
-    One that `may_be_text` may end there as every text.
+    `field_name` is the member that asks for the form. With `may_be_text` the answer may also be a text, which ends as
+    every text does.
     """
     if num_schema_bytes > MAX_SCHEMA_BYTES:
         asked_by = "response_format" if field_name in ("tools", "tool_choice") else field_name
@@ -161,14 +163,14 @@ def check_with_form(
 
 
 def prompt_form_error() -> InvalidRequest:
-    """For a prompt that has none of the forms that a prompt may have."""
+    """Returns the error for a prompt that has none of the forms that a prompt may have."""
     return InvalidRequest(
         "prompt must be a text, token ids, or a list of either, and not empty", field="prompt", code="invalid_value"
     )
 
 
 def check_prompt_token_ids(token_ids: Sequence[int], limits: ModelLimits, *, field_name: str) -> None:
-    """At least one token, each in the vocabulary, and room for an answer."""
+    """Checks that a prompt has a token, that each token is in the vocabulary, and that room is left for an answer."""
     if not token_ids:
         raise InvalidRequest(f"{field_name} is empty; at least one token is needed", field=field_name)
     if len(token_ids) >= limits.context_length_tokens:
@@ -177,7 +179,7 @@ def check_prompt_token_ids(token_ids: Sequence[int], limits: ModelLimits, *, fie
 
 
 def check_token_ids(token_ids: Sequence[Any], limits: ModelLimits, *, field_name: str) -> None:
-    """Each an integer in the vocabulary; true, 1.0 and "1" are none."""
+    """Checks that each is an integer in the vocabulary; true, 1.0 and "1" are not."""
     if set(map(type, token_ids)) <= {int} and (not token_ids or _is_within(token_ids, limits.vocab_size)):
         return
     for position, token_id in enumerate(token_ids):
@@ -187,7 +189,7 @@ def check_token_ids(token_ids: Sequence[Any], limits: ModelLimits, *, field_name
 
 
 def check_text(text: str, *, field_name: str, max_chars: int | None = None) -> None:
-    """A text that can be encoded as UTF-8 and is not endless."""
+    """Checks that a text can be encoded as UTF-8, and that it has at most `max_chars` characters."""
     if max_chars is not None:
         _check_num_chars(len(text), max_chars, field_name)
     try:
@@ -199,7 +201,7 @@ def check_text(text: str, *, field_name: str, max_chars: int | None = None) -> N
 
 
 def check_text_to_count(text: str, *, field_name: str, max_chars: int) -> None:
-    """A text that becomes tokens for their own sake, which no model's context bounds."""
+    """Checks a text that is turned into tokens and not answered, so that no model's context bounds it."""
     if len(text) > max_chars:
         raise InvalidRequest(
             f"{field_name} has {len(text)} characters but must have at most {max_chars}",
@@ -210,7 +212,7 @@ def check_text_to_count(text: str, *, field_name: str, max_chars: int) -> None:
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]], *, max_chars: int) -> list[dict[str, Any]]:
-    """Checked chat messages, each content as one string; parts of a list are joined by line breaks."""
+    """Returns checked chat messages, each content as one string; parts of a list are joined by line breaks."""
     if not messages:
         raise InvalidRequest("messages is empty; at least one message is needed", field="messages")
     _check_count(messages, "messages", MAX_MESSAGES)
@@ -220,7 +222,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]], *, max_chars: int) -> 
 
 
 def check_num_choices(n: int, *, num_prompts: int = 1) -> None:
-    """`n` answers to each of the prompts."""
+    """Checks the number of answers to each of the prompts."""
     check_integer(n, "n", minimum=1, maximum=MAX_CHOICES)
     if n * num_prompts > MAX_SEQUENCES:
         raise InvalidRequest(
@@ -230,60 +232,60 @@ def check_num_choices(n: int, *, num_prompts: int = 1) -> None:
 
 
 def check_name(name: str, *, field_name: str) -> None:
-    """1 to 64 characters of [A-Za-z0-9_.:-]: request ids, tenants."""
+    """Checks the name of a request or a tenant: 1 to 64 characters of [A-Za-z0-9_.:-]."""
     if _NAME.fullmatch(name) is None:
         rule = f"1 to {MAX_NAME_CHARS} characters of [A-Za-z0-9_.:-]"
         raise InvalidRequest(f"{field_name} must be {rule}", field=field_name)
 
 
 def check_idempotency_key(key: str) -> None:
-    """1 to 255 printable ASCII characters."""
+    """Checks an idempotency key: 1 to 255 printable ASCII characters."""
     if _KEY.fullmatch(key) is None:
         rule = f"1 to {MAX_KEY_CHARS} printable ASCII characters"
         raise InvalidRequest(f"the idempotency key must be {rule}", field="Idempotency-Key", code="invalid_value")
 
 
 def check_permission(text: str, *, field_name: str) -> bool:
-    """`true` or `false`, as a header says it."""
+    """Returns what a header says: `true` or `false`."""
     if text not in ("true", "false"):
         raise InvalidRequest(f"{field_name} must be true or false", field=field_name, code="invalid_value")
     return text == "true"
 
 
 def check_short_text(text: str, *, field_name: str) -> None:
-    """At most 64 characters: identifiers that are only passed along."""
+    """Checks an identifier that is only passed along: at most 64 characters."""
     if len(text) > MAX_NAME_CHARS:
         raise InvalidRequest(f"{field_name} must have at most {MAX_NAME_CHARS} characters", field=field_name)
 
 
 def check_cache_salt(salt: str) -> None:
-    """1 to 64 characters of any kind."""
+    """Checks the salt of cached pages: 1 to 64 characters of any kind."""
     if not 1 <= len(salt) <= MAX_NAME_CHARS:
         raise InvalidRequest(f"cache_salt must have 1 to {MAX_NAME_CHARS} characters", field="cache_salt")
     check_text(salt, field_name="cache_salt")
 
 
 def check_priority(priority: int) -> None:
-    """In [-100, 100]."""
+    """Checks that a priority is in [-100, 100]."""
     check_integer(priority, "priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
 
 
 def check_service_class(name: str) -> None:
-    """One of SERVICE_CLASSES."""
+    """Checks that a class is one of SERVICE_CLASSES."""
     if name not in SERVICE_CLASSES:
         rule = f"one of {', '.join(SERVICE_CLASSES)}"
         raise InvalidRequest(f"service_class must be {rule}", field="service_class", code="invalid_value")
 
 
 def check_affinity_key(key: str, *, field_name: str) -> None:
-    """1 to 256 characters."""
+    """Checks the name of a session or a user: 1 to 256 characters."""
     if not 1 <= len(key) <= MAX_AFFINITY_CHARS:
         raise InvalidRequest(f"{field_name} must have 1 to {MAX_AFFINITY_CHARS} characters", field=field_name)
     check_text(key, field_name=field_name)
 
 
 def check_integer(value: Any, field_name: str, *, minimum: int, maximum: int) -> None:
-    """An integer in [minimum, maximum]; true and 1.0 are none."""
+    """Checks that a value is an integer in [minimum, maximum]; true and 1.0 are not."""
     Bounds(int, minimum, maximum).check(value, field_name)
 
 
@@ -292,7 +294,7 @@ def _is_within(token_ids: Sequence[int], vocab_size: int) -> bool:
 
 
 def _check_num_chars(num_chars: int, max_chars: int, field_name: str) -> None:
-    """Before tokenizing, so that an endless text costs nothing."""
+    """Checks a text before it is tokenized, so that an endless one costs nothing."""
     if num_chars > max_chars:
         raise InvalidRequest(
             f"{field_name} has {num_chars} characters; more than {max_chars} cannot fit into the model's context",
@@ -375,7 +377,7 @@ def _content_text(content: Any, role: str, name: str) -> str:
 def _context_length_exceeded(
     num_prompt_tokens: int, max_tokens: int, limits: ModelLimits, field_name: str
 ) -> InvalidRequest:
-    """In the words that OpenAI's clients look for."""
+    """Returns the error in the words that OpenAI's clients look for."""
     return InvalidRequest(
         f"This model's maximum context length is {limits.context_length_tokens} tokens, but the prompt has "
         f"{num_prompt_tokens} and at least {max_tokens} were asked for. Shorten the prompt or lower max_tokens.",

@@ -90,6 +90,6 @@ class Delta(msgspec.Struct):
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    """With the first token, where asked for: of the prompt's tokens from the second on."""
+    """Log-probabilities of the prompt's tokens from the second on; with the first token, where they were asked for."""
     layout: str = ""
-    """With the first token: fingerprint of layout and weights of the worker that goes on with it."""
+    """With the first token: fingerprint of layout and weights of the worker that continues the answer."""

@@ -12,7 +12,7 @@ from services.structured.form import AnswerForm, read_form
 from worker.sessions import NewTokens
 
 DEFAULT_SERVICE_CLASS = 2
-"""Of five, 0 to 4: of an attempt that names none."""
+"""The class of an attempt that names none; of five, 0 to 4."""
 NUM_SERVICE_CLASSES = 5
 
 S = TypeVar("S")
@@ -47,7 +47,7 @@ class AttemptSpec(Generic[S]):
 
 
 def read_key(message: worker_pb2.AttemptId) -> AttemptKey:
-    """The name of an attempt. Raises InvalidRequest for one that cannot be."""
+    """Returns the name of an attempt. Raises InvalidRequest for one that cannot be."""
     if not message.request_id or message.attempt < 1:
         raise InvalidRequest("an attempt needs a request_id and a number from 1", field="id")
     return AttemptKey(message.request_id, message.attempt)
@@ -93,7 +93,7 @@ def _service_class(message: worker_pb2.SequenceSpec) -> int:
 
 
 class Sampled(Protocol):
-    """What travels of a token that an engine chose."""
+    """What is sent to the gateway about a token that an engine chose."""
 
     @property
     def token_id(self) -> int:
@@ -112,17 +112,17 @@ class Sampled(Protocol):
 
     @property
     def prompt(self) -> "Sequence[Sampled]":
-        """Of the first token, those of the prompt from the second on, when asked for."""
+        """The prompt's tokens from the second on; with the first token, when they were asked for."""
         ...
 
 
 def is_bare(token: Sampled) -> bool:
-    """Whether nothing was asked for about a token."""
+    """Whether only the token itself is reported."""
     return token.logprob is None and not token.prompt
 
 
 def tokens_message(index: int, *tokens: Sampled) -> NewTokens | worker_pb2.Tokens:
-    """Tokens of an answer, at least one, from place `index` on, as an event."""
+    """Returns the event for tokens of an answer, at least one, from place `index` on."""
     token_ids = [token.token_id for token in tokens]
     if is_bare(tokens[0]):
         return NewTokens(index, token_ids)

@@ -480,7 +480,7 @@ async def _charge(call: Call, ticket: TenantTicket, choices: Sequence[StoredChoi
 
 
 def _check_stored(choice: StoredChoice, limits: ModelLimits) -> None:
-    """Raises InvalidRequest unless the answer can be gone on with under this model."""
+    """Raises InvalidRequest unless the answer can be continued under this model."""
     check_prompt_token_ids(choice.prompt_token_ids, limits, field_name="prompt")
     check_token_ids(choice.emitted_token_ids, limits, field_name="emitted_token_ids")
     check_sampling(choice.sampling, limits)
@@ -506,7 +506,7 @@ def _id_source() -> Iterator[str]:
 
 
 def _key_seed(tenant: str, idempotency_key: str) -> int:
-    """The same seed for the same call, on every gateway: a call that is repeated gets the same answer."""
+    """Returns one seed for one call, on every gateway: a call that is repeated gets the same answer."""
     named = f"{len(tenant)}:{tenant}{idempotency_key}".encode()
     return int.from_bytes(hashlib.sha256(named).digest()[:8]) >> 1
 

@@ -37,8 +37,9 @@ from services.engine.gpu.decoder import TritonDecoder
 from services.engine.gpu.graphs import MAX_ROWS, NO_FEED, Capture, DecodeGraphs, Launched, Row
 from services.engine.gpu.sampling_triton import NOTHING_CHOSEN
 from services.engine.model import Model
+from services.engine.noise import noise_key
 from services.engine.runner import ModelRunner, PreparedStep, accepted, check_plan, choose
-from services.engine.sampling import noise_key, sample
+from services.engine.sampling import is_plain, sample
 from services.engine.steps.sequence import Sequence
 from services.engine.steps.step import (
     NonFiniteLogits,
@@ -235,12 +236,7 @@ def _is_decoding(item: StepItem) -> bool:
 
 
 def _chooses_on_device(item: StepItem) -> bool:
-    """Whether nothing but the logits, temperature, min_p and noise decides what the sequence's next token is."""
-    sequence, sampling = item.sequence, item.sequence.sampling
-    is_ended_early = sequence.num_generated_tokens < sampling.min_tokens and bool(sampling.stop_token_ids)
-    is_cut = not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1)
-    is_shaped = sampling.has_penalties or bool(sampling.logit_bias) or sequence.grammar is not None
-    return not (is_ended_early or is_cut or is_shaped or sampling.logprobs is not None)
+    return item.sequence.grammar is None and is_plain(item.sequence)
 
 
 def _token_ids(item: StepItem) -> tuple[int, ...]:

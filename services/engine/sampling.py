@@ -1,11 +1,11 @@
 """Chooses the next tokens of a batch: Gumbel-max with noise that is a function of (seed, position, token id).
 
-There is no generator and no state: the same request draws the same tokens in any batch, on any worker, and after
-being resumed anywhere. Knows nothing of pages or models. The same operations run on CPU and CUDA.
+No generator and no state exist: a request draws the same tokens in any batch, on any worker, and after it was resumed
+anywhere. Knows nothing of pages or models. The same operations run on CPU and CUDA.
 
 What keeps a row independent of its neighbours, bit by bit: integers for the noise's bits, float64 from there on, and
-only operations that treat each row by itself (softmax, sort, cumsum, argmax; never a plain sum over a row, which
-torch splits among threads when there is only one row).
+only operations that treat each row by itself (softmax, sort, cumsum, argmax; never a plain sum over a row, which torch
+splits among threads when a batch has one row).
 
 Shape legend: B rows (sequences), V vocabulary, R rows of one group, C candidates of a row, E scattered elements.
 """
@@ -21,46 +21,37 @@ import numpy as np
 import torch
 
 from services.engine.kernels.library import NOT_FINITE, Kernels
+from services.engine.noise import MASK64, gumbel_noise
 from services.engine.steps.guesses import Draw, Guess
 from services.engine.steps.sequence import Chooser, Sampling
 from services.engine.steps.step import NonFiniteLogits, NothingAllowed, SampledToken
 
-# SplitMix64 (Steele, Lea, Flood 2014): its increment and the multipliers of its mixing function.
-_INCREMENT = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_MIX_SHIFTS = (30, 27, 31)
-_MASK64 = (1 << 64) - 1
-# With 52 bits, u = (k + 0.5) / 2^52 is exact in float64 and never 0 or 1.
-_UNIFORM_BITS = 52
-
-# Rows with top-k or top-p are decided among the first so many of the likeliest tokens where that provably changes
-# nothing; a row where it might is tried again with more, in the end with all.
+# Rows with top-k or top-p are decided among this many of the likeliest tokens where others provably change nothing;
+# a row where they might is tried again with more candidates, and finally with all.
 _FEW_CANDIDATES = 64
 _MORE_CANDIDATES_FACTOR = 16
 
-# Of a guess: so few that the noise costs little, so many that they nearly always have the winner among them.
+# The candidates of a guess: few enough to make the noise cheap, and enough to nearly always include the winner.
 _GUESS_CANDIDATES = 32
 
-# Logits worked on at a time.
+# The number of logits that are worked on at a time.
 _BLOCK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 def sample(
     logits: torch.Tensor, sequences: SequenceOf[Chooser], *, kernels: Kernels | None = None
 ) -> list[SampledToken | NonFiniteLogits]:
-    """Choose one token for each row.
+    """Chooses one token for each row: row i is for `sequences[i]`, at the position after its last token.
 
-    `logits` [B, V] float32 is not changed. Row i is for `sequences[i]`, at the position after its last token. A row
-    that holds NaN or infinity, or whose tokens are all ruled out, gives a NonFiniteLogits in its place.
-
-    `kernels`, for logits on a CPU, do the same in less time for the rows that ask for nothing but a temperature and
-    min-p. Rows with a grammar are worked on in a copy of their own: the others cost what they cost without them.
+    `logits` [B, V] float32 is not changed. A row that holds NaN or infinity, or whose tokens are all ruled out, gives a
+    NonFiniteLogits in its place. `kernels`, for logits on a CPU, decide the rows that ask for nothing but a temperature
+    and min-p in less time. Rows with a grammar are copied, so that the others cost what they cost without them.
     """
     if not sequences:
         return []
-    # First of all: where the logits are still being computed on a GPU, the grammars' work is hidden behind that.
+    # While a GPU still computes the logits, the work of grammars is hidden behind that.
     allowed = _allowed_tokens(sequences)
-    plain = [row for row, sequence in enumerate(sequences) if row not in allowed and _is_plain(sequence)]
+    plain = [row for row, sequence in enumerate(sequences) if row not in allowed and is_plain(sequence)]
     if kernels is None or not plain:
         return _sample(logits, sequences, allowed)
     outcomes: dict[int, SampledToken | NonFiniteLogits] = {}
@@ -82,17 +73,18 @@ def sample(
     return [outcomes[row] for row in range(len(sequences))]
 
 
-def _is_plain(sequence: Chooser) -> bool:
+def is_plain(sequence: Chooser) -> bool:
+    """Whether nothing but the logits, temperature, min_p, noise and a grammar decides the sequence's next token."""
     sampling = sequence.sampling
     may_stop = sequence.num_generated_tokens >= sampling.min_tokens or not sampling.stop_token_ids
-    is_changed = sampling.logit_bias or sampling.has_penalties or _is_cut(sampling)
+    is_changed = sampling.logit_bias or sampling.has_penalties or (_is_cut(sampling) and not sampling.is_greedy)
     return may_stop and not is_changed and sampling.logprobs is None
 
 
 def _sample(
     logits: torch.Tensor, sequences: SequenceOf[Chooser], allowed: dict[int, bytes]
 ) -> list[SampledToken | NonFiniteLogits]:
-    """Do `sample` in torch; `allowed` has the bits of `Grammar.allowed` of the rows that have a grammar."""
+    """Does what `sample` does in torch; `allowed` has the bits of `Grammar.allowed`, by row with a grammar."""
     is_finite = rows_are_finite(logits)
     adjusted = _adjust(logits, sequences)
     token_ids = _argmax(adjusted)
@@ -121,7 +113,7 @@ def _sample(
 
 
 def report(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> list[SampledToken]:
-    """Say how likely token i was by row i of `logits` [R, V] float32, and which the `count` likeliest were there."""
+    """Returns how likely token i was in row i of `logits` [R, V] float32, and the `count` likeliest of the row."""
     logprobs = logits.to(torch.float64).log_softmax(dim=-1)
     own: list[float] = logprobs.gather(1, _index(token_ids, logits.device)[:, None])[:, 0].tolist()
     tops = _top_tokens(logprobs, count)
@@ -129,11 +121,11 @@ def report(logits: torch.Tensor, token_ids: SequenceOf[int], count: int) -> list
 
 
 def guess(logits: torch.Tensor, draws: SequenceOf[Draw]) -> list[Guess]:
-    """Say which token `sample` would choose in each row of `logits` [R, V] float32, or nearly, and how likely it is.
+    """Returns nearly the token that `sample` would choose in each row of `logits` [R, V] float32, and how likely it is.
 
-    Of a draw with top-k or top-p only the likeliest candidates race, and what depends on other tokens is left out. The
-    noise is that of the position, so that from similar logits the same token is drawn (Gumbel coupling). The CPU
-    kernels have a loop of their own for this, `kernels/guess.h`.
+    With top-k or top-p, only the likeliest candidates race, and what depends on other tokens is left out. The noise is
+    the position's own, so that similar logits draw the same token (Gumbel coupling). The CPU kernels have a loop of
+    their own for this, `kernels/guess.h`.
     """
     values = logits.numpy(force=True)
     token_ids = values.argmax(axis=-1)
@@ -152,13 +144,13 @@ def guess(logits: torch.Tensor, draws: SequenceOf[Draw]) -> list[Guess]:
     rows = np.arange(len(token_ids))
     chosen = values[rows, token_ids]
     highest = values.max(axis=-1, keepdims=True)
-    with np.errstate(invalid="ignore"):  # of a draft that gives NaN, nothing is likely
+    with np.errstate(invalid="ignore"):  # a draft that gives NaN makes nothing likely
         probabilities = np.exp(chosen - highest[:, 0]) / np.exp(values - highest).sum(axis=-1)
     return [*map(Guess, token_ids.tolist(), np.nan_to_num(probabilities).tolist())]
 
 
 def _is_likely(scores: np.ndarray, draw: Draw) -> np.ndarray:
-    """Say of the candidates' scores [C] which top-k, top-p and min-p leave, as if there were no others."""
+    """Returns which of the candidates' scores [C] top-k, top-p and min-p leave, as if no other tokens existed."""
     order = np.argsort(-scores)
     weights = np.exp(scores[order] - scores[order[0]])
     shares = weights.cumsum() / weights.sum()
@@ -170,24 +162,12 @@ def _is_likely(scores: np.ndarray, draw: Draw) -> np.ndarray:
 
 
 def rows_are_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Return bool [B]: whether each row of `logits` [B, V] is free of NaN and infinity."""
-    # NaN carries through both. torch.aminmax gives the same and takes 10 times as long on a CPU.
-    if logits.device.type == "cpu":  # numpy lets go of the interpreter's lock less often, and waits for it less
+    """Returns bool [B]: whether each row of `logits` [B, V] is free of NaN and infinity."""
+    # NaN carries through both. torch.aminmax takes 10 times as long on a CPU.
+    if logits.device.type == "cpu":  # numpy releases the interpreter's lock less often, and waits for it less
         values = logits.numpy()
         return torch.from_numpy(np.isfinite(values.min(axis=-1)) & np.isfinite(values.max(axis=-1)))
     return torch.isfinite(logits.amin(dim=-1)) & torch.isfinite(logits.amax(dim=-1))
-
-
-def gumbel_noise(seeds: SequenceOf[int], positions: SequenceOf[int], token_ids: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise [R, C] float64 for R (seed, position) pairs and `token_ids` [R or 1, C] int64.
-
-    Bits come from SplitMix64 started at a key mixed from seed and position, at the token's place in its stream.
-    """
-    keys = [noise_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
-    state = torch.tensor(keys, device=token_ids.device)[:, None] + token_ids * _signed(_INCREMENT)
-    bits = _shift_right(_mix(state), 64 - _UNIFORM_BITS)
-    uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-_UNIFORM_BITS)
-    return uniform.log_().neg_().log_().neg_()
 
 
 def _failure(sequence: Chooser, allowed: bytes | None) -> NonFiniteLogits:
@@ -200,7 +180,7 @@ def _failure(sequence: Chooser, allowed: bytes | None) -> NonFiniteLogits:
 
 
 def _argmax(values: torch.Tensor) -> torch.Tensor:
-    """Return the index [R] of the highest of each row of `values` [R, C]; of equal ones the lowest, NaN above all."""
+    """Returns the index [R] of the highest of each row of `values` [R, C]: of equal ones the lowest, NaN above all."""
     if values.device.type == "cpu":
         return torch.from_numpy(values.numpy().argmax(axis=-1))  # 20 times as fast as torch's
     return values.argmax(dim=-1)
@@ -210,7 +190,7 @@ def _argmax(values: torch.Tensor) -> torch.Tensor:
 
 
 class _Elements:
-    """Single logits to change, of all rows: E (row, token) pairs with two parameters each, gathered on the host."""
+    """The single logits to change in all rows: E (row, token) pairs with two parameters each, gathered on the host."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -220,7 +200,7 @@ class _Elements:
         self._second: list[np.ndarray] = []
 
     def add(self, row: int, token_ids: Iterable[int], first: np.ndarray | float, second: float = 0.0) -> None:
-        """Add elements of one row. A token that the model does not have has no logit to change."""
+        """Adds elements of one row. A token that the model does not have has no logit to change."""
         ids = np.fromiter(token_ids, dtype=np.int64)
         is_known = (ids >= 0) & (ids < self._vocab_size)
         self._token_ids.append(ids[is_known])
@@ -234,7 +214,7 @@ class _Elements:
         return bool(self._rows)
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return rows, token ids, first and second parameter, each [E]."""
+        """Returns rows, token ids, first and second parameter, each [E]."""
         return tuple(
             torch.from_numpy(np.concatenate(parts)).to(device)
             for parts in (self._rows, self._token_ids, self._first, self._second)
@@ -242,7 +222,7 @@ class _Elements:
 
 
 def _adjust(logits: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
-    """Apply min_tokens, logit_bias and penalties; return `logits` itself where there is nothing to apply."""
+    """Applies min_tokens, logit_bias and penalties; returns `logits` itself where nothing is to be applied."""
     vocab_size = logits.shape[1]
     banned, biased, repeated, counted = (_Elements(vocab_size) for _ in range(4))
     for row, sequence in enumerate(sequences):
@@ -290,12 +270,12 @@ def _collect_penalties(row: int, sequence: Chooser, repeated: _Elements, counted
 
 
 def _allowed_tokens(sequences: SequenceOf[Chooser]) -> dict[int, bytes]:
-    """Return the bits of `Grammar.allowed`, by row, of the rows that have a grammar."""
+    """Returns the bits of `Grammar.allowed`, by row, for the rows that have a grammar."""
     return {row: bits for row, sequence in enumerate(sequences) if (bits := sequence.allowed_tokens()) is not None}
 
 
 def _is_ruled_out(allowed: SequenceOf[bytes], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Return bool [R, V] from the bits of R rows. The tokenizer may know fewer tokens than the model, or more."""
+    """Returns bool [R, V] from the bits of R rows. The tokenizer may know fewer tokens than the model, or more."""
     num_bytes = (vocab_size + 7) // 8
     packed = np.zeros((len(allowed), num_bytes), dtype=np.uint8)
     for row, bits in enumerate(allowed):
@@ -304,7 +284,7 @@ def _is_ruled_out(allowed: SequenceOf[bytes], vocab_size: int, device: torch.dev
     np.invert(packed, out=packed)
     if device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little").view(np.bool_))
-    # An eighth of the bytes to move; they are taken apart over there.
+    # An eighth of the bytes to move; the device takes them apart.
     bits_of = torch.arange(8, dtype=torch.uint8, device=device)
     unpacked = (torch.from_numpy(packed).to(device)[:, :, None] >> bits_of).bitwise_and_(1)
     return unpacked.flatten(1)[:, :vocab_size].bool()
@@ -321,7 +301,7 @@ def _draw_rows(
     places: SequenceOf[int],
     sequences: SequenceOf[Chooser],
 ) -> None:
-    """Put a drawn token into each of `rows` of `token_ids` [B]; its scores are in the row of `scores` at its place."""
+    """Puts a drawn token into each of `rows` of `token_ids` [B]; `places` has the row of `scores` for each of them."""
     # In blocks: float64 temporaries that stay in a CPU's cache are several times faster there.
     block_rows = max(1, _BLOCK_ELEMENTS.get(scores.device.type, 1 << 20) // scores.shape[1])
     for start in range(0, len(rows), block_rows):
@@ -331,9 +311,9 @@ def _draw_rows(
 
 
 def draw_of(sampling: Sampling, position: int) -> Draw:
-    """Say how a request's token at a position is chosen, as the kernels read it."""
+    """Returns how a request's token at a position is chosen, as the kernels read it."""
     temperature = 0.0 if sampling.is_greedy else sampling.temperature
-    return Draw(sampling.seed & _MASK64, position, temperature, sampling.min_p, sampling.top_p, sampling.top_k)
+    return Draw(sampling.seed & MASK64, position, temperature, sampling.min_p, sampling.top_p, sampling.top_k)
 
 
 def _is_cut(sampling: Sampling) -> bool:
@@ -341,7 +321,7 @@ def _is_cut(sampling: Sampling) -> bool:
 
 
 def _draw(scores: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
-    """Draw a token for each row of `scores` [R, V] float64, which may be changed; return ids [R]."""
+    """Draws a token for each row of `scores` [R, V] float64, which may be changed; returns ids [R]."""
     samplings = [sequence.sampling for sequence in sequences]
     if any(sampling.temperature != 1 for sampling in samplings):
         scores.div_(_column([sampling.temperature for sampling in samplings], scores.device))
@@ -360,19 +340,19 @@ def _draw(scores: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
 
 
 def _apply_min_p(scores: torch.Tensor, min_ps: SequenceOf[float]) -> None:
-    """Rule out, in place, what is less likely than min_p times the likeliest: a bound on the score, without a sum."""
+    """Rules out, in place, what is less likely than min_p times the likeliest: a bound on the score, without a sum."""
     margins = [math.log(min_p) if min_p > 0 else -math.inf for min_p in min_ps]
     bounds = scores.amax(dim=-1, keepdim=True) + _column(margins, scores.device)
     scores.masked_fill_(scores < bounds, -math.inf)
 
 
 def _draw_whole(scores: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
-    """Draw among all tokens."""
+    """Draws among all tokens."""
     return _race(scores, torch.arange(scores.shape[1], device=scores.device)[None], sequences)
 
 
 def _race(scores: torch.Tensor, token_ids: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
-    """Return, per row of `scores` [R, C], the token id whose score plus noise is highest. `token_ids` [R or 1, C]."""
+    """Returns, per row of `scores` [R, C], the token id whose score plus noise is highest. `token_ids` [R or 1, C]."""
     seeds = [sequence.sampling.seed for sequence in sequences]
     positions = [sequence.num_tokens for sequence in sequences]
     winners = _argmax(gumbel_noise(seeds, positions, token_ids).add_(scores))
@@ -382,7 +362,7 @@ def _race(scores: torch.Tensor, token_ids: torch.Tensor, sequences: SequenceOf[C
 def _draw_cut(
     scores: torch.Tensor, sequences: SequenceOf[Chooser], num_candidates: int = _FEW_CANDIDATES
 ) -> torch.Tensor:
-    """Draw with top-k and top-p among the `num_candidates` likeliest; rows where others could matter try with more."""
+    """Draws with top-k and top-p among the `num_candidates` likeliest; rows where others could matter try with more."""
     device = scores.device
     num_candidates = min(num_candidates, scores.shape[1])
     candidate_ids = _likeliest(scores, num_candidates)
@@ -391,12 +371,12 @@ def _draw_cut(
     ranks = torch.arange(num_candidates, device=device)[None]
     token_ids = _race(candidates.masked_fill(ranks >= num_kept, -math.inf), candidate_ids, sequences)
     if num_candidates < scores.shape[1]:
-        # Beyond the last candidate there may be others as likely as it: only a cut above that value is certain, and
-        # top-p only where all that top-k keeps is in view, because that is what it takes its share of.
+        # Others beyond the last candidate may be as likely: only a cut above that value is certain, and top-p only
+        # where all that top-k keeps is in view, because top-p takes its share of that.
         is_open = candidates.gather(1, num_kept - 1) <= candidates[:, -1:]
         lacks_top_k = [sequence.sampling.top_k > num_candidates for sequence in sequences]
         is_open |= torch.tensor(lacks_top_k, device=device)[:, None]
-        # Where the last one is ruled out, all that can be chosen is in view.
+        # Where the last candidate is ruled out, all that can be chosen is in view.
         is_open &= candidates[:, -1:] > -math.inf
         still_open: list[int] = is_open[:, 0].nonzero()[:, 0].tolist()
         if still_open:
@@ -408,7 +388,7 @@ def _draw_cut(
 
 
 def _likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ids [R, count] of the highest scores, highest first; of equal ones the lower id first."""
+    """Returns ids [R, count] of the highest scores, highest first, and the lower id first among equal ones."""
     if count == scores.shape[1]:
         return scores.sort(dim=-1, descending=True, stable=True).indices
     ids = scores.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
@@ -417,7 +397,7 @@ def _likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _num_kept(probabilities: torch.Tensor, sequences: SequenceOf[Chooser]) -> torch.Tensor:
-    """Return how many leading candidates [R, 1] top-k and then top-p keep, given `probabilities` [R, C], falling.
+    """Returns how many leading candidates [R, 1] top-k and then top-p keep, given `probabilities` [R, C], falling.
 
     Top-p keeps the fewest tokens whose share of what top-k left is at least top_p.
     """
@@ -428,41 +408,10 @@ def _num_kept(probabilities: torch.Tensor, sequences: SequenceOf[Chooser]) -> to
     num_by_k = _index(top_ks, device)[:, None]
     has_top_k = torch.tensor([sequence.sampling.top_k > 0 for sequence in sequences], device=device)[:, None]
     total = torch.where(has_top_k, cumulated.gather(1, num_by_k - 1), 1.0)
-    # At 1 nothing is cut: rounding in the running sum must not drop the unlikeliest tokens.
+    # At 1, nothing is cut: rounding in the running sum must not drop the unlikeliest tokens.
     shares = [sequence.sampling.top_p if sequence.sampling.top_p < 1 else math.inf for sequence in sequences]
     num_by_p = 1 + (cumulated < _column(shares, device) * total).sum(dim=-1, keepdim=True)
     return torch.minimum(num_by_p, num_by_k)
-
-
-# -- Noise bits --------------------------------------------------------------------------------------------------------
-
-
-def noise_key(seed: int, position: int) -> int:
-    """Mix seed and position into the start of the row's stream, a signed 64-bit integer, on the host."""
-    return _signed(_mix_int(_mix_int((seed + _INCREMENT) & _MASK64) + position * _INCREMENT))
-
-
-def _mix_int(value: int) -> int:
-    value &= _MASK64
-    for shift, multiplier in zip(_MIX_SHIFTS[:2], _MULTIPLIERS, strict=True):
-        value = ((value ^ (value >> shift)) * multiplier) & _MASK64
-    return value ^ (value >> _MIX_SHIFTS[2])
-
-
-def _mix(value: torch.Tensor) -> torch.Tensor:
-    """The same as `_mix_int`, in place, on int64, whose product keeps the same low 64 bits."""
-    for shift, multiplier in zip(_MIX_SHIFTS[:2], _MULTIPLIERS, strict=True):
-        value.bitwise_xor_(_shift_right(value, shift)).mul_(_signed(multiplier))
-    return value.bitwise_xor_(_shift_right(value, _MIX_SHIFTS[2]))
-
-
-def _shift_right(value: torch.Tensor, count: int) -> torch.Tensor:
-    # torch shifts int64 with its sign; the mask takes the copied sign bits away.
-    return (value >> count).bitwise_and_((1 << (64 - count)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 # -- Reports -----------------------------------------------------------------------------------------------------------
@@ -471,7 +420,7 @@ def _signed(value: int) -> int:
 def _logprob_reports(
     logits: torch.Tensor, sequences: SequenceOf[Chooser], chosen: SequenceOf[int]
 ) -> dict[int, SampledToken]:
-    """Return tokens with logprobs for the rows that ask for them, by row."""
+    """Returns tokens with log-probabilities for the rows that ask for them, by row."""
     asking = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
     if not asking:
         return {}
@@ -481,17 +430,17 @@ def _logprob_reports(
 
 
 def _top_tokens(logprobs: torch.Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """Return of each row of `logprobs` [R, V] its `count` likeliest tokens, of equal ones the lower id first."""
+    """Returns the `count` likeliest tokens of each row of `logprobs` [R, V], the lower id first among equal ones."""
     num_tokens = logprobs.shape[1]
     count = min(count, num_tokens)
     if not count:
         return [()] * len(logprobs)
-    # Whole rows stay where they are: [R, V] is large, and most of the time on a GPU.
+    # Whole rows stay where they are: [R, V] is large, and usually on a GPU.
     values, ids = logprobs.topk(min(count + 1, num_tokens))
     tops = []
     for row, (row_ids, row_values) in enumerate(zip(ids.tolist(), values.tolist(), strict=True)):
         if count < num_tokens and row_values[count] == row_values[count - 1]:
-            # topk leaves open which of equal values it takes.
+            # Which of equal values topk takes is undefined.
             reaching = (logprobs[row] >= values[row, count]).nonzero()[:, 0]
             row_ids, row_values = reaching.tolist(), logprobs[row, reaching].tolist()
         top = sorted(zip(row_ids, row_values, strict=True), key=lambda one: (-one[1], one[0]))

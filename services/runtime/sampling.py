@@ -40,7 +40,7 @@ class SamplingMembers(msgspec.Struct):
 
 
 class SamplingValues(msgspec.Struct, frozen=True):
-    """The same parameters, in the same order, of an answer that is sampled: each has a value."""
+    """The parameters of SamplingMembers, in their order, for an answer that is sampled: each has a value."""
 
     min_tokens: int = 0
     temperature: float = 1.0
@@ -73,7 +73,7 @@ class SamplingParams(SamplingValues, frozen=True, kw_only=True):
     logprobs: int | None = None
     """How many of the likeliest tokens are reported beside each chosen one; None: no log-probability at all."""
     prompt_logprobs: int | None = None
-    """The same number for each token of the prompt from the second on."""
+    """How many are reported for each token of the prompt from the second on; None: none."""
 
     @property
     def is_greedy(self) -> bool:

@@ -1,6 +1,6 @@
 """Chooses the next tokens on the device, for rows that are greedy or decided by temperature, min_p and noise alone.
 
-The noise's bits are those of `services.engine.sampling`, to the bit: SplitMix64 in 64-bit integers. From there on it is
+The noise's bits are those of `services.engine.noise`, to the bit: SplitMix64 in 64-bit integers. From there on it is
 float64 in the same order of operations, so that a choice differs only where two scores are as near as two libraries'
 logarithms are to each other. Penalties, biases, grammars, top-k and top-p are not for here.
 
@@ -22,7 +22,7 @@ NOTHING_CHOSEN = -1
 class Choices:
     """How B rows choose, on the device.
 
-    `keys` int64 [B]: mixed from seed and position (`services.engine.sampling.noise_keys`).
+    `keys` int64 [B]: mixed from seed and position (`services.engine.noise.noise_key`).
     `temperatures` float64 [B]: 0 takes the likeliest.
     `min_p_margins` float64 [B]: the logarithm of min_p, minus infinity where it is not set.
     """

@@ -10,14 +10,13 @@ import torch
 
 from services.engine import sampling as sampling_module
 from services.engine.kernels.library import TOO_CLOSE, Kernels, load_kernels
-from services.engine.sampling import draw_of, gumbel_noise
+from services.engine.sampling import draw_of
 from services.engine.steps.guesses import Draw
 from services.engine.steps.sequence import Sampling, Sequence
 from services.engine.steps.step import NonFiniteLogits, NothingAllowed, SampledToken
 from services.runtime import status
 from services.runtime.errors import InvalidRequest, InvariantViolated
-
-MASK64 = (1 << 64) - 1
+from tests.services.engine.noise import reference_noise
 
 
 class With:
@@ -83,19 +82,6 @@ def softmax(values: list[float]) -> list[float]:
 
 
 # -- Plain-Python references -------------------------------------------------------------------------------------------
-
-
-def reference_noise(seed: int, position: int, token_id: int) -> float:
-    def mix(value: int) -> int:
-        value &= MASK64
-        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK64
-        value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK64
-        return value ^ value >> 31
-
-    step = 0x9E3779B97F4A7C15
-    key = mix(mix(seed + step) + position * step)
-    bits = mix(key + token_id * step) >> 12
-    return -math.log(-math.log((bits + 0.5) / 2**52))
 
 
 def reference_kept(logits: list[float], sampling: Sampling) -> set[int]:
@@ -187,51 +173,6 @@ class TestGreedy:
 
     def test_nothing_in_nothing_out(self) -> None:
         assert sample(torch.empty((0, 10)), []) == []
-
-
-class TestNoise:
-    def test_equals_the_reference_for_any_integers(self) -> None:
-        chance = random.Random(0)
-        seeds = [0, 1, -1, -(2**63), 2**63, 2**64 - 1] + [chance.randrange(-(2**63), 2**63) for _ in range(6)]
-        positions = [chance.randrange(1, 10**6) for _ in seeds]
-        tokens = torch.tensor([[0, 1, 2, 511, 151_935, 2**31]])
-        noise = gumbel_noise(seeds, positions, tokens)
-        assert noise.dtype == torch.float64
-        for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-            for column, token in enumerate(tokens[0].tolist()):
-                expected = reference_noise(seed, position, token)
-                assert noise[row, column].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
-
-    def test_known_values(self) -> None:
-        # A changed noise would make answers differ between versions of workers in one cluster: change it knowingly.
-        noise = gumbel_noise([0, 42], [1, 100], torch.tensor([[0, 7]]))
-        known = [[1.053059059283411, 1.969361972077131], [0.1975758038691082, -0.22995196008825503]]
-        assert torch.allclose(noise, torch.tensor(known, dtype=torch.float64), rtol=1e-12, atol=0)
-
-    def test_is_standard_gumbel_and_always_finite(self) -> None:
-        noise = gumbel_noise(list(range(50)), [9] * 50, torch.arange(4000)[None]).flatten()
-        assert torch.isfinite(noise).all()
-        # Kolmogorov-Smirnov distance from the distribution function exp(-exp(-x)); 1.95 / sqrt(n) is p = 0.001.
-        cdf = torch.exp(-torch.exp(-noise.sort().values))
-        steps = torch.arange(1, len(cdf) + 1, dtype=torch.float64) / len(cdf)
-        assert (cdf - steps).abs().max().item() < 1.95 / math.sqrt(len(cdf))
-
-    @pytest.mark.parametrize("neighbour", ["seed", "position", "token"])
-    def test_neighbours_are_uncorrelated(self, neighbour: str) -> None:
-        tokens = torch.arange(20_000)[None]
-        here = gumbel_noise([5], [10], tokens)[0]
-        there = {
-            "seed": gumbel_noise([6], [10], tokens)[0],
-            "position": gumbel_noise([5], [11], tokens)[0],
-            "token": here.roll(1),
-        }[neighbour]
-        correlation = torch.corrcoef(torch.stack([here, there]))[0, 1].item()
-        assert abs(correlation) < 5 / math.sqrt(20_000)
-
-    def test_seed_and_position_are_not_interchangeable(self) -> None:
-        tokens = torch.arange(100)[None]
-        assert not torch.equal(gumbel_noise([3], [4], tokens), gumbel_noise([4], [3], tokens))
-        assert torch.equal(gumbel_noise([-1], [4], tokens), gumbel_noise([MASK64], [4], tokens))
 
 
 class TestDistribution:

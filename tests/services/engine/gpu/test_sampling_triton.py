@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from services.engine.gpu.sampling_triton import BLOCK_TOKENS, NOTHING_CHOSEN, Choices, choose
-from services.engine.sampling import noise_key, sample
+from services.engine.noise import noise_key
+from services.engine.sampling import sample
 from services.engine.steps.sequence import Sampling, Sequence
 
 
