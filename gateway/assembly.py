@@ -7,8 +7,6 @@ import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import cast
 
-from starlette.routing import BaseRoute
-
 from gateway.access.door import FrontDoor, KeyedDoor, OperatorsDoor
 from gateway.batches.batches_api import BatchesApi
 from gateway.batches.files_api import FilesApi
@@ -16,16 +14,10 @@ from gateway.batches.runner import LEAVE_S, Batches
 from gateway.config import GatewayConfig
 from gateway.dashboard.feed import Feed, GatewayFacts
 from gateway.dashboard.pages import Dashboard
-from gateway.edge.grpc_api import (
-    CLUSTER_SERVICE,
-    INFERENCE_SERVICE,
-    SERVICE_NAMES,
-    ClusterService,
-    InferenceService,
-    account_of,
-    register,
-)
+from gateway.edge.grpc_api import INFERENCE_SERVICE, SERVICE_NAMES, InferenceService, account_of, register
+from gateway.edge.grpc_cluster import CLUSTER_SERVICE, ClusterService
 from gateway.edge.http_api import HttpApi
+from gateway.edge.pages import ClusterPage, OperatorPages
 from gateway.http.bodies import Bodies
 from gateway.http.browsers import BrowserGuard, Hosts
 from gateway.http.connections import MAX_CONNECTIONS
@@ -33,7 +25,7 @@ from gateway.http.exchange import App
 from gateway.http.metrics import HttpUse
 from gateway.http.server import HttpServer
 from gateway.limits import MAX_BODY_BYTES
-from gateway.models.catalog import load_catalog
+from gateway.models.catalog import ModelCatalog, load_catalog
 from gateway.models.catalog_file import ModelEntry, read_models_file
 from gateway.named.memory import MemoryBounds
 from gateway.named.requests import Journals
@@ -100,43 +92,79 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig, *, secrets: Secrets | None = None) -> None:
         entries = _entries(config)
-        catalog = load_catalog(
-            entries, max_tokenize_chars=config.max_tokenize_chars, generation_config=config.generation_config
-        )
-        for model in catalog:
-            if model.sampling_defaults:
-                defaults = dict(model.sampling_defaults)
-                logger.info("sampling defaults of a model", extra={"model": model.name, "defaults": defaults})
+        catalog = _catalog(config, entries)
         self.incarnation = new_incarnation()
-        self.http_port = 0
-        self.grpc_port = 0
-        self.admin_port = 0
-        self.operator_port = 0
+        self.http_port = self.grpc_port = self.admin_port = self.operator_port = 0
         self._config = config
         self._secrets = secrets
         self._store = Store(config.redis, cluster=config.cluster)
         self._placements = PlacementWriter(PlacementStore(self._store))
         self._quarantine = Quarantine(self._store)
-        # Its own: an answer that is large and late must not keep others from asking.
+        # A connection of its own: an answer that is large and late must not keep others from asking.
         self._page_store = Store(config.redis, cluster=config.cluster)
         self._prefixes = PrefixView(PrefixIndex(self._page_store))
-        metrics = self.metrics = Metrics()
+        self.metrics = Metrics()
         self.limiter = Limiter(self._store, gateway=self.incarnation)
         self.door = FrontDoor(
             self.limiter,
             key_file=config.api_keys,
             starter_digest=config.starter_key_digest,
-            on_refusal=metrics.note_tenant_refusal,
+            on_refusal=self.metrics.note_tenant_refusal,
         )
-        # Each model has its own, or a full one would hold up the others.
-        queues: dict[str, AdmissionQueue] = {}
+        self._queues: dict[str, AdmissionQueue] = {}
+        """Each model has its own, or a full one would hold up the others."""
+        self.topology = self._make_topology(catalog)
+        self.troubles = Troubles()
+        self._trouble_watch = TroubleWatch(self.troubles, self.topology, self._store, circuits=self._circuits)
+        self.troubles.listeners.append(lambda trouble, has_begun: self.topology.tell_watchers())
+        self.requests = self._make_requests(catalog)
+        self._feed = Feed(
+            self.requests,
+            topology=self.topology,
+            metrics=self.metrics,
+            troubles=self.troubles,
+            facts=GatewayFacts(self.incarnation[:8], config.cluster, config.routing, SYSTEM_CLOCK.unix_ns() / 1e9),
+        )
+        self._journals = self._make_journals()
+        # A third connection: files are larger still.
+        self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=BATCH_STORE_TIMEOUT_S)
+        files = FileStore(self._batch_store, room=Room(config.tenant_file_storage, config.file_storage))
+        self._storage = self._make_storage_watch(files)
+        self.batches = self._make_batches(files)
+        self._bodies = Bodies(config.body_memory, tenant_bytes=config.tenant_body_memory)
+        self._pages = self._make_pages()
+        self.api = self._http_api(self.door)
+        self._http = self._make_http_server(files)
+        self._admin, self._socket = self._make_admin_servers()
+        self.places = Places(config.message_memory // MAX_BODY_BYTES)
+        self._grpc = self._make_grpc_server()
+        self._min_prefill = {
+            entry.name: config.min_prefill if entry.num_prefill is None else min(config.min_prefill, entry.num_prefill)
+            for entry in entries
+        }
+        self._strangers: set[str] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_leaving = False
+        self._watch()
+
+    def is_ready(self) -> bool:
+        """Whether every model has enough workers and the gateway is not leaving."""
+        return not self._is_leaving and all(map(self._has_workers, self._min_prefill))
+
+    def _has_workers(self, model: str) -> bool:
+        if self.topology.num_ready("decode", model) < self._config.min_decode:
+            return False
+        return self.topology.num_ready("prefill", model) >= self._min_prefill[model]
+
+    def _make_topology(self, catalog: ModelCatalog) -> Topology:
+        config = self._config
+        served = {model.name: model.facts for model in catalog}
 
         def poke_all() -> None:
-            for queue in queues.values():
+            for queue in self._queues.values():
                 queue.poke()
 
-        served = {model.name: model.facts for model in catalog}
-        self.topology = Topology(
+        return Topology(
             gateway_incarnation=self.incarnation,
             on_change=poke_all,
             judge=lambda record: difference(
@@ -145,24 +173,21 @@ class Gateway:
             allows_inexact=config.allow_inexact,
             presence=Presence(config.expect),
         )
-        self.troubles = Troubles()
-        self._trouble_watch = TroubleWatch(self.troubles, self.topology, self._store, circuits=self._circuits)
-        self.troubles.listeners.append(lambda trouble, has_begun: self.topology.tell_watchers())
-        metrics.watch_troubles(self.troubles, self.topology.presence)
-        metrics.watch_pace(self.topology.pace)
-        metrics.watch_store(self._store)
+
+    def _make_requests(self, catalog: ModelCatalog) -> Requests:
+        config = self._config
         for model in catalog:
-            queues[model.name] = AdmissionQueue(
+            self._queues[model.name] = AdmissionQueue(
                 functools.partial(self._make_lane, model.name),
                 order=LaneOrder(config.queue_strategy, tenant_weights=self.door.tenant_weights),
             )
-        self.requests = Requests(
+        return Requests(
             catalog=catalog,
             topology=self.topology,
-            queues=queues,
+            queues=self._queues,
             policies=_policies(config),
             placements=self._placements,
-            metrics=metrics,
+            metrics=self.metrics,
             quarantine=self._quarantine,
             hints=CacheHints(self._prefixes, self.topology),
             gateway_incarnation=self.incarnation,
@@ -170,63 +195,72 @@ class Gateway:
             slow_request_s=config.slow_request_s,
             history=History(targets=_targets(config)),
         )
-        self._feed = Feed(
-            self.requests,
-            topology=self.topology,
-            metrics=metrics,
-            troubles=self.troubles,
-            facts=GatewayFacts(self.incarnation[:8], config.cluster, config.routing, SYSTEM_CLOCK.unix_ns() / 1e9),
-        )
-        self._journals = Journals(
+
+    def _make_journals(self) -> Journals:
+        config = self._config
+        return Journals(
             self.requests,
             JournalStore(self._store, room=JournalRoom(config.tenant_journal_storage, config.journal_storage)),
             gateway_incarnation=self.incarnation,
             bounds=MemoryBounds(config.tenant_journal_memory, config.journal_memory),
-            on_refusal=metrics.note_tenant_refusal,
+            on_refusal=self.metrics.note_tenant_refusal,
         )
-        metrics.watch_journals(lambda: self._journals.num_bytes)
-        # Its own too: files are larger still.
-        self._batch_store = Store(config.redis, cluster=config.cluster, timeout_s=BATCH_STORE_TIMEOUT_S)
-        files = FileStore(self._batch_store, room=Room(config.tenant_file_storage, config.file_storage))
-        self._storage = StorageWatch(
+
+    def _make_storage_watch(self, files: FileStore) -> StorageWatch:
+        return StorageWatch(
             self._batch_store,
             files,
-            journal_bytes=config.journal_storage,
+            journal_bytes=self._config.journal_storage,
             on_use=self._note_storage,
             on_complaints=self._note_complaints,
         )
-        self.batches = Batches(
+
+    def _make_batches(self, files: FileStore) -> Batches:
+        return Batches(
             BatchStore(self._batch_store, files),
             files,
             gateway_incarnation=self.incarnation,
             app_of=self._app_of,
             check_model=self._check_model,
-            on_rows=lambda outcome, num_rows: metrics.batch_rows.labels(outcome).inc(num_rows),
-            num_rows=config.batch_rows,
+            on_rows=lambda outcome, num_rows: self.metrics.batch_rows.labels(outcome).inc(num_rows),
+            num_rows=self._config.batch_rows,
         )
+
+    def _make_pages(self) -> OperatorPages:
+        cluster = ClusterPage(self.requests, self.topology, store=self._store, troubles=self.troubles)
+        return OperatorPages(
+            metrics=self.metrics,
+            topology=self.topology,
+            cluster=cluster,
+            dashboard=Dashboard(self._feed, self.requests.log.history),
+            is_ready=self.is_ready,
+            port=lambda: self.http_port,
+        )
+
+    def _make_http_server(self, files: FileStore) -> HttpServer:
+        config, batches = self._config, self.batches
         file_routes = FilesApi(files, max_file_bytes=config.max_file_size).routes()
-        self._bodies = Bodies(config.body_memory, tenant_bytes=config.tenant_body_memory)
-        batch_routes = BatchesApi(self.batches.store, files, bodies=self._bodies, on_change=self.batches.poke).routes()
-        self._dashboard = Dashboard(self._feed, self.requests.log.history)
-        self.api = self._http_api(self.door, [*file_routes, *batch_routes])
-        identity = rpc.identity()
-        num_files = process.descriptor_limit()
-        most = min(config.max_connections or MAX_CONNECTIONS, num_files // HTTP_PART)
-        self._http = HttpServer(
-            self._guarded(self.api.app(), bound_to=config.http_host), identity=identity, max_connections=most
+        batch_routes = BatchesApi(batches.store, files, bodies=self._bodies, on_change=batches.poke).routes()
+        return HttpServer(
+            self._guarded(self.api.app([*file_routes, *batch_routes]), bound_to=config.http_host),
+            identity=rpc.identity(),
+            max_connections=min(config.max_connections or MAX_CONNECTIONS, process.descriptor_limit() // HTTP_PART),
         )
-        metrics.watch_http(HttpUse(self._http.connections, self._bodies))
-        self._admin: HttpServer | None = None
+
+    def _make_admin_servers(self) -> tuple[HttpServer | None, HttpServer | None]:
+        """The servers of the operators' pages, at a port and at a socket; None where the operator wants none."""
+        config, admin, socket = self._config, None, None
         if config.admin_port is not None:
             pages = self.api.admin_app(OperatorsDoor(self.door, digest=config.admin_key_digest))
             guarded = self._guarded(pages, bound_to=config.admin_host)
-            self._admin = HttpServer(guarded, identity=identity, max_connections=MAX_ADMIN_CONNECTIONS)
-        self._socket: HttpServer | None = None
+            admin = HttpServer(guarded, identity=rpc.identity(), max_connections=MAX_ADMIN_CONNECTIONS)
         if config.admin_socket is not None:
-            self._socket = HttpServer(self.api.admin_app(None), max_connections=MAX_ADMIN_CONNECTIONS)
-        self.places = Places(config.message_memory // MAX_BODY_BYTES)
-        most = min(config.max_grpc_connections or MAX_GRPC_CONNECTIONS, process.descriptor_limit() // GRPC_PART)
-        self._grpc = rpc.make_server(
+            socket = HttpServer(self.api.admin_app(None), max_connections=MAX_ADMIN_CONNECTIONS)
+        return admin, socket
+
+    def _make_grpc_server(self) -> rpc.RpcServer:
+        config, num_files = self._config, process.descriptor_limit()
+        server = rpc.make_server(
             SERVICE_NAMES,
             profile=rpc.PUBLIC,
             with_reflection=config.reflection,
@@ -239,41 +273,28 @@ class Gateway:
             max_connections=min(config.max_grpc_connections or MAX_GRPC_CONNECTIONS, num_files // GRPC_PART),
         )
         register(
-            self._grpc,
+            server,
             InferenceService(self.requests, self._journals, door=self.door, bodies=self._bodies),
             ClusterService(self.requests, self.topology, door=self.door, troubles=self.troubles),
         )
-        self._min_prefill = {
-            entry.name: config.min_prefill if entry.num_prefill is None else min(config.min_prefill, entry.num_prefill)
-            for entry in entries
-        }
-        self._strangers: set[str] = set()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._is_leaving = False
+        return server
 
-    def is_ready(self) -> bool:
-        """Whether every model has enough workers and the gateway is not leaving."""
-        return not self._is_leaving and all(map(self._has_workers, self._min_prefill))
+    def _watch(self) -> None:
+        """Has the metrics read what these parts count."""
+        self.metrics.watch_troubles(self.troubles, self.topology.presence)
+        self.metrics.watch_pace(self.topology.pace)
+        self.metrics.watch_store(self._store)
+        self.metrics.watch_journals(lambda: self._journals.num_bytes)
+        self.metrics.watch_http(HttpUse(self._http.connections, self._bodies))
 
-    def _has_workers(self, model: str) -> bool:
-        if self.topology.num_ready("decode", model) < self._config.min_decode:
-            return False
-        return self.topology.num_ready("prefill", model) >= self._min_prefill[model]
-
-    def _http_api(self, door: FrontDoor, more_routes: Sequence[BaseRoute] = ()) -> HttpApi:
+    def _http_api(self, door: FrontDoor) -> HttpApi:
         return HttpApi(
             self.requests,
             journals=self._journals,
-            topology=self.topology,
-            metrics=self.metrics,
-            is_ready=self.is_ready,
             door=door,
-            dashboard=self._dashboard,
-            port=lambda: self.http_port,
             bodies=self._bodies,
-            store=self._store,
-            troubles=self.troubles,
-            more_routes=more_routes,
+            metrics=self.metrics,
+            pages=self._pages,
         )
 
     def _guarded(self, app: App, *, bound_to: str) -> App:
@@ -433,6 +454,17 @@ def _entries(config: GatewayConfig) -> tuple[ModelEntry, ...]:
         return read_models_file(config.models)
     assert config.model is not None
     return (ModelEntry(config.model_name or config.model.resolve().name, config.model),)
+
+
+def _catalog(config: GatewayConfig, entries: Sequence[ModelEntry]) -> ModelCatalog:
+    catalog = load_catalog(
+        entries, max_tokenize_chars=config.max_tokenize_chars, generation_config=config.generation_config
+    )
+    for model in catalog:
+        if model.sampling_defaults:
+            defaults = dict(model.sampling_defaults)
+            logger.info("sampling defaults of a model", extra={"model": model.name, "defaults": defaults})
+    return catalog
 
 
 def _targets(config: GatewayConfig) -> Targets:

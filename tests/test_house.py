@@ -13,8 +13,6 @@ MAX_CORE_FILES, MAX_CORE_LINES = 20, 9_350
 
 LONG_FILES = {
     "gateway/batches/runner.py": 591,
-    "gateway/edge/grpc_api.py": 561,
-    "gateway/edge/http_api.py": 803,
     "gateway/observability/metrics.py": 583,
     "gateway/observability/tracing.py": 539,
     "gateway/requests/acceptance.py": 516,
@@ -33,7 +31,6 @@ LONG_FILES = {
 }
 """Those that are longer, and what they may have at most: the lists become shorter, and never longer."""
 LONG_FUNCTIONS = {
-    "gateway/assembly.py:Gateway.__init__": 152,
     "gateway/observability/metrics.py:Metrics.__init__": 274,
     "services/scheduling/routing.py:_Case.build": 101,
     "services/scheduling/routing.py:_Case.price_decodes": 97,

@@ -62,8 +62,8 @@ class Exchange:
         self.has_started = False
         self.is_unread = True
         """The end of the body was not seen yet."""
-        self._headers: HeaderPairs = scope["headers"]
-        self._first_values = dict(reversed(self._headers))
+        self.headers: HeaderPairs = scope["headers"]
+        self._first_values = dict(reversed(self.headers))
         self._connection = connection_of(scope)
         self._url_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         self._receive = receive
@@ -86,7 +86,7 @@ class Exchange:
 
     def all_headers(self, name: bytes) -> list[str]:
         """All values of a header."""
-        return header_values(self._headers, name)
+        return header_values(self.headers, name)
 
     def add_limits(self, ticket: TenantTicket | None) -> None:
         """Tells what is left of the tenant's limits."""

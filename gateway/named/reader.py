@@ -14,14 +14,17 @@ from services.runtime.errors import DeadlineExceeded, RequestCancelled, TandemEr
 
 
 class Part(msgspec.Struct):
-    """The next part of one answer for one reader. `is_first`: the client knew nothing of this answer."""
+    """The next part of one answer. `is_first`: its reader knew nothing of this answer.
+
+    The parts of a named request have ids, which name positions in all of its answers.
+    """
 
     choice: int
     delta: Delta
     is_first: bool
-    opening_id: str
+    opening_id: str = ""
     """The id of what comes before the first part: after it the client knows that this answer has begun. Else empty."""
-    event_id: str
+    event_id: str = ""
     """The id of this part: after it the client is there."""
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.access.door import FrontDoor
 from gateway.access.keys import digest_of_key, new_key
-from gateway.edge.grpc_api import ClusterService
+from gateway.edge.grpc_cluster import ClusterService
 from gateway.topology.troubles import Troubles
 from services.runtime import rpc
 from services.runtime.errors import PermissionDenied, Unauthenticated

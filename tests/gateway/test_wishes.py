@@ -178,7 +178,7 @@ async def test_an_operator_chooses_for_all_others_while_it_runs(make_system, pai
         async def choose(name):
             return (await cluster.SetPrefill(cluster_pb2.SetPrefillRequest(choice=MODES[name]), timeout=10)).before
 
-        with caplog.at_level(logging.INFO, logger="gateway.edge.grpc_api"):
+        with caplog.at_level(logging.INFO, logger="gateway.edge.grpc_cluster"):
             assert await choose("local") == MODES["auto"]
         record = next(one for one in caplog.records if "who computes prompts" in one.message)
         assert (record.before, record.now) == ("auto", "local")

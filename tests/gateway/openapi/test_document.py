@@ -355,7 +355,9 @@ async def test_files_and_batches_keep_to_the_document(system):
 
 
 async def test_a_body_may_find_no_room(system, monkeypatch):
-    monkeypatch.setattr(system.gateway.api, "_bodies", Bodies(0))
+    no_room = Bodies(0)
+    for pool in ("_rest", "_reserve"):
+        monkeypatch.setattr(system.gateway._bodies, pool, getattr(no_room, pool))
     paths = [operation.path for operation in OPERATIONS if operation.method == "post" and "{" not in operation.path]
     for path in sorted({*paths} - {"/v1/files", "/v1/batches"}):
         response = await system.http.post(path, json={})

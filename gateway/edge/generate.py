@@ -1,0 +1,226 @@
+"""The answers to one request, for both APIs: one source of parts, whether the request has a name or not.
+
+An API makes a `Call` of its message, or an `Ask` where the request has a name, and gets `Answers`: parts as they come,
+or whole answers. Knows neither HTTP nor protobuf.
+"""
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import NamedTuple
+
+from gateway.access.door import FrontDoor
+from gateway.access.keys import ApiKey
+from gateway.models.answer_text import AnswerText
+from gateway.named.ask import Ask
+from gateway.named.journal import event_id
+from gateway.named.reader import Part, Reader
+from gateway.named.requests import Journals
+from gateway.openai.writer import Whole
+from gateway.requests.call import AcceptedCall, AnswerSpec, Call
+from gateway.requests.delivery import FastPath
+from gateway.requests.fallback import Stream, begun
+from gateway.requests.fan_out import all_of, merged
+from gateway.requests.lifecycle import Requests
+from gateway.types import Delta, PromptLogprobs, TokenLogprobs, Usage
+
+TakeNow = Callable[[Delta], bool]
+"""Delivers a delta at once and returns True, or returns False; see `FastPath`."""
+
+
+class Known(NamedTuple):
+    """The part of an answer that its client has already."""
+
+    token_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[TokenLogprobs] | None
+
+
+class Answers(ABC):
+    """The answers to one request. To be read once, either by `parts` or by `wholes`."""
+
+    request_id: str
+    created_unix_s: int
+    model: str
+    """The name of the model that answers."""
+    fallback: str
+    """The model in whose place it answers and why, or empty; see `AcceptedCall`."""
+    traceparent: str
+    """Names the request's span, or is empty."""
+    generations: Sequence[AnswerSpec]
+    start_id: str = ""
+    """The id of the event after which the client reads, for a request whose parts have ids."""
+
+    @abstractmethod
+    def parts(self, take_now: TakeNow | None = None) -> AsyncGenerator[Part, None]:
+        """Yields the parts of all answers as they come; use with `contextlib.aclosing`.
+
+        The deltas of a single answer may go to `take_now` instead. Raises what ended an answer.
+        """
+
+    @abstractmethod
+    async def wholes(self) -> list[Whole]:
+        """Returns all answers, complete. Raises what ended one of them."""
+
+    @abstractmethod
+    def usages(self) -> list[tuple[Usage, Sequence[int]]]:
+        """(usage, token ids of the prompt) of each answer, once all are complete."""
+
+    @abstractmethod
+    def known(self, choice: int, num_tokens: int | None, *, has_all: bool) -> Known:
+        """The first tokens of an answer (None: all), which its client has, and their text.
+
+        `has_all`: with the text that was held back until the end.
+        """
+
+
+class Generator:
+    """Begins, continues or joins the generation of answers."""
+
+    def __init__(self, requests: Requests, journals: Journals, door: FrontDoor) -> None:
+        self._requests = requests
+        self._journals = journals
+        self._door = door
+
+    @contextlib.asynccontextmanager
+    async def answers(
+        self, asked: Call | Ask, key: ApiKey, *, on_taken: Callable[[str, str], None]
+    ) -> AsyncIterator[Answers]:
+        """The answers that a caller with this key asks for. Leaving the block ends what is generated for it alone.
+
+        `on_taken` is told the request's id and its traceparent (or an empty text) before anything is generated. Raises
+        what `Requests.accept`, `Requests.run` or `Journals.attach` raises.
+        """
+        if isinstance(asked, Ask):
+            async with self._journals.attach(asked) as reader:
+                on_taken(reader.request_id, reader.traceparent)
+                # Another key of the tenant may have begun it, and may be allowed more.
+                self._door.check_model(key, reader.model)
+                yield _NamedAnswers(reader, self._requests.new_text)
+            return
+        with await self._requests.accept(asked) as accepted:
+            on_taken(accepted.request_id, accepted.span.told_traceparent)
+            paths = [FastPath() for _ in accepted.generations]
+            async with begun(self._requests, accepted, accepted.generations, fast_paths=paths) as streams:
+                yield _PlainAnswers(accepted, streams, paths)
+
+
+class _PlainAnswers(Answers):
+    """The answers to a request without a name: what runs is this client's alone."""
+
+    def __init__(self, accepted: AcceptedCall, streams: list[Stream], paths: list[FastPath]) -> None:
+        self.request_id = accepted.request_id
+        self.created_unix_s = int(time.time())
+        self.model = accepted.model
+        self.fallback = accepted.fallback
+        self.traceparent = accepted.span.told_traceparent
+        self.generations = accepted.generations
+        self._streams = streams
+        self._paths = paths
+        self._usages: dict[int, Usage] = {}
+
+    async def parts(self, take_now: TakeNow | None = None) -> AsyncGenerator[Part, None]:
+        if len(self._streams) == 1:
+            self._paths[0].take = take_now
+        seen: set[int] = set()
+        async with contextlib.aclosing(merged(self._streams)) as parts:
+            async for choice, delta in parts:
+                if delta.usage is not None:
+                    self._usages[choice] = delta.usage
+                yield Part(choice, delta, choice not in seen)
+                seen.add(choice)
+
+    async def wholes(self) -> list[Whole]:
+        return await all_of([self._whole(choice, stream) for choice, stream in enumerate(self._streams)])
+
+    async def _whole(self, choice: int, stream: Stream) -> Whole:
+        answer = _Growing()
+        self._paths[choice].take = answer.take
+        async with contextlib.aclosing(stream) as deltas:
+            async for delta in deltas:
+                answer.take(delta)
+        return answer.whole(self.generations[choice])
+
+    def usages(self) -> list[tuple[Usage, Sequence[int]]]:
+        return [(usage, self.generations[choice].prompt_token_ids) for choice, usage in self._usages.items()]
+
+    def known(self, choice: int, num_tokens: int | None, *, has_all: bool) -> Known:
+        return Known((), "", None)
+
+
+class _NamedAnswers(Answers):
+    """The answers to a request with a name, which others may read too, from the position of this client on."""
+
+    def __init__(self, reader: Reader, new_text: Callable[[AnswerSpec], AnswerText]) -> None:
+        self.request_id = reader.request_id
+        self.created_unix_s = reader.created_unix_s
+        self.model = reader.model
+        self.fallback = reader.fallback
+        self.traceparent = reader.traceparent
+        self.generations = reader.generations
+        self.start_id = event_id(reader.request_id, reader.positions)
+        self._reader = reader
+        self._new_text = new_text
+
+    def parts(self, take_now: TakeNow | None = None) -> AsyncGenerator[Part, None]:
+        return self._reader.parts()
+
+    async def wholes(self) -> list[Whole]:
+        answers = [_Growing() for _ in self.generations]
+        async with contextlib.aclosing(self._reader.parts()) as parts:
+            async for part in parts:
+                answers[part.choice].take(part.delta)
+        return [answer.whole(generation) for answer, generation in zip(answers, self.generations, strict=True)]
+
+    def usages(self) -> list[tuple[Usage, Sequence[int]]]:
+        return self._reader.usages()
+
+    def known(self, choice: int, num_tokens: int | None, *, has_all: bool) -> Known:
+        answer = self._reader.answers[choice]
+        token_ids = answer.token_ids[:num_tokens]
+        text = self._new_text(self.generations[choice])
+        taken = [text.push((token_id,)) for token_id in token_ids]
+        is_stopped = any(each.is_stopped for each in taken)
+        held_back = "" if is_stopped or not has_all else text.finish()
+        shown = "".join(each.text for each in taken) + held_back
+        return Known(token_ids, shown, answer.logprobs and answer.logprobs[:num_tokens])
+
+
+class _Growing:
+    """One answer while its deltas are put together."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprobs] | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self._last: Delta | None = None
+
+    def take(self, delta: Delta) -> bool:
+        """Adds the next delta; never leaves it to the task."""
+        self._token_ids.extend(delta.token_ids)
+        self._texts.append(delta.text)
+        if delta.logprobs is not None:
+            self._logprobs = self._logprobs or []
+            self._logprobs.extend(delta.logprobs)
+        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
+        self._last = delta
+        return True
+
+    def whole(self, generation: AnswerSpec) -> Whole:
+        """The answer, whose last delta has come."""
+        last = self._last
+        assert last is not None
+        assert last.finish_reason is not None
+        assert last.usage is not None
+        return Whole(
+            index=generation.choice,
+            token_ids=self._token_ids,
+            text="".join(self._texts),
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+            prompt_token_ids=generation.prompt_token_ids,
+        )

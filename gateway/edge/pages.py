@@ -1,0 +1,219 @@
+"""Pages over HTTP that generate nothing: models, probes, metrics, the cluster, and the dashboard's."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from gateway.access.door import FrontDoor
+from gateway.access.keys import ApiKey
+from gateway.dashboard.pages import Dashboard
+from gateway.limits import MAX_NAME_CHARS
+from gateway.models.catalog import ServedModel
+from gateway.observability.metrics import CONTENT_TYPE, Metrics
+from gateway.openapi.document import document_bytes
+from gateway.requests.lifecycle import Requests
+from gateway.topology.members import Member, Topology
+from gateway.topology.presence import Gone
+from gateway.topology.troubles import Troubles
+from gateway.topology.watch import CircuitReport
+from services.cluster.redis_store import Store
+from services.runtime.errors import NotFound
+from services.runtime.identity import identity_fields
+from services.runtime.version import version
+from services.runtime.worker_state import WorkerState
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""The probes' pages, which need no key."""
+
+
+class ApiPages:
+    """What any key may read: the models that it allows, and the description of the API."""
+
+    def __init__(self, requests: Requests, door: FrontDoor) -> None:
+        self._requests = requests
+        self._door = door
+        self._created_unix_s = int(time.time())
+
+    def routes(self) -> list[BaseRoute]:
+        """The pages' routes. Each finds the caller's key in the request's state."""
+        return [
+            Route("/v1/models", self._list_models),
+            Route("/v1/models/{name:path}", self._show_model),
+            Route("/v1/responses/{name:path}", self._show_no_response, methods=["GET", "POST", "DELETE"]),
+            Route("/openapi.json", self._show_document),
+        ]
+
+    async def _list_models(self, request: Request) -> Response:
+        key: ApiKey = request.state.key
+        names = self._requests.catalog.names()
+        data = [self._model(name, model) for name, model in names if key.allows_model(model.name)]
+        return json_response({"object": "list", "data": data})
+
+    async def _show_model(self, request: Request) -> Response:
+        name, catalog = request.path_params["name"], self._requests.catalog
+        self._door.check_model(request.state.key, catalog.name_of(name), asked=name)
+        return json_response(self._model(name, catalog.resolve(name)))
+
+    def _model(self, name: str, model: ServedModel) -> dict[str, Any]:
+        """A model under one of its names; `root` is its own."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created_unix_s,
+            "owned_by": "tandem",
+            "root": model.name,
+            "max_model_len": self._requests.limits(model).context_length_tokens,
+            "sampling_defaults": model.sampling_defaults,
+        }
+
+    async def _show_no_response(self, request: Request) -> Response:
+        name = request.path_params["name"][:MAX_NAME_CHARS]
+        raise NotFound(f"there is no response {name}: this server stores none", code="response_not_found")
+
+    async def _show_document(self, request: Request) -> Response:
+        return Response(document_bytes(asks_for_keys=not self._door.is_open), media_type="application/json")
+
+
+class ClusterPage:
+    """What /cluster shows: the workers, what is wrong with them, and what waits and runs."""
+
+    def __init__(self, requests: Requests, topology: Topology, *, store: Store, troubles: Troubles) -> None:
+        self._requests = requests
+        self._topology = topology
+        self._store = store
+        self._troubles = troubles
+
+    def document(self) -> dict[str, Any]:
+        """The page as a JSON object."""
+        requests, topology, store = self._requests, self._topology, self._store
+        circuits = requests.circuits()
+        return {
+            "workers": [_worker_json(member, circuits.get(member.record.id)) for member in topology.members()],
+            "cut_pairs": [dataclasses.asdict(pair) for pair in requests.cut_pairs()],
+            "version": version(),
+            "requests": {"queued": requests.num_queued, "running": requests.num_running},
+            "prefill": requests.prefill_choice,
+            "redis": {
+                "available": store.is_available,
+                "round_trip_s": round(store.round_trip.mean_s, 6),
+                "last_failure": store.last_failure,
+            },
+            "expected": topology.presence.expected,
+            "gone": [_gone_json(gone) for gone in topology.presence.gone],
+            "troubles": self._troubles.all(),
+        }
+
+
+class OperatorPages:
+    """Pages of probes and operators. `is_ready` says whether requests can be served, `port` where the API is served."""
+
+    def __init__(
+        self,
+        *,
+        metrics: Metrics,
+        topology: Topology,
+        cluster: ClusterPage,
+        dashboard: Dashboard,
+        is_ready: Callable[[], bool],
+        port: Callable[[], int],
+    ) -> None:
+        self._metrics = metrics
+        self._topology = topology
+        self._cluster = cluster
+        self._dashboard = dashboard
+        self._is_ready = is_ready
+        self._port = port
+
+    def is_open(self, path: str) -> bool:
+        """Whether a page says nothing about a cluster, so that it needs no key."""
+        return path in OPEN_PATHS or self._dashboard.is_open(path)
+
+    def routes(self, *, has_api: bool) -> list[BaseRoute]:
+        """The pages' routes. `has_api`: the API is served beside them, at the same address."""
+        return [
+            Route("/health", self._show_health),
+            Route("/ready", self._show_readiness),
+            Route("/metrics", self._show_metrics),
+            Route("/cluster", self._show_cluster),
+            *self._dashboard.routes(api_port=self._port, has_api=has_api),
+        ]
+
+    async def _show_health(self, request: Request) -> Response:
+        return json_response({"status": "alive"})
+
+    async def _show_readiness(self, request: Request) -> Response:
+        is_ready = self._is_ready()
+        return json_response({"status": "ready" if is_ready else "not ready"}, http_status=200 if is_ready else 503)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(self._topology.members()), media_type=CONTENT_TYPE)
+
+    async def _show_cluster(self, request: Request) -> Response:
+        return json_response(self._cluster.document())
+
+
+def json_response(value: Any, *, http_status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON document as an answer."""
+    return Response(msgspec.json.encode(value), http_status, headers, media_type="application/json")
+
+
+def _worker_json(member: Member, circuit: CircuitReport | None) -> dict[str, Any]:
+    record, load, obstacle = member.record, member.load, member.obstacle
+    return {
+        "id": record.id,
+        "role": record.role,
+        "pid": record.pid,
+        "host": record.host,
+        "address": record.address,
+        "incarnation": record.incarnation,
+        "state": member.state,
+        "model": record.model,
+        "exact": member.is_exact,
+        "arithmetic": member.arithmetic,
+        "identity": identity_fields(record.identity),
+        "left_out": member.left_out,
+        "unreachable": obstacle.cause if obstacle is not None and member.state is WorkerState.LOST else "",
+        "layout": record.layout_fingerprint,
+        "tensor_parallel": record.tensor_parallel,
+        "pipeline_parallel": record.pipeline_parallel,
+        "version": record.version,
+        "clock_ahead_s": load.clock_ahead_s,
+        "channels": record.channels,
+        "pages": {
+            "total": load.pages_total,
+            "free": load.pages_free,
+            "cached": load.pages_cached,
+            "reserved": load.pages_reserved,
+            "used": load.pages_used,
+        },
+        "running": load.running,
+        "waiting": load.waiting,
+        "gpu": _gpu_json(member),
+        "circuit": None if circuit is None else circuit.as_json(),
+        "counts": None if member.session.counts is None else member.session.counts.as_json(),
+    }
+
+
+def _gone_json(gone: Gone) -> dict[str, Any]:
+    worker = gone.worker
+    return {
+        "id": worker.id,
+        "role": worker.role,
+        "model": worker.model,
+        "host": worker.host,
+        "address": worker.address,
+        "since_unix_s": gone.since_unix_s,
+    }
+
+
+def _gpu_json(member: Member) -> dict[str, Any] | None:
+    if member.gpu_facts is None:
+        return None
+    gpu = member.gpu
+    return {"state": gpu.state.value, "weight": gpu.weight, "reasons": gpu.reasons}

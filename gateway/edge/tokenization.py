@@ -1,0 +1,123 @@
+"""Tokens without an answer, over HTTP: of a text, of a conversation, of a response's input, and back to text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.access.door import FrontDoor
+from gateway.access.keys import ApiKey
+from gateway.http.bodies import Bodies
+from gateway.http.exchange import Exchange
+from gateway.limits import check_text_to_count, check_token_ids
+from gateway.models.catalog import ServedModel
+from gateway.models.tools import encode_conversation, offered_tools
+from gateway.openai.requests import DetokenizeRequest, TokenizeRequest, parse, parse_members
+from gateway.openai.responses_request import ResponsesRequest, own_words
+from gateway.requests.lifecycle import Requests
+from services.runtime.errors import InvalidRequest
+
+
+class Tokenization:
+    """The endpoints that generate nothing; each request counts as one of its tenant's all the same."""
+
+    def __init__(self, requests: Requests, *, door: FrontDoor, bodies: Bodies) -> None:
+        self._requests = requests
+        self._door = door
+        self._bodies = bodies
+
+    async def count_input(self, exchange: Exchange, key: ApiKey) -> None:
+        """Answers how many tokens the input of a response would have."""
+        with own_words(), self._bodies.claim(key.tenant) as claim:
+            call = await self._bodies.read(
+                claim, exchange.read_body, lambda body: parse(body, ResponsesRequest)[0].call()
+            )
+            model = await self._let_in(exchange, key, call.model)
+            token_ids = await self._encode_to_count(model, call.messages or (), call.tools, key.tenant)
+        document = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+        await exchange.answer(200, msgspec.json.encode(document))
+
+    async def tokenize(self, exchange: Exchange, key: ApiKey) -> None:
+        """Answers the token ids of a text, or of a conversation as an answer to it would be generated."""
+        with self._bodies.claim(key.tenant) as claim:
+            request, tools = await self._bodies.read(claim, exchange.read_body, _read_tokenize)
+            model = await self._let_in(exchange, key, request.model)
+            token_ids = await self._tokens_of(request, tools, model, key.tenant)
+        max_tokens = self._requests.limits(model).context_length_tokens
+        document = {"count": len(token_ids), "max_model_len": max_tokens, "tokens": token_ids}
+        await exchange.answer(200, msgspec.json.encode(document))
+
+    async def detokenize(self, exchange: Exchange, key: ApiKey) -> None:
+        """Answers the text of token ids, special ones shown."""
+        with self._bodies.claim(key.tenant) as claim:
+            request, _ = await self._bodies.read(
+                claim, exchange.read_body, lambda body: parse_members(body, DetokenizeRequest)
+            )
+            model = await self._let_in(exchange, key, request.model)
+            token_ids = request.tokens
+            if token_ids is None:
+                raise InvalidRequest("tokens is missing", field="tokens", code="missing_required_parameter")
+            check_token_ids(token_ids, model.limits, field_name="tokens")
+            text = await model.tokenizer.decode_long(token_ids, skip_special_tokens=False, tenant=key.tenant)
+        await exchange.answer(200, msgspec.json.encode({"prompt": text}))
+
+    async def refuse_embeddings(self, exchange: Exchange, key: ApiKey) -> None:
+        """Reads the body and raises InvalidRequest: the API has the path, and this server has no such models."""
+        await self._bodies.take(exchange.read_body, len, tenant=key.tenant)
+        raise InvalidRequest("this server generates text only; it has no embeddings", code="unsupported_endpoint")
+
+    async def _let_in(self, exchange: Exchange, key: ApiKey, name: str | None) -> ServedModel:
+        """Charges the tenant for a request and returns the model that it names.
+
+        Raises PermissionDenied, RateLimited or NotFound.
+        """
+        catalog = self._requests.catalog
+        self._door.check_model(key, catalog.name_of(name), asked=name)
+        ticket = self._door.ticket(key.tenant)
+        if ticket is not None:
+            await ticket.charge_request()
+        exchange.add_limits(ticket)
+        return catalog.resolve(name)
+
+    async def _tokens_of(
+        self, request: TokenizeRequest, tools: list[dict[str, Any]] | None, model: ServedModel, tenant: str
+    ) -> list[int]:
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("exactly one of prompt and messages is needed", field="prompt", code="invalid_value")
+        if request.messages is not None:
+            if request.add_special_tokens:
+                # Templates write the special tokens themselves; a second set would be another prompt than is used.
+                raise InvalidRequest(
+                    "add_special_tokens goes with prompt, not with messages",
+                    field="add_special_tokens",
+                    code="unsupported_parameter",
+                )
+            return await self._encode_to_count(model, request.messages, tools, tenant)
+        assert request.prompt is not None
+        if request.tools:
+            raise InvalidRequest(
+                "tools goes with messages, not with prompt", field="tools", code="unsupported_parameter"
+            )
+        check_text_to_count(request.prompt, field_name="prompt", max_chars=self._requests.catalog.max_tokenize_chars)
+        adds_special = request.add_special_tokens is not False
+        return await model.tokenizer.encode(request.prompt, add_special_tokens=adds_special, tenant=tenant)
+
+    async def _encode_to_count(
+        self, model: ServedModel, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, tenant: str
+    ) -> list[int]:
+        """Token ids of a conversation from which nothing is generated, so that no model's context bounds it."""
+        most = self._requests.catalog.max_tokenize_chars
+        try:
+            return await encode_conversation(model.tokenizer, messages, tools, max_chars=most, tenant=tenant)
+        except InvalidRequest as error:
+            if error.code != "context_length_exceeded":
+                raise
+            raise InvalidRequest(
+                f"{error.field} must have at most {most} characters", field=error.field, code="string_above_max_length"
+            ) from error
+
+
+def _read_tokenize(body: bytes) -> tuple[TokenizeRequest, list[dict[str, Any]] | None]:
+    """The request, and the tools that go with its messages."""
+    request, _ = parse_members(body, TokenizeRequest)
+    return request, None if request.messages is None else offered_tools(request.tools, None)
