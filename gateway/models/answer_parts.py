@@ -63,7 +63,7 @@ class CallMarks:
         self._token_id, self._mark = tokenizer.call_token
         self._num_chars = 0
         self._starts: deque[int] = deque()
-        """The number of marks that are not put into a text yet."""
+        """Where the marks begin that are not put into a text yet."""
         self._num_read = 0
         self._held = ""
 

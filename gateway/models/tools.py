@@ -217,7 +217,7 @@ def _checked_tool(tool: Any, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A choice: `mode` is none, auto or required; `names` are the only tools that may be called, empty: all."""
+    """A choice: `mode` is auto, required or none; `names` are the only tools that may be called, empty: all."""
 
     mode: str
     names: frozenset[str] = frozenset()

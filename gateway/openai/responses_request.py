@@ -115,7 +115,7 @@ class ResponsesRequest(RequestBody, kw_only=True):
     ] = None
     tool_choice: Annotated[Any, said("As of chats, in the words of this API.")] = None
     parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
-    max_tool_calls: Annotated[int | None, said("Of tools that run on a server, of which there are none.")] = None
+    max_tool_calls: Annotated[int | None, said("A bound for tools that run on a server, as no tool does here.")] = None
     text: Annotated[
         TextOptions | None,
         said("`format` is the form of the answer, as `response_format` of chats; `verbosity` as of chats."),

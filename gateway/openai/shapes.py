@@ -102,9 +102,9 @@ _MESSAGE = _object(
         "tool_calls": {"type": ["array", "null"], "items": _EARLIER_CALL, "maxItems": MAX_CALLS},
         "tool_call_id": {
             "type": ["string", "null"],
-            "description": "Of a tool, where it is needed: the id of a call of an assistant's message before it.",
+            "description": "Needed in a tool's message: the id of a call of an assistant's message before it.",
         },
-        "reasoning_content": {"description": "Of an assistant: a text."},
+        "reasoning_content": {"description": "In an assistant's message: a text."},
     },
     description="One message. Only an assistant's may do without `content`; parts are joined by line breaks.",
 )

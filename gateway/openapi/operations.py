@@ -49,7 +49,7 @@ STATUSES: Mapping[int, str] = {
     400: "The request is wrong; `param` names the field, the message the rule.",
     401: "No API key, or one that is not known or has expired.",
     403: "The API key does not allow this, or the server is not known under this Host or does not let this Origin in.",
-    404: "No such model, or nothing is known of the stream that is to go on.",
+    404: "No such model, or nothing is known of the stream that is to be resumed.",
     408: f"The head or the body did not arrive within {MAX_BODY_READ_S:g} s, a file within {MAX_UPLOAD_S:g} s.",
     409: "Another request has this id, or had this key; or the batch is over, or nearly.",
     413: f"The body has more than {MAX_BODY_BYTES} bytes.",
@@ -83,7 +83,10 @@ REQUEST_HEADERS: Mapping[str, tuple[str, Schema]] = {
         "The first token is needed within this time; it counts where it is less than `--ttft-target-s`.",
         _MILLISECONDS,
     ),
-    TPOT: ("The same for each further token and `--itl-target-s`.", _MILLISECONDS),
+    TPOT: (
+        "Each further token is needed within this time; it counts where it is less than `--itl-target-s`.",
+        _MILLISECONDS,
+    ),
     PREFILL: (
         "What computes the prompt: the decode worker, a prefill worker, or the faster of the two. Needs a key with "
         "`choose_prefill`.",

@@ -20,7 +20,7 @@ from gateway.models.answer_pieces import Arguments, Content, Reasoning
 from gateway.models.model_files import read_model_files
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.tool_calls import AnswerParser
-from gateway.models.tools import check_conversation, closed_objects, encode_conversation
+from gateway.models.tools import encode_conversation
 from gateway.named.journal import decode_call, encode_call
 from gateway.openai.chat import ChatRequest
 from gateway.openai.requests import parse
@@ -1004,25 +1004,6 @@ async def test_what_is_left_of_a_forced_call_is_no_content(serve, folder_of, str
     assert taken_apart(free.json())["content"]
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ('{"city": "Kö', {"city": "Kö"}),
-        ('{"city": "K\\', {}),
-        ('{"city"', {}),
-        ("{", {}),
-        ('{"city": "Köln", "days": [1, {"a": tr', {"city": "Köln", "days": [1, {}]}),
-        ('{"city": "Köln", "da', {"city": "Köln"}),
-        ('{"a": -', {}),
-    ],
-)
-def test_our_own_half_written_arguments_are_taken_back(written, meant):
-    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": written}}
-    conversation = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    checked = check_conversation(conversation, max_chars=1000)
-    assert checked[1]["tool_calls"][0]["function"]["arguments"] == meant
-
-
 async def test_a_forced_call_that_is_cut_off(serve, folder_of):
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Kx'
     system = await serve("hermes", text, ends=False)
@@ -1031,32 +1012,6 @@ async def test_a_forced_call_that_is_cut_off(serve, folder_of):
     made = taken_apart(response.json())
     assert [call[1:] for call in made["calls"].values()] == [["weather", '{"city": "K']]
     assert made["finish_reason"] == "length"
-
-
-OPEN = {"properties": {"a": {}}}
-CLOSED = {**OPEN, "additionalProperties": False}
-
-
-@pytest.mark.parametrize(
-    ("schema", "closed"),
-    [
-        (OPEN, CLOSED),
-        ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
-        ({"type": "object"}, {"type": "object"}),
-        ({**OPEN, "additionalProperties": True}, {**OPEN, "additionalProperties": True}),
-        ({**OPEN, "additionalProperties": OPEN}, {**OPEN, "additionalProperties": CLOSED}),
-        ({"items": OPEN}, {"items": CLOSED}),
-        ({"$defs": {"x": OPEN}, "$ref": "#/$defs/x"}, {"$defs": {"x": CLOSED}, "$ref": "#/$defs/x"}),
-        ({"anyOf": [OPEN, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
-        ({**OPEN, "anyOf": [OPEN]}, {**OPEN, "anyOf": [OPEN]}),
-        ({"properties": {"a": {"allOf": [OPEN, OPEN]}}}, {"properties": {"a": {"allOf": [OPEN, OPEN]}}}),
-        ({"default": OPEN, "enum": [OPEN]}, {"default": OPEN, "enum": [OPEN]}),
-    ],
-)
-def test_objects_that_name_properties_take_no_others(schema, closed):
-    before = json.dumps(schema)
-    assert closed_objects(schema) == closed
-    assert json.dumps(schema) == before
 
 
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}])

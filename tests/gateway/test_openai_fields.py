@@ -1,17 +1,10 @@
 """What OpenAI's API has beside generating: tokens of texts, echo, fingerprints, and what is refused by name."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-
-from gateway.limits import ModelLimits
-from gateway.models.catalog import ServedModel
-from gateway.openai.chat import ChatRequest
-from gateway.openai.requests import parse
-from gateway.openai.writer import system_fingerprint
 
 ANSWER_TEXT = "hello world, naïve café"
 
@@ -133,17 +126,6 @@ async def test_service_tier_that_served_is_told_to_who_asks(system, read_sse):
     assert {chunk["service_tier"] for chunk in chunks} == {"default"}
 
 
-def test_cache_key_binds_requests_together_and_a_user_where_there_is_none():
-    def affinity_of(body):
-        request, ignored = parse(json.dumps({"messages": [], **body}).encode(), ChatRequest)
-        assert not ignored
-        return request.call().affinity_key
-
-    assert affinity_of({"prompt_cache_key": "k", "user": "u"}) == "k"
-    assert affinity_of({"user": "u"}) == "u"
-    assert affinity_of({}) == ""
-
-
 @pytest.mark.parametrize("field", ["user", "prompt_cache_key"])
 async def test_half_a_character_binds_nothing_together(system, field):
     body = json.dumps({"messages": [{"role": "user", "content": "a"}], field: "\ud800"})
@@ -211,16 +193,3 @@ async def test_fingerprint_is_the_same_everywhere(system, read_sse):
     assert shown == {whole.system_fingerprint}
     completion = Completion.model_validate((await system.complete()).json())
     assert completion.system_fingerprint == whole.system_fingerprint
-
-
-def test_fingerprint_is_the_models():
-    tokenizer = None  # plays no part
-    model = ServedModel("a", ModelLimits(100, 512), (1,), tokenizer, "abc")
-    others = [
-        replace(model, name="b"),
-        replace(model, limits=ModelLimits(100, 1024)),
-        replace(model, eos_token_ids=(1, 2)),
-        replace(model, tokenizer_fingerprint="abd"),
-    ]
-    assert system_fingerprint(replace(model, fallbacks=("b",))) == system_fingerprint(model)
-    assert len({system_fingerprint(each) for each in [model, *others]}) == 5

@@ -260,7 +260,7 @@ flags = st.sampled_from([{}, {"has_reasoning": True}, {"has_reasoning": True, "i
 @many
 @given(st.sampled_from([*FORMATS, None]), flags, fragments, places)
 def test_any_cut_gives_the_same_and_has_given_the_same_at_every_place(tool_format, flags, text, places):
-    """The second is what lets a stream be gone on with: a reader that saw a part saw what its text alone decides."""
+    """The second is what lets a stream be resumed: a reader that saw a part saw what its text alone decides."""
     characters, after = parse(parser_of(tool_format, **flags), text)
     pieces, so_far = parse(parser_of(tool_format, **flags), parts := cuts(text, places))
     assert pieces == characters == whole(tool_format, text, **flags)

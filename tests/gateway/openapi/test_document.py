@@ -17,28 +17,10 @@ from gateway.access.keys import digest_of_key, new_key
 from gateway.http.bodies import Bodies
 from gateway.openai.shapes import SAMPLING
 from gateway.openapi.answers import Error
-from gateway.openapi.document import document
 from gateway.openapi.operations import EVENTS, OPERATIONS
+from tests.gateway.openapi.described import DOCUMENT, check, schema_of
 
-DOCUMENT = json.loads(json.dumps(document(asks_for_keys=False)))
 SCHEMAS = DOCUMENT["components"]["schemas"]
-ANSWER = "hello world, naïve café"
-
-
-@pytest.fixture
-async def system(make_system, worker_type, pair_type, tokenizer):
-    system = await make_system()
-    pair = pair_type([*tokenizer.encode(ANSWER, add_special_tokens=False).ids, 1])
-    await system.add(worker_type("decode", "decode-0", pair.decode))
-    return system
-
-
-def schema_of(path: str, status: int = 200, media_type: str = "application/json", method: str = "post") -> Any:
-    return DOCUMENT["paths"][path][method]["responses"][str(status)]["content"][media_type]["schema"]
-
-
-def check(value: Any, schema: Any) -> None:
-    jsonschema_rs.validate({**schema, "components": DOCUMENT["components"]}, value)
 
 
 def keeps_to(value: Any, schema: Any) -> bool:
@@ -46,21 +28,6 @@ def keeps_to(value: Any, schema: Any) -> bool:
 
 
 # --- the document ----------------------------------------------------------------------------------------------------
-
-
-async def test_it_has_every_route_and_no_other(system):
-    served = {
-        (re.sub(r":[a-z]+}", "}", route.path), method.lower())
-        for route in system.gateway.api.routes
-        for method in route.methods - {"HEAD"}
-        if not is_part_of_a_page(route.path)
-    }
-    assert {(operation.path, operation.method) for operation in OPERATIONS} == served
-
-
-def is_part_of_a_page(path: str) -> bool:
-    """Whether it is a file of the dashboard, which is no API of anybody's, or the way from the slash to the page."""
-    return path.startswith("/dashboard/") and (path.endswith("/") or "." in path.rpartition("/")[2])
 
 
 async def test_it_is_served_and_good(system):
@@ -299,25 +266,6 @@ async def test_an_answer_with_everything_keeps_to_the_document(system, read_sse,
         check({**events[0], "surprise": 1}, schema)
 
 
-async def test_what_operators_and_probes_read_keeps_to_the_document(system):
-    for operation in OPERATIONS:
-        is_one_of_many = "{" in operation.path and operation.name != "showModel"
-        if operation.method == "get" and operation.answer is not None and not is_one_of_many:
-            if operation.name == "watchDashboard":
-                continue  # which has no end
-            response = await system.http.get(operation.path.replace("{name}", "tiny"))
-            assert response.status_code == 200
-            content = DOCUMENT["paths"][operation.path]["get"]["responses"]["200"]["content"]
-            (media_type, described) = next(iter(content.items()))
-            assert response.headers["content-type"] == media_type
-            if media_type == "application/json":
-                check(response.json(), described["schema"])
-    await system.workers["decode-0"].stop()
-    del system.workers["decode-0"]
-    await system.until(lambda: not system.gateway.is_ready())
-    check((await system.http.get("/ready")).json(), schema_of("/ready", 503, method="get"))
-
-
 async def test_a_response_and_its_events_keep_to_the_document(system):
     body = {"input": "hello", "max_output_tokens": 100, "top_logprobs": 1}
     check((await system.http.post("/v1/responses", json=body)).json(), schema_of("/v1/responses"))
@@ -329,29 +277,6 @@ async def test_a_response_and_its_events_keep_to_the_document(system):
         check(event, schema)
     counted = await system.http.post("/v1/responses/input_tokens", json={"input": "hello"})
     check(counted.json(), schema_of("/v1/responses/input_tokens"))
-
-
-async def test_files_and_batches_keep_to_the_document(system):
-    row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "a"}}
-    form = {"files": {"file": ("rows.jsonl", json.dumps(row))}, "data": {"purpose": "batch"}}
-    file = (await system.http.post("/v1/files", **form)).json()
-    check(file, schema_of("/v1/files"))
-    asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = (await system.http.post("/v1/batches", json=asked)).json()
-    check(batch, schema_of("/v1/batches"))
-    for path, name in (("/v1/files/{file_id}", file["id"]), ("/v1/batches/{batch_id}", batch["id"])):
-        shown = await system.http.get(re.sub("{.*}", name, path))
-        check(shown.json(), schema_of(path, method="get"))
-    content = await system.http.get(f"/v1/files/{file['id']}/content")
-    assert content.headers["content-type"] == "application/octet-stream"
-    for path in ("/v1/files", "/v1/batches"):
-        page = (await system.http.get(path, params={"limit": 1})).json()
-        assert page["data"]
-        check(page, schema_of(path, method="get"))
-    deleted = await system.http.delete(f"/v1/files/{file['id']}")
-    check(deleted.json(), schema_of("/v1/files/{file_id}", method="delete"))
-    missing = await system.http.get("/v1/batches/nobody")
-    check(missing.json(), schema_of("/v1/batches/{batch_id}", 404, method="get"))
 
 
 async def test_a_body_may_find_no_room(system, monkeypatch):
