@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.runtime.config import option, path, text, url
+from services.runtime.config import option
 from services.runtime.errors import ConfigError, TandemError
+from services.runtime.kinds import path, text, url
 from services.runtime.tls import client_context
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024

@@ -9,8 +9,9 @@ from typing import Any, TextIO
 
 from cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json, post_events
 from cli.commands import CommandParser
-from services.runtime.config import integer, number, option, text
+from services.runtime.config import option
 from services.runtime.errors import TandemError
+from services.runtime.kinds import integer, number, text
 
 PROMPT = "> "
 Message = dict[str, str]

@@ -1,9 +1,8 @@
 """The command line and environment of every process of `tandem up`. Pure: it starts nothing.
 
-Each service's own flags are described by its own settings class; here stands only which of them `up` decides.
+Each service's settings are declared by its own class, and forwarded; this module holds those that `up` decides.
 """
 
-import dataclasses
 import os
 import re
 import sys
@@ -12,12 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli.cores import Machine, Share, share_out
-from cli.gpus import VISIBLE_ENV, GpuShare, share_out_gpus
+from cli.gpus import VISIBLE_ENV, share_out_gpus
 from cli.up_settings import UpSettings
+from decode_worker.config import DecodeWorkerConfig
+from gateway.config import GatewayConfig
 from gateway.models.catalog_file import ModelEntry, read_models_file
-from services.runtime.config import ENV_PREFIX
+from prefill_worker.config import PrefillWorkerConfig
+from services.runtime.config import all_settings_of, settings_of
 from services.runtime.process import DIE_WITH_PARENT_ENV
 
+WORKERS: dict[str, type] = {"prefill": PrefillWorkerConfig, "decode": DecodeWorkerConfig}
 GATEWAY = "gateway"
 GATEWAY_NICENESS = -10
 """Workers compute as long as there is anything to do, and the gateway, which needs little, answers late behind them. It
@@ -95,69 +98,59 @@ def worker_specs(
     specs = []
     for plan in plans:
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
-            extra = _prefill_flags(settings) if role == "prefill" else _decode_flags(settings)
             for number in range(count):
-                name = "-".join(filter(None, (role, plan.label, str(number))))
-                cores = _core_flags(settings, next(shares))
                 gpu = next(gpu_shares)
-                flags = [("id", name), *_worker_flags(settings, plan), *cores, *_gpu_flags(gpu), *extra]
-                own_environment = {**environment, **_private(settings, addresses)}
-                if gpu is not None:
-                    own_environment[VISIBLE_ENV] = gpu.visible
-                specs.append(ChildSpec(name, _command(f"{role}_worker", flags), own_environment))
+                name = "-".join(filter(None, (role, plan.label, str(number))))
+                texts = {
+                    **settings.worker_texts(role),
+                    **_core_texts(settings, next(shares)),
+                    "id": name,
+                    "model": plan.path,
+                    "model_name": plan.name,
+                    "redis": addresses.redis_url,
+                    "host": WORKER_HOST,
+                    "advertise_host": WORKER_HOST,  # whatever machine Redis is on, all of them run on this one
+                    "port": 0,
+                    "gpu_memory_share": None if gpu is None or gpu.memory_share == 1 else gpu.memory_share,
+                }
+                own_environment = environment if gpu is None else {**environment, VISIBLE_ENV: gpu.visible}
+                specs.append(_spec(name, f"{role}_worker", WORKERS[role], texts, own_environment))
     return specs
 
 
 def gateway_spec(settings: UpSettings, addresses: Addresses, environment: Mapping[str, str]) -> ChildSpec:
     """The gateway. Its ports are fixed here, so that it comes back on the same ones after a restart."""
-    models: list[tuple[str, object]] = [("models", settings.models)]
-    if settings.models is None:
-        models = [("model", settings.model), ("model-name", settings.served_name)]
-    flags = [
-        *models,
-        ("http-host", settings.host),
-        ("http-port", addresses.http_port),
-        ("grpc-host", settings.host),
-        ("grpc-port", addresses.grpc_port),
-        ("cluster", settings.cluster),
-        ("cluster-secret-file", settings.cluster_secret_file),
-        ("api-keys", settings.api_keys),
-        ("starter-key-digest", addresses.starter_key_digest),
-        ("admin-port", settings.admin_port),
-        ("admin-key-digest", settings.admin_key_digest),
-        ("admin-socket", settings.admin_socket),
-        ("allowed-hosts", settings.allowed_hosts),
-        ("cors-origins", settings.cors_origins),
-        ("generation-config", settings.generation_config),
-        *_tls_flags(settings),
-        ("trace-sample", settings.trace_sample),
-        ("seed", settings.seed),
-        ("min-prefill", min(settings.prefill, 1)),
-        ("min-decode", 1),
-        ("expect", _expected(settings)),
-        ("drain-s", settings.stop_grace),
-        ("linger-s", 0),  # there is no other gateway to which requests could go
-        ("nice", GATEWAY_NICENESS),
-        ("log-level", settings.log_level),
-    ]
-    return ChildSpec(GATEWAY, _command("gateway", flags), {**environment, **_private(settings, addresses)})
+    one_model = settings.models is None
+    texts = {
+        "min_prefill": min(settings.prefill, 1),
+        "expect": _expected(settings),
+        **settings.services,
+        "models": settings.models,
+        "model": settings.model if one_model else None,
+        "model_name": settings.served_name if one_model else None,
+        "redis": addresses.redis_url,
+        "http_host": settings.host,
+        "http_port": addresses.http_port,
+        "grpc_host": settings.host,
+        "grpc_port": addresses.grpc_port,
+        "starter_key_digest": addresses.starter_key_digest,
+        "drain_s": settings.stop_grace,
+        "linger_s": 0,  # no other gateway exists to which requests could go
+        "nice": GATEWAY_NICENESS,
+    }
+    return _spec(GATEWAY, "gateway", GatewayConfig, texts, environment)
 
 
 def _expected(settings: UpSettings) -> str:
-    """How many workers of each role there should be: those of all models, unless something else is asked for."""
-    if settings.expect is not None:
-        return ",".join(f"{role}={count}" for role, count in settings.expect.items())
+    """The number of workers of each role that are started."""
     plans = model_plans(settings)
     prefill, decode = sum(plan.num_prefill for plan in plans), sum(plan.num_decode for plan in plans)
     return f"prefill={prefill},decode={decode}"
 
 
 def child_environment(environ: Mapping[str, str], *, parent_pid: int) -> dict[str, str]:
-    """What children inherit: everything but the settings that `up` has read itself and passes on as flags.
-
-    TANDEM_ variables that only a service knows go through to it.
-    """
-    own = {ENV_PREFIX + field.name.upper() for field in dataclasses.fields(UpSettings)}
+    """What children inherit: everything but the settings that `up` has read itself and passes on."""
+    own = {setting.variable for setting in all_settings_of(UpSettings)}
     environment = {key: value for key, value in environ.items() if key not in own}
     environment[DIE_WITH_PARENT_ENV] = str(parent_pid)
     environment["PYTHONUNBUFFERED"] = "1"
@@ -165,12 +158,6 @@ def child_environment(environ: Mapping[str, str], *, parent_pid: int) -> dict[st
         inherited = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE_ROOT), *([inherited] if inherited else [])])
     return environment
-
-
-def _private(settings: UpSettings, addresses: Addresses) -> dict[str, str]:
-    """Variables of a child instead of flags: command lines are readable for every user of the machine."""
-    given = {"REDIS": addresses.redis_url, "OTLP": settings.otlp, "CLUSTER_SECRET": settings.cluster_secret}
-    return {ENV_PREFIX + name: value for name, value in given.items() if value is not None}
 
 
 def _label(entry: ModelEntry, taken: set[str]) -> str:
@@ -182,64 +169,30 @@ def _label(entry: ModelEntry, taken: set[str]) -> str:
     return label
 
 
-def _worker_flags(settings: UpSettings, plan: ModelPlan) -> list[tuple[str, object]]:
-    return [
-        ("model", plan.path),
-        ("model-name", plan.name),
-        ("cluster", settings.cluster),
-        ("cluster-secret-file", settings.cluster_secret_file),
-        ("host", WORKER_HOST),
-        ("advertise-host", WORKER_HOST),  # whatever machine Redis is on, all of them run on this one
-        ("port", 0),
-        *(_tls_flags(settings) if settings.tls_ca is not None else ()),
-        ("transport", settings.transport),
-        ("device", settings.device),
-        ("page-size", settings.page_size),
-        ("dtype", settings.dtype),
-        ("pipeline-parallel", settings.pipeline_parallel),
-        ("kv-pages", settings.kv_pages),
-        ("kv-memory", settings.kv_memory),
-        ("host-tier-memory", settings.host_tier_memory),
-        ("chunk-tokens", settings.chunk_tokens),
-        ("log-level", settings.log_level),
-    ]
-
-
-def _core_flags(settings: UpSettings, share: Share) -> list[tuple[str, object]]:
+def _core_texts(settings: UpSettings, share: Share) -> dict[str, object]:
     """More threads than the share has are the user's wish; on its cores they would only wait for each other."""
-    threads = settings.threads or share.threads
+    threads = settings.decode_worker.threads or share.threads
     is_pinned = settings.pin and 0 < threads <= len(share.cpus)
-    return [("threads", threads), ("cores", ",".join(map(str, share.cpus)) if is_pinned else None)]
+    return {"threads": threads, "cores": ",".join(map(str, share.cpus)) if is_pinned else None}
 
 
-def _gpu_flags(share: GpuShare | None) -> list[tuple[str, object]]:
-    return [("gpu-memory-share", share.memory_share if share is not None and share.memory_share < 1 else None)]
+def _spec(
+    name: str, module: str, config_class: type, texts: Mapping[str, object], environment: Mapping[str, str]
+) -> ChildSpec:
+    """A Python module with those of the settings that it has; one that is None is not given.
 
-
-def _tls_flags(settings: UpSettings) -> list[tuple[str, object]]:
-    """Of the gateway, and of workers where there is a CA: all of them show the same certificate."""
-    return [("tls-cert", settings.tls_cert), ("tls-key", settings.tls_key), ("tls-ca", settings.tls_ca)]
-
-
-def _prefill_flags(settings: UpSettings) -> list[tuple[str, object]]:
-    return [("tensor-parallel", settings.prefill_tensor_parallel or settings.tensor_parallel)]
-
-
-def _decode_flags(settings: UpSettings) -> list[tuple[str, object]]:
-    return [
-        ("tensor-parallel", settings.decode_tensor_parallel or settings.tensor_parallel),
-        ("max-batch", settings.max_batch),
-        ("admission", settings.admission),
-        ("swap-memory", settings.swap_memory),
-        ("speculative", settings.speculative),
-        ("draft-model", settings.draft),
-    ]
-
-
-def _command(module: str, flags: Sequence[tuple[str, object]]) -> tuple[str, ...]:
-    """A Python module with its flags; a flag whose value is None is not given.
-
+    What may hold a secret is a variable: command lines are readable for every user of the machine.
     -P: a folder named `gateway` in the current directory is not our gateway.
     """
-    given = [f"--{name}={value}" for name, value in flags if value is not None]
-    return (sys.executable, "-P", "-m", module, *given)
+    flags, private = [], {}
+    for setting in settings_of(config_class):
+        value = texts.get(setting.name)
+        if value is None:
+            continue
+        if setting.kind.is_secret or setting.kind.may_hold_secret:
+            private[setting.variable] = str(value)
+        elif setting.kind.is_flag:
+            flags.append(setting.flag if setting.kind.parse(str(value)) else setting.flag.replace("--", "--no-", 1))
+        else:
+            flags.append(f"{setting.flag}={value}")
+    return ChildSpec(name, (sys.executable, "-P", "-m", module, *flags), {**environment, **private})

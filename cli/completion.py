@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from cli.commands import COMMANDS, CommandParser, command_line
-from services.runtime.config import Setting, argument, choice, option, settings_of
+from services.runtime.config import Setting, all_settings_of, option
+from services.runtime.kinds import argument, choice
 
 BASH = """\
 _tandem() {{
@@ -56,7 +57,7 @@ Tree = dict[str, tuple[list[str], list[Setting]]]
 
 def _walk(parser: CommandParser, path: str) -> Iterator[tuple[str, tuple[list[str], list[Setting]]]]:
     """Each command by its words, with its subcommands and its settings."""
-    yield path, (list(parser.commands), settings_of(parser.settings) if parser.settings else [])
+    yield path, (list(parser.commands), all_settings_of(parser.settings) if parser.settings else [])
     for name, command in parser.commands.items():
         yield from _walk(command, f"{path} {name}")
 

@@ -27,9 +27,10 @@ from cli.status import circuit_line, cut_line
 from services.cluster.memory import EVICTION_ADVICE, may_evict
 from services.cluster.probe import RedisFacts, probe
 from services.engine.weights.config import load_config
-from services.runtime.config import flag, folder, number, option, redis_url
+from services.runtime.config import option
 from services.runtime.errors import ConfigError, ModelError, StoreUnavailable
 from services.runtime.gpu_health import open_gpu
+from services.runtime.kinds import flag, folder, number, redis_url
 from services.runtime.version import version
 from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GpuState, judge_gpu

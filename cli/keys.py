@@ -22,8 +22,9 @@ from gateway.access.keys import (
 )
 from gateway.limits import DEFAULT_SERVICE_CLASS, MAX_PRIORITY, SERVICE_CLASSES
 from services.cluster.rate_limits import TenantLimits
-from services.runtime.config import choice, comma_separated, flag, integer, number, option, path, text
+from services.runtime.config import option
 from services.runtime.errors import ConfigError
+from services.runtime.kinds import choice, comma_separated, flag, integer, number, path, text
 
 DAY_S = 86_400
 

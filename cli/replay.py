@@ -15,7 +15,9 @@ from planning.simulator.cluster import ClusterSpec, Run, simulate
 from planning.simulator.profiles import PROFILES_FOLDER, Profile, linear_profile, profile
 from planning.simulator.traces import Trace, compressed, read_trace
 from planning.simulator.workers import WorkerSpec
-from services.runtime.config import (
+from services.runtime.config import option
+from services.runtime.errors import ConfigError
+from services.runtime.kinds import (
     Kind,
     argument,
     choice,
@@ -24,12 +26,10 @@ from services.runtime.config import (
     folder,
     integer,
     number,
-    option,
     path,
     size_bytes,
     text,
 )
-from services.runtime.errors import ConfigError
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.overload import Targets
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed

@@ -9,7 +9,8 @@ from typing import Any, TextIO
 
 from cli.api_client import GatewaySettings, get_json
 from cli.commands import CommandParser
-from services.runtime.config import flag, number, option
+from services.runtime.config import option
+from services.runtime.kinds import flag, number
 
 HEADINGS = (
     "WORKER",

@@ -19,7 +19,8 @@ from typing import Any, TextIO
 
 from cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json
 from cli.commands import CommandParser
-from services.runtime.config import flag, number, option
+from services.runtime.config import option
+from services.runtime.kinds import flag, number
 
 EVERY_S = 1.0
 SECONDS = 60

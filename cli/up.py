@@ -40,15 +40,13 @@ from cli.log_files import make_private_folder
 from cli.progress import Progress
 from cli.restarts import EXIT_BAD_INPUT, RestartPolicy
 from cli.supervisor import Child, Supervisor
-from cli.up_settings import StorageSettings, UpSettings
+from cli.up_settings import UpSettings
 from gateway.access.keys import digest_of_key, new_key, read_keys
 from gateway.models.model_files import read_model_files
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.memory import memory_for
 from services.engine.weights.config import load_config
 from services.runtime.addresses import join_host_port
-from services.runtime.cluster_secret import Secrets
-from services.runtime.config import load
 from services.runtime.errors import ConfigError, StoreUnavailable, TandemError
 from services.runtime.tls import Identity, pinned_context
 from services.runtime.worker_state import WorkerState
@@ -94,16 +92,16 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
     for plan in plans:
         load_config(plan.path)
         read_model_files(plan.path)
-    if settings.api_keys is not None:
-        read_keys(settings.api_keys)
+    gateway = settings.gateway
+    if gateway.api_keys is not None:
+        read_keys(gateway.api_keys)
     check_certificate(settings, plans)
-    Secrets(file=settings.cluster_secret_file, value=settings.cluster_secret)  # as every child would refuse it
-    http_port = claim_port(settings.host, settings.http_port, flag="--http-port")
-    grpc_port = claim_port(settings.host, settings.grpc_port, flag="--grpc-port", taken=http_port)
+    http_port = claim_port(settings.host, gateway.http_port, flag="--http-port")
+    grpc_port = claim_port(settings.host, gateway.grpc_port, flag="--grpc-port", taken=http_port)
     with _log_folder(settings.log_dir) as logs, _pid_file(settings.pid_file), _redis(settings) as redis:
         redis_url = settings.redis if redis is None else redis.url
         assert redis_url is not None, "either --redis is given or the embedded one runs"
-        key = None if settings.api_keys is None else new_key()
+        key = None if gateway.api_keys is None else new_key()
         digest = None if key is None else digest_of_key(key)
         addresses = Addresses(redis_url, http_port, grpc_port, digest)
         up = Up(settings, plans, addresses, redis, logs.path, api_key=key)
@@ -115,14 +113,14 @@ def _run(settings: UpSettings, early_signals: list[int]) -> int:
 
 def check_certificate(settings: UpSettings, plans: Sequence[ModelPlan]) -> None:
     """Refuses what every child would refuse. Raises ConfigError that names file and rule."""
-    if settings.tls is None:
+    if settings.gateway.tls is None:
         return
     num_workers = {
         "prefill": sum(plan.num_prefill for plan in plans),
         "decode": sum(plan.num_decode for plan in plans),
     }
     roles = (GATEWAY, *(role for role, number in num_workers.items() if number))
-    Identity(settings.tls, roles=roles, host="" if settings.tls_ca is None else WORKER_HOST)
+    Identity(settings.gateway.tls, roles=roles, host="" if settings.gateway.tls_ca is None else WORKER_HOST)
 
 
 def claim_port(host: str, port: int, *, flag: str, taken: int | None = None) -> int:
@@ -167,7 +165,7 @@ class Up:
         self._policy = policy or RestartPolicy()
         self._workers = worker_specs(settings, plans, addresses, environment, this_machine(), visible_gpus(environment))
         self._gateway = gateway_spec(settings, addresses, environment)
-        scheme = "http" if settings.tls is None else "https"
+        scheme = "http" if settings.gateway.tls is None else "https"
         self._probe_url = f"{scheme}://{join_host_port(_connectable(settings.host), addresses.http_port)}"
         self._http = f"{scheme}://{join_host_port(settings.host, addresses.http_port)}"
         self._grpc = join_host_port(settings.host, addresses.grpc_port)
@@ -283,7 +281,8 @@ class Up:
 
         Raises ConfigError while the file is being replaced.
         """
-        return None if self._settings.tls is None else pinned_context(self._settings.tls.cert)
+        tls = self._settings.gateway.tls
+        return None if tls is None else pinned_context(tls.cert)
 
     def _mark_ready(self, name: str, pid: int | None) -> None:
         """The child serves, if this is its process: the cluster may still list an earlier life of it."""
@@ -437,9 +436,7 @@ def _redis(settings: UpSettings) -> Iterator[EmbeddedRedis | None]:
     if settings.redis is not None:
         yield None
         return
-    # The gateway has these from the environment too.
-    storage = load(StorageSettings, (), prog="tandem up")
-    max_memory_bytes = memory_for(storage.file_storage, storage.journal_storage)
+    max_memory_bytes = memory_for(settings.gateway.file_storage, settings.gateway.journal_storage)
     with EmbeddedRedis(max_memory_bytes=max_memory_bytes) as redis:
         yield redis
 

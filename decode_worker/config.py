@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.runtime.config import choice, folder, integer, option, size_bytes
+from services.runtime.config import option
 from services.runtime.errors import ConfigError
+from services.runtime.kinds import choice, folder, integer, size_bytes
 from worker.config import WorkerConfig
 
 

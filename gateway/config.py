@@ -8,7 +8,9 @@ from pathlib import Path
 from gateway.limits import MAX_TOKENIZE_CHARS, SLOW_REQUEST_S
 from services.cluster.keys import CLUSTER_NAME_PATTERN
 from services.runtime.cluster_secret import Secrets
-from services.runtime.config import (
+from services.runtime.config import option
+from services.runtime.errors import ConfigError
+from services.runtime.kinds import (
     HOSTS,
     HOSTS_RULE,
     ORIGINS,
@@ -20,7 +22,6 @@ from services.runtime.config import (
     host_name,
     integer,
     number,
-    option,
     path,
     redis_url,
     secret,
@@ -28,7 +29,6 @@ from services.runtime.config import (
     text,
     url,
 )
-from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
 from services.scheduling.queue import STRATEGIES

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from services.runtime.config import integer, option
+from services.runtime.config import option
+from services.runtime.kinds import integer
 from worker.config import WorkerConfig
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.runtime.config import misspelt, settings_of
+from services.runtime.config import all_settings_of, misspelt
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "config_reference.py"
@@ -30,7 +30,7 @@ def test_no_program_takes_the_variables_of_another_for_misspelt_ones_of_its_own(
     assert spec.loader is not None
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
-    programs = [[setting.variable for setting in settings_of(one)] for one in reference.PROGRAMS.values()]
+    programs = [[setting.variable for setting in all_settings_of(one)] for one in reference.PROGRAMS.values()]
     everything = {variable for variables in programs for variable in variables}
     assert len(everything) > 150
     assert [misspelt(everything, variables) for variables in programs if misspelt(everything, variables)] == []

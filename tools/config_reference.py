@@ -24,7 +24,7 @@ from cli.up_settings import UpSettings  # noqa: E402
 from decode_worker.config import DecodeWorkerConfig  # noqa: E402 - the path comes first
 from gateway.config import GatewayConfig  # noqa: E402
 from prefill_worker.config import PrefillWorkerConfig  # noqa: E402
-from services.runtime.config import Setting, settings_of  # noqa: E402
+from services.runtime.config import Setting, forwarded_of, settings_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 PROGRAMS: dict[str, type[Any]] = {
@@ -67,7 +67,19 @@ def _section(name: str, config_class: type[Any]) -> str:
     ]
     head = ["| setting | default | what it does | rule |", "| --- | --- | --- | --- |"]
     words = " ".join((config_class.__doc__ or "").split())
-    return "\n".join([f"## {name}", "", words, "", *head, *rows, ""])
+    return "\n".join([f"## {name}", "", words, "", *head, *rows, "", *_forwarded(config_class)])
+
+
+def _forwarded(config_class: type[Any]) -> list[str]:
+    """The settings that a program passes on to others, in whose sections they are explained."""
+    lines = []
+    for name, settings in forwarded_of(config_class).items():
+        names = ", ".join(f"`{setting.flag or setting.variable}`" for setting in settings)
+        lines.append(f"- settings of {name}: {names}")
+    if not lines:
+        return []
+    intro = "It takes settings of the programs that it starts too, and gives each program those that it has:"
+    return [intro, "", *lines, ""]
 
 
 def _names(setting: Setting) -> str:

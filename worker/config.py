@@ -10,7 +10,9 @@ from typing import Any
 from services.runtime.addresses import check_dialled, is_loopback, join_host_port
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.cluster_secret import Secrets
-from services.runtime.config import (
+from services.runtime.config import option
+from services.runtime.errors import ConfigError
+from services.runtime.kinds import (
     choice,
     flag,
     folder,
@@ -18,7 +20,6 @@ from services.runtime.config import (
     integer,
     number,
     number_set,
-    option,
     path,
     redis_url,
     secret,
@@ -26,7 +27,6 @@ from services.runtime.config import (
     text,
     url,
 )
-from services.runtime.errors import ConfigError
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
 from services.runtime.transports import TRANSPORTS

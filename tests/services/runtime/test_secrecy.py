@@ -15,8 +15,9 @@ from gateway.config import GatewayConfig
 from services.cluster.probe import probe
 from services.cluster.redis_store import Store, thread_client
 from services.cluster.redis_url import check_url
-from services.runtime.config import load, option, redacted, secret, settings_of, text
+from services.runtime.config import load, option, redacted, settings_of
 from services.runtime.errors import ConfigError, StoreUnavailable
+from services.runtime.kinds import secret, text
 from worker.config import WorkerConfig
 
 PASSWORD = "hunter2"
