@@ -16,7 +16,6 @@ LONG_FILES = {
     "gateway/observability/metrics.py": 583,
     "gateway/observability/tracing.py": 539,
     "gateway/requests/acceptance.py": 516,
-    "gateway/requests/attempt.py": 505,
     "gateway/topology/members.py": 772,
     "kv_transfer/protocol/receiver.py": 557,
     "services/cluster/batches.py": 508,

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gateway.models.answer_text import AnswerText, Taken
-from gateway.requests.attempt import Attempt, Fault, Giver
+from gateway.requests.attempt import Attempt, Giver
 from gateway.requests.call import AnswerSpec
+from gateway.requests.fault import Fault
 from gateway.requests.mailbox import Mailbox
 from gateway.requests.queue import Lane
 from gateway.requests.tokens import Arrived, TokenLog

@@ -3,16 +3,21 @@
 Tokens come from two workers on two streams: index 0 from the prefill worker, the rest from the decode worker, and
 either may arrive first. The pages may also come from a decode worker that is leaving, the `Giver`. Knows neither how
 workers are chosen nor what happens after a failure; says only whose failure it was.
+
+How far it has come is its `stage`; the tables at the end of this file say what each event of each worker does. The
+workers that hold something of the attempt are in one set beside it.
 """
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gateway.observability.tracing import AttemptFacts
+from gateway.requests.fault import Fault, fault_of
 from gateway.requests.mailbox import Mailbox
+from gateway.requests.stage import STATES, TRANSITIONS, AttemptStage, Sign
 from gateway.requests.tokens import Arrived, TokenLog
 from gateway.topology.events import (
     Admitted,
@@ -28,14 +33,11 @@ from gateway.topology.events import (
     Paused,
     PrefillStarted,
     SequenceOrder,
-    Unfit,
 )
 from gateway.topology.session import DecodeSession, PrefillSession, WorkerSession
 from gateway.topology.watch import AttemptWatch
 from services.cluster.placements import State
 from services.runtime.errors import (
-    InternalError,
-    LayoutMismatch,
     Overloaded,
     TandemError,
     TransferFailed,
@@ -49,28 +51,12 @@ class CrowdedOut(Exception):
 
 
 class GiverFailed(Exception):
-    """The decode worker that an answer was to be moved away from said something; the older attempt hears it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What ended an attempt, and who is to blame.
-
-    `worker` failed; None: one of the two did, or the way between them. `suspects` were computing the request and may
-    have died of it; whether they are dead may become known only later. `is_certain`: one of them has said so.
-    `is_fresh`: no token had come from them in this attempt.
-    """
-
-    error: TandemError
-    worker: WorkerSession | None = None
-    suspects: tuple[WorkerSession, ...] = ()
-    is_certain: bool = False
-    is_fresh: bool = True
+    """An event arrived from the source worker during a migration; the previous attempt handles it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Giver:
-    """A decode worker that an answer moves away from, and the attempt as which it knows it."""
+    """A decode worker that an answer moves away from, and the key of the attempt that runs there."""
 
     session: DecodeSession
     key: AttemptKey
@@ -92,13 +78,14 @@ class Attempt:
         self.order = order
         self.decode = decode
         self.prefill: PrefillSession | None = None
+        self.stage = self.reached = AttemptStage.NEW
+        """`reached` is the last stage before a terminal one."""
         self.fault: Fault | None = None
         self.probes: set[Hashable] = set()
         """Circuit breakers whose probe this attempt is."""
         self.watch = watch
         self.prompt_done_at_s: float | None = None
         """When the prefill worker last had all pages of the prompt, by the event loop's time."""
-        self._giver = giver
         self.facts = AttemptFacts(
             number=order.key.attempt,
             trace=order.trace,
@@ -107,22 +94,18 @@ class Attempt:
             decode_worker=decode.peer.worker_id,
             is_move=giver is not None,
         )
+        self._giver = giver
         self._mailbox = mailbox
         self._log = log
         self._spare_prefills: list[PrefillSession] = []
         self._is_local = False
-        self._is_at_decode = False
-        self._is_at_prefill = False
-        self._is_at_giver = False
-        self._has_taken_over = False
-        self._is_begun = False
-        self._is_decoding = False
-        self._is_pausing = False
-        self._is_paused = False
-        self._is_heard = False
-        """It is known what the attempt has failed of, as far as anybody can tell."""
-        self._token_sources: set[WorkerSession] = set()
+        """Whether the decode worker computes the prompt itself."""
+        self._at: set[WorkerSession] = set()
+        """Sessions of the workers that hold something of the attempt: exactly those that it is open at."""
+        self.token_sources: set[WorkerSession] = set()
+        """Workers that a token has come from."""
         self._held: list[Event] = []
+        """From the decode worker, to be taken when the prefill worker's token has come."""
         self._arrived = Arrived(log.next_index)
         self._ended_by: TandemError | None = None
 
@@ -132,7 +115,8 @@ class Attempt:
             self._mailbox.clear()
         self._is_local = is_local_prefill
         self.decode.open(self.order.key, self._mailbox, num_left=self._log.num_left)
-        self._is_at_decode = True
+        self._at.add(self.decode)
+        self._follow(Sign.ASK)
         self.decode.admit(self.order, is_local_prefill=is_local_prefill, is_from_decode=self._giver is not None)
         while True:
             await self._mailbox.wait()
@@ -142,22 +126,32 @@ class Attempt:
                 raise GiverFailed
             events.popleft()
             if isinstance(event, Admitted):
+                self._follow(Sign.ADMIT)
                 return
             if isinstance(event, Declined | Failed):
+                self._follow(Sign.FAIL)
                 if isinstance(event, Declined):
-                    self.fault, self._is_heard = Fault(event.error, self.decode), True
+                    self.fault = Fault(event.error, self.decode)
+                    self._follow(Sign.EXPLAIN)
                 elif self._is_local and isinstance(event.error, WorkerLost):
                     # It may have begun at once, and its word of that died with it.
-                    self.fault = self._fault(self.decode, event, event.error)
-                self._leave_decode()
+                    self.fault = fault_of(self, self.decode, event, event.error)
+                self._leave(self.decode)
                 raise event.error
 
     def take_over(self, older: "Attempt") -> None:
         """Has the giver send its pages here; it belongs to this attempt from now on. Raises its failure."""
         assert self._giver is not None
         self._giver.session.hand_over(self._giver.key, next_attempt=self.order.key.attempt, decode=self.decode.peer)
-        older._is_at_decode = False
-        self._is_at_giver = self._has_taken_over = True
+        older.hand_over()
+        self._at.add(self._giver.session)
+        self._follow(Sign.TAKE_OVER)
+
+    def hand_over(self) -> None:
+        """Leaves the decode worker, and what it still says, to the attempt that takes over."""
+        self._at.discard(self.decode)
+        self.watch.end()
+        self._follow(Sign.CLOSE)
 
     def start_prefill(self, candidates: Sequence[PrefillSession]) -> None:
         """Has the prompt computed by the first of these that takes it. Raises the error of the last one."""
@@ -181,6 +175,7 @@ class Attempt:
                 self._take_all(self._mailbox.events)
             except TandemError as error:
                 self._ended_by = error
+                self._follow(Sign.FAIL)
             if self._ended_by is None or self._arrived.token_ids:
                 return self._arrived
         if isinstance(self._ended_by, Overloaded):
@@ -198,28 +193,19 @@ class Attempt:
         return self.facts.prefill_started
 
     @property
+    def state(self) -> State:
+        """Where the answer stands with this attempt, which workers have taken, or had until it ended."""
+        return STATES[self.reached]
+
+    @property
     def is_over(self) -> bool:
         """Whether an error has ended it."""
         return self._ended_by is not None
 
     @property
-    def state(self) -> State:
-        """Where the attempt stands that workers have taken."""
-        if self._is_decoding:
-            return State.DECODING
-        if self.is_move or self.prompt_done_at_s is not None:
-            return State.TRANSFERRING
-        return State.PREFILLING if self._is_begun else State.ADMITTED
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether a worker is computing it, or has."""
-        return self._is_begun
-
-    @property
     def is_decoding(self) -> bool:
         """Whether the decode worker has begun to generate."""
-        return self._is_decoding
+        return self.reached >= AttemptStage.DECODING
 
     @property
     def is_move(self) -> bool:
@@ -227,267 +213,223 @@ class Attempt:
         return self._giver is not None
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the decode worker has stopped and waits for what comes next."""
-        return self._is_paused and self._ended_by is None
-
-    @property
     def is_moving(self) -> bool:
         """Whether the answer is on its way to another decode worker, or should be."""
-        return self._giver is not None or self._is_paused or self.decode.load.is_draining
+        return self._giver is not None or self.stage is AttemptStage.PAUSED or self.decode.load.is_draining
+
+    @property
+    def is_at_giver(self) -> bool:
+        """Whether the worker that it moves away from has still to send its pages."""
+        return self._giver is not None and self._giver.session in self._at
 
     @property
     def can_pause(self) -> bool:
         """Whether the whole sequence is at the decode worker and being generated."""
-        is_whole = self._is_decoding and not self._is_at_prefill and not self._is_at_giver
-        return is_whole and self._is_at_decode and not self._is_pausing and self._ended_by is None
+        return self.stage is AttemptStage.DECODING and self._at == {self.decode}
+
+    def is_at(self, worker: WorkerSession | None) -> bool:
+        """Whether the worker holds something of it."""
+        return worker in self._at
 
     def may_have_met(self, incarnations: Container[str]) -> bool:
-        """Whether the attempt is at one of these processes, or has failed, and nobody has heard out yet of what."""
-        if self._is_heard:
+        """Whether the attempt is at one of these processes, or has failed, and it is not known yet of what."""
+        if self.stage is AttemptStage.EXPLAINED:
             return False
-        if self.fault is not None:
-            return True
-        at: list[WorkerSession | None] = [self.decode if self._is_at_decode else None]
-        at.append(self.prefill if self._is_at_prefill else None)
-        return any(worker is not None and worker.peer.incarnation in incarnations for worker in at)
+        return self.fault is not None or any(worker.peer.incarnation in incarnations for worker in self._at)
 
-    async def hear_out(self, seconds: float) -> None:
-        """After a failure that leaves open who died, or of what: asks who can tell, until that one answers or is gone.
+    def may_compute(self, worker: WorkerSession) -> bool:
+        """Whether it is known to have begun its part, or could have without a word. Receiving pages is no such part."""
+        if worker is not self.decode:
+            return worker is self.prefill and self.reached >= AttemptStage.PREFILLING
+        return self._is_local or self.is_decoding or self.prompt_done_at_s is not None
 
-        A worker has died: the word that it had begun, or that it could, may have died with it or be on its way, and
-        the other one knows. One says that the other one does not answer: it may be dead without our having noticed.
-        Who hangs says nothing for `seconds`. Raises the request's failure.
-        """
-        try:
-            witness = self._witness()
-            if witness is not None and witness.is_up:
-                witness.cancel_and_ask(self.order.key)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
-                        await self._take_word(witness)
-        finally:
-            self._is_heard = True
-
-    def _witness(self) -> WorkerSession | None:
-        """Who knows more of the failure than was said; None: nobody, or there is nothing more to know."""
-        fault = self.fault
-        if fault is None or fault.is_certain:
-            return None
-        if fault.worker is None:  # one of the two about the other one
-            asked = fault.suspects[0] if fault.suspects else None
-        elif isinstance(fault.error, WorkerLost) and not fault.suspects and not self.is_move:
-            asked = self.decode if fault.worker is self.prefill else self.prefill
-        else:
-            asked = None
-        is_there = self._is_at_decode if asked is self.decode else self._is_at_prefill
-        return asked if is_there else None
-
-    async def _take_word(self, witness: WorkerSession) -> None:
-        word: Event | None = None
-        while not isinstance(word, Cancelled | Failed):
+    async def word_of(self, witness: WorkerSession) -> Cancelled | Failed:
+        """After a failure: waits for what a worker was asked to tell of the attempt, which it has left then."""
+        while True:
             await self._mailbox.wait()
             session, word = self._mailbox.events.popleft()
             if session is not witness:
-                word = None
-            elif witness is self.prefill and isinstance(word, Emitted | HandedOff):
+                continue
+            if witness is self.prefill and isinstance(word, Emitted | HandedOff):
                 self._note_prompt_done()
-        if witness is self.decode:
-            self._leave_decode()
-        else:
-            self._is_at_prefill = False
-        if isinstance(word, Failed) and isinstance(word.error, WorkerLost):
-            return  # It is gone, too: what was believed of it is true.
-        fault = self.fault
-        assert fault is not None, "who has a witness has a fault"
-        # Pages are reserved before a prompt is computed, and whose transfer failed has had them.
-        has_begun = isinstance(word, Failed) or word.has_begun
-        if self.prefill is not None and fault.worker is self.prefill and has_begun:
-            self.fault = replace(fault, suspects=(self.prefill,))
-        elif fault.worker is self.decode and self._may_compute(self.decode):
-            self.fault = replace(fault, suspects=(self.decode,))
-        else:
-            self.fault = replace(fault, suspects=())
+            if isinstance(word, Cancelled | Failed):
+                self._leave(witness)
+                return word
+
+    def suspect(self, *workers: WorkerSession) -> None:
+        """It is known now which workers may have died of the request."""
+        assert self.fault is not None, "who is suspected has failed"
+        self.fault = replace(self.fault, suspects=workers)
+
+    def explain(self) -> None:
+        """Nothing more will be known of its failure."""
+        self._follow(Sign.EXPLAIN)
 
     def pause(self) -> None:
         """Asks the decode worker to stop after the current step. Raises WorkerUnavailable or Overloaded."""
         self.decode.pause(self.order.key)
-        self._is_pausing = True
+        self._follow(Sign.PAUSE)
 
     def unpause(self) -> None:
-        """Lets it go on."""
-        self._is_pausing = self._is_paused = False
+        """Lets it continue."""
+        self._follow(Sign.RESUME)
         self.decode.unpause(self.order.key)
 
     def close(self) -> None:
         """Frees what the workers still hold, and drops whatever still comes. May be called twice."""
         self.watch.end()
         # Its last token came in a message with its end, and was taken first: there is nothing to cancel.
-        if any(session is self.decode and isinstance(event, Finished) for session, event in self._mailbox.events):
-            self._is_at_decode = False
-        if self._giver is not None and self._is_at_giver:
-            self._is_at_giver = False
-            self._giver.session.cancel(self._giver.key)
-        elif self._giver is not None and self._has_taken_over:
-            self._giver.session.close(self._giver.key)
-        if self._is_at_prefill and self.prefill is not None:
-            self._is_at_prefill = False
-            self.prefill.cancel(self.order.key)
-        elif self.prefill is not None:
-            self.prefill.close(self.order.key)
-        if self._is_at_decode:
-            self._is_at_decode = False
-            self.decode.cancel(self.order.key)
-        else:
-            self.decode.close(self.order.key)
+        for session, event in self._mailbox.events:
+            if session is self.decode and session in self._at and isinstance(event, Finished):
+                self._leave(session)
+        for session in self._at:
+            is_giver = self._giver is not None and session is self._giver.session
+            session.cancel(self._giver.key if is_giver and self._giver is not None else self.order.key)
+        self._at.clear()
+        self._follow(Sign.CLOSE)
+
+    def _follow(self, sign: Sign) -> None:
+        """Goes where the sign leads from here."""
+        stage = TRANSITIONS[self.stage].get(sign)
+        if stage is not None:
+            self.stage = stage
+            if stage < AttemptStage.FINISHED:
+                self.reached = stage
 
     def _take_all(self, events: deque[tuple[WorkerSession, Event]]) -> None:
         while events and self._arrived.finish_reason is None:
             session, event = events.popleft()
+            if session is self.decode:
+                take = FROM_DECODE[type(event)]
+            elif session is self.prefill:
+                take = FROM_PREFILL[type(event)]
+            elif self._giver is not None and session is self._giver.session and session in self._at:
+                take = FROM_GIVER[type(event)]
+            else:
+                continue  # It is of an attempt, or of a worker, that was left.
             try:
-                if session is self.decode:
-                    self._take_from_decode(event)
-                elif session is self.prefill:
-                    self._take_from_prefill(event)
-                elif self._is_at_giver and self._giver is not None and session is self._giver.session:
-                    self._take_from_giver(event)
+                take(self, event)
             except TandemError as error:
-                self.fault = self._fault(session, event, error)
+                self.fault = fault_of(self, session, event, error)
                 raise
 
-    def _take_from_decode(self, event: Event) -> None:
-        if isinstance(event, Emitted):
-            if self._is_at_prefill and (self._held or event.first_index > self._log.next_index):
-                self._held.append(event)
-            else:
-                self._token_sources.add(self.decode)
-                self._accept(event)
-            return
-        if isinstance(event, Failed | Declined):
-            self._leave_decode()
-            raise event.error
-        if isinstance(event, DecodeStarted):
-            self._is_decoding = self._is_begun = True
-        elif isinstance(event, Paused):
-            if event.num_tokens != self._log.next_index:
-                raise TransferFailed("a worker stopped at another token than the last one it sent")
-            self._is_paused = True
-        if isinstance(event, PrefillStarted):
-            self._is_begun = True
-            self.facts.prefill_started = event
-            self._log.note_prefill(event.num_cached_tokens)
-        if not isinstance(event, Finished):
-            return
-        if self._held and self._is_at_prefill:
+    def _take_decoded(self, event: Emitted) -> None:
+        if self.prefill in self._at and (self._held or event.first_index > self._log.next_index):
             self._held.append(event)
         else:
-            self._leave_decode()
-            self._finish(event)
-
-    def _take_from_prefill(self, event: Event) -> None:
-        if isinstance(event, PrefillStarted):
-            self._is_begun = True
-            self.facts.prefill_started = event
-            self._log.note_prefill(event.num_cached_tokens)
-            if event.num_cached_tokens >= len(self.order.prompt_token_ids):
-                self._note_prompt_done()
-        elif isinstance(event, Emitted):
-            self._note_prompt_done()
-            if self.prefill is not None:
-                self._token_sources.add(self.prefill)
+            self.token_sources.add(self.decode)
             self._accept(event)
-            self._release_held()
-        elif isinstance(event, HandedOff):
-            self._note_prompt_done()
-            self.facts.handed_off = event
-            self._leave_prefill()
-        elif isinstance(event, Finished):
-            self._leave_prefill()
-            self._finish(event)
-        elif isinstance(event, Declined):
-            self._use_next_prefill(event.error)
-            assert self.prefill is not None
-            self.watch.prompt_refused(self.prefill.peer.worker_id)
-        elif isinstance(event, Failed):
-            if not self._is_decoding:
-                self._is_at_prefill = False
-                raise event.error
-            self._leave_prefill()
 
-    def _take_from_giver(self, event: Event) -> None:
-        if isinstance(event, HandedOff):
-            self.facts.handed_off = event
-            self._is_at_giver = False
-        elif isinstance(event, Failed | Declined | Finished):
-            self._is_at_giver = False
-            if not self._is_decoding:
-                raise event.error if not isinstance(event, Finished) else WorkerUnavailable("the answer was given up")
+    def _take_decode_end(self, event: Finished) -> None:
+        if self._held and self.prefill in self._at:
+            self._held.append(event)
+        else:
+            self._leave(self.decode)
+            self._finish(event)
+
+    def _take_decode_failure(self, event: Failed | Declined) -> None:
+        self._leave(self.decode)
+        raise event.error
+
+    def _take_decode_start(self, event: DecodeStarted) -> None:
+        self._follow(Sign.DECODE)
+
+    def _take_pause(self, event: Paused) -> None:
+        if event.num_tokens != self._log.next_index:
+            raise TransferFailed("a worker stopped at another token than the last one it sent")
+        self._follow(Sign.PAUSED)
+
+    def _take_prompt_start(self, event: PrefillStarted) -> None:
+        self._follow(Sign.BEGIN)
+        self.facts.prefill_started = event
+        self._log.note_prefill(event.num_cached_tokens)
+
+    def _take_remote_prompt_start(self, event: PrefillStarted) -> None:
+        self._take_prompt_start(event)
+        if event.num_cached_tokens >= len(self.order.prompt_token_ids):
+            self._note_prompt_done()
+
+    def _take_prefilled(self, event: Emitted) -> None:
+        self._note_prompt_done()
+        if self.prefill is not None:
+            self.token_sources.add(self.prefill)
+        self._accept(event)
+        self._release_held()
+
+    def _take_handoff(self, event: HandedOff) -> None:
+        self._note_prompt_done()
+        self.facts.handed_off = event
+        self._leave_prefill()
+
+    def _take_prefill_end(self, event: Finished) -> None:
+        self._leave_prefill()
+        self._finish(event)
+
+    def _take_prefill_refusal(self, event: Declined) -> None:
+        self._use_next_prefill(event.error)
+        assert self.prefill is not None
+        self.watch.prompt_refused(self.prefill.peer.worker_id)
+
+    def _take_prefill_failure(self, event: Failed) -> None:
+        if not self.is_decoding:
+            assert self.prefill is not None
+            self._leave(self.prefill)
+            raise event.error
+        self._leave_prefill()
+
+    def _take_giver_handoff(self, event: HandedOff) -> None:
+        self.facts.handed_off = event
+        self._leave_giver()
+
+    def _take_giver_end(self, event: Failed | Declined | Finished) -> None:
+        self._leave_giver()
+        if not self.is_decoding:
+            raise event.error if not isinstance(event, Finished) else WorkerUnavailable("the answer was given up")
+
+    def _ignore(self, event: Event) -> None:
+        """Says nothing that matters here, or nothing that this worker should say: it is not trusted to be right."""
 
     def _note_prompt_done(self) -> None:
-        self._is_begun = True
+        self._follow(Sign.PROMPT_DONE)
         self.prompt_done_at_s = asyncio.get_running_loop().time()
 
-    def _fault(self, session: WorkerSession, event: Event, error: TandemError) -> Fault:
-        """Who is to blame. A worker that only waited for its part of the work did not die of the request."""
-        if not isinstance(event, Failed):
-            return Fault(error, worker=None if isinstance(error, TransferFailed) else session)
-        is_fresh = session not in self._token_sources
-        if isinstance(error, Unfit):
-            return Fault(error, session, is_fresh=is_fresh)
-        if isinstance(error, WorkerLost):  # our own word
-            is_suspect = self._may_compute(session) and not self._is_at_giver
-            return Fault(error, session, suspects=(session,) if is_suspect else (), is_fresh=is_fresh)
-        if isinstance(error, TransferFailed | LayoutMismatch | WorkerUnavailable):
-            # Said by one of the two about the other one, which may be dead without our having noticed yet. A worker
-            # that is leaving will be gone, too, and not because of this.
-            other = self.prefill if session is self.decode else self.decode
-            if other is None or self.is_move or other.load.is_draining:
-                return Fault(error)
-            # A decode worker knows of a transfer only after its pages were reserved, which is when computing begins.
-            is_suspect = other is self.prefill or self._may_compute(other)
-            return Fault(error, suspects=(other,) if is_suspect else (), is_fresh=other not in self._token_sources)
-        if isinstance(error, InternalError):
-            return Fault(error, session, suspects=(session,), is_certain=True, is_fresh=is_fresh)
-        return Fault(error, session, is_fresh=is_fresh)
-
-    def _may_compute(self, worker: WorkerSession) -> bool:
-        """Whether it is known to have begun its part, or could have without a word. Receiving pages is no such part."""
-        if worker is not self.decode:
-            return self._is_begun
-        return self._is_local or self._is_decoding or self.prompt_done_at_s is not None
-
     def _use_next_prefill(self, error: TandemError) -> None:
-        self._is_at_prefill = False
+        if self.prefill is not None:
+            self._leave(self.prefill)
         while self._spare_prefills:
-            if self.prefill is not None:
-                self.prefill.close(self.order.key)
-            self.prefill = self._spare_prefills.pop(0)
-            self.facts.prefill_worker = self.prefill.peer.worker_id
+            prefill = self.prefill = self._spare_prefills.pop(0)
+            self.facts.prefill_worker = prefill.peer.worker_id
             try:
-                self.prefill.open(self.order.key, self._mailbox)
-                self.prefill.prefill(self.order, decode=self.decode.peer)
+                prefill.open(self.order.key, self._mailbox)
+                self._at.add(prefill)
+                prefill.prefill(self.order, decode=self.decode.peer)
             except TandemError as next_error:
+                self._leave(prefill)
                 error = next_error
                 continue
-            self._is_at_prefill = True
             return
         raise error
 
     def _leave_prefill(self) -> None:
-        """The prefill worker's part is over, so nothing can be missing any more in what was held."""
-        self._is_at_prefill = False
+        """The prefill worker's part is over, so nothing can be missing any longer in what was held."""
         if self.prefill is not None:
-            self.prefill.close(self.order.key)
+            self._leave(self.prefill)
         self._release_held()
 
-    def _leave_decode(self) -> None:
-        self._is_at_decode = False
-        self.decode.close(self.order.key)
+    def _leave_giver(self) -> None:
+        assert self._giver is not None
+        self._at.discard(self._giver.session)
+        self._giver.session.close(self._giver.key)
+
+    def _leave(self, worker: WorkerSession) -> None:
+        """The worker holds nothing of it, and whatever it still says is dropped."""
+        self._at.discard(worker)
+        worker.close(self.order.key)
 
     def _release_held(self) -> None:
         held, self._held = self._held, []
         for event in held:
-            self._take_from_decode(event)
+            FROM_DECODE[type(event)](self, event)
 
     def _accept(self, tokens: Emitted) -> None:
         new = self._log.accept(tokens)
@@ -501,3 +443,41 @@ class Attempt:
         if event.reason == "cancelled":
             raise WorkerUnavailable("the worker gave the answer up")
         self._arrived.finish_reason = event.reason
+        self._follow(Sign.FINISH)
+
+
+_Take = Callable[[Attempt, Any], None]
+
+FROM_DECODE: Mapping[type[Event], _Take] = {
+    Admitted: Attempt._ignore,
+    Declined: Attempt._take_decode_failure,
+    PrefillStarted: Attempt._take_prompt_start,
+    Emitted: Attempt._take_decoded,
+    HandedOff: Attempt._ignore,
+    DecodeStarted: Attempt._take_decode_start,
+    Paused: Attempt._take_pause,
+    Finished: Attempt._take_decode_end,
+    Failed: Attempt._take_decode_failure,
+    Cancelled: Attempt._ignore,
+}
+"""What each event of the decode worker does."""
+FROM_PREFILL: Mapping[type[Event], _Take] = {
+    Admitted: Attempt._ignore,
+    Declined: Attempt._take_prefill_refusal,
+    PrefillStarted: Attempt._take_remote_prompt_start,
+    Emitted: Attempt._take_prefilled,
+    HandedOff: Attempt._take_handoff,
+    DecodeStarted: Attempt._ignore,
+    Paused: Attempt._ignore,
+    Finished: Attempt._take_prefill_end,
+    Failed: Attempt._take_prefill_failure,
+    Cancelled: Attempt._ignore,
+}
+FROM_GIVER: Mapping[type[Event], _Take] = {
+    **dict.fromkeys(FROM_PREFILL, Attempt._ignore),
+    Declined: Attempt._take_giver_end,
+    HandedOff: Attempt._take_giver_handoff,
+    Finished: Attempt._take_giver_end,
+    Failed: Attempt._take_giver_end,
+}
+"""Its tokens are the answer's already: they came before it stopped."""

@@ -272,7 +272,9 @@ class AcceptedCall:
             if self.ticket is not None:
                 self._leave(self.ticket, error)
         finally:
-            for told in self._on_end:
+            # Those told may hold the call: it would stay, prompt and all, until the collector of cycles comes by.
+            on_end, self._on_end = self._on_end, []
+            for told in on_end:
                 told(error)
 
     def _leave(self, ticket: TenantTicket, error: BaseException | None) -> None:

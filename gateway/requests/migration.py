@@ -15,6 +15,7 @@ from gateway.observability.metrics import Metrics
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt, Giver, GiverFailed
 from gateway.requests.dispatch import Dispatcher
+from gateway.requests.stage import AttemptStage
 from gateway.topology.members import Topology
 from services.runtime.errors import TandemError, WorkerUnavailable
 from services.scheduling.routing import WorkerView
@@ -39,7 +40,7 @@ class Moves:
 
     async def follow(self, request: RunningAnswer, attempt: Attempt) -> Attempt:
         """The attempt that goes on after this moment: the same, or the one at the answer's new worker."""
-        if attempt.is_paused:
+        if attempt.stage is AttemptStage.PAUSED:
             return await self._hand_over(request, attempt)
         if attempt.is_move and attempt.is_decoding:
             self.end(request)

@@ -38,9 +38,11 @@ from gateway.requests.attempt import Attempt
 from gateway.requests.call import AnswerSpec
 from gateway.requests.dispatch import Dispatcher
 from gateway.requests.policies import Policies
+from gateway.topology.events import Cancelled, Failed
 from gateway.topology.members import ROLES, Topology
+from gateway.topology.session import WorkerSession
 from services.runtime.clock import Clock, Deadline
-from services.runtime.errors import Quarantined, TandemError
+from services.runtime.errors import Quarantined, TandemError, WorkerLost
 
 QUARANTINED = "workers have died of this request; it is not computed for a while"
 MAX_STRIKES = 3
@@ -112,10 +114,21 @@ class Quarantine:
             raise Quarantined(QUARANTINED)
 
     async def hear_out(self, attempt: Attempt) -> None:
-        """Learns, for a bounded time, what a failed attempt failed of."""
+        """After a failure that leaves open who died, or of what: asks the worker that can tell. Takes a bounded time.
+
+        A worker has died: the word that it had begun, or that it could, may have died with it or be on its way, and
+        the other one knows. One says that the other one does not answer: it may be dead without our having noticed.
+        A worker that hangs says nothing for WORD_WAIT_S. Raises the request's failure.
+        """
         try:
-            await attempt.hear_out(WORD_WAIT_S)
+            witness = _witness_of(attempt)
+            if witness is not None and witness.is_up:
+                witness.cancel_and_ask(attempt.order.key)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(WORD_WAIT_S):
+                        _take_word(attempt, await attempt.word_of(witness))
         finally:
+            attempt.explain()
             self._heard.set()
             self._heard = asyncio.Event()
 
@@ -235,6 +248,36 @@ class Quarantine:
                 async for _ in changes:
                     if not any(self._topology.is_silent_since(suspect, heard_of) for suspect in suspects):
                         return
+
+
+def _witness_of(attempt: Attempt) -> WorkerSession | None:
+    """The worker that can explain the failure, or None."""
+    fault = attempt.fault
+    if fault is None or fault.is_certain:
+        return None
+    if fault.worker is None:  # one of the two about the other one
+        asked = fault.suspects[0] if fault.suspects else None
+    elif isinstance(fault.error, WorkerLost) and not fault.suspects and not attempt.is_move:
+        asked = attempt.decode if fault.worker is attempt.prefill else attempt.prefill
+    else:
+        asked = None
+    return asked if attempt.is_at(asked) else None
+
+
+def _take_word(attempt: Attempt, word: Cancelled | Failed) -> None:
+    """A witness has told of a failed attempt: that says which worker may have died of it."""
+    if isinstance(word, Failed) and isinstance(word.error, WorkerLost):
+        return  # It is gone, too: what was believed of it is true.
+    assert attempt.fault is not None, "who has a witness has a fault"
+    # Pages are reserved before a prompt is computed, and whose transfer failed has had them.
+    has_begun = isinstance(word, Failed) or word.has_begun
+    lost = attempt.fault.worker
+    if attempt.prefill is not None and lost is attempt.prefill and has_begun:
+        attempt.suspect(attempt.prefill)
+    elif lost is attempt.decode and attempt.may_compute(attempt.decode):
+        attempt.suspect(attempt.decode)
+    else:
+        attempt.suspect()
 
 
 def fingerprint_of(generation: AnswerSpec) -> str:

@@ -307,7 +307,7 @@ async def test_tokens_of_nobody_here_are_counted_and_dropped(make_system, worker
     assert delivered([body]) == (ANSWER_TEXT, answer)
     assert dropped == [3]
     assert not session._handles
-    assert not session._routes_by_handle
+    assert not session._sinks_by_handle
 
 
 async def test_a_worker_of_before_there_were_handles_answers_as_ever(make_system, worker_type, pair, answer):

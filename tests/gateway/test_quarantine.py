@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from gateway.requests.quarantine import fingerprint_of
+from gateway.requests.stage import AttemptStage
 from gateway.types import Sampling
 from protos import worker_pb2
 from services.runtime.errors import InternalError, TransferFailed, WorkerUnavailable
@@ -553,7 +554,7 @@ async def test_a_client_that_leaves_on_trial_holds_up_nobody(make_system, worker
 
     def begun():
         attempts = [request.attempt for request in system.gateway.requests._open]
-        return [attempt for attempt in attempts if attempt is not None and attempt.is_begun]
+        return [attempt for attempt in attempts if attempt is not None and attempt.reached >= AttemptStage.PREFILLING]
 
     async def stuck_at_first(attempt):
         tried.append(tuple(attempt.spec.prompt_token_ids))

@@ -1,26 +1,36 @@
-"""The token log and the order of events from two workers, without any socket."""
+"""The order of events from two workers, without any socket."""
+
+import asyncio
+import typing
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from gateway.requests.attempt import Attempt, CrowdedOut, Giver
+from gateway.requests.attempt import FROM_DECODE, FROM_GIVER, FROM_PREFILL, Attempt, CrowdedOut, Giver
 from gateway.requests.mailbox import Mailbox
+from gateway.requests.stage import TERMINAL, AttemptStage
 from gateway.requests.tokens import TokenLog
 from gateway.topology.events import (
     Admitted,
     AttemptKey,
+    Cancelled,
     Declined,
     DecodeStarted,
     Emitted,
+    Event,
     Failed,
     Finished,
     HandedOff,
+    Paused,
+    PrefillStarted,
     SequenceOrder,
 )
 from gateway.topology.reports import WorkerLoad
 from gateway.topology.session import Peer
 from gateway.topology.watch import AttemptWatch, WorkerWatch
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
-from services.runtime.errors import DeadlineExceeded, NoFreePages, TransferFailed, WorkerUnavailable
+from services.runtime.errors import DeadlineExceeded, NoFreePages, TandemError, TransferFailed, WorkerUnavailable
 
 HANDED_OFF = HandedOff(1, 1, 0.0, "none")
 
@@ -48,6 +58,15 @@ class Session:
 
     def prefill(self, order, *, decode):
         self.sent.append("prefill")
+
+    def hand_over(self, key, *, next_attempt, decode):
+        self.sent.append("hand over")
+
+    def pause(self, key):
+        self.sent.append("pause")
+
+    def unpause(self, key):
+        self.sent.append("unpause")
 
 
 class Scene:
@@ -145,7 +164,7 @@ async def test_lack_of_room_on_the_way_is_no_failure():
 async def test_refused_prefill_uses_the_next_and_then_gives_up():
     scene = Scene()
     second = Session("second")
-    scene.attempt._is_at_decode = True
+    scene.attempt._at.add(scene.decode)
     scene.attempt.start_prefill([scene.prefill, second])
     asked = []
     scene.attempt.watch.prompt_refused = asked.append
@@ -176,3 +195,92 @@ async def test_deadline_comes_before_waiting_events():
     scene.attempt.close()
     scene.attempt.close()
     assert (scene.decode.cancelled, scene.prefill.cancelled) == (1, 1)
+
+
+EVENTS = {
+    Admitted: Admitted(),
+    Declined: Declined(NoFreePages("full")),
+    PrefillStarted: PrefillStarted(0.0, 0),
+    HandedOff: HANDED_OFF,
+    DecodeStarted: DecodeStarted(),
+    Paused: Paused(0),
+    Finished: Finished("stop"),
+    Failed: Failed(WorkerUnavailable("gone")),
+    Cancelled: Cancelled(has_begun=True),
+}
+ANSWER = list(range(40))
+"""Every worker computes the same tokens."""
+
+
+@st.composite
+def stories(draw):
+    """What the workers of an attempt say, in any order and without any sense, and what is done to it meanwhile."""
+    says = st.tuples(st.sampled_from(("decode", "prefill", "giver", "stranger")), st.sampled_from([*EVENTS.values()]))
+    first = st.integers(0, len(ANSWER) - 4)
+    emits = st.tuples(
+        st.sampled_from(("decode", "prefill", "giver", "stranger")),
+        st.builds(lambda index, count: Emitted(index, ANSWER[index : index + count], None), first, st.integers(1, 4)),
+    )
+    acts = st.tuples(st.just("act"), st.sampled_from(("take", "take", "take", "pause", "unpause", "explain", "close")))
+    return draw(st.booleans()), draw(st.lists(st.one_of(says, emits, emits, acts), max_size=40))
+
+
+@settings(max_examples=400, deadline=None)
+@given(stories())
+def test_every_event_in_every_stage_has_a_defined_result(story):
+    """Whatever comes in whatever order: no error but those of workers, each token once and in order, nothing leaks."""
+    is_move, parts = story
+    asyncio.run(play(is_move, parts))
+
+
+async def play(is_move, parts):
+    giver = Giver(Session("giver"), AttemptKey("r", 0)) if is_move else None
+    scene = Scene(giver=giver)
+    older = None
+    if giver is None:
+        await scene.start()
+    else:
+        admit = scene.attempt.admit(is_local_prefill=False)
+        admit.send(None)
+        scene.mailbox.deliver(scene.decode, Admitted())
+        with pytest.raises(StopIteration):
+            admit.send(None)
+        giver.session.is_open = True
+        older = Scene().attempt
+        scene.attempt.take_over(older)
+        assert older.stage is AttemptStage.CLOSED
+    attempt = scene.attempt
+    sessions = {"decode": scene.decode, "prefill": scene.prefill, "stranger": Session("stranger")}
+    sessions["giver"] = giver.session if giver is not None else sessions["stranger"]
+    given, seen = [], [attempt.stage]
+    for who, what in parts:
+        before, reached = attempt.stage, attempt.reached
+        if who != "act":
+            scene.tell(sessions[who], what)
+        elif what == "take":
+            try:
+                given += attempt.take_arrived().token_ids
+            except (CrowdedOut, TandemError):
+                assert attempt.stage in TERMINAL
+        else:
+            {"pause": attempt.pause, "unpause": attempt.unpause, "explain": attempt.explain, "close": attempt.close}[
+                what
+            ]()
+        seen.append(attempt.stage)
+        assert given == scene.log.token_ids == ANSWER[: len(given)]
+        assert before not in TERMINAL or attempt.stage in TERMINAL
+        assert attempt.reached >= min(reached, AttemptStage.DECODING)
+        assert attempt.stage is attempt.reached or attempt.stage in TERMINAL
+        holds = {worker for worker in (scene.decode, scene.prefill) if attempt.is_at(worker)}
+        assert holds == {worker for worker in (scene.decode, scene.prefill) if worker.is_open}
+    attempt.close()
+    assert attempt.stage in TERMINAL
+    assert not any(worker.is_open for worker in (scene.decode, scene.prefill))
+    assert giver is None or not giver.session.is_open
+    assert scene.decode.cancelled + scene.prefill.cancelled <= 2
+
+
+def test_the_tables_name_every_event_of_every_worker():
+    events = set(typing.get_args(Event))
+    assert set(EVENTS) | {Emitted} == events
+    assert all(set(table) == events for table in (FROM_DECODE, FROM_PREFILL, FROM_GIVER))
