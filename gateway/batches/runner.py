@@ -10,13 +10,12 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from gateway.batches.pending import PendingRow, PendingRows, RowAnswer, ask, later_s
 from gateway.batches.rows import (
     EXPIRED,
     Checker,
@@ -28,7 +27,6 @@ from gateway.batches.rows import (
     row_of,
     unanswered_line,
 )
-from gateway.http.connections import in_process_scope
 from gateway.http.exchange import App
 from gateway.requests.fan_out import all_of
 from services.cluster.batches import Batch, BatchStore, Reply, Result, Status, has_result
@@ -50,11 +48,6 @@ LEAVE_S = 5.0
 """Time that running rows have to end when the gateway leaves."""
 MAX_PAUSE_S = 5.0
 """Of a place whose row was told to come later: the next row may be told so too."""
-DEFAULT_RETRY_S = 1.0
-MAX_TIMEOUTS = 8
-"""So often may a row end with its deadline before that is its result: it may have waited for others all the time."""
-TIMEOUT_RETRY_S = 60.0
-"""After the first time; twice as long after each further one."""
 MAX_UNANSWERED_AT_ONCE = 500
 MAX_FAULTS = 3
 """So often a gateway tries a batch that it fails to work on by a fault of its own; then the batch has failed."""
@@ -67,25 +60,6 @@ Outcome = Literal["completed", "failed", "expired", "later"]
 
 class _Left(Exception):
     """The batch is no longer ours, or not to be worked on any more."""
-
-
-@dataclass(slots=True)
-class _Row:
-    """A row that has no result, and where its line is in the input."""
-
-    number: int
-    start: int
-    num_bytes: int
-    num_timeouts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RowAnswer:
-    """What the API has answered to a row. `status` 0: nothing."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
 
 
 class Batches:
@@ -208,7 +182,7 @@ class BatchRun:
         """Why the rows end before all are answered: the batch is cancelled, or its time is over."""
         self._work: asyncio.Task[None] | None = None
         self._rows: asyncio.Task[None] | None = None
-        self._pending: _Pending | None = None
+        self._pending: PendingRows | None = None
 
     async def run(self) -> None:
         """Works until the batch is over, is another's, or is let go. Raises nothing."""
@@ -312,20 +286,20 @@ class BatchRun:
         bits = await self._done_rows()
         num_rows = self._total - int.from_bytes(bits).bit_count()
         async with contextlib.aclosing(self._unanswered(bits)) as unanswered:
-            self._pending = _Pending(unanswered, num_rows, self._line_of)
+            self._pending = PendingRows(unanswered, num_rows, self._line_of)
             if self._leaving.is_set():
                 self._pending.close()
             await all_of([self._answer(self._pending) for _ in range(self._batches.num_rows)])
 
-    async def _answer(self, pending: "_Pending") -> None:
+    async def _answer(self, pending: PendingRows) -> None:
         """One of those who answer the rows, side by side."""
         while (answered := await self._ask_next(pending)) is not None:
             row, custom_id, answer = answered
-            later_s = _later_s(answer, row)
-            if later_s is not None:
-                pending.put_off(row, later_s)
+            wait_s = later_s(answer, row)
+            if wait_s is not None:
+                pending.put_off(row, wait_s)
                 self._batches.on_rows("later", 1)
-                await self._pause(min(later_s, MAX_PAUSE_S))
+                await self._pause(min(wait_s, MAX_PAUSE_S))
                 continue
             line = result_line(
                 self.batch.id,
@@ -339,7 +313,7 @@ class BatchRun:
             await self._record([Result(row.number, line, has_failed)])
             self._batches.on_rows("failed" if has_failed else "completed", 1)
 
-    async def _ask_next(self, pending: "_Pending") -> "tuple[_Row, str, RowAnswer] | None":
+    async def _ask_next(self, pending: PendingRows) -> tuple[PendingRow, str, RowAnswer] | None:
         """The next row, its custom_id and what the API answers to it; None: there is none, or none is begun any more.
 
         The lines of rows that wait for a slot are not in memory.
@@ -409,7 +383,7 @@ class BatchRun:
                     yield number, line
                 number += 1
 
-    async def _line_of(self, row: _Row) -> bytes:
+    async def _line_of(self, row: PendingRow) -> bytes:
         """Reads a row's line again. Raises FileWrong where the file is gone."""
         order = self.batch.order
         line = await self._surely(lambda: self._files.read(order.input_file_id, row.start, row.num_bytes))
@@ -486,97 +460,6 @@ class BatchRun:
             self._end = end
             if self._rows is not None:
                 self._rows.cancel()
-
-
-class _Pending:
-    """The rows that are to be asked: those of the file in order, and those that were put off once their time comes.
-
-    `rows` are `num_rows`, in the file; `read` reads the line of one that was put off. Whoever has the `turn` may wait
-    for a row and take it.
-    """
-
-    def __init__(
-        self, rows: AsyncIterator[tuple[int, Line]], num_rows: int, read: Callable[[_Row], Awaitable[bytes]]
-    ) -> None:
-        self.turn = asyncio.Lock()
-        self._rows = rows
-        self._num_in_file = num_rows
-        self._read = read
-        self._later: list[tuple[float, int, _Row]] = []
-        self._is_closed = False
-        self._has_news = asyncio.Event()
-
-    async def is_due(self) -> bool:
-        """Waits until a row can be taken; False: there is none, and any that will be put off is put off by somebody who
-        will take it.
-        """
-        loop = asyncio.get_running_loop()
-        while not self._is_closed:
-            if self._num_in_file:
-                return True
-            if not self._later:
-                return False
-            wait_s = self._later[0][0] - loop.time()
-            if wait_s <= 0:
-                return True
-            self._has_news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._has_news.wait()
-        return False
-
-    async def take(self) -> tuple[_Row, bytes]:
-        """A row that is due, and its line."""
-        if self._later and self._later[0][0] <= asyncio.get_running_loop().time():
-            row = heappop(self._later)[2]
-            return row, await self._read(row)
-        self._num_in_file -= 1
-        number, line = await anext(self._rows)
-        return _Row(number, line.start, len(line.data)), line.data
-
-    def put_off(self, row: _Row, later_s: float) -> None:
-        """It comes again after so long."""
-        heappush(self._later, (asyncio.get_running_loop().time() + later_s, row.number, row))
-        self._has_news.set()
-
-    def close(self) -> None:
-        """No row is taken any more."""
-        self._is_closed = True
-        self._has_news.set()
-
-
-async def ask(app: App, endpoint: str, body: bytes) -> RowAnswer:
-    """What the HTTP API answers to a row."""
-    headers = [(b"content-type", b"application/json"), (b"x-service-class", b"batch")]
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-    status = 0
-    answer_headers: dict[str, str] = {}
-    parts: list[bytes] = []
-
-    async def receive() -> MutableMapping[str, Any]:
-        return messages.pop() if messages else {"type": "http.disconnect"}
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-            answer_headers.update({name.decode(): value.decode("latin-1") for name, value in message["headers"]})
-        else:
-            parts.append(message["body"])
-
-    await app(in_process_scope("POST", endpoint, headers), receive, send)
-    return RowAnswer(status, answer_headers, b"".join(parts))
-
-
-def _later_s(answer: RowAnswer, row: _Row) -> float | None:
-    """After how long the row is to be asked again; None: this is its result."""
-    if answer.status == 504:
-        row.num_timeouts += 1
-        return TIMEOUT_RETRY_S * 2 ** (row.num_timeouts - 1) if row.num_timeouts < MAX_TIMEOUTS else None
-    if answer.status not in (0, 429, 503) or answer.headers.get("x-should-retry") == "false":
-        return None
-    said = answer.headers.get("retry-after", "")
-    return float(said) if said.isdecimal() else DEFAULT_RETRY_S
 
 
 def _input_gone() -> FileWrong:

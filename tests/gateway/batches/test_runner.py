@@ -1,7 +1,6 @@
 """Batches as OpenAI's own client sees them, and what becomes of one whatever happens to its gateway."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -15,132 +14,25 @@ import redis
 import gateway.batches.batches_api
 import gateway.batches.runner
 from gateway.access.keys import ApiKey, digest_of_key, toml_entry
-from gateway.batches.rows import ENDPOINTS, MAX_CUSTOM_ID_CHARS, MAX_ERRORS, MAX_ROWS, Checker, FileWrong, Line, row_of
-from protos import worker_pb2
+from gateway.batches.rows import ENDPOINTS, MAX_CUSTOM_ID_CHARS
 from services.cluster.embedded_redis import EmbeddedRedis
 from services.cluster.files import Room
 from services.cluster.keys import Keys
 from services.runtime.errors import StoreUnavailable
-
-ANSWER = [71, 72, 73]
-OVER = ("completed", "failed", "expired", "cancelled")
-BATCH_CLASS = 4
-
-
-class Script:
-    """A decode worker's: it answers at once, but rows with a first prompt token that is `held` only when they are let
-    go."""
-
-    def __init__(self):
-        self.held = set()
-        self.gate = asyncio.Event()
-        self.running = set()
-        self.most_at_once = 0
-        self.asked = []
-        self.on_asked = lambda: None
-
-    async def decode(self, attempt):
-        self.asked.append(attempt.spec.prompt_token_ids[0])
-        self.on_asked()
-        self.running.add(attempt.key)
-        self.most_at_once = max(self.most_at_once, len(self.running))
-        attempt.emit(worker_pb2.Admitted())
-        attempt.emit(worker_pb2.DecodeStarted())
-        if attempt.spec.prompt_token_ids[0] in self.held:
-            await self.gate.wait()
-        await asyncio.sleep(0.005)  # a step
-        attempt.tokens(0, ANSWER[: attempt.spec.sampling.max_tokens])
-        self.running.discard(attempt.key)
-        attempt.finish()
-
-
-@pytest.fixture
-def script():
-    return Script()
-
-
-@pytest.fixture
-def make(make_system, worker_type, script):
-    """Makes gateways on one Redis, with one worker."""
-
-    async def make_them(num_gateways=1, *, has_worker=True, **settings):
-        systems = [await make_system(**settings) for _ in range(num_gateways)]
-        for system in systems:
-            system.gateway.batches._poll_s = 0.1
-        if has_worker:
-            await systems[0].add(worker_type("decode", "decode-0", script.decode))
-            for system in systems:
-                await system.until(lambda system=system: system.gateway.topology.num_ready("decode") == 1)
-        return systems[0] if num_gateways == 1 else systems
-
-    return make_them
-
-
-def client_of(system, key="none"):
-    return openai.AsyncOpenAI(base_url=f"{system.base_url}/v1", api_key=key, max_retries=0)
-
-
-def row(number, **body):
-    return {
-        "custom_id": f"row-{number}",
-        "method": "POST",
-        "url": "/v1/completions",
-        "body": {"model": "tiny", "prompt": [5 + number, 6, 7], "max_tokens": 3, **body},
-    }
-
-
-def jsonl(rows):
-    return b"".join(json.dumps(each).encode() + b"\n" for each in rows)
-
-
-async def created(client, rows, *, endpoint="/v1/completions", **fields):
-    content = rows if isinstance(rows, bytes) else jsonl(rows)
-    file = await client.files.create(file=("rows.jsonl", content), purpose="batch")
-    return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields)
-
-
-async def until_status(client, batch, *statuses, timeout_s=30):
-    async with asyncio.timeout(timeout_s):
-        while True:
-            with contextlib.suppress(openai.InternalServerError):  # Redis may be away
-                now = await client.batches.retrieve(batch.id)
-                if now.status in statuses:
-                    return now
-            await asyncio.sleep(0.02)
-
-
-async def until_completed(client, batch, num_rows):
-    async with asyncio.timeout(30):
-        while (await client.batches.retrieve(batch.id)).request_counts.completed < num_rows:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
-async def lines(client, file_id):
-    text = "" if file_id is None else (await client.files.content(file_id)).text
-    return [json.loads(line) for line in text.split("\n")[:-1]]
-
-
-def counts(batch):
-    so_far = batch.request_counts
-    return so_far.total, so_far.completed, so_far.failed
-
-
-def asked(system):
-    """Outcome → rows of which that came."""
-    (family,) = system.gateway.metrics.batch_rows.collect()
-    return {each.labels["outcome"]: each.value for each in family.samples if each.name.endswith("_total")}
-
-
-async def answered_once(client, batch, num_rows):
-    """The batch is complete, and each of its rows has one result, which is a good one."""
-    batch = await until_status(client, batch, *OVER)
-    assert batch.status == "completed", batch
-    assert counts(batch) == (num_rows, num_rows, 0)
-    assert batch.error_file_id is None
-    results = await lines(client, batch.output_file_id)
-    assert sorted(line["custom_id"] for line in results) == sorted(f"row-{number}" for number in range(num_rows))
-    assert {line["response"]["body"]["choices"][0]["text"] for line in results} == {"cde"}
-    return results
+from tests.gateway.batches.clients import (
+    BATCH_CLASS,
+    OVER,
+    answered_once,
+    asked,
+    client_of,
+    counts,
+    created,
+    jsonl,
+    lines,
+    row,
+    until_completed,
+    until_status,
+)
 
 
 async def test_every_row_is_answered_as_its_request_would_be(make, script):
@@ -275,121 +167,6 @@ async def test_all_that_is_wrong_with_a_file_is_told_by_its_lines(make):
     ]
     assert batch.errors.object == "list"
     assert "line 7" in batch.errors.data[5].message
-
-
-def test_what_a_row_does_not_need_may_be_anything():
-    others = b'"x": "{}", "y": %s, "z": {"body": {}}, "body": {}}' % (b"9" * 5000)
-    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", ' + others
-    checker = Checker("/v1/completions", lambda model: None)
-    checker.check(1, line)
-    assert checker.finish() == 1
-    assert bytes(row_of(line).body) == b"{}"
-
-
-def test_a_file_has_rows_but_not_too_many_and_not_all_its_errors_are_looked_for():
-    line = json.dumps(row(0)).encode()
-    checker = Checker("/v1/completions", lambda model: None)
-    for number in range(1, MAX_ROWS + 1):
-        checker.check(number, line.replace(b"row-0", b"row-%d" % number))
-    assert checker.finish() == MAX_ROWS
-    with pytest.raises(FileWrong, match="too_many_requests"):
-        checker.check(MAX_ROWS + 1, line)
-    with pytest.raises(FileWrong, match="empty_file"):
-        Checker("/v1/completions", lambda model: None).finish()
-    checker = Checker("/v1/completions", lambda model: None)
-    for number in range(1, MAX_ERRORS):
-        checker.check(number, b"{")
-    with pytest.raises(FileWrong) as wrong:
-        checker.check(MAX_ERRORS, b"{")
-    assert len(wrong.value.errors) == MAX_ERRORS
-
-
-WRONG_BATCHES = [
-    ({"input_file_id": "file-none"}, "input_file_id"),
-    ({"input_file_id": "../x"}, "input_file_id"),
-    ({"endpoint": "/v1/embeddings"}, "endpoint"),
-    ({"completion_window": "1h"}, "completion_window"),
-    ({"metadata": {"a" * 65: "x"}}, "metadata"),
-    ({"metadata": {"a": "x" * 513}}, "metadata"),
-    ({"metadata": {str(number): "x" for number in range(17)}}, "metadata"),
-    ({"metadata": {"a": 1}}, "metadata"),
-    ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after.seconds"),
-    ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "output_expires_after.anchor"),
-    ({"unknown": 1}, "unknown"),
-    ({"endpoint": None}, "endpoint"),
-]
-
-
-async def test_a_batch_that_is_asked_for_wrongly_is_not_made(make):
-    system = await make(has_worker=False)
-    async with client_of(system) as client:
-        file = await client.files.create(file=("rows.jsonl", jsonl([row(0)])), purpose="batch")
-        right = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
-        for changes, param in WRONG_BATCHES:
-            response = await system.http.post("/v1/batches", json=right | changes)
-            assert response.status_code == (404 if "input_file_id" in changes else 400), response.text
-            assert response.json()["error"]["param"] == param, response.text
-        twice = json.dumps(right).replace("{", '{"endpoint": "/v1/responses", ').encode()
-        for body, status, code in (
-            (b"{", 400, "invalid_json"),
-            (b"[" * 60_000, 400, "invalid_type"),
-            (b"[]", 400, "invalid_type"),
-            (b"\xff", 400, "invalid_json"),
-            (json.dumps(right | {"metadata": {"a": "\ud800"}}).encode(), 400, "invalid_json"),
-            (twice, 400, "duplicate_key"),
-            (b"x" * 65_537, 413, "request_too_large"),
-        ):
-            response = await system.http.post("/v1/batches", content=body, headers={"content-type": "application/json"})
-            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-        assert (await client.batches.list()).data == []
-
-
-async def test_a_body_that_does_not_come_is_not_waited_for(make, monkeypatch):
-    monkeypatch.setattr(gateway.batches.batches_api, "MAX_BODY_READ_S", 0.2)
-    system = await make(has_worker=False)
-    for path in ("/v1/batches", "/v1/batches/batch_x/cancel"):
-        for num_bytes, status in ((10, b" 408 "), (65_537, b" 413 "), (10**12, b" 413 ")):
-            reader, writer = await asyncio.open_connection("127.0.0.1", system.gateway.http_port)
-            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            writer.write(f"{head}content-length: {num_bytes}\r\n\r\n".encode())
-            assert status in await asyncio.wait_for(reader.readline(), 10)
-            writer.close()
-
-
-async def test_a_batch_is_made_once_where_redis_answers_too_late(make, monkeypatch):
-    system = await make(has_worker=False, batch_rows=0)
-    store = system.gateway.batches.store
-    create, times = store.create, []
-
-    async def late(*args, **kwargs):
-        times.append(await create(*args, **kwargs))
-        if len(times) == 1:
-            raise StoreUnavailable("Redis did not answer in time")
-        return times[-1]
-
-    monkeypatch.setattr(store, "create", late)
-    async with client_of(system) as client:
-        batch = await created(client, [row(0)])
-        assert [one.id for one in times] == [batch.id, batch.id]
-        assert [one.id for one in (await client.batches.list()).data] == [batch.id]
-
-
-async def test_batches_are_listed_the_newest_first_and_in_pages(make, monkeypatch):
-    system = await make(has_worker=False)
-    async with client_of(system) as client:
-        ids = [(await created(client, [row(0)])).id for _ in range(5)]
-        assert [batch.id async for batch in await client.batches.list(limit=2)] == ids[::-1]
-        page = await client.batches.list(limit=2, after=ids[3])
-        assert [batch.id for batch in page.data] == [ids[2], ids[1]]
-        assert page.has_more
-        assert not (await client.batches.list(limit=2, after=ids[2])).has_more
-        assert len((await client.batches.list(limit=10_000)).data) == 5
-        monkeypatch.setattr(gateway.batches.batches_api, "MAX_LIST_LIMIT", 4)
-        assert len((await client.batches.list(limit=10_000)).data) == 4
-        for query in ("limit=0", "limit=x", "after=*"):
-            assert (await system.http.get(f"/v1/batches?{query}")).status_code == 400
-        with pytest.raises(openai.NotFoundError):
-            await client.batches.retrieve("batch_none")
 
 
 async def test_a_cancelled_batch_frees_its_workers_and_keeps_what_it_has(make, script):
@@ -689,47 +466,6 @@ async def test_a_batch_without_its_file_fails(make):
         batch = await until_status(client, batch, *OVER)
     assert batch.status == "failed"
     assert [error.code for error in batch.errors.data] == ["input_file_gone"]
-
-
-def test_a_row_that_is_put_off_comes_again_after_its_time():
-    never = {"retry-after": "60", "x-should-retry": "false"}
-    tries = iter([(429, {"retry-after": "7"}), (503, {}), (0, {}), (504, {}), (504, {}), (400, {}), (429, never)])
-    row = gateway.batches.runner._Row(0, 0, 0)
-    later = [gateway.batches.runner._later_s(gateway.batches.runner.RowAnswer(*each, b""), row) for each in tries]
-    assert later == [7.0, 1.0, 1.0, 60.0, 120.0, None, None]
-    row.num_timeouts = gateway.batches.runner.MAX_TIMEOUTS - 1
-    assert gateway.batches.runner._later_s(gateway.batches.runner.RowAnswer(504, {}, b""), row) is None
-
-
-@pytest.fixture
-def pending():
-    """Two rows."""
-
-    async def rows():
-        for number in range(2):
-            yield number, Line(number + 1, 3 * number, b"%d\n" % number)
-
-    async def read(row):
-        return b"read again at %d" % row.start
-
-    return gateway.batches.runner._Pending(rows(), 2, read)
-
-
-async def test_the_row_whose_time_comes_first_is_next_whenever_it_was_put_off(pending):
-    (first, line), (second, _) = await pending.take(), await pending.take()
-    assert line == b"0\n"
-    pending.put_off(first, 3600.0)
-    waiting = asyncio.create_task(pending.is_due())
-    await asyncio.sleep(0)
-    pending.put_off(second, 0.01)
-    async with asyncio.timeout(10):
-        assert await waiting
-    assert await pending.take() == (second, b"read again at 3")
-    waiting = asyncio.create_task(pending.is_due())
-    await asyncio.sleep(0)
-    pending.close()
-    async with asyncio.timeout(10):
-        assert not await waiting
 
 
 async def test_no_line_is_read_before_its_row_has_a_slot(make, script):
