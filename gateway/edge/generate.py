@@ -8,7 +8,7 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from gateway.access.door import FrontDoor
 from gateway.access.keys import ApiKey
@@ -24,6 +24,10 @@ from gateway.requests.fallback import Stream, begun
 from gateway.requests.fan_out import all_of, merged
 from gateway.requests.lifecycle import Requests
 from gateway.types import Delta, PromptLogprobs, TokenLogprobs, Usage
+
+MANY_LOGPROBS = 256
+"""Tokens with log-probabilities that take at most some milliseconds to write."""
+T = TypeVar("T")
 
 TakeNow = Callable[[Delta], bool]
 """Delivers a delta at once and returns True, or returns False; see `FastPath`."""
@@ -104,6 +108,16 @@ class Generator:
             paths = [FastPath() for _ in accepted.generations]
             async with begun(self._requests, accepted, accepted.generations, fast_paths=paths) as streams:
                 yield _PlainAnswers(accepted, streams, paths)
+
+    async def written(self, answers: Answers, num_logprobs: int, write: Callable[[], T]) -> T:
+        """Returns what `write` returns, which it does on a thread where it writes many log-probabilities.
+
+        At the bounds they take seconds, in which no other request's tokens would leave.
+        """
+        if num_logprobs < MANY_LOGPROBS:
+            return write()
+        turns = self._requests.catalog[answers.model].tokenizer.turns
+        return await turns.call(write, tenant=answers.generations[0].tenant)
 
 
 class _PlainAnswers(Answers):

@@ -68,7 +68,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         with self._requests.refusals_noted():
             async with (
                 self._generated(request, context) as answers,
-                contextlib.aclosing(_responses(answers, context)) as responses,
+                contextlib.aclosing(self._responses(answers, context)) as responses,
             ):
                 async for response in responses:
                     yield response
@@ -80,7 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         with self._requests.refusals_noted():
             async with (
                 self._resumed(request, context) as answers,
-                contextlib.aclosing(_responses(answers, context)) as responses,
+                contextlib.aclosing(self._responses(answers, context)) as responses,
             ):
                 async for response in responses:
                     yield response
@@ -93,7 +93,28 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async with self._generated(request, context) as answers:
                 (whole,) = await answers.wholes()
                 await context.send_initial_metadata(_told(answers))
-                return _whole_response(answers.request_id, whole)
+                return await self._response(answers, _delta_of(whole))
+
+    async def _responses(
+        self, answers: Answers, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """The messages of an answer. What ends it comes in one message: all of it or nothing."""
+        is_told, last_text = False, ""
+        async with contextlib.aclosing(answers.parts()) as parts:
+            async for part in parts:
+                delta = part.delta
+                if not delta.token_ids and delta.finish_reason is None:
+                    last_text = delta.text
+                    continue
+                delta.text = last_text + delta.text
+                if not is_told:
+                    is_told = True
+                    await context.send_initial_metadata(_told(answers))
+                yield await self._response(answers, delta)
+
+    async def _response(self, answers: Answers, delta: Delta) -> inference_pb2.GenerateResponse:
+        num_logprobs = len(delta.logprobs or ()) + len(delta.prompt_logprobs or ())
+        return await self._generator.written(answers, num_logprobs, lambda: _response(answers.request_id, delta))
 
     @contextlib.asynccontextmanager
     async def _generated(self, request: inference_pb2.GenerateRequest, context: Context) -> AsyncIterator[Answers]:
@@ -290,22 +311,6 @@ def _told(answers: Answers) -> tuple[tuple[str, str], ...]:
     return tuple(said)
 
 
-async def _responses(answers: Answers, context: Context) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-    """The messages of an answer. What ends it comes in one message: all of it or nothing."""
-    is_told, last_text = False, ""
-    async with contextlib.aclosing(answers.parts()) as parts:
-        async for part in parts:
-            delta = part.delta
-            if not delta.token_ids and delta.finish_reason is None:
-                last_text = delta.text
-                continue
-            delta.text = last_text + delta.text
-            if not is_told:
-                is_told = True
-                await context.send_initial_metadata(_told(answers))
-            yield _response(answers.request_id, delta)
-
-
 def _affinity_key(context: Context) -> str:
     """The caller's session, or an empty text. Raises InvalidRequest."""
     session = metadata(context, "x-session-id")
@@ -331,10 +336,10 @@ def _response(request_id: str, delta: Delta) -> inference_pb2.GenerateResponse:
     return response
 
 
-def _whole_response(request_id: str, whole: Whole) -> inference_pb2.GenerateResponse:
+def _delta_of(whole: Whole) -> Delta:
     delta = Delta(0, whole.token_ids, whole.text, whole.logprobs, whole.finish_reason, whole.usage)
     delta.prompt_logprobs = whole.prompt_logprobs
-    return _response(request_id, delta)
+    return delta
 
 
 def _logprobs(entries: Iterable[TokenLogprobs]) -> list[inference_pb2.TokenLogprobs]:

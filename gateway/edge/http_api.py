@@ -52,8 +52,6 @@ from services.runtime.errors import PermissionDenied, RequestCancelled, TandemEr
 API_PREFIX = "/v1/"
 API_PATHS = frozenset({"/tokenize", "/detokenize", "/openapi.json"})
 """Paths that any key may ask, beside those that begin with the prefix; other servers have them there."""
-MANY_LOGPROBS = 256
-"""Tokens with log-probabilities that take at most 20 ms to write, about."""
 
 Serve = Callable[[Exchange, ApiKey], Awaitable[None]]
 """Answers one request of a caller with this key."""
@@ -248,12 +246,8 @@ class HttpApi:
 
     async def _body(self, writer: Writer, answers: Answers, wholes: Sequence[Whole]) -> bytes:
         """The body of an answer that is not streamed."""
-        num_entries = sum(len(whole.logprobs or ()) + len(whole.prompt_logprobs or ()) for whole in wholes)
-        if num_entries < MANY_LOGPROBS:
-            return writer.whole(wholes)
-        # Seconds at the bounds, in which no other request's tokens would go out.
-        turns = self._requests.catalog[answers.model].tokenizer.turns
-        return await turns.call(lambda: writer.whole(wholes), tenant=answers.generations[0].tenant)
+        num_logprobs = sum(len(whole.logprobs or ()) + len(whole.prompt_logprobs or ()) for whole in wholes)
+        return await self._generator.written(answers, num_logprobs, lambda: writer.whole(wholes))
 
     async def _stream(self, exchange: Exchange, answers: Answers, writer: Writer) -> None:
         """Sends all events and the end. An error before the first event is raised, a later one is an event."""

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from openai.types import Completion
 
+from gateway.edge import grpc_api
 from gateway.openai.completions import CompletionWriter
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime.errors import WorkerUnavailable
@@ -86,13 +87,31 @@ async def test_a_chat_asks_for_its_prompt_once(system):
 async def test_long_answers_are_not_written_on_the_event_loop(system, monkeypatch):
     threads = []
     write = CompletionWriter.whole
-    monkeypatch.setattr("gateway.edge.http_api.MANY_LOGPROBS", 3)
+    monkeypatch.setattr("gateway.edge.generate.MANY_LOGPROBS", 3)
     monkeypatch.setattr(
         CompletionWriter, "whole", lambda *args: threads.append(threading.current_thread()) or write(*args)
     )
     for prompt in ([10, 11, 12], [10, 11, 12, 13]):
         assert (await system.complete(prompt=prompt, prompt_logprobs=0)).status_code == 200
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+async def test_long_answers_over_grpc_are_not_written_on_the_event_loop(system, monkeypatch):
+    threads = []
+    write = grpc_api._logprobs
+    monkeypatch.setattr("gateway.edge.generate.MANY_LOGPROBS", 3)
+    monkeypatch.setattr(grpc_api, "_logprobs", lambda *args: threads.append(threading.current_thread()) or write(*args))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for ids in ([10, 11, 12], [10, 11, 12, 13]):
+            request = inference_pb2.GenerateRequest(
+                model="tiny",
+                token_ids=inference_pb2.TokenIds(ids=ids),
+                sampling=inference_pb2.SamplingParams(max_tokens=100, prompt_logprobs=0),
+            )
+            await stub.GenerateUnary(request, timeout=20)
+            assert [message async for message in stub.Generate(request, timeout=20)]
+    assert [thread is threading.main_thread() for thread in threads] == [True, True, False, False]
 
 
 async def test_without_the_wish_there_is_nothing(system):
