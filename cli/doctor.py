@@ -23,7 +23,6 @@ from typing import Any, TextIO
 
 from cli.api_client import ApiRefused, ApiUnreachable, GatewaySettings, get_json, get_status
 from cli.commands import CommandParser
-from cli.status import circuit_line, cut_line
 from services.cluster.memory import EVICTION_ADVICE, may_evict
 from services.cluster.probe import RedisFacts, probe
 from services.engine.weights.config import load_config
@@ -35,11 +34,6 @@ from services.runtime.version import version
 from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GpuState, judge_gpu
 
-_CIRCUIT_ADVICE = {
-    "slow": "see what else uses its machine or its GPU; it gets work again when the gateway's trials come in time",
-    "silent": "see whether its process and the network to it stand still; it gets work again when it answers",
-    "erring": "see the errors in its log; it gets work again when the gateway's trials go well",
-}
 MIN_OPEN_FILES = 4096
 MAX_PING_S = 0.005
 MAX_CLOCK_OFFSET_S = 1.0
@@ -49,7 +43,7 @@ COPY_BYTES = 64 << 20
 
 
 class Level(StrEnum):
-    """How bad a finding is. Only `bad` ones make the exit code 1."""
+    """Severity of a finding. Only `bad` ones make the exit code 1."""
 
     OK = "ok"
     NOTE = "note"
@@ -58,7 +52,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was seen of a subject, and what to do about it; `advice` is empty where nothing is."""
+    """An observation of a subject, and what to do about it; `advice` is empty where nothing needs doing."""
 
     level: Level
     subject: str
@@ -82,7 +76,7 @@ def add_to(parser: CommandParser) -> None:
 
 
 def run(settings: DoctorSettings, stdout: TextIO) -> int:
-    """Prints each finding as soon as it is there; returns the exit code."""
+    """Prints each finding as soon as it is made; returns the exit code."""
     is_bad, shown = False, []
     for finding in findings(settings):
         is_bad |= finding.level is Level.BAD
@@ -141,7 +135,7 @@ def machine() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """What NVML says of each GPU, judged as a gateway does."""
+    """Each GPU's health by NVML, judged as a gateway judges it."""
     index = 0
     while (reader := open_gpu(index)) is not None:
         try:
@@ -163,7 +157,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def copying() -> Iterator[Finding]:
-    """What the two host transports are bounded by: memory, and a TCP connection to this machine itself."""
+    """The bounds of the two host transports: memory, and a TCP connection to this machine itself."""
     source, target = bytearray(COPY_BYTES), bytearray(COPY_BYTES)
     target[:] = source  # the first time pays for the pages
     started_s = time.perf_counter()
@@ -289,14 +283,10 @@ def gateway(settings: DoctorSettings) -> Iterator[Finding]:
         yield Finding(Level.OK, "gateway", f"{settings.url} is ready")
     else:
         yield Finding(Level.BAD, "gateway", f"{settings.url} is not ready", "too few workers have joined: see below")
-    workers, troubles = cluster.get("workers", []), cluster.get("troubles")
-    yield from judge_troubles(troubles or ())
-    if troubles is None:  # a gateway of an earlier version
-        yield from judge_gateways_redis(cluster.get("redis") or {})
+    workers, troubles = cluster.get("workers", []), cluster.get("troubles", ())
+    yield from judge_troubles(troubles)
     yield from judge_versions(str(cluster.get("version", "")), workers)
-    yield from judge_workers(workers, told={str(trouble.get("subject")) for trouble in troubles or ()})
-    if troubles is None:
-        yield from judge_pairs(cluster.get("cut_pairs", ()))
+    yield from judge_workers(workers, told={str(trouble.get("subject")) for trouble in troubles})
     yield from ports(workers, timeout_s=settings.timeout)
 
 
@@ -305,18 +295,6 @@ def judge_troubles(troubles: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     for trouble in troubles:
         what = f"{trouble.get('kind', '-')} {trouble.get('subject', '-')}: {trouble.get('cause', '-')}"
         yield Finding(Level.BAD, "trouble", what, str(trouble.get("remedy", "")))
-
-
-def judge_gateways_redis(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """What GET /cluster says of the gateway's own connection to Redis; an older gateway says nothing."""
-    if facts.get("available", True):
-        return
-    yield Finding(
-        Level.BAD,
-        "redis",
-        f"does not answer the gateway: {facts.get('last_failure') or 'no cause is known'}",
-        "requests that run continue, but no worker can join: look at Redis, its password and the network to it",
-    )
 
 
 def judge_versions(gateways: str, workers: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -351,13 +329,6 @@ def _port(worker: Mapping[str, Any], *, timeout_s: float) -> Finding | None:
         advice = "gateways and the other workers must reach it: see --host and --advertise-host, and firewalls"
         return Finding(Level.NOTE, "ports", what, advice)
     return None
-
-
-def judge_pairs(pairs: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-    """What GET /cluster says of workers between which no pages go."""
-    for pair in pairs:
-        advice = "see the logs of both, and firewalls between them: the port of the decode worker and its transfer port"
-        yield Finding(Level.BAD, "workers", cut_line(pair), advice)
 
 
 def judge_workers(workers: Iterable[Mapping[str, Any]], *, told: Set[str] = frozenset()) -> Iterator[Finding]:
@@ -410,19 +381,9 @@ def _differing(workers: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _judge_worker(worker: Mapping[str, Any], *, is_told: bool) -> Iterator[Finding]:
     name = str(worker.get("id", "-"))
-    if is_told:
-        pass
-    elif worker.get("left_out"):
-        advice = "give gateway and workers the same files, or the worker a --model-name of its own"
-        yield Finding(Level.BAD, "workers", f"{name} gets no work: {worker['left_out']}", advice)
-    elif worker.get("state") not in (WorkerState.READY, WorkerState.DRAINING):
+    if not is_told and worker.get("state") not in (WorkerState.READY, WorkerState.DRAINING):
         yield Finding(
             Level.NOTE, "workers", f"{name} is {worker.get('state', '-')}", "see its log; others do its work meanwhile"
-        )
-    if not is_told and (circuit := circuit_line(worker)):
-        level = Level.BAD if worker["circuit"].get("state") != "suspected" else Level.NOTE
-        yield Finding(
-            level, "workers", circuit, _CIRCUIT_ADVICE.get(str(worker["circuit"].get("cause")), "see its log")
         )
     ahead_s = worker.get("clock_ahead_s")
     if ahead_s is not None and abs(ahead_s) > MAX_CLOCK_OFFSET_S and not is_told:

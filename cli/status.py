@@ -59,13 +59,7 @@ def table(cluster: Mapping[str, Any]) -> str:
     lines = _aligned([HEADINGS, *rows]) if rows else ["no workers"]
     lines.append("")
     lines += [line for line in map(_gpu_line, workers) if line]
-    troubles = cluster.get("troubles")
-    if troubles is None:  # a gateway of an earlier version
-        lines += [line for line in map(circuit_line, workers) if line]
-        lines += [cut_line(pair) for pair in cluster.get("cut_pairs", ())]
-        lines += [f"{one.get('id', '-')} is left out: {one['left_out']}" for one in workers if one.get("left_out")]
-    else:
-        lines += [line for trouble in troubles for line in trouble_lines(trouble)]
+    lines += [line for trouble in cluster.get("troubles", ()) for line in trouble_lines(trouble)]
     models = sorted({str(worker.get("model", "-")) for worker in workers})
     if models:
         lines.append(f"model     {', '.join(models)}")
@@ -74,7 +68,7 @@ def table(cluster: Mapping[str, Any]) -> str:
 
 
 def trouble_lines(trouble: Mapping[str, Any]) -> list[str]:
-    """What is wrong and why, and below it what to do."""
+    """A line that says what is wrong and why, and one that says what to do."""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(trouble.get("since_unix_s", 0.0))))
     what = f"{trouble.get('kind', '-')} {trouble.get('subject', '-')}: {trouble.get('cause', '-')}"
     return [f"! {what} (since {since})", f"  {trouble.get('remedy', '-')}"]
@@ -90,32 +84,11 @@ def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _gpu_line(worker: Mapping[str, Any]) -> str:
-    """What is wrong with the worker's GPU; empty: nothing, or nobody knows."""
+    """What is wrong with the worker's GPU; empty where nothing is known to be wrong."""
     gpu = worker.get("gpu") or {}
     if gpu.get("state", "ok") == "ok":
         return ""
     return f"GPU of {worker.get('id', '-')}: {gpu['state']}, {', '.join(map(str, gpu.get('reasons', ())))}"
-
-
-def circuit_line(worker: Mapping[str, Any]) -> str:
-    """Why the worker gets no work, or should get none; empty: it gets work, or an older gateway does not say."""
-    circuit = worker.get("circuit") or {}
-    if not circuit:
-        return ""
-    what = {"open": "is kept from work", "half_open": "is kept from work, and tried"}.get(
-        str(circuit.get("state")), "should get no work, and does, as no more of its role can be spared"
-    )
-    times = int(circuit.get("num_openings", 1))
-    again = f", {times} times lately" if times > 1 else ""
-    since = f"since {float(circuit.get('for_s', 0.0)):.0f} s{again}"
-    return f"{worker.get('id', '-')} {what}: {circuit.get('cause', '-')}: {circuit.get('words', '-')} ({since})"
-
-
-def cut_line(pair: Mapping[str, Any]) -> str:
-    """Between which workers no pages go, and what they fail of."""
-    what = "is used all the same" if pair.get("state") == "suspected" else "is avoided"
-    between = f"the way from {pair.get('prefill_id', '-')} to {pair.get('decode_id', '-')}"
-    return f"{between} {what}: {pair.get('words') or 'pages do not arrive'} (since {float(pair.get('for_s', 0)):.0f} s)"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -16,8 +16,6 @@ from services.runtime.version import version
 WORKER = {"id": "d0", "role": "decode", "state": "ready", "model": "m", "layout": "a", "arithmetic": "x", "gpu": None}
 WORKER |= {"version": version(), "clock_ahead_s": 0.01, "address": ""}
 PREFILL = WORKER | {"id": "p0", "role": "prefill"}
-SLOW = {"state": "open", "cause": "slow", "words": "6 times as long", "figures": {}, "for_s": 3.0, "num_openings": 1}
-LEFT_OUT = {"id": "p1", "state": "left_out", "left_out": "its weights are others"}
 
 
 def bad(found: Any) -> list[Finding]:
@@ -35,15 +33,6 @@ def test_a_sound_deployment(api: Any, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["doctor", "--url", api.url, "--json"]) in (0, 1)  # this machine may have its own troubles
     subjects = {finding["subject"] for finding in json.loads(capsys.readouterr().out)}
     assert subjects >= {"python", "machine", "gpu", "copying", "gateway", "workers"}
-
-
-def test_workers_between_which_no_pages_go_are_named() -> None:
-    pair = {"prefill_id": "p0", "decode_id": "d0", "state": "open", "words": "no connection to 10.0.0.2:40007"}
-    (found,) = doctor.judge_pairs([pair])
-    assert (found.level, found.what) == (
-        Level.BAD,
-        "the way from p0 to d0 is avoided: no connection to 10.0.0.2:40007 (since 0 s)",
-    )
 
 
 def test_nobody_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,17 +54,9 @@ def test_nobody_is_there(capsys: pytest.CaptureFixture[str]) -> None:
         (200, [WORKER], Level.NOTE, "compute all prompts themselves"),
         (200, [WORKER, PREFILL | {"layout": "b"}], Level.BAD, "differ in weights or page layout, such as d0 and p0"),
         (200, [WORKER, PREFILL | {"arithmetic": "y"}], Level.NOTE, "workers differ in arithmetic"),
-        (
-            200,
-            [WORKER, PREFILL, PREFILL | LEFT_OUT],
-            Level.BAD,
-            "are others",
-        ),
         (200, [WORKER, PREFILL, WORKER | {"id": "d1", "state": "lost", "layout": "b"}], Level.NOTE, "d1 is lost"),
         (200, [PREFILL, WORKER | {"gpu": {"state": "out", "reasons": ["xid_79"]}}], Level.BAD, "d0 is out: xid_79"),
         (200, [PREFILL, WORKER | {"gpu": {"state": "degraded", "reasons": ["hot"]}}], Level.NOTE, "degraded: hot"),
-        (200, [PREFILL, WORKER | {"circuit": SLOW}], Level.BAD, "d0 is kept from work: slow: 6 times as long"),
-        (200, [PREFILL, WORKER | {"circuit": SLOW | {"state": "suspected"}}], Level.NOTE, "d0 should get no work, and"),
         (200, [PREFILL, WORKER | {"clock_ahead_s": -3.0}], Level.NOTE, "d0 is 3.0 s behind"),
         (200, [PREFILL, WORKER | {"version": "0.0"}], Level.NOTE, "0.0 (d0)"),
         (200, [PREFILL, WORKER | {"version": ""}], Level.NOTE, "unknown (d0)"),
@@ -126,15 +107,6 @@ def test_each_trouble_is_a_finding_and_nothing_is_said_twice(api: Any, capsys: p
     assert "bad   trouble   redis redis: refused\n                start it\n" in text
     assert text.count("behind") == text.count("refused") == 1
     assert "nothing is wrong" not in text
-
-
-def test_a_gateway_that_redis_does_not_answer(api: Any) -> None:
-    api.routes["GET /ready"] = (200, {})
-    redis = {"available": False, "round_trip_s": 0.0, "last_failure": "invalid username-password pair"}
-    api.routes["GET /cluster"] = (200, {"version": version(), "workers": [WORKER, PREFILL], "redis": redis})
-    (found,) = bad(doctor.gateway(doctor.DoctorSettings(url=api.url)))
-    assert (found.level, found.subject) == (Level.BAD, "redis")
-    assert "invalid username-password pair" in found.what
 
 
 SOUND = RedisFacts("9.1.0", ping_s=0.0002, clock_ahead_s=0.01, used_bytes=10, max_bytes=0, eviction="noeviction")

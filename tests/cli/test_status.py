@@ -47,14 +47,6 @@ def test_a_gpu_in_trouble_is_named_with_what_was_found(api: Any, capsys: pytest.
     assert [line for line in lines if "GPU" in line] == ["GPU of decode-2: out, too_hot, xid_79"]
 
 
-def test_a_worker_that_is_left_out_is_named_with_the_reason(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    workers = [WORKER | {"left_out": ""}, WORKER | {"id": "decode-1", "state": "left_out", "left_out": "other weights"}]
-    api.routes["GET /cluster"] = (200, CLUSTER | {"workers": workers})
-    assert main(["status", "--url", api.url]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "left out" in line] == ["decode-1 is left out: other weights"]
-
-
 def test_what_is_gone_and_what_is_wrong_stand_below_the_workers(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
     gone = {key: WORKER[key] for key in ("role", "model", "host", "address")} | {"id": "decode-1", "since_unix_s": 1e9}
     told = {"kind": "gone", "subject": "decode-1", "cause": "it vanished", "remedy": "look at it", "since_unix_s": 1e9}
@@ -103,26 +95,3 @@ def test_a_useless_answer_is_exit_code_1(api: Any, capsys: pytest.CaptureFixture
 def test_a_url_that_is_none_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", "localhost"]) == 2
     assert "--url" in capsys.readouterr().err
-
-
-CIRCUIT = {
-    **{"state": "open", "cause": "slow", "words": "what comes takes 6.1 times as long as expected"},
-    **{"figures": {"ratio": 6.1}, "for_s": 12.3, "num_openings": 2},
-}
-
-
-def test_who_gets_no_work_is_named_with_cause_and_figures(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    workers = [
-        {"id": "d0", "circuit": CIRCUIT},
-        {"id": "d1", "circuit": {**CIRCUIT, "state": "suspected"}},
-        {"id": "d2"},
-    ]
-    pair = {"prefill_id": "p0", "decode_id": "d0", "state": "open", "words": "no connection", "for_s": 4.0}
-    api.routes["GET /cluster"] = (200, {"workers": workers, "cut_pairs": [pair], "requests": {}})
-    assert main(["status", "--url", api.url]) == 0
-    text = capsys.readouterr().out
-    why = "slow: what comes takes 6.1 times as long as expected (since 12 s, 2 times lately)"
-    assert f"d0 is kept from work: {why}\n" in text
-    assert f"d1 should get no work, and does, as no more of its role can be spared: {why}\n" in text
-    assert "the way from p0 to d0 is avoided: no connection (since 4 s)\n" in text
-    assert "d2 " not in text.split("\n\n")[1]
