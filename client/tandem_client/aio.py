@@ -3,20 +3,20 @@
 A client belongs to the event loop that first used it.
 """
 
-import asyncio
-import contextlib
 import random
+import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-import grpc
 from google.protobuf.message import Message
 
 from tandem_client import messages, orders
+from tandem_client.calls_aio import Call, Channel, Pause, open_channel
 from tandem_client.connections import Metadata, Tls, addresses_of, channel_options, metadata_of
-from tandem_client.errors import ClientClosed, DeadlineExceeded, Failure, RequestCancelled, Unavailable, failure_of
+from tandem_client.errors import BrokenCall, ClientClosed, DeadlineExceeded, Failure, RequestCancelled, Unavailable
 from tandem_client.orders import AnswerOrder, AnswerParts, Method, Order, ResponseT, Route
 from tandem_client.protos import cluster_pb2, inference_pb2, wire_pb2
 from tandem_client.retries import Course, Naming, RetryBudget, RetryPolicy
@@ -31,7 +31,7 @@ class AsyncClient:
     """Talks to one or several gateways of a cluster; `async with`, or `close` it.
 
     `addresses` are `host:port`, several as a sequence or separated by commas: it stays with one while that serves, and
-    goes on at the next when it does not. `timeout_s` is the total time of a call where the call names none, retries and
+    moves to the next when it does not. `timeout_s` is the total time of a call where the call names none, retries and
     all; it is the gRPC deadline. Every call raises a `TandemError`.
     """
 
@@ -52,11 +52,13 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._policy = retries or RetryPolicy()
         self._budget = RetryBudget(ratio=self._policy.budget_ratio, reserve=self._policy.budget_reserve)
-        self._channels: dict[int, grpc.aio.Channel] = {}
+        self._channels: dict[int, Channel] = {}
         self._address = 0
         # Weak: a stream that its user has dropped ends by itself, with the call that it holds.
         self._open: weakref.WeakSet[_Exchange] = weakref.WeakSet()
         self._is_closed = False
+        self._lock = threading.Lock()
+        """Guards the channels and the set of open exchanges."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -67,12 +69,13 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels what runs and ends the connections. Whoever waits for an answer gets ClientClosed."""
-        self._is_closed = True
-        for exchange in list(self._open):
+        """Cancels what runs and ends the connections. Callers that wait for an answer get ClientClosed."""
+        with self._lock:
+            self._is_closed = True
+            exchanges, channels = list(self._open), list(self._channels.values())
+            self._channels.clear()
+        for exchange in exchanges:
             exchange.cancel(ClientClosed("the client was closed"))
-        channels = list(self._channels.values())
-        self._channels.clear()
         for channel in channels:
             await channel.close()
 
@@ -94,7 +97,7 @@ class AsyncClient:
     ) -> "AsyncAnswerStream":
         """The rest of the answer of a named request, from the token `next_index` on; also one of another process.
 
-        `request_id` is that of an AnswerStream or an Answer. NotFound: nothing is known of it any more.
+        `request_id` is that of an AnswerStream or an Answer. NotFound: nothing is known of it.
         """
         order = orders.resume_order(request_id, next_index, tenant, self._metadata_with(metadata), self._route())
         return AsyncAnswerStream(self, order, self._timeout(timeout_s))
@@ -118,16 +121,16 @@ class AsyncClient:
 
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Every name of every served model that the API key allows."""
-        return messages.models_of(
-            await self._unary(orders.LIST_MODELS, inference_pb2.ListModelsRequest(), timeout_s=timeout_s)
-        )
+        response = await self._unary(orders.LIST_MODELS, inference_pb2.ListModelsRequest(), timeout_s=timeout_s)
+        return messages.models_of(response)
 
     async def tokenize(
         self, text: str, *, model: str = "", without_special_tokens: bool = False, timeout_s: float | None = None
     ) -> tuple[int, ...]:
         """Token ids of a text."""
         request = messages.tokenize_request(text, model=model, without_special_tokens=without_special_tokens)
-        return tuple((await self._unary(orders.TOKENIZE, request, timeout_s=timeout_s)).token_ids)
+        response = await self._unary(orders.TOKENIZE, request, timeout_s=timeout_s)
+        return tuple(response.token_ids)
 
     async def detokenize(
         self,
@@ -139,7 +142,8 @@ class AsyncClient:
     ) -> str:
         """Text of token ids."""
         request = messages.detokenize_request(token_ids, model=model, with_special_tokens=with_special_tokens)
-        return (await self._unary(orders.DETOKENIZE, request, timeout_s=timeout_s)).text
+        response = await self._unary(orders.DETOKENIZE, request, timeout_s=timeout_s)
+        return response.text
 
     async def topology(self, *, timeout_s: float | None = None) -> Topology:
         """The cluster as a gateway sees it now. With API keys on, this and the next two need an admin's."""
@@ -159,11 +163,10 @@ class AsyncClient:
     async def is_serving(self, *, timeout_s: float = 5.0) -> bool:
         """Whether one of the gateways can be reached, takes requests and has workers for them. Needs no API key."""
         request = wire_pb2.HealthCheckRequest(service=orders.INFERENCE_SERVICE)
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         for turn in range(len(self._addresses)):
             course = self._route(orders.NO_RETRIES, turn=turn).course()
-            exchange = _Exchange(self, deadline_s - loop.time(), self._metadata)
+            exchange = _Exchange(self, deadline_s - time.monotonic(), self._metadata)
             try:
                 response = await exchange.unary(orders.CHECK_HEALTH, request, course)
             except (Unavailable, DeadlineExceeded):
@@ -188,18 +191,23 @@ class AsyncClient:
     def _metadata_with(self, given: Mapping[str, str | bytes] | None) -> Metadata:
         return (*self._metadata, *metadata_of(given))
 
-    def _channel(self, address: int) -> grpc.aio.Channel:
-        """Made when it is first needed: not before there is an event loop."""
-        if self._is_closed:
-            raise ClientClosed("the client was closed")
-        if address not in self._channels:
-            target, options = self._addresses[address], channel_options(self._tls)
-            self._channels[address] = (
-                grpc.aio.insecure_channel(target, options=options)
-                if self._credentials is None
-                else grpc.aio.secure_channel(target, self._credentials, options=options)
-            )
-        return self._channels[address]
+    def _enter(self, exchange: "_Exchange") -> None:
+        with self._lock:
+            self._open.add(exchange)
+
+    def _leave(self, exchange: "_Exchange") -> None:
+        with self._lock:
+            self._open.discard(exchange)
+
+    def _channel(self, address: int) -> Channel:
+        """The channel to an address, opened when it is first needed."""
+        with self._lock:
+            if self._is_closed:
+                raise ClientClosed("the client was closed")
+            if address not in self._channels:
+                target, options = self._addresses[address], channel_options(self._tls)
+                self._channels[address] = open_channel(target, self._credentials, options)
+            return self._channels[address]
 
 
 class _Exchange:
@@ -209,22 +217,24 @@ class _Exchange:
         self.initial_metadata: Sequence[tuple[str, str | bytes]] = ()
         self._client = client
         self._metadata = metadata
-        self._deadline_s = asyncio.get_running_loop().time() + timeout_s
-        self._cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._deadline_s = time.monotonic() + timeout_s
+        self._pause = Pause()
         self._why: RequestCancelled | None = None
-        self._call: grpc.aio.UnaryUnaryCall[Any, Any] | grpc.aio.UnaryStreamCall[Any, Any] | None = None
-        client._open.add(self)
+        self._call: Call | None = None
+        self._lock = threading.Lock()
+        """Held while a call begins, so that it is either cancelled or not begun."""
+        client._enter(self)
 
     def cancel(self, why: RequestCancelled) -> None:
-        """Ends it; whoever waits for it gets `why`."""
-        self._why = self._why or why
-        if not self._cancelled.done():
-            self._cancelled.set_result(None)
+        """Ends the exchange; a caller that waits for it gets `why`."""
+        with self._lock:
+            self._why = self._why or why
+        self._pause.end()
         self.leave()
 
     def leave(self) -> None:
-        """Nobody waits for it any more."""
-        self._client._open.discard(self)
+        """Ends the call, for which nobody waits."""
+        self._client._leave(self)
         if self._call is not None:
             self._call.cancel()
 
@@ -232,62 +242,50 @@ class _Exchange:
         """The response, after as many attempts as the course grants."""
         try:
             while True:
-                stub = self._channel(course).unary_unary(method.path, orders.encode, method.decode)
-                call = self._call = stub(request, timeout=self.remaining_s(), metadata=self._metadata)
+                call = self.begin(method, request, course, is_stream=False)
                 try:
-                    response: ResponseT = await call
-                except grpc.aio.AioRpcError as error:
-                    delay_s = self.failed(course, _failure(error))
-                except asyncio.CancelledError:
-                    self.check_cancellation()
-                    raise
+                    response: ResponseT = await call.response()
+                except BrokenCall as broken:
+                    delay_s = self.failed(course, broken.failure)
                 else:
-                    self.initial_metadata = _pairs(await call.initial_metadata())
+                    self.initial_metadata = await call.initial_metadata()
                     self._client._address = course.address
                     return response
                 await self.pause(delay_s)
         finally:
             self.leave()
 
-    def begin_stream(
-        self, method: Method[Any], request: Message, course: Course
-    ) -> "grpc.aio.UnaryStreamCall[Any, Any]":
-        """The next attempt of a stream."""
-        stub = self._channel(course).unary_stream(method.path, orders.encode, method.decode)
-        call = self._call = stub(request, timeout=self.remaining_s(), metadata=self._metadata)
-        return call
+    def begin(self, method: Method[Any], request: Message, course: Course, *, is_stream: bool) -> Call:
+        """The next attempt. Raises the reason of a cancellation."""
+        with self._lock:
+            self.check()
+            channel, left_s = self._client._channel(course.address), self.remaining_s()
+            self._call = Call(channel, method, request, is_stream=is_stream, timeout_s=left_s, metadata=self._metadata)
+            return self._call
 
     def failed(self, course: Course, failure: Failure) -> float:
-        """Seconds until the next attempt. Raises why there is none."""
-        if self._why is not None:
-            raise self._why
-        left_s = self._deadline_s - asyncio.get_running_loop().time()
+        """Seconds until the next attempt. Raises the reason where there will be none."""
+        self.check()
+        left_s = self._deadline_s - time.monotonic()
         return course.failed(failure, draw=random.random(), remaining_s=left_s)  # noqa: S311 - jitter
 
     async def pause(self, delay_s: float) -> None:
-        """Waits. Raises why it was cancelled meanwhile."""
+        """Waits. Raises the reason of a cancellation meanwhile."""
         if delay_s > 0:
-            await asyncio.wait((self._cancelled,), timeout=delay_s)
-        if self._why is not None:
-            raise self._why
+            await self._pause.wait(delay_s)
+        self.check()
 
     def remaining_s(self) -> float:
         """Time until the deadline. Raises DeadlineExceeded."""
-        left_s = self._deadline_s - asyncio.get_running_loop().time()
+        left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded("the time for the call is over")
         return left_s
 
-    def check_cancellation(self) -> None:
-        """Raises why the call was cancelled, unless the task was: gRPC raises CancelledError for both."""
-        task = asyncio.current_task()
-        if task is None or not task.cancelling():
-            raise self._why or RequestCancelled("the call was cancelled") from None
-
-    def _channel(self, course: Course) -> grpc.aio.Channel:
+    def check(self) -> None:
+        """Raises the reason of the cancellation, if there was one."""
         if self._why is not None:
             raise self._why
-        return self._client._channel(course.address)
 
 
 class AsyncStream(Generic[ItemT]):
@@ -296,20 +294,12 @@ class AsyncStream(Generic[ItemT]):
     The time runs from the making. What ends it, ends it for good; a named request may be asked for again with `resume`.
     """
 
-    _is_done = True
-
     def __init__(self, client: AsyncClient, order: Order[ItemT], timeout_s: float) -> None:
         self._client = client
         self._order = order
         self._exchange = _Exchange(client, timeout_s, order.metadata)
-        self._call: grpc.aio.UnaryStreamCall[Any, Any] | None = None
-        self._loop = asyncio.get_running_loop()
+        self._call: Call | None = None
         self._is_done = False
-
-    def __del__(self) -> None:
-        # Tasks of gRPC hold the call, so that dropping it would not end it. The collector runs in any thread.
-        if not self._is_done and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._exchange.leave)
 
     async def __aenter__(self) -> Self:
         return self
@@ -348,20 +338,17 @@ class AsyncStream(Generic[ItemT]):
         while True:
             is_new = self._call is None
             if self._call is None:
-                self._call = exchange.begin_stream(*order.next_call(), order.course)
+                self._call = exchange.begin(*order.next_call(), order.course, is_stream=True)
             try:
                 message = await self._call.read()
-                if message is not grpc.aio.EOF:
+                if message is not None:
                     if is_new:
-                        order.told(_pairs(await self._call.initial_metadata()))
+                        order.told(await self._call.initial_metadata())
                         self._client._address = order.course.address
                     return order.take(message)
                 delay_s = exchange.failed(order.course, order.ended())
-            except grpc.aio.AioRpcError as error:
-                delay_s = exchange.failed(order.course, _failure(error))
-            except asyncio.CancelledError:
-                exchange.check_cancellation()
-                raise
+            except BrokenCall as broken:
+                delay_s = exchange.failed(order.course, broken.failure)
             self._call = None
             await exchange.pause(delay_s)
 
@@ -369,11 +356,9 @@ class AsyncStream(Generic[ItemT]):
         """Waits for the status, so that the server does not see a cancelled call; it has no news."""
         assert self._call is not None
         try:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                await self._call.read()
-        except asyncio.CancelledError:
-            self._exchange.check_cancellation()
-            raise
+            await self._call.read()
+        except BrokenCall:
+            self._exchange.check()
 
 
 class AsyncAnswerStream(AsyncStream[Delta]):
@@ -390,7 +375,7 @@ class AsyncAnswerStream(AsyncStream[Delta]):
 
     @property
     def next_index(self) -> int:
-        """Of the first token that has not come yet: with `request_id`, what `resume` needs."""
+        """Index of the first token that has not come yet: with `request_id`, what `resume` needs."""
         return self._answer_order.course.next_index
 
     @property
@@ -400,7 +385,7 @@ class AsyncAnswerStream(AsyncStream[Delta]):
 
     @property
     def fallback(self) -> str:
-        """In whose place it answers and why; empty if it is the one asked for."""
+        """The model in whose place it answers, and why; empty if it is the one asked for."""
         return self._answer_order.fallback
 
     async def answer(self) -> Answer:
@@ -409,12 +394,3 @@ class AsyncAnswerStream(AsyncStream[Delta]):
         async for delta in self:
             parts.add(delta)
         return parts.answer(self.request_id, self.model, self.fallback)
-
-
-def _failure(error: grpc.aio.AioRpcError) -> Failure:
-    return failure_of(error.code(), error.details(), _pairs(error.trailing_metadata()))
-
-
-def _pairs(metadata: Any) -> Sequence[tuple[str, str | bytes]]:
-    """Metadata as plain pairs; gRPC's own class has no useful type."""
-    return tuple(metadata or ())

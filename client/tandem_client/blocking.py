@@ -1,9 +1,8 @@
-"""The blocking client. What is asked and when it is asked again is decided elsewhere; this makes the calls.
+"""The blocking client, which tools/blocking_client.py writes from aio.py: change that one.
 
-It is gRPC's own blocking one, not a loop in a thread: it starts no thread, and may be used beside asyncio.
+It starts no thread, and may be used beside asyncio.
 """
 
-import contextlib
 import random
 import threading
 import time
@@ -12,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-import grpc
 from google.protobuf.message import Message
 
 from tandem_client import messages, orders
+from tandem_client.calls_blocking import Call, Channel, Pause, open_channel
 from tandem_client.connections import Metadata, Tls, addresses_of, channel_options, metadata_of
-from tandem_client.errors import ClientClosed, DeadlineExceeded, Failure, RequestCancelled, Unavailable, failure_of
+from tandem_client.errors import BrokenCall, ClientClosed, DeadlineExceeded, Failure, RequestCancelled, Unavailable
 from tandem_client.orders import AnswerOrder, AnswerParts, Method, Order, ResponseT, Route
 from tandem_client.protos import cluster_pb2, inference_pb2, wire_pb2
 from tandem_client.retries import Course, Naming, RetryBudget, RetryPolicy
@@ -32,7 +31,7 @@ class Client:
     """Talks to one or several gateways of a cluster; `with`, or `close` it. Any number of threads may use it.
 
     `addresses` are `host:port`, several as a sequence or separated by commas: it stays with one while that serves, and
-    goes on at the next when it does not. `timeout_s` is the total time of a call where the call names none, retries and
+    moves to the next when it does not. `timeout_s` is the total time of a call where the call names none, retries and
     all; it is the gRPC deadline. Every call raises a `TandemError`.
     """
 
@@ -53,13 +52,13 @@ class Client:
         self._timeout_s = timeout_s
         self._policy = retries or RetryPolicy()
         self._budget = RetryBudget(ratio=self._policy.budget_ratio, reserve=self._policy.budget_reserve)
-        self._channels: dict[int, grpc.Channel] = {}
+        self._channels: dict[int, Channel] = {}
         self._address = 0
         # Weak: a stream that its user has dropped ends by itself, with the call that it holds.
         self._open: weakref.WeakSet[_Exchange] = weakref.WeakSet()
         self._is_closed = False
         self._lock = threading.Lock()
-        """Of the channels and of what is open."""
+        """Guards the channels and the set of open exchanges."""
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +69,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Cancels what runs and ends the connections. Whoever waits for an answer gets ClientClosed."""
+        """Cancels what runs and ends the connections. Callers that wait for an answer get ClientClosed."""
         with self._lock:
             self._is_closed = True
             exchanges, channels = list(self._open), list(self._channels.values())
@@ -98,7 +97,7 @@ class Client:
     ) -> "AnswerStream":
         """The rest of the answer of a named request, from the token `next_index` on; also one of another process.
 
-        `request_id` is that of an AnswerStream or an Answer. NotFound: nothing is known of it any more.
+        `request_id` is that of an AnswerStream or an Answer. NotFound: nothing is known of it.
         """
         order = orders.resume_order(request_id, next_index, tenant, self._metadata_with(metadata), self._route())
         return AnswerStream(self, order, self._timeout(timeout_s))
@@ -122,16 +121,16 @@ class Client:
 
     def list_models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Every name of every served model that the API key allows."""
-        return messages.models_of(
-            self._unary(orders.LIST_MODELS, inference_pb2.ListModelsRequest(), timeout_s=timeout_s)
-        )
+        response = self._unary(orders.LIST_MODELS, inference_pb2.ListModelsRequest(), timeout_s=timeout_s)
+        return messages.models_of(response)
 
     def tokenize(
         self, text: str, *, model: str = "", without_special_tokens: bool = False, timeout_s: float | None = None
     ) -> tuple[int, ...]:
         """Token ids of a text."""
         request = messages.tokenize_request(text, model=model, without_special_tokens=without_special_tokens)
-        return tuple((self._unary(orders.TOKENIZE, request, timeout_s=timeout_s)).token_ids)
+        response = self._unary(orders.TOKENIZE, request, timeout_s=timeout_s)
+        return tuple(response.token_ids)
 
     def detokenize(
         self,
@@ -143,7 +142,8 @@ class Client:
     ) -> str:
         """Text of token ids."""
         request = messages.detokenize_request(token_ids, model=model, with_special_tokens=with_special_tokens)
-        return (self._unary(orders.DETOKENIZE, request, timeout_s=timeout_s)).text
+        response = self._unary(orders.DETOKENIZE, request, timeout_s=timeout_s)
+        return response.text
 
     def topology(self, *, timeout_s: float | None = None) -> Topology:
         """The cluster as a gateway sees it now. With API keys on, this and the next two need an admin's."""
@@ -199,18 +199,14 @@ class Client:
         with self._lock:
             self._open.discard(exchange)
 
-    def _channel(self, address: int) -> grpc.Channel:
-        """Made when it is first needed."""
+    def _channel(self, address: int) -> Channel:
+        """The channel to an address, opened when it is first needed."""
         with self._lock:
             if self._is_closed:
                 raise ClientClosed("the client was closed")
             if address not in self._channels:
                 target, options = self._addresses[address], channel_options(self._tls)
-                self._channels[address] = (
-                    grpc.insecure_channel(target, options=options)
-                    if self._credentials is None
-                    else grpc.secure_channel(target, self._credentials, options=options)
-                )
+                self._channels[address] = open_channel(target, self._credentials, options)
             return self._channels[address]
 
 
@@ -222,22 +218,22 @@ class _Exchange:
         self._client = client
         self._metadata = metadata
         self._deadline_s = time.monotonic() + timeout_s
-        self._cancelled = threading.Event()
+        self._pause = Pause()
         self._why: RequestCancelled | None = None
-        self._call: grpc.RpcContext | None = None
+        self._call: Call | None = None
         self._lock = threading.Lock()
-        """Between beginning a call and cancelling it."""
+        """Held while a call begins, so that it is either cancelled or not begun."""
         client._enter(self)
 
     def cancel(self, why: RequestCancelled) -> None:
-        """Ends it; whoever waits for it gets `why`."""
+        """Ends the exchange; a caller that waits for it gets `why`."""
         with self._lock:
             self._why = self._why or why
-        self._cancelled.set()
+        self._pause.end()
         self.leave()
 
     def leave(self) -> None:
-        """Nobody waits for it any more."""
+        """Ends the call, for which nobody waits."""
         self._client._leave(self)
         if self._call is not None:
             self._call.cancel()
@@ -246,41 +242,38 @@ class _Exchange:
         """The response, after as many attempts as the course grants."""
         try:
             while True:
-                with self._lock:
-                    stub = self._channel(course).unary_unary(method.path, orders.encode, method.decode)
-                    call = self._call = stub.future(request, timeout=self.remaining_s(), metadata=self._metadata)
+                call = self.begin(method, request, course, is_stream=False)
                 try:
-                    response: ResponseT = call.result()
-                except (grpc.RpcError, grpc.FutureCancelledError) as error:
-                    delay_s = self.failed(course, _failure(error))
+                    response: ResponseT = call.response()
+                except BrokenCall as broken:
+                    delay_s = self.failed(course, broken.failure)
                 else:
-                    self.initial_metadata = _pairs(call.initial_metadata())
+                    self.initial_metadata = call.initial_metadata()
                     self._client._address = course.address
                     return response
                 self.pause(delay_s)
         finally:
             self.leave()
 
-    def begin_stream(self, method: Method[Any], request: Message, course: Course) -> Any:
-        """The next attempt of a stream: an iterator and a grpc.Call."""
+    def begin(self, method: Method[Any], request: Message, course: Course, *, is_stream: bool) -> Call:
+        """The next attempt. Raises the reason of a cancellation."""
         with self._lock:
-            stub = self._channel(course).unary_stream(method.path, orders.encode, method.decode)
-            call = self._call = stub(request, timeout=self.remaining_s(), metadata=self._metadata)
-        return call
+            self.check()
+            channel, left_s = self._client._channel(course.address), self.remaining_s()
+            self._call = Call(channel, method, request, is_stream=is_stream, timeout_s=left_s, metadata=self._metadata)
+            return self._call
 
     def failed(self, course: Course, failure: Failure) -> float:
-        """Seconds until the next attempt. Raises why there is none."""
-        if self._why is not None:
-            raise self._why
+        """Seconds until the next attempt. Raises the reason where there will be none."""
+        self.check()
         left_s = self._deadline_s - time.monotonic()
         return course.failed(failure, draw=random.random(), remaining_s=left_s)  # noqa: S311 - jitter
 
     def pause(self, delay_s: float) -> None:
-        """Waits. Raises why it was cancelled meanwhile."""
+        """Waits. Raises the reason of a cancellation meanwhile."""
         if delay_s > 0:
-            self._cancelled.wait(delay_s)
-        if self._why is not None:
-            raise self._why
+            self._pause.wait(delay_s)
+        self.check()
 
     def remaining_s(self) -> float:
         """Time until the deadline. Raises DeadlineExceeded."""
@@ -289,10 +282,10 @@ class _Exchange:
             raise DeadlineExceeded("the time for the call is over")
         return left_s
 
-    def _channel(self, course: Course) -> grpc.Channel:
+    def check(self) -> None:
+        """Raises the reason of the cancellation, if there was one."""
         if self._why is not None:
             raise self._why
-        return self._client._channel(course.address)
 
 
 class Stream(Generic[ItemT]):
@@ -305,7 +298,7 @@ class Stream(Generic[ItemT]):
         self._client = client
         self._order = order
         self._exchange = _Exchange(client, timeout_s, order.metadata)
-        self._call: Any = None
+        self._call: Call | None = None
         self._is_done = False
 
     def __enter__(self) -> Self:
@@ -345,24 +338,27 @@ class Stream(Generic[ItemT]):
         while True:
             is_new = self._call is None
             if self._call is None:
-                self._call = exchange.begin_stream(*order.next_call(), order.course)
+                self._call = exchange.begin(*order.next_call(), order.course, is_stream=True)
             try:
-                message = next(self._call, None)
+                message = self._call.read()
                 if message is not None:
                     if is_new:
-                        order.told(_pairs(self._call.initial_metadata()))
+                        order.told(self._call.initial_metadata())
                         self._client._address = order.course.address
                     return order.take(message)
                 delay_s = exchange.failed(order.course, order.ended())
-            except grpc.RpcError as error:
-                delay_s = exchange.failed(order.course, _failure(error))
+            except BrokenCall as broken:
+                delay_s = exchange.failed(order.course, broken.failure)
             self._call = None
             exchange.pause(delay_s)
 
     def _end(self) -> None:
         """Waits for the status, so that the server does not see a cancelled call; it has no news."""
-        with contextlib.suppress(grpc.RpcError):
-            next(self._call, None)
+        assert self._call is not None
+        try:
+            self._call.read()
+        except BrokenCall:
+            self._exchange.check()
 
 
 class AnswerStream(Stream[Delta]):
@@ -379,7 +375,7 @@ class AnswerStream(Stream[Delta]):
 
     @property
     def next_index(self) -> int:
-        """Of the first token that has not come yet: with `request_id`, what `resume` needs."""
+        """Index of the first token that has not come yet: with `request_id`, what `resume` needs."""
         return self._answer_order.course.next_index
 
     @property
@@ -389,7 +385,7 @@ class AnswerStream(Stream[Delta]):
 
     @property
     def fallback(self) -> str:
-        """In whose place it answers and why; empty if it is the one asked for."""
+        """The model in whose place it answers, and why; empty if it is the one asked for."""
         return self._answer_order.fallback
 
     def answer(self) -> Answer:
@@ -398,14 +394,3 @@ class AnswerStream(Stream[Delta]):
         for delta in self:
             parts.add(delta)
         return parts.answer(self.request_id, self.model, self.fallback)
-
-
-def _failure(error: grpc.RpcError | grpc.FutureCancelledError) -> Failure:
-    if isinstance(error, grpc.FutureCancelledError):
-        return failure_of(grpc.StatusCode.CANCELLED, "the call was cancelled", None)
-    return failure_of(error.code(), error.details(), _pairs(error.trailing_metadata()))
-
-
-def _pairs(metadata: Any) -> Sequence[tuple[str, str | bytes]]:
-    """Metadata as plain pairs; gRPC's own class has no useful type."""
-    return tuple(metadata or ())

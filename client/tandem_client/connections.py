@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -106,3 +107,8 @@ def checked_text(value: str, *, field: str) -> str:
     if _VALUE.fullmatch(value) is None:
         raise InvalidRequest(f"{field} must be printable ASCII", field=field)
     return value
+
+
+def pairs_of(metadata: Any) -> Sequence[tuple[str, str | bytes]]:
+    """Received metadata as plain pairs; gRPC's own class has no useful type."""
+    return tuple(metadata or ())

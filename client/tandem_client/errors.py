@@ -131,6 +131,14 @@ class Failure:
     """It must not be tried again."""
 
 
+class BrokenCall(Exception):
+    """One attempt of a call has failed; the client decides whether another one follows, so its users never see this."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.error)
+        self.failure = failure
+
+
 def failure_of(
     code: grpc.StatusCode, text: str | None, trailing_metadata: Iterable[tuple[str, str | bytes]] | None
 ) -> Failure:
