@@ -190,6 +190,7 @@ _generation = functools.partial(
     Operation, errors=GENERATING, request_headers=tuple(REQUEST_HEADERS), answer_headers=_GENERATED
 )
 _counting = functools.partial(Operation, errors=WITH_MODEL, answer_headers=tuple(_LIMITS))
+_stored = functools.partial(Operation, errors=STORED)
 
 OPERATIONS: tuple[Operation, ...] = (
     _generation(
@@ -243,23 +244,16 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers.StoredFile,
         errors=(*STORED_WITH_BODY, 429),
     ),
-    Operation(
+    _stored(
         "GET /v1/files",
         "listFiles",
         "The tenant's files, latest first.",
         answer=answers.FileList,
-        errors=STORED,
         query=(*_PAGE, ("order", "By age.", {"enum": ["asc", "desc"]}), ("purpose", "Only these.", {"type": "string"})),
     ),
-    Operation("GET /v1/files/{file_id}", "showFile", "One file.", answer=answers.StoredFile, errors=STORED),
-    Operation("DELETE /v1/files/{file_id}", "deleteFile", "Forgets a file.", answer=answers.DeletedFile, errors=STORED),
-    Operation(
-        "GET /v1/files/{file_id}/content",
-        "readFile",
-        "The content of a file.",
-        answer="application/octet-stream",
-        errors=STORED,
-    ),
+    _stored("GET /v1/files/{file_id}", "showFile", "One file.", answer=answers.StoredFile),
+    _stored("DELETE /v1/files/{file_id}", "deleteFile", "Forgets a file.", answer=answers.DeletedFile),
+    _stored("GET /v1/files/{file_id}/content", "readFile", "The content of a file.", answer="application/octet-stream"),
     Operation(
         "POST /v1/batches",
         "createBatch",
@@ -268,15 +262,10 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers.StoredBatch,
         errors=(*STORED_WITH_BODY, 429),
     ),
-    Operation(
-        "GET /v1/batches",
-        "listBatches",
-        "The tenant's batches, latest first.",
-        answer=answers.BatchList,
-        errors=STORED,
-        query=_PAGE,
+    _stored(
+        "GET /v1/batches", "listBatches", "The tenant's batches, latest first.", answer=answers.BatchList, query=_PAGE
     ),
-    Operation("GET /v1/batches/{batch_id}", "showBatch", "One batch.", answer=answers.StoredBatch, errors=STORED),
+    _stored("GET /v1/batches/{batch_id}", "showBatch", "One batch.", answer=answers.StoredBatch),
     Operation(
         "POST /v1/batches/{batch_id}/cancel",
         "cancelBatch",
