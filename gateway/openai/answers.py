@@ -1,6 +1,6 @@
 """The answers of the chat and completions APIs as types: what the writers encode, and what the document describes."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -212,3 +212,62 @@ class ChatCompletionChunk(_Answer, kw_only=True):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
+
+
+class InputTokensDetails(Exact, kw_only=True):
+    """Where the pages of a response's input came from."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsage(Exact, kw_only=True):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class Response(Exact, kw_only=True):
+    """OpenAI's response object. Members without a meaning here are repeated as they were sent."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: bool
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: bool
+    system_fingerprint: str
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class ResponseEvent(msgspec.Struct, kw_only=True):
+    """One event of a streamed response; `type` says what else is in it."""
+
+    type: str
+    sequence_number: int

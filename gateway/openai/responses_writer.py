@@ -18,7 +18,13 @@ from gateway.models.answer_pieces import Arguments, CallStart, Piece, Reasoning
 from gateway.models.tokenizer import ModelTokenizer
 from gateway.models.tools import forced_names, offered_tools, strict_names
 from gateway.named.journal import event_id_error
-from gateway.openai.answers import ChatTokenLogprob
+from gateway.openai.answers import (
+    ChatTokenLogprob,
+    CompletionTokensDetails,
+    InputTokensDetails,
+    Response,
+    ResponseUsage,
+)
 from gateway.openai.responses_request import ResponsesRequest, in_own_words
 from gateway.openai.writer import Head, Whole, Writer, shown_logprobs
 from gateway.types import Delta, TokenLogprobs, Usage
@@ -151,7 +157,7 @@ class ResponsesWriter(Writer):
             assert usage is not None
             self._finish(delta.finish_reason)
             response = self._ended(delta.finish_reason, usage)
-            self._event(f"response.{response['status']}", response=response)
+            self._event(f"response.{response.status}", response=response)
         return self._written()
 
     def with_ids(self, event: bytes, *, before: str, after: str) -> bytes:
@@ -242,15 +248,16 @@ class ResponsesWriter(Writer):
             self._begin(MESSAGE)
         self._close(is_cut=finish_reason != "stop")
 
-    def _ended(self, finish_reason: str, usage: Usage) -> dict[str, Any]:
+    def _ended(self, finish_reason: str, usage: Usage) -> Response:
         num_reasoning = 0 if self._reasoning is None else self._reasoning.num_tokens
         shown = _usage(usage, num_reasoning_tokens=num_reasoning)
         if finish_reason == "stop":
             return self._document("completed", usage=shown)
         return self._document("incomplete", usage=shown, incomplete_details={"reason": "max_output_tokens"})
 
-    def _document(self, status: str, **more: Any) -> dict[str, Any]:
-        return {**self._head, "status": status, "output": [item.document() for item in self._items], **more}
+    def _document(self, status: str, **more: Any) -> Response:
+        output = [item.document() for item in self._items]
+        return msgspec.structs.replace(self._head, status=status, output=output, **more)
 
     def _at(self, item: Item) -> dict[str, Any]:
         """Returns the members that say where in the output an event belongs."""
@@ -279,52 +286,52 @@ class ResponsesWriter(Writer):
         return b"".join(event for _, event in events)
 
 
-def _head(request: ResponsesRequest, head: Head) -> dict[str, Any]:
-    """Returns what a response says of its request; members without a meaning here are repeated."""
+def _head(request: ResponsesRequest, head: Head) -> Response:
+    """Returns the response before its output; members without a meaning here are repeated."""
     reasoning = request.reasoning
-    return {
-        "id": f"resp_{head.request_id}",
-        "object": "response",
-        "created_at": head.created_unix_s,
-        "status": "in_progress",
-        "background": False,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": request.max_tool_calls,
-        "metadata": request.metadata or {},
-        "model": head.model,
-        "output": [],
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
-        "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
-        "safety_identifier": request.safety_identifier,
-        "service_tier": "default",
-        "store": False,
-        "system_fingerprint": head.system_fingerprint,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
-        "text": {"format": request.shown_format()},
-        "tool_choice": request.shown_tool_choice(),
-        "tools": request.shown_tools(),
-        "top_logprobs": request.top_logprobs or 0,
-        "top_p": 1.0 if request.top_p is None else request.top_p,
-        "truncation": "disabled",
-        "usage": None,
-        "user": request.user,
-    }
+    return Response(
+        id=f"resp_{head.request_id}",
+        object="response",
+        created_at=head.created_unix_s,
+        status="in_progress",
+        background=False,
+        error=None,
+        incomplete_details=None,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        metadata=request.metadata or {},
+        model=head.model,
+        output=[],
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=None,
+        prompt_cache_key=request.prompt_cache_key,
+        reasoning={"effort": reasoning and reasoning.effort, "summary": None},
+        safety_identifier=request.safety_identifier,
+        service_tier="default",
+        store=False,
+        system_fingerprint=head.system_fingerprint,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        text={"format": request.shown_format()},
+        tool_choice=request.shown_tool_choice(),
+        tools=request.shown_tools(),
+        top_logprobs=request.top_logprobs or 0,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        truncation="disabled",
+        usage=None,
+        user=request.user,
+    )
 
 
-def _usage(usage: Usage, *, num_reasoning_tokens: int) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.prompt_tokens,
+def _usage(usage: Usage, *, num_reasoning_tokens: int) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
         # Pages are cached unasked and cost nothing, so nothing counts as written.
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
+        input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens, cache_write_tokens=0),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning_tokens),
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )
 
 
 def _parse_mark(event_id: str) -> tuple[str, int, int]:

@@ -27,29 +27,6 @@ class Error(Exact):
     error: ErrorDetail
 
 
-class Response(msgspec.Struct, kw_only=True):
-    """OpenAI's response object. Members without a meaning here are repeated as they were sent."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    model: str
-    output: list[dict[str, Any]]
-    usage: dict[str, Any] | None
-    error: dict[str, Any] | None
-    incomplete_details: dict[str, Any] | None
-    metadata: dict[str, str]
-    system_fingerprint: str
-
-
-class ResponseEvent(msgspec.Struct, kw_only=True):
-    """One event of a streamed response; `type` says what else is in it."""
-
-    type: str
-    sequence_number: int
-
-
 class InputTokens(Exact):
     """The number of tokens of a response's input."""
 

@@ -21,7 +21,14 @@ from gateway.limits import (
     SERVICE_CLASSES,
 )
 from gateway.observability.metrics import CONTENT_TYPE
-from gateway.openai.answers import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
+from gateway.openai.answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    Response,
+    ResponseEvent,
+)
 from gateway.openai.chat import ChatRequest
 from gateway.openai.completions import CompletionRequest
 from gateway.openai.requests import DetokenizeRequest, TokenizeRequest
@@ -214,8 +221,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "createResponse",
         "Answers an input with a response object; nothing is stored.",
         body=ResponsesRequest,
-        answer=answers.Response,
-        events=answers.ResponseEvent,
+        answer=Response,
+        events=ResponseEvent,
     ),
     _counting(
         "POST /v1/responses/input_tokens",
