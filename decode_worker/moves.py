@@ -20,9 +20,9 @@ from services.runtime.errors import InvalidRequest, RequestCancelled, TandemErro
 from services.runtime.logs import request_fields
 from worker.attempts import handed_off_message
 from worker.engine import DecodeEngine, PausedSequence
-from worker.host import record_sending
 from worker.metrics import WorkerMetrics
 from worker.sessions import Session, failed
+from worker.spans import record_sending
 
 if TYPE_CHECKING:
     from decode_worker.worker import DecodeWorker

@@ -60,9 +60,10 @@ from worker.engine import (
     Preemption,
 )
 from worker.engine_worker import Around, EngineWorker
-from worker.host import on_this_loop, record_chunk
 from worker.metrics import Load, Speeds
 from worker.sessions import CommandHandler, Payload, Session, SessionServer, StepTokens, failed
+from worker.spans import record_chunk
+from worker.threads import on_this_loop
 
 logger = logging.getLogger(__name__)
 

@@ -50,9 +50,10 @@ from worker.attempts import (
 )
 from worker.engine import CachedPrefix, ComputedChunk, EngineFacts, PrefillEngine, PrefillReport
 from worker.engine_worker import Around, EngineWorker
-from worker.host import on_this_loop, record_chunk, record_sending, within
 from worker.metrics import Load, Speeds
 from worker.sessions import CommandHandler, Session, SessionServer, failed
+from worker.spans import record_chunk, record_sending
+from worker.threads import on_this_loop, within
 
 # Uncomputed tokens of prompts that have their turn, in steps: one runs, the next is ready when it ends.
 STEPS_AHEAD = 2

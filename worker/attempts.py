@@ -1,10 +1,12 @@
-"""The attempts that a worker knows: read from messages, fenced by number, answered by messages. Knows no engine."""
+"""The attempts that a worker knows: read from messages, fenced by number, answered by messages. Knows no role."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Generic, Literal, NamedTuple, TypeVar, cast
 
+from kv_transfer.send_link import HandoffStats
 from protos import inference_pb2, worker_pb2
+from services.engine.steps.step import SampledToken
 from services.runtime.clock import SYSTEM_CLOCK, Clock, Deadline
 from services.runtime.errors import AlreadyExists, InvalidRequest
 from services.runtime.sampling_wire import read_sampling
@@ -92,36 +94,12 @@ def _service_class(message: worker_pb2.SequenceSpec) -> int:
     return service_class
 
 
-class Sampled(Protocol):
-    """What is sent to the gateway about a token that an engine chose."""
-
-    @property
-    def token_id(self) -> int:
-        """The token."""
-        ...
-
-    @property
-    def logprob(self) -> float | None:
-        """Its log-probability, when asked for."""
-        ...
-
-    @property
-    def top(self) -> tuple[tuple[int, float], ...]:
-        """The likeliest tokens, descending."""
-        ...
-
-    @property
-    def prompt(self) -> "Sequence[Sampled]":
-        """The prompt's tokens from the second on; with the first token, when they were asked for."""
-        ...
-
-
-def is_bare(token: Sampled) -> bool:
+def is_bare(token: SampledToken) -> bool:
     """Whether only the token itself is reported."""
     return token.logprob is None and not token.prompt
 
 
-def tokens_message(index: int, *tokens: Sampled) -> NewTokens | worker_pb2.Tokens:
+def tokens_message(index: int, *tokens: SampledToken) -> NewTokens | worker_pb2.Tokens:
     """Returns the event for tokens of an answer, at least one, from place `index` on."""
     token_ids = [token.token_id for token in tokens]
     if is_bare(tokens[0]):
@@ -138,56 +116,13 @@ def tokens_message(index: int, *tokens: Sampled) -> NewTokens | worker_pb2.Token
     return message
 
 
-def _logprobs_message(token: Sampled) -> inference_pb2.TokenLogprobs:
+def _logprobs_message(token: SampledToken) -> inference_pb2.TokenLogprobs:
     assert token.logprob is not None
     top = [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top]
     return inference_pb2.TokenLogprobs(logprob=token.logprob, top=top)
 
 
-class Carried(Protocol):
-    """A part of what went over a link while that was never idle."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Its bytes."""
-        ...
-
-    @property
-    def time_s(self) -> float:
-        """Seconds that they took."""
-        ...
-
-
-class Moved(Protocol):
-    """What is told of a handoff that was committed."""
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that travelled."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Their payload bytes."""
-        ...
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds from the seal to the commit."""
-        ...
-
-    @property
-    def transport(self) -> str:
-        """Name of the channel."""
-        ...
-
-    @property
-    def carried(self) -> Carried | None:
-        """What it says of the link itself; None: nothing."""
-        ...
-
-
-def handed_off_message(moved: Moved, chunks: Sequence[worker_pb2.PromptChunk] = ()) -> worker_pb2.HandedOff:
+def handed_off_message(moved: HandoffStats, chunks: Sequence[worker_pb2.PromptChunk] = ()) -> worker_pb2.HandedOff:
     """A committed handoff, as an event. `chunks`: how its prompt was computed."""
     return worker_pb2.HandedOff(
         num_pages=moved.num_pages,

@@ -26,9 +26,9 @@ from services.structured.compiler import GrammarCompiler
 from services.structured.grammar import Grammars
 from worker.attempts import AttemptSpec, AttemptTable
 from worker.engine import Engine, EngineFacts, StepReport
-from worker.host import infallible, on_this_loop
 from worker.metrics import Load, WorkerMetrics
 from worker.sessions import CommandHandler, Payload, Session, SessionServer
+from worker.threads import infallible, on_this_loop
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 

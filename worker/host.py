@@ -1,28 +1,24 @@
-"""What both workers do around their engines: start, publish their load, live until they are drained, end.
+"""The life of a worker process: identity, readiness, its load in Redis, draining, end.
 
-Knows no engine, no model, no Redis and no role: a worker package passes its parts in.
+Knows no engine, no model and no role.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
+from services.cluster.registry import WorkerLease
 from services.runtime import logs, process, rpc, telemetry
 from services.runtime.addresses import is_loopback
-from services.runtime.clock import Deadline
-from services.runtime.errors import DeadlineExceeded, InvariantViolated, RequestCancelled
 from services.runtime.membership import Member
 from services.runtime.rpc import RpcServer, set_identity, set_member
-from services.runtime.telemetry import TraceContext, Value
 from services.runtime.tls import Identity
 from services.runtime.worker_state import WorkerState
-from worker.attempts import Moved
 from worker.config import WorkerConfig
-from worker.metrics import Load
+from worker.engine_worker import EngineWorker
 
 # Sessions are closed by then; what is left are health checks and Links that end by themselves.
 SERVER_GRACE_S = 1.0
@@ -35,134 +31,9 @@ meanwhile, and Python's own 5 ms are longer than a step. Steps come first; what 
 """
 
 S = TypeVar("S")
-R = TypeVar("R")
 C = TypeVar("C", bound=WorkerConfig)
-H = TypeVar("H", bound="Released | None")
 
 logger = logging.getLogger(__name__)
-
-
-@contextlib.asynccontextmanager
-async def within(deadline: Deadline) -> AsyncIterator[None]:
-    """Ends what is inside when the deadline passes. Raises DeadlineExceeded."""
-    limit = asyncio.timeout(deadline.remaining_s())
-    try:
-        async with limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise DeadlineExceeded("the request's deadline passed") from None
-
-
-def infallible(command: Callable[[], R]) -> Callable[[], R]:
-    """A command for the engine thread that cannot fail: if it does, the books are wrong and the engine stops."""
-
-    def run() -> R:
-        try:
-            return command()
-        except InvariantViolated:
-            raise
-        except Exception as error:
-            raise InvariantViolated(f"a command of the engine failed: {type(error).__name__}") from error
-
-    return run
-
-
-def on_this_loop(receive: Callable[[R], None]) -> Callable[[R], None]:
-    """A function that any thread may call and that calls `receive` on the event loop that runs now."""
-    loop = asyncio.get_running_loop()
-
-    def call(what: R) -> None:
-        # A closed loop means that the process is ending and nobody is left to tell.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(receive, what)
-
-    return call
-
-
-def record_chunk(
-    trace: TraceContext | None, start_unix_ns: int, end_unix_ns: int, *, start: int, num_tokens: int
-) -> None:
-    """The step that computed `num_tokens` of a prompt from position `start`, as a part of the attempt's `prefill`."""
-    if trace is not None:
-        attributes = {"tandem.start": start, "tandem.tokens": num_tokens}
-        telemetry.record("prefill.chunk", trace, start_unix_ns, end_unix_ns, attributes=attributes)
-
-
-def record_sending(
-    trace: TraceContext | None,
-    start_unix_ns: int,
-    end_unix_ns: int,
-    *,
-    sent: Moved | None = None,
-    error: BaseException | None = None,
-) -> None:
-    """Pages on their way from this worker: from the first that left to their commit, or to the error that ended it."""
-    if trace is None:
-        return
-    attributes: dict[str, Value] = {}
-    if sent is not None:
-        attributes = {
-            "tandem.kv.pages": sent.num_pages,
-            "tandem.kv.bytes": sent.num_bytes,
-            "tandem.kv.transport": sent.transport,
-            "tandem.kv.exposed_s": sent.exposed_s,
-        }
-        if sent.carried is not None:
-            attributes["tandem.kv.gb_per_s"] = sent.carried.num_bytes / sent.carried.time_s / 1e9
-    if isinstance(error, asyncio.CancelledError | RequestCancelled):
-        attributes["tandem.is_cancelled"], error = True, None
-    telemetry.record("kv_transfer.send", trace, start_unix_ns, end_unix_ns, attributes=attributes, error=error)
-
-
-class Worker(Protocol):
-    """What the host needs of a worker."""
-
-    drain_requested: asyncio.Event
-    """Set when a gateway sent DrainWorker."""
-    failed: "asyncio.Future[None]"
-    """Fails with the error that makes going on impossible; its attempts have been answered by then."""
-
-    def load(self) -> Load:
-        """How busy it is."""
-        ...
-
-    def begin_drain(self) -> None:
-        """Takes nothing new from here on."""
-        ...
-
-    def check_engine(self, elapsed_s: float) -> None:
-        """Fails if the engine is stuck; called again and again, `elapsed_s` apart, also while it is closed."""
-        ...
-
-    async def wait_idle(self) -> None:
-        """Returns when every attempt has ended. Each has a deadline, so this does too."""
-        ...
-
-    async def close(self) -> None:
-        """Ends and answers what is left, frees everything and stops the engine."""
-        ...
-
-
-class Released(Protocol):
-    """Something that must be released."""
-
-    def release(self) -> None:
-        """Gives it back."""
-        ...
-
-
-class Lease(Protocol):
-    """What the host needs of services.cluster.registry.WorkerLease."""
-
-    def update(self, **changes: Any) -> None:
-        """Changes the published record, from any thread."""
-        ...
-
-    def release(self) -> None:
-        """Takes the record back."""
-        ...
 
 
 def run_service(settings: C, service: str, serve: Callable[[C, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
@@ -223,17 +94,7 @@ def _join(settings: WorkerConfig, *, role: str) -> None:
         logger.warning("prompts, answers and pages pass unencrypted through the network, as --insecure asks for it")
 
 
-@contextlib.contextmanager
-def held(what: H) -> Iterator[H]:
-    """Releases it, if there is anything, at the end."""
-    try:
-        yield what
-    finally:
-        if what is not None:
-            what.release()
-
-
-async def load_or_stop(load: Callable[[], S], lease: Lease | None, stop: asyncio.Event) -> S:
+async def load_or_stop(load: Callable[[], S], lease: WorkerLease | None, stop: asyncio.Event) -> S:
     """Runs a long `load` beside the event loop. A process that is told to stop meanwhile ends at once, cleanly."""
     loading = asyncio.ensure_future(asyncio.to_thread(load))
     stopping = asyncio.create_task(stop.wait())
@@ -249,9 +110,9 @@ async def load_or_stop(load: Callable[[], S], lease: Lease | None, stop: asyncio
 
 
 async def serve_until_drained(
-    worker: Worker,
+    worker: EngineWorker[Any],
     server: RpcServer,
-    lease: Lease | None,
+    lease: WorkerLease | None,
     stop: asyncio.Event,
     *,
     drain_timeout_s: float | None = None,
@@ -285,7 +146,7 @@ async def serve_until_drained(
         worker.failed.result()
 
 
-async def _publish_load(worker: Worker, lease: Lease) -> None:
+async def _publish_load(worker: EngineWorker[Any], lease: WorkerLease) -> None:
     """Gateways with a session hear the load with each step; this is for everybody else, so it may be a little old."""
     while True:
         lease.update(**worker.load().record_fields(), certificate_end_unix_s=certificate_end_unix_s())
@@ -298,13 +159,13 @@ def certificate_end_unix_s() -> int:
     return 0 if identity is None else max(0, int(identity.end_unix_s()))
 
 
-async def _watch_engine(worker: Worker) -> None:
+async def _watch_engine(worker: EngineWorker[Any]) -> None:
     while True:
         await asyncio.sleep(WATCH_INTERVAL_S)
         worker.check_engine(WATCH_INTERVAL_S)
 
 
-async def _drained(worker: Worker, timeout_s: float | None) -> None:
+async def _drained(worker: EngineWorker[Any], timeout_s: float | None) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             await worker.wait_idle()
@@ -314,13 +175,13 @@ async def _drained(worker: Worker, timeout_s: float | None) -> None:
         logger.warning("the drain took longer than its limit; what is left fails", extra=unfinished)
 
 
-def _publish(lease: Lease | None, state: WorkerState) -> None:
+def _publish(lease: WorkerLease | None, state: WorkerState) -> None:
     if lease is not None:
         lease.update(state=state)
 
 
 async def _first_of(
-    worker: Worker, background: Sequence["asyncio.Task[None]"], *waits: Coroutine[Any, Any, Any]
+    worker: EngineWorker[Any], background: Sequence["asyncio.Task[None]"], *waits: Coroutine[Any, Any, Any]
 ) -> None:
     """Returns when one of the waits does. Raises what the worker, or something behind it, failed with before."""
     tasks = {asyncio.create_task(wait) for wait in waits}

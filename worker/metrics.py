@@ -1,16 +1,16 @@
-"""How busy a worker is, and its Prometheus metrics. Knows no engine and no role."""
+"""How busy a worker is, and its Prometheus metrics. Knows no role."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos import cluster_pb2, worker_pb2
+from services.engine.cache.host_tier import HostTierStats
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.errors import ConfigError
 from services.runtime.gpu_use import GpuUse
@@ -25,40 +25,6 @@ SIZE_BUCKETS = tuple(2**exponent for exponent in range(16))
 """Of sequences, or of tokens, in a step."""
 
 logger = logging.getLogger(__name__)
-
-
-class HostTierStats(Protocol):
-    """What is needed of services.engine.cache.host_tier.HostTierStats."""
-
-    @property
-    def total(self) -> int:
-        """Pages that fit in."""
-        ...
-
-    @property
-    def free(self) -> int:
-        """Room that nothing takes."""
-        ...
-
-    @property
-    def held(self) -> int:
-        """Pages that are there."""
-        ...
-
-    @property
-    def num_stored(self) -> int:
-        """Pages that came, since the start."""
-        ...
-
-    @property
-    def num_loaded(self) -> int:
-        """Pages that went back into the pool."""
-        ...
-
-    @property
-    def num_dropped(self) -> int:
-        """Pages that were lost."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

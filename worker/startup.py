@@ -28,10 +28,11 @@ from services.runtime.model_facts import read_model_facts
 from services.structured.grammar import Grammars, grammar_library
 from worker.config import WorkerConfig
 from worker.engine import EngineFacts
-from worker.engine_worker import Around
+from worker.engine_worker import Around, EngineWorker
 from worker.gpu import GpuWatch, watch_gpu
-from worker.host import Worker, channel_tls, held, load_or_stop, on_this_loop, run_service, serve_until_drained
+from worker.host import channel_tls, load_or_stop, run_service, serve_until_drained
 from worker.metrics import WorkerMetrics
+from worker.threads import on_this_loop
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class Common(Generic[C]):
 class Made:
     """A worker, what adds each of its services to a server, and what its record says beside what all records say."""
 
-    worker: Worker
+    worker: EngineWorker[Any]
     add_services: Sequence[Callable[[grpc.aio.Server], None]]
     record_fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -138,11 +139,17 @@ def run(role: Role[C]) -> None:
 async def _serve(role: Role[C], settings: C, stop: asyncio.Event) -> None:
     incarnation = new_incarnation()
     with contextlib.ExitStack() as stack:
-        lease = stack.enter_context(held(_lease(role, settings, incarnation, stop)))
-        publisher = stack.enter_context(held(_publisher(settings, lease)))
+        lease = _lease(role, settings, incarnation, stop)
+        if lease is not None:
+            stack.callback(lease.release)
+        publisher = _publisher(settings, lease)
+        if publisher is not None:
+            stack.callback(publisher.release)
         parts = await load_or_stop(lambda: load_rehearsed_engine(**settings.engine_settings()), lease, stop)
         stack.enter_context(contextlib.closing(parts))
-        gpu = stack.enter_context(held(watch_gpu(parts.gpu_uuid)))
+        gpu = watch_gpu(parts.gpu_uuid)
+        if gpu is not None:
+            stack.callback(gpu.release)
         facts = await load_or_stop(lambda: read_model_facts(settings.model), lease, stop)
         identity = parts.identity(vocabulary=facts.vocabulary, grammars=grammar_library())
         metrics = WorkerMetrics(worker_id=settings.id)

@@ -1,120 +1,13 @@
 import asyncio
-import contextlib
 from typing import Any
 
 import pytest
 
-from protos import inference_pb2, worker_pb2
-from services.runtime import config
-from services.runtime.clock import Deadline
 from services.runtime.errors import (
-    AlreadyExists,
-    ConfigError,
-    DeadlineExceeded,
-    InvalidRequest,
     InvariantViolated,
-    TransferFailed,
 )
-from services.runtime.sampling import SamplingParams
 from worker import host as worker_host
-from worker import metrics as worker_metrics
-from worker.attempts import AttemptKey, AttemptTable, read_key, read_spec
-from worker.config import WorkerConfig
-from worker.host import infallible, within
-
-REQUIRED = ["--id", "prefill-0", "--model", "/models/some"]
-
-
-def spec(**fields: Any) -> worker_pb2.SequenceSpec:
-    given = {
-        "id": worker_pb2.AttemptId(request_id="r", attempt=1),
-        "prompt_token_ids": [1, 2],
-        "sampling": inference_pb2.SamplingParams(max_tokens=3),
-        "deadline_ms": 1000,
-    }
-    return worker_pb2.SequenceSpec(**(given | fields))
-
-
-def test_a_spec_becomes_plain_data_with_the_defaults_of_absent_fields() -> None:
-    read = read_spec(spec(emitted_token_ids=[9], traceparent="00-x"), SamplingParams)
-    assert read.service_class == 2, "absent"
-    assert [read_spec(spec(service_class=number), SamplingParams).service_class for number in (0, 4)] == [0, 4]
-    assert read.key == AttemptKey("r", 1)
-    assert (read.prompt_token_ids, read.emitted_token_ids, read.traceparent) == ([1, 2], [9], "00-x")
-    assert read.sampling == SamplingParams(max_tokens=3, stop_token_ids=frozenset())
-    assert 0.5 < read.deadline.remaining_s() <= 1.0
-
-
-def test_zero_that_was_given_is_not_absent() -> None:
-    sampling = inference_pb2.SamplingParams(max_tokens=3, temperature=0.0, logprobs=0)
-    read = read_spec(spec(sampling=sampling), SamplingParams)
-    assert read.sampling == SamplingParams(max_tokens=3, temperature=0.0, logprobs=0, stop_token_ids=frozenset())
-
-
-def test_end_of_sequence_tokens_stop_unless_they_are_ignored() -> None:
-    sampling = inference_pb2.SamplingParams(max_tokens=3, stop_token_ids=[5])
-    assert read_spec(spec(sampling=sampling, eos_token_ids=[1]), SamplingParams).sampling.stop_token_ids == {1, 5}
-    sampling.ignore_eos = True
-    assert read_spec(spec(sampling=sampling, eos_token_ids=[1]), SamplingParams).sampling.stop_token_ids == {5}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt_token_ids": []},
-        {"id": worker_pb2.AttemptId(request_id="", attempt=1)},
-        {"id": worker_pb2.AttemptId(request_id="r", attempt=0)},
-        {"sampling": inference_pb2.SamplingParams()},
-    ],
-)
-def test_a_spec_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest):
-        read_spec(spec(**fields), SamplingParams)
-
-
-def test_of_each_request_only_the_newest_attempt_is_known() -> None:
-    table: AttemptTable[str] = AttemptTable()
-    assert table.begin(AttemptKey("r", 1), "first") is None
-    assert table.begin(AttemptKey("r", 3), "third") == "first"
-    assert table.begin(AttemptKey("s", 1), "other") is None
-    assert table.find(AttemptKey("r", 1)) is None
-    assert table.find(AttemptKey("r", 3)) == "third"
-    for late in (1, 2, 3):
-        with pytest.raises(AlreadyExists):
-            table.begin(AttemptKey("r", late), "late")
-    table.end(AttemptKey("r", 1))
-    assert len(table) == 2, "the end of a superseded attempt is not the end of the newest"
-    table.end(AttemptKey("r", 3))
-    table.end(AttemptKey("r", 3))
-    assert list(table) == ["other"]
-
-
-def test_a_key_is_read_from_a_message() -> None:
-    assert read_key(worker_pb2.AttemptId(request_id="r", attempt=7)) == ("r", 7)
-
-
-async def test_what_takes_longer_than_the_deadline_ends_with_it() -> None:
-    with pytest.raises(DeadlineExceeded):
-        async with within(Deadline.after(0.01)):
-            await asyncio.sleep(5)
-
-
-async def test_another_timeout_is_not_taken_for_the_deadline() -> None:
-    with pytest.raises(TimeoutError):
-        async with within(Deadline.after(5)):
-            raise TimeoutError
-    with pytest.raises(TransferFailed):
-        async with within(Deadline.after(5)):
-            raise TransferFailed("x")
-
-
-def test_a_command_that_nobody_waits_for_must_not_fail() -> None:
-    def broken() -> None:
-        raise KeyError("x")
-
-    with pytest.raises(InvariantViolated):
-        infallible(broken)()
-    infallible(lambda: None)()
+from worker.metrics import Load
 
 
 class FakeWorker:
@@ -137,8 +30,8 @@ class FakeWorker:
     def begin_drain(self) -> None:
         self.calls.append("drain")
 
-    def load(self) -> worker_host.Load:
-        return worker_host.Load(8, 8, 0, 0, 0)
+    def load(self) -> Load:
+        return Load(8, 8, 0, 0, 0)
 
     async def wait_idle(self) -> None:
         await self.idle.wait()
@@ -176,17 +69,16 @@ class FakeLease:
 @pytest.mark.parametrize("how", ["signal", "command"])
 async def test_a_life_goes_from_ready_over_draining_to_closed(how: str) -> None:
     worker, server, lease, stop = FakeWorker(), FakeServer(), FakeLease(), asyncio.Event()
-    with worker_host.held(lease):
-        life = asyncio.create_task(worker_host.serve_until_drained(worker, server, lease, stop))  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)
-        assert (lease.states, server.calls, worker.calls) == (["ready"], [True], [])
-        assert lease.fields["pages_free"] == 8
-        (stop if how == "signal" else worker.drain_requested).set()
-        await asyncio.sleep(0.01)
-        assert (lease.states, server.calls, worker.calls) == (["ready", "draining"], [True, False], ["drain"])
-        worker.idle.set()
-        await life
-    assert (lease.states[-1], server.calls[-1], worker.calls[-1]) == ("released", "stop", "close")
+    life = asyncio.create_task(worker_host.serve_until_drained(worker, server, lease, stop))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    assert (lease.states, server.calls, worker.calls) == (["ready"], [True], [])
+    assert lease.fields["pages_free"] == 8
+    (stop if how == "signal" else worker.drain_requested).set()
+    await asyncio.sleep(0.01)
+    assert (lease.states, server.calls, worker.calls) == (["ready", "draining"], [True, False], ["drain"])
+    worker.idle.set()
+    await life
+    assert (lease.states[-1], server.calls[-1], worker.calls[-1]) == ("draining", "stop", "close")
 
 
 @pytest.mark.parametrize("is_draining", [False, True])
@@ -259,46 +151,3 @@ async def test_a_load_that_ends_before_a_signal_is_used() -> None:
     assert await worker_host.load_or_stop(lambda: 42, None, asyncio.Event()) == 42
     with pytest.raises(ZeroDivisionError):
         await worker_host.load_or_stop(lambda: 1 // 0, None, asyncio.Event())
-
-
-async def test_calls_from_any_thread_arrive_on_the_loop() -> None:
-    arrived: list[int] = []
-    call = worker_host.on_this_loop(arrived.append)
-    await asyncio.to_thread(call, 1)
-    await asyncio.sleep(0)
-    assert arrived == [1]
-
-
-def test_settings_have_sane_defaults_and_exclude_each_other() -> None:
-    settings = config.load(WorkerConfig, REQUIRED, prog="test", environ={})
-    assert (settings.host, settings.port, settings.page_size, settings.chunk_tokens) == ("127.0.0.1", 0, 16, 512)
-    assert settings.address(7) == "127.0.0.1:7"
-    assert (settings.drain_timeout, settings.step_timeout) == (None, 120.0)
-    given = config.load(WorkerConfig, [*REQUIRED, "--drain-timeout=2.5", "--step-timeout=0"], prog="test", environ={})
-    assert (given.drain_timeout, given.step_timeout) == (2.5, 0.0)
-    with pytest.raises(ConfigError, match="--drain-timeout"):
-        config.load(WorkerConfig, [*REQUIRED, "--drain-timeout=-1"], prog="test", environ={})
-    assert settings.record_fields(incarnation="a" * 32)["model"] == "some"
-    with pytest.raises(ConfigError, match="--kv-memory"):
-        config.load(WorkerConfig, [*REQUIRED, "--kv-pages=5", "--kv-memory=1GiB"], prog="test", environ={})
-    with pytest.raises(ConfigError, match="--id"):
-        config.load(WorkerConfig, ["--id", "Not An Id", "--model", "x"], prog="test", environ={})
-
-
-def test_metrics_can_be_scraped() -> None:
-    import socket
-    import urllib.request
-
-    def load() -> worker_metrics.Load:
-        return worker_metrics.Load(8, 5, 0, 1, 2, promised_pages=3)
-
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        port = taken.getsockname()[1]
-        settings = config.load(WorkerConfig, [*REQUIRED, f"--metrics-port={port}"], prog="test", environ={})
-        with pytest.raises(ConfigError, match="--metrics-port"):
-            worker_metrics.WorkerMetrics(worker_id="w").serve(settings, load)
-    worker_metrics.WorkerMetrics(worker_id="w").serve(settings, load)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
-        text = response.read().decode()
-    assert 'tandem_kv_pages{state="used",worker="w"} 2.0' in text
-    assert 'tandem_kv_pages_promised{worker="w"} 3.0' in text
