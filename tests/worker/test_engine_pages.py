@@ -1,10 +1,9 @@
 import pytest
 
 from services.engine.cache.pages import PageAllocator, PageCounts
-from services.engine.steps.sequence import Sequence
+from services.engine.steps.sequence import Sampling, Sequence
 from services.runtime.clock import ManualClock
 from services.runtime.errors import InvariantViolated, NoFreePages
-from services.runtime.sampling import SamplingParams
 from worker.engine_pages import EnginePages
 
 PAGE_SIZE, NUM_PAGES = 4, 8
@@ -17,7 +16,7 @@ class Bench:
         self.pages = EnginePages(self.allocator, page_size=PAGE_SIZE, clock=ManualClock())
 
     def begin(self, key: str, prompt: list[int], *, salt: bytes = SALT) -> tuple[Sequence, int]:
-        sequence = Sequence(key, prompt, sampling=SamplingParams(max_tokens=4))
+        sequence = Sequence(key, prompt, sampling=Sampling(max_tokens=4))
         return sequence, self.pages.begin(sequence, salt)
 
     def computed(self, key: str, prompt: list[int], *, salt: bytes = SALT) -> Sequence:
@@ -130,6 +129,6 @@ def test_books_are_compared_once_when_nothing_is_held() -> None:
     assert not bench.pages.check_books(), "nothing has changed since"
     bench.begin("b", [1] * 4)
     bench.pages.close("b")
-    bench.allocator._num_promised = NUM_PAGES
+    bench.allocator._num_promised = NUM_PAGES + 1
     with pytest.raises(InvariantViolated):
         bench.pages.check_books()
