@@ -297,7 +297,9 @@ class SamplingParams(_message.Message):
     logprobs: _builtins.int
     """Log-probabilities of this many likeliest tokens besides the chosen one, in [0, 20]. Absent: none at all."""
     prompt_logprobs: _builtins.int
-    """The same for the tokens of the prompt, in [0, 20]; the prompt is computed anew for it. Absent: none at all."""
+    """Log-probabilities of this many likeliest tokens for each token of the prompt from the second on, in [0, 20]; the prompt
+    is computed anew for them. Not for named requests. Absent: none at all.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """At most 16 texts of at most 256 bytes; generation ends before the first that appears."""

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Generates the stubs of protos/*.proto: `tools/protos.sh write` beside them, `tools/protos.sh check` compares only.
-# The client's distribution gets copies of the public ones, and has one .proto of its own.
+# The client's distribution gets copies of the public ones, and has one .proto of its own; its Request has the fields of
+# SamplingParams.
 # The generator lives in an environment of its own (.tools/gen), because it needs an older protobuf than the services use.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,6 +45,7 @@ write)
     rm -f {protos,"$CLIENT"}/*_pb2*.py {protos,"$CLIENT"}/*_pb2*.pyi
     cp "$fresh"/protos/* protos/
     cp "$fresh/$CLIENT"/* "$CLIENT/"
+    .venv/bin/python tools/client_fields.py
     ;;
 check)
     make_generator
@@ -53,6 +55,7 @@ check)
     status=0
     diff <(stubs "$fresh") <(stubs .) || status=1
     for stub in $(stubs "$fresh"); do diff -q "$fresh/$stub" "$stub" || status=1; done
+    .venv/bin/python tools/client_fields.py --check || status=1
     [ "$status" = 0 ] || { echo "error: the stubs differ from protos/*.proto; run make proto" >&2; exit 1; }
     ;;
 *)

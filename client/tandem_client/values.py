@@ -49,38 +49,44 @@ class Request:
     """Only requests with the same salt find each other's cached pages."""
     allow_fallback: bool | None = None
     """Whether another model may answer; the operator's setting if None."""
+    # From the message SamplingParams, by tools/client_fields.py.
     max_tokens: int | None = None
-    """Most tokens to generate; as many as fit into the model's context if None."""
+    """Most tokens to generate, at least 1. None: as many as fit into the model's context."""
     min_tokens: int = 0
-    """No stop before this many tokens."""
+    """No stop before this many tokens, at most max_tokens. Zero: no minimum."""
     temperature: float | None = None
-    """In [0, 2]; 0 is greedy. 1 if None."""
+    """In [0, 2]; below 1e-5 is greedy. None: the model's own default, else 1."""
     top_p: float | None = None
-    """Smallest set of likeliest tokens whose probabilities reach this is kept. All if None."""
+    """Smallest set of most likely tokens whose probabilities reach this is kept, in (0, 1]. None: the model's own
+    default, else 1 (all)."""
     top_k: int = 0
-    """Only the k likeliest tokens are kept; 0: all."""
+    """Only the k most likely tokens are kept; -1: all. Zero: the model's own default, else all."""
     min_p: float = 0.0
-    """Tokens less likely than this times the likeliest are dropped."""
+    """Tokens less likely than min_p times the likeliest are dropped, in [0, 1]. Zero: the model's own default, else
+    none."""
     seed: int | None = None
-    """Equal seeds give equal answers; the gateway draws one if None."""
+    """Seed of the noise; equal seeds give equal answers. None: the gateway draws one."""
     stop: Sequence[str] = ()
-    """At most 16 texts; generation ends before the first that appears."""
+    """At most 16 texts of at most 256 bytes; generation ends before the first that appears."""
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end the generation."""
+    """Tokens that end the generation; they are counted and their text is not shown."""
     ignore_eos: bool = False
-    """The model's end-of-sequence tokens do not end it."""
+    """The model's end-of-sequence tokens do not end the generation."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that was generated before, in [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Subtracted once per earlier occurrence, in [-2, 2]."""
+    """Subtracted once per earlier generated occurrence, in [-2, 2]."""
     repetition_penalty: float | None = None
-    """Divides positive and multiplies negative logits of tokens that occurred, in (0, 10]. 1 (off) if None."""
+    """Divides positive and multiplies negative logits of tokens in prompt or answer, in (0, 10]. None: the model's
+    own default, else 1 (off)."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids."""
+    """Added to the logits of these token ids; values in [-100, 100], at most 1,024 entries."""
     logprobs: int | None = None
-    """Log-probabilities of this many likeliest tokens besides the chosen one, in [0, 20]; none at all if None."""
+    """Log-probabilities of this many likeliest tokens besides the chosen one, in [0, 20]. None: none at all."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, which is computed anew for it; not for named requests."""
+    """Log-probabilities of this many likeliest tokens for each token of the prompt from the second on, in [0, 20];
+    the prompt is computed anew for them. Not for named requests. None: none at all."""
+    # To here.
     json_schema: Mapping[str, Any] | str | None = None
     """The answer is JSON that keeps to this schema, a mapping or JSON text; {"type": "object"} is any object. Any text
     if None."""

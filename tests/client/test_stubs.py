@@ -21,6 +21,10 @@ def test_the_copies_are_the_servers_byte_for_byte(name: str) -> None:
     assert (PACKAGE / "protos" / name).read_bytes() == (ROOT / "protos" / name).read_bytes(), "run make proto"
 
 
+def test_a_request_has_the_fields_of_sampling_and_their_comments() -> None:
+    subprocess.run([sys.executable, ROOT / "tools" / "client_fields.py", "--check"], check=True)
+
+
 def test_both_may_be_imported_in_one_process() -> None:
     for ours, theirs in ((inference_pb2, server_inference_pb2), (cluster_pb2, server_cluster_pb2)):
         assert vars(ours)["DESCRIPTOR"] is vars(theirs)["DESCRIPTOR"]
