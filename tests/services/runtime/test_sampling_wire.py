@@ -1,23 +1,19 @@
 from protos import inference_pb2
-from services.runtime.sampling import SamplingMembers, SamplingParams
+from services.runtime.sampling import PARAMETERS, SamplingMembers, SamplingParams
 from services.runtime.sampling_wire import read_sampling, write_sampling
 
+
+def another_value(parameter):
+    """A value that is not the default, and that 32 bits of a float hold exactly."""
+    if parameter.bounds is None:
+        return True
+    return parameter.bounds.maximum if parameter.bounds.kind is int else parameter.bounds.maximum / 4
+
+
 FULL = SamplingParams(
-    max_tokens=9,
-    min_tokens=2,
-    temperature=0.5,
-    top_p=0.25,
-    top_k=7,
-    min_p=0.125,
-    seed=-3,
-    ignore_eos=True,
-    presence_penalty=-0.5,
-    frequency_penalty=1.5,
-    repetition_penalty=1.25,
+    **{name: another_value(parameter) for name, parameter in PARAMETERS.items()},
     stop_token_ids=[5, 6],
     logit_bias={3: -2.0, 4: 1.5},
-    logprobs=0,
-    prompt_logprobs=2,
 )
 
 
