@@ -200,8 +200,8 @@ def check_numbers(params: msgspec.Struct, *, prefix: str = "") -> None:
         if type(value) not in kinds or not lowest <= value <= highest:
             name, bounds = _BOUNDED[place]
             raise invalid_value(prefix + name, value, bounds.rule)
-    max_tokens, min_tokens = values[:2]
-    if max_tokens is not None and min_tokens is not None and min_tokens > max_tokens:
+    max_tokens, min_tokens = values[0], values[1]
+    if min_tokens and max_tokens is not None and min_tokens > max_tokens:
         raise invalid_value(prefix + "min_tokens", min_tokens, f"at most max_tokens, which is {max_tokens}")
 
 
