@@ -8,7 +8,7 @@ Tokens are given per second of wall time, and per second of CPU time of all proc
 machine the second is the one to trust. The collector is a process that reads nothing of what it gets.
 
 The CPU time of spans is that of one thread: of the numbers that a request writes down, of the spans that are made of
-them at its end, of the messages that the exporter's thread makes, and of the same spans made with OpenTelemetry's SDK.
+them at its end and queued for the SDK of OpenTelemetry, and of the message that the SDK's thread encodes.
 """
 
 import argparse
@@ -31,19 +31,19 @@ import grpc
 import uvloop
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
-from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
-from opentelemetry.trace.propagation import set_span_in_context
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from benchmarks.cluster import Cluster, request, running_cluster
 from demo import DEMO_MODEL
-from gateway.observability.tracing import AttemptFacts, RequestSpans, Tracing
+from gateway.observability.phases import AttemptFacts
+from gateway.observability.tracing import RequestSpans, Tracing
 from gateway.topology.events import HandedOff, PrefillStarted
-from services.runtime import telemetry
+from services.runtime import otlp, telemetry
 from services.runtime.clock import SYSTEM_CLOCK
-from services.runtime.telemetry import Span
+from services.runtime.telemetry import Span, TraceContext
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.routing import Route, Router, RouteRequest, RoutingSettings, WorkerView
 
@@ -191,34 +191,45 @@ def serve_collector() -> None:
 # --- the spans of a request -------------------------------------------------------------------------------------------
 
 
-class Queue:
-    """In the place of the exporter: keeps the spans."""
+class Kept:
+    """Stands in for the exporter: keeps the spans."""
 
-    def __init__(self, *, is_sampled: bool) -> None:
-        self.is_sampled = is_sampled
+    def __init__(self, *, samples_all: bool) -> None:
+        self.samples_all = samples_all
         self.spans: list[Span] = []
 
-    def is_in_sample(self, trace_id: int) -> bool:
-        """All or none."""
-        return self.is_sampled
+    def is_sampled(self, trace_id: int, parent: TraceContext | None) -> bool:
+        """Samples all or none."""
+        return self.samples_all
 
     def add(self, spans: Sequence[Span]) -> None:
         """Takes spans."""
         self.spans += spans
 
 
+class Nowhere(SpanExporter):
+    """A collector that takes everything at once."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Does nothing."""
+        return SpanExportResult.SUCCESS
+
+
 def measure_spans() -> dict[str, float]:
     """Microseconds of CPU time for a request of one attempt at a prefill and a decode worker."""
     figures: dict[str, float] = {}
     route = some_route()
-    for name, is_sampled in (("not in the sample", False), ("in the sample", True)):
-        queue = Queue(is_sampled=is_sampled)
-        telemetry._exporter = cast(Any, queue)
+    for name, samples_all in (("not in the sample", False), ("in the sample", True)):
+        kept = Kept(samples_all=samples_all)
+        telemetry._exporter = cast(Any, kept)
         figures[name] = best_us(lambda: write_down(route))
     telemetry._exporter = None
-    spans = [span for span in queue.spans if span.context.trace_id == queue.spans[-1].context.trace_id]
-    figures["messages of it"] = best_us(lambda: trace_pb2.ScopeSpans(spans=map(telemetry._message, spans)))
-    figures["spans with the SDK"], figures["messages with the SDK"] = with_the_sdk(spans)
+    spans = [span for span in kept.spans if span.context.trace_id == kept.spans[-1].context.trace_id]
+    exporter = otlp.Exporter(Nowhere(), resource=Resource.create({"service.name": "gateway"}), sampler=ALWAYS_ON)
+    figures["queued for the SDK"] = best_us(lambda: exporter.add(spans))
+    finished = [exporter._finished(span) for span in spans]
+    exporter.close()
+    figures["encoded by the SDK"] = best_us(lambda: encode_spans(finished).SerializeToString())
     print(f"CPU time of the gateway's {len(spans)} spans of a request, best of 5 rounds:")
     for name, each in figures.items():
         print(f"  {name:22} {each:7.1f} us")
@@ -275,29 +286,6 @@ def some_attempt(request: RequestSpans) -> AttemptFacts:
         prefill_started=PrefillStarted(0.001, 0),
         handed_off=HandedOff(3, 98_304, 0.001, "shm"),
     )
-
-
-def with_the_sdk(spans: list[Span]) -> tuple[float, float]:
-    """Makes the spans with OpenTelemetry's SDK: until they are in its queue, and their messages."""
-    ended: list[ReadableSpan] = []
-
-    class Keeps(SpanProcessor):
-        def on_end(self, span: ReadableSpan) -> None:
-            ended.append(span)
-
-    provider = TracerProvider(resource=Resource.create({"service.name": "gateway"}))
-    provider.add_span_processor(Keeps())
-    tracer = provider.get_tracer("tandem")
-
-    def write() -> None:
-        for span in spans:
-            context = SpanContext(span.context.trace_id, span.context.span_id, False, TraceFlags(1))
-            parent = set_span_in_context(NonRecordingSpan(context))
-            tracer.start_span(span.name, parent, attributes=dict(span.attributes)).end()
-
-    write_us = best_us(write)
-    several = ended[: len(spans)]
-    return write_us, best_us(lambda: encode_spans(several))
 
 
 if __name__ == "__main__":

@@ -67,13 +67,13 @@ class GatewayConfig:
         help="Name of the cluster; several may share a Redis.",
     )
     otlp: str | None = option(
-        url("http", "https"), default=None, help="OTLP gRPC collector for traces, such as http://127.0.0.1:4317."
+        url("http", "https"), default=None, help="OTLP collector for traces, such as http://127.0.0.1:4317."
     )
-    trace_sample: float = option(
+    trace_sample: float | None = option(
         number(0, 1),
-        default=1.0,
+        default=None,
         help="Part of the requests whose traces are exported, 0 to 1; a client's own decision goes before. Those that "
-        "fail, are tried again or are slow always are.",
+        "fail, are tried again or are slow always are. Not given: OTEL_TRACES_SAMPLER decides, or all are.",
     )
     seed: int | None = option(
         integer(0, 2**63 - 1), default=None, help="Makes the seeds of requests without one repeatable."

@@ -5,26 +5,26 @@ from collections.abc import Sequence
 import pytest
 
 from services.runtime import telemetry
-from services.runtime.telemetry import Span, Value
+from services.runtime.telemetry import Span, TraceContext, Value
 
 
 class KeptSpans:
     """In the place of the exporter: everything is in the sample, or nothing."""
 
-    def __init__(self, *, is_sampled: bool = True) -> None:
-        self.is_sampled = is_sampled
+    def __init__(self, *, samples_all: bool = True) -> None:
+        self.samples_all = samples_all
         self.spans: list[Span] = []
         self.num_exported = self.num_dropped = 0
 
     @classmethod
-    def install(cls, monkeypatch: pytest.MonkeyPatch, *, is_sampled: bool = True) -> "KeptSpans":
+    def install(cls, monkeypatch: pytest.MonkeyPatch, *, samples_all: bool = True) -> "KeptSpans":
         """From now on until the test's end."""
-        kept = cls(is_sampled=is_sampled)
+        kept = cls(samples_all=samples_all)
         monkeypatch.setattr(telemetry, "_exporter", kept)
         return kept
 
-    def is_in_sample(self, trace_id: int) -> bool:
-        return self.is_sampled
+    def is_sampled(self, trace_id: int, parent: TraceContext | None) -> bool:
+        return self.samples_all if parent is None else parent.is_sampled
 
     def add(self, spans: Sequence[Span]) -> None:
         self.spans += spans

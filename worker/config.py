@@ -169,7 +169,7 @@ class WorkerConfig:
         default=120.0,
         help="Seconds after which a step of the engine counts as stuck: the worker fails and exits. 0: never.",
     )
-    otlp: str | None = option(url("http", "https"), default=None, help="OTLP gRPC collector of traces.")
+    otlp: str | None = option(url("http", "https"), default=None, help="OTLP collector of traces.")
     log_level: str = option(choice(*LEVELS), default="info", help="Least level that is logged.")
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from gateway.models.response_format import json_schema_in
 from gateway.named.ask import Ask, ask_for, ask_to_resume
 from gateway.named.journal import digest_of
 from gateway.named.requests import Journals
+from gateway.observability.tracing import Origin
 from gateway.openai.writer import Whole
 from gateway.requests.call import Call
 from gateway.requests.lifecycle import Requests
@@ -67,7 +68,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Streams the answer of one prompt."""
         with self._requests.refusals_noted():
             async with (
-                self._generated(request, context) as answers,
+                self._generated(request, context, method="Generate") as answers,
                 contextlib.aclosing(self._responses(answers, context)) as responses,
             ):
                 async for response in responses:
@@ -90,7 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.GenerateResponse:
         """The whole answer of one prompt."""
         with self._requests.refusals_noted():
-            async with self._generated(request, context) as answers:
+            async with self._generated(request, context, method="GenerateUnary") as answers:
                 (whole,) = await answers.wholes()
                 await context.send_initial_metadata(_told(answers))
                 return await self._response(answers, _delta_of(whole))
@@ -117,12 +118,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return await self._generator.written(answers, num_logprobs, lambda: _response(answers.request_id, delta))
 
     @contextlib.asynccontextmanager
-    async def _generated(self, request: inference_pb2.GenerateRequest, context: Context) -> AsyncIterator[Answers]:
+    async def _generated(
+        self, request: inference_pb2.GenerateRequest, context: Context, *, method: str
+    ) -> AsyncIterator[Answers]:
         """The answer to a new request, or to a named one that exists already."""
         key = authenticate(self._door, context)
         # Held until the prompt has become tokens.
         with self._bodies.claim(key.tenant, num_bytes=request.ByteSize()) as claim:
             call = _call(request, context)
+            origin = Origin(rpc_method=f"{INFERENCE_SERVICE}/{method}")
+            call.note_origin(lambda name: metadata(context, name) or "", origin)
             self._door.let_in(call, key, model=self._requests.catalog.name_of(call.model))
             ask = _ask(call, request, context)
             request.Clear()
@@ -146,7 +151,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             next_index=request.next_index,
             remaining_s=rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S).remaining_s(),
             ticket=ticket,
-            trace=telemetry.extract(metadata(context, "traceparent") or "", metadata(context, "tracestate") or ""),
+            trace=telemetry.extract(*telemetry.from_client(lambda name: metadata(context, name) or "")),
         )
 
         def note_taken(request_id: str, traceparent: str) -> None:
@@ -255,8 +260,6 @@ def _call(request: inference_pb2.GenerateRequest, context: Context) -> Call:
         tenant=request.tenant,
         deadline=rpc.call_deadline(context, maximum_s=MAX_DEADLINE_S),
         wishes=read_wishes(lambda name: metadata(context, name)),
-        traceparent=metadata(context, "traceparent") or "",
-        tracestate=metadata(context, "tracestate") or "",
         allow_fallback=None
         if allows_fallback is None
         else check_permission(allows_fallback, field_name=ALLOW_FALLBACK),

@@ -12,6 +12,7 @@ from gateway.models.catalog import ModelCatalog
 from gateway.models.template_words import unknown_fields
 from gateway.named.ask import Ask, ask_for
 from gateway.named.journal import digest_of
+from gateway.observability.tracing import Origin
 from gateway.openai.requests import RequestBody, parse, parse_named
 from gateway.openai.responses_request import TEMPLATE_FIELDS
 from gateway.openai.writer import Writer
@@ -53,8 +54,7 @@ async def read_call(
     call.wishes = read_wishes(lambda name: exchange.optional_header(name.encode()))
     call.deadline = _deadline(exchange, read.body)
     call.request_id = exchange.optional_header(b"x-request-id")
-    call.traceparent = exchange.header(b"traceparent")
-    call.tracestate = ",".join(exchange.all_headers(b"tracestate"))
+    call.note_origin(exchange.joined, Origin(http_route=exchange.path, is_streamed=bool(read.body.stream)))
     return read
 
 

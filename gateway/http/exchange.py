@@ -59,6 +59,7 @@ class Exchange:
     """One request and its answer, on ASGI itself: this path is the one that every token takes."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.path: str = scope["path"]
         self.has_started = False
         self.is_unread = True
         """The end of the body was not seen yet."""
@@ -78,6 +79,10 @@ class Exchange:
     def header(self, name: bytes) -> str:
         """The value of a header, or an empty text."""
         return self.optional_header(name) or ""
+
+    def joined(self, name: str) -> str:
+        """The values of a header, with commas between them."""
+        return ",".join(self.all_headers(name.encode()))
 
     def optional_header(self, name: bytes) -> str | None:
         """The value of a header; None if it is absent."""

@@ -226,7 +226,8 @@ class Acceptance:
         return None
 
     def _allow_fallback(self, accepted: AcceptedCall, call: Call) -> None:
-        """Notes which models may stand in for the call's own, if it allows any."""
+        """Notes where the call came in, and which models may stand in for its own, if it allows any."""
+        accepted.span.origin = call.origin
         if call.allow_fallback and not accepted.fallback:
             allowed = call.allowed_models
             names = self._catalog[accepted.model].fallbacks
@@ -450,8 +451,7 @@ class Acceptance:
     def _start_span(self, stored: StoredCall, arrived_s: float, arrived_unix_ns: int) -> RequestSpans:
         parent = telemetry.extract(stored.traceparent, stored.tracestate) if stored.traceparent else None
         span = self._tracing.begin(parent, arrived_s=arrived_s, arrived_unix_ns=arrived_unix_ns)
-        if stored.resumes:
-            span.add_link(telemetry.extract(stored.resumes), "resumed")
+        span.add_link(telemetry.extract(stored.resumes), "resumed")
         return span
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.observability.tracing import AttemptFacts
+from gateway.observability.phases import AttemptFacts
 from gateway.requests.fault import Fault, fault_of
 from gateway.requests.mailbox import Mailbox
 from gateway.requests.stage import STATES, TRANSITIONS, AttemptStage, Sign

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from gateway.limits import DEFAULT_SERVICE_CLASS
-from gateway.observability.tracing import RequestSpans
+from gateway.observability.tracing import Origin, RequestSpans
 from gateway.types import AskedSampling, Sampling
 from gateway.wishes import NO_WISHES, Wishes
+from services.runtime import telemetry
 from services.runtime.clock import Deadline
 from services.runtime.errors import Overloaded, WorkerUnavailable
 from services.runtime.telemetry import Value
@@ -95,6 +96,12 @@ class Call(msgspec.Struct, kw_only=True):
     prompt_logprobs_field: str = "prompt_logprobs"
     allow_fallback: bool | None = None
     allowed_models: Set[str] | None = None
+    origin: Origin | None = None
+
+    def note_origin(self, header: Callable[[str], str], origin: Origin) -> None:
+        """Notes where the call came in and the trace that its client's headers name; `header` gives one's value."""
+        self.traceparent, self.tracestate = telemetry.from_client(header)
+        self.origin = origin
 
 
 class AnswerSpec(msgspec.Struct, frozen=True):
@@ -297,6 +304,7 @@ class AcceptedCall:
             "gen_ai.operation.name": self.operation,
             "gen_ai.provider.name": "tandem",
             "gen_ai.request.id": self.request_id,
+            "gen_ai.response.id": self.request_id,
             "gen_ai.request.model": self.asked_model,
             "gen_ai.request.choice.count": len(self.generations),
             "gen_ai.request.max_tokens": sampling.max_tokens,

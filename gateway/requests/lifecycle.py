@@ -335,7 +335,7 @@ class Requests:
         if telemetry.is_on():
             parent = telemetry.extract(call.traceparent, call.tracestate)
             said = {"gen_ai.operation.name": call.operation, "gen_ai.request.model": name}
-            self.tracing.refuse(parent, error, arrived_s=arrived_s, attributes=said)
+            self.tracing.refuse(parent, error, arrived_s=arrived_s, attributes=said, origin=call.origin)
         service_class = call.service_class or DEFAULT_SERVICE_CLASS
         if model and service_class in SERVICE_CLASSES:
             outcome = outcome_of(error, was_placed=False)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.observability.metrics import Metrics
+from gateway.observability.phases import AnswerSpans
 from gateway.observability.request_log import AnswerTrace, Phase, RequestLog
-from gateway.observability.tracing import AnswerSpans
 from gateway.requests.answer import RunningAnswer
 from gateway.requests.attempt import Attempt
 from gateway.requests.promises import Promises

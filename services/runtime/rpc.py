@@ -326,25 +326,14 @@ def make_channel(address: str, *, profile: Profile = INTERNAL) -> grpc.aio.Chann
     Where this process believes a CA, it is mutual TLS; the channel keeps the certificate as it is now.
     """
     options = _channel_options(profile)
-    credentials = _channel_credentials()
+    credentials = channel_credentials()
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
-def make_outside_channel(address: str, *, has_tls: bool) -> grpc.Channel:
-    """A channel of a thread to a server that is none of ours, such as a collector. It uses no proxy.
-
-    With TLS it believes this process's CA and shows its certificate as they are now; without a CA, the public ones.
-    """
-    options = [("grpc.enable_http_proxy", 0)]
-    if not has_tls:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, _channel_credentials() or grpc.ssl_channel_credentials(), options=options)
-
-
-def _channel_credentials() -> grpc.ChannelCredentials | None:
-    """Those of mutual TLS; None where this process believes no CA."""
+def channel_credentials() -> grpc.ChannelCredentials | None:
+    """Returns what this process shows and believes as a client, as the files are now; None without a CA."""
     if _identity is None or not _identity.is_mutual:
         return None
     pem = _identity.pem()

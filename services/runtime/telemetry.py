@@ -1,61 +1,44 @@
-"""Traces: spans as plain records, sent to an OTLP collector by a thread of its own. Knows no span's name.
+"""Traces: spans as plain records, and the W3C contexts that join them across processes. Knows no span's name.
 
-A span is written down when it is over: nothing has to be ended, so nothing can be left open. There is no "current" span
-either: whoever knows a request has its `TraceContext`. Records go into a bounded queue, and become messages in the
-exporter's thread. That costs a third of what the SDK of OpenTelemetry takes for the same (`benchmarks/tracing.py`),
-whose format and rules these are.
+A span is written down when it is over: nothing has to be ended, so nothing can be left open. No span is "current"
+either: each request has its `TraceContext`. Whether a request is sampled is decided before anything is recorded of it.
+`services.runtime.otlp` makes OpenTelemetry's finished spans of the records, and its SDK exports them.
 
-Without `setup` nothing is recorded, and a client's context passes through as it came.
+Without `setup`, or where it finds traces turned off, nothing is recorded, and a client's context passes through as it
+came.
 """
 
-import logging
+import os
 import random
-import threading
-import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-import grpc
 import msgspec
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.proto.common.v1 import common_pb2
-from opentelemetry.proto.resource.v1 import resource_pb2
-from opentelemetry.proto.trace.v1 import trace_pb2
 
-from services.runtime import rpc
+from services.runtime.errors import ConfigError
 
-EXPORT_TIMEOUT_S = 2.0
-SHUTDOWN_TIMEOUT_S = 3.0
-MAX_QUEUED_SPANS = 8192
-MAX_BATCH_SPANS = 512
-EXPORT_INTERVAL_S = 0.5
-SPANS_IN_A_ROW = 16
-"""After so many the thread lets go of the interpreter, for which the event loop would wait 5 ms otherwise."""
-MAX_TEXT_CHARS = 256
-"""Of a text in a span; the rest is cut off."""
 MAX_STATE_CHARS = 512
-"""Of a `tracestate`; W3C asks for no more to be passed on."""
+"""Longest `tracestate` that is passed on, as long as W3C asks for."""
 KV_TRANSFER_SPAN, DECODE_SPAN = 1, 2
 """An attempt's `traceparent` names its span `prefill`; the ids of the spans `kv_transfer` and `decode` follow it."""
 
 Value = str | bool | int | float | Sequence[str]
-"""Of an attribute."""
+"""Value of an attribute."""
+HeaderReader = Callable[[Callable[[str], str]], tuple[str, str]]
+"""From a function that gives a header's value to W3C's `traceparent` and `tracestate`."""
 
 _MASK_64 = 2**64 - 1
 _HEX = frozenset("0123456789abcdef-")
 
-logger = logging.getLogger(__name__)
-
 
 class TraceContext(NamedTuple):
-    """A span's place: W3C's trace context. `is_sampled`: whoever has a part in it exports its spans."""
+    """A span's place: W3C's trace context. `is_sampled`: every process with a part in the trace exports its spans."""
 
     trace_id: int
     span_id: int
     is_sampled: bool
     state: str = ""
-    """`tracestate`, which is passed on as it came."""
+    """The header `tracestate`, passed on as it came."""
 
 
 class Event(NamedTuple):
@@ -67,14 +50,17 @@ class Event(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A span that this one has to do with without being its child."""
+    """A span that is related to this one without being its parent."""
 
     context: TraceContext
     attributes: Mapping[str, Value] = {}
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A span that is over. `parent_id` 0: it is the root. An `error_type` makes it a failed one."""
+    """A span that is over. `parent_id` 0: it is the root. `error_type` is the class of what ended it.
+
+    `is_failed`: its status is ERROR; an error that is the client's own leaves the status unset.
+    """
 
     name: str
     context: TraceContext
@@ -85,114 +71,77 @@ class Span(msgspec.Struct, frozen=True):
     events: Sequence[Event] = ()
     links: Sequence[Link] = ()
     error_type: str = ""
+    is_failed: bool = False
     is_server: bool = False
+    has_remote_parent: bool = False
+    """Whether the parent was made by another process."""
 
 
-class Exporter:
-    """A bounded queue of spans and the thread that sends them. `sample`: part of the new traces that are exported.
+class SpanExporter(Protocol):
+    """The way of this process's spans to a collector; `services.runtime.otlp.Exporter` is the real one."""
 
-    A collector that is slow or away never delays anybody: what does not fit into the queue, or is not taken by it
-    within EXPORT_TIMEOUT_S, is dropped and counted.
-    """
-
-    def __init__(self, service_name: str, otlp_url: str, *, instance_id: str = "", sample: float = 1.0) -> None:
-        self.num_exported = 0
-        self._num_not_queued = 0
-        self._num_not_taken = 0
-        self._sampled_below = round(sample * 2**64)
-        self._queue: deque[Span] = deque()
-        self._wake = threading.Event()
-        self._closing = threading.Event()
-        self._resource = resource_pb2.Resource()
-        names = {"service.name": service_name} | ({"service.instance.id": instance_id} if instance_id else {})
-        _describe(self._resource.attributes, names)
-        target = otlp_url.split("://", 1)[-1].split("/", 1)[0]
-        self._channel = rpc.make_outside_channel(target, has_tls=otlp_url.startswith("https"))
-        self._stub = trace_service_pb2_grpc.TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-        self._thread.start()
+    @property
+    def num_exported(self) -> int:
+        """Number of spans that the collector took."""
+        ...
 
     @property
     def num_dropped(self) -> int:
-        """Spans that no collector has taken and none will."""
-        return self._num_not_queued + self._num_not_taken
+        """Number of spans that the collector did not take and that are given up."""
+        ...
 
-    def is_in_sample(self, trace_id: int) -> bool:
-        """The decision for a new trace: the same in every process (OpenTelemetry's TraceIdRatioBased)."""
-        return trace_id & _MASK_64 < self._sampled_below
+    def is_sampled(self, trace_id: int, parent: TraceContext | None) -> bool:
+        """Returns whether the spans of a new request are exported; `parent` is its client's span."""
+        ...
 
     def add(self, spans: Sequence[Span]) -> None:
-        """Takes spans from any thread, all or none of them."""
-        if self._closing.is_set() or len(self._queue) + len(spans) > MAX_QUEUED_SPANS:
-            self._num_not_queued += len(spans)
-            return
-        self._queue.extend(spans)
-        if len(self._queue) >= MAX_BATCH_SPANS:
-            self._wake.set()
+        """Takes spans that are over; returns at once."""
+        ...
 
     def close(self) -> None:
-        """Sends what is queued, or gives it up after SHUTDOWN_TIMEOUT_S."""
-        self._closing.set()
-        self._wake.set()
-        self._thread.join(SHUTDOWN_TIMEOUT_S)
-        self._channel.close()
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            self._wake.wait(EXPORT_INTERVAL_S)
-            self._wake.clear()
-            while self._queue:
-                is_sent = self._send([self._queue.popleft() for _ in range(min(MAX_BATCH_SPANS, len(self._queue)))])
-                if self._closing.is_set() and not is_sent:
-                    return
-
-    def _send(self, spans: list[Span]) -> bool:
-        try:
-            scope_spans = trace_pb2.ScopeSpans(scope=_SCOPE, spans=list(_messages(spans)))
-            resource_spans = trace_pb2.ResourceSpans(resource=self._resource, scope_spans=[scope_spans])
-            request = trace_service_pb2.ExportTraceServiceRequest(resource_spans=[resource_spans])
-            self._stub.Export(request, timeout=EXPORT_TIMEOUT_S, wait_for_ready=True)
-        except (grpc.RpcError, ValueError, TypeError) as error:  # no message can be made, or the channel was closed
-            self._num_not_taken += len(spans)
-            logger.debug("spans were not taken", extra={"spans": len(spans), "reason": type(error).__name__})
-            return False
-        self.num_exported += len(spans)
-        return True
+        """Exports what is queued, within a limit of time."""
+        ...
 
 
-def setup(service_name: str, otlp_url: str | None, *, instance_id: str = "", sample: float = 1.0) -> None:
-    """Sends this process's spans to an OTLP gRPC collector such as http://127.0.0.1:4317. None: no spans.
+def setup(service: str, otlp_url: str | None, *, instance_id: str = "", sample: float | None = None) -> None:
+    """Sends this process's spans to the collector `otlp_url`, or to that of the `OTEL_` variables.
 
-    Called once, in `__main__`, after `rpc.set_identity`. `sample`, from 0 to 1: see `root`.
+    Does nothing where neither names one, or a variable turns traces off. Called once, in `__main__`, after
+    `rpc.set_identity`. `sample`, from 0 to 1, is the share of new traces that are exported; None: OTEL_TRACES_SAMPLER
+    decides. Raises ConfigError for a variable with a wrong value.
     """
-    global _exporter
-    if otlp_url is None:
+    global _exporter, _read_headers
+    if not _is_wanted(otlp_url):
         return
     if _exporter is not None:
         raise RuntimeError("telemetry is already set up")
-    _exporter = Exporter(service_name, otlp_url, instance_id=instance_id, sample=sample)
+    from services.runtime import otlp  # loading the SDK takes 0.1 s, which a process without traces saves
+
+    read_headers = otlp.make_header_reader()
+    _exporter = otlp.make_exporter(service, otlp_url, instance_id=instance_id, sample=sample)
+    _read_headers = read_headers
 
 
 def shutdown() -> None:
-    """Sends what is queued and stops; gives up after SHUTDOWN_TIMEOUT_S."""
-    global _exporter
-    exporter, _exporter = _exporter, None
+    """Exports what is queued and stops; gives up after `otlp.SHUTDOWN_TIMEOUT_S`."""
+    global _exporter, _read_headers
+    exporter, _exporter, _read_headers = _exporter, None, None
     if exporter is not None:
         exporter.close()
 
 
 def is_on() -> bool:
-    """Whether spans go anywhere."""
+    """Returns whether spans are exported."""
     return _exporter is not None
 
 
 def counts() -> tuple[int, int]:
-    """Spans that a collector took, and those that were dropped."""
+    """Returns the number of spans that a collector took, and of those that were dropped."""
     return (0, 0) if _exporter is None else (_exporter.num_exported, _exporter.num_dropped)
 
 
 def export(spans: Sequence[Span]) -> None:
-    """Sends spans that are over; returns at once."""
+    """Exports spans that are over; returns at once."""
     if _exporter is not None:
         _exporter.add(spans)
 
@@ -207,7 +156,7 @@ def record(
     events: Sequence[Event] = (),
     error: BaseException | None = None,
 ) -> None:
-    """Sends one span under a parent that may be in another process."""
+    """Exports one span whose parent was made by another process."""
     export(
         [
             Span(
@@ -218,56 +167,70 @@ def record(
                 end_unix_ns,
                 attributes or {},
                 events,
-                (),
-                "" if error is None else type(error).__name__,
+                error_type="" if error is None else type(error).__name__,
+                is_failed=error is not None,
+                has_remote_parent=True,
             )
         ]
     )
 
 
 def root(parent: TraceContext | None) -> TraceContext | None:
-    """The context of a new span that begins a trace, or this process's part in its parent's. None: there is no trace.
+    """Returns the context of a request's span; `parent` is its client's. None: no trace is made.
 
-    A parent's decision whether to sample is kept; without a parent the trace's id decides (OpenTelemetry's ParentBased
-    over TraceIdRatioBased). While telemetry is off it is the parent itself, so that it is passed on.
+    The sampler decides whether it is sampled; those that OpenTelemetry calls parent-based keep to the parent's
+    decision. While telemetry is off it is the parent itself, so that it is passed on.
     """
     if _exporter is None:
         return parent
-    if parent is not None:
-        return parent._replace(span_id=new_span_id())
-    trace_id = random.getrandbits(128) or 1
-    return TraceContext(trace_id, new_span_id(), _exporter.is_in_sample(trace_id))
+    trace_id = parent.trace_id if parent is not None else random.getrandbits(128) or 1
+    state = parent.state if parent is not None else ""
+    return TraceContext(trace_id, new_span_id(), _exporter.is_sampled(trace_id, parent), state)
 
 
 def sampled(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """The context that a message brought, if spans are to be recorded under it."""
+    """Returns the context that a message brought, if spans are to be recorded under it.
+
+    Workers decide nothing themselves: the gateway's decision came with the message.
+    """
     if _exporter is None or not traceparent:
         return None
     context = extract(traceparent, tracestate)
     return context if context is not None and context.is_sampled else None
 
 
+def from_client(header: Callable[[str], str]) -> tuple[str, str]:
+    """Returns W3C's `traceparent` and `tracestate` of a client's request; empty where it brings none.
+
+    `header` gives the value of a header, several joined by commas, or an empty text. OTEL_PROPAGATORS says which
+    headers are read.
+    """
+    if _read_headers is None:
+        return header("traceparent"), header("tracestate")
+    return _read_headers(header)
+
+
 def new_span_id() -> int:
-    """Drawn at random, like ids of traces: nothing depends on their being hard to guess."""
+    """Draws a span's id at random, like ids of traces: nothing depends on their being hard to guess."""
     return random.getrandbits(64) or 1
 
 
 def sibling(context: TraceContext, number: int) -> TraceContext:
-    """The context whose span id comes so many after this one's: one id that travels names several spans."""
+    """Returns the context whose span id is `number` above this one's: one id that travels names several spans."""
     return context._replace(span_id=(context.span_id + number) & _MASK_64 or 1)
 
 
 def inject(context: TraceContext | None) -> str:
-    """W3C's `traceparent` for a message; empty where there is no trace."""
+    """Returns W3C's `traceparent` for a message; empty without a trace."""
     if context is None:
         return ""
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.is_sampled):02x}"
 
 
 def extract(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """The span that a message names as its parent; None where it names none or nonsense.
+    """Returns the span that a message names as its parent; None where it names none or nonsense.
 
-    A `tracestate` that is too long or is no plain text is left out, as W3C's Trace Context says.
+    A `tracestate` that is too long or not plain text is left out, as W3C's Trace Context says.
     """
     parts = traceparent.strip().split("-")
     widths = [len(part) for part in parts[:4]]
@@ -282,69 +245,24 @@ def extract(traceparent: str, tracestate: str = "") -> TraceContext | None:
     return TraceContext(trace_id, span_id, bool(int(parts[3], 16) & 1), tracestate if is_fit else "")
 
 
-def _messages(spans: list[Span]) -> Iterator[trace_pb2.Span]:
-    for number, span in enumerate(spans):
-        if number % SPANS_IN_A_ROW == 0:
-            time.sleep(0)
-        yield _message(span)
+def variable(name: str) -> str:
+    """Returns a variable of the environment; empty is the same as not given, as OpenTelemetry's specification says."""
+    return os.environ.get(name, "").strip()
 
 
-def _message(span: Span) -> trace_pb2.Span:
-    """Fields are set one by one: that takes a third of the time of constructors within constructors."""
-    context = span.context
-    message = trace_pb2.Span(
-        trace_id=context.trace_id.to_bytes(16),
-        span_id=context.span_id.to_bytes(8),
-        trace_state=context.state,
-        parent_span_id=span.parent_id.to_bytes(8) if span.parent_id else b"",
-        flags=int(context.is_sampled),
-        name=span.name,
-        kind=trace_pb2.Span.SPAN_KIND_SERVER if span.is_server else trace_pb2.Span.SPAN_KIND_INTERNAL,
-        start_time_unix_nano=span.start_unix_ns,
-        end_time_unix_nano=span.end_unix_ns,
-    )
-    _describe(message.attributes, span.attributes)
-    if span.error_type:
-        _describe(message.attributes, {"error.type": span.error_type})
-        message.status.code = trace_pb2.Status.STATUS_CODE_ERROR
-    for event in span.events:
-        told = message.events.add(name=event.name, time_unix_nano=event.unix_ns)
-        _describe(told.attributes, event.attributes)
-    for link in span.links:
-        other = link.context
-        linked = message.links.add(
-            trace_id=other.trace_id.to_bytes(16), span_id=other.span_id.to_bytes(8), trace_state=other.state
-        )
-        _describe(linked.attributes, link.attributes)
-    return message
+def endpoint_variable() -> str:
+    """Returns the collector's URL that the environment names, or an empty text."""
+    return variable("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or variable("OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
-class _Pairs(Protocol):
-    """Attributes within a message."""
-
-    def add(self) -> common_pb2.KeyValue: ...
-
-
-def _describe(pairs: _Pairs, attributes: Mapping[str, Value]) -> None:
-    for name, value in attributes.items():
-        pair = pairs.add()
-        pair.key = name
-        _set(pair.value, value)
+def _is_wanted(otlp_url: str | None) -> bool:
+    kind = variable("OTEL_TRACES_EXPORTER")
+    if kind not in ("", "otlp", "none"):
+        raise ConfigError(f"OTEL_TRACES_EXPORTER is {kind!r} but must be otlp or none")
+    if kind == "none" or variable("OTEL_SDK_DISABLED").lower() == "true":
+        return False
+    return bool(otlp_url or endpoint_variable() or kind)
 
 
-def _set(message: common_pb2.AnyValue, value: Value) -> None:
-    if isinstance(value, str):
-        message.string_value = value[:MAX_TEXT_CHARS]
-    elif isinstance(value, bool):
-        message.bool_value = value
-    elif isinstance(value, int):
-        message.int_value = value
-    elif isinstance(value, float):
-        message.double_value = value
-    else:
-        for each in value:
-            _set(message.array_value.values.add(), each)
-
-
-_SCOPE = common_pb2.InstrumentationScope(name="tandem")
-_exporter: Exporter | None = None
+_exporter: SpanExporter | None = None
+_read_headers: HeaderReader | None = None

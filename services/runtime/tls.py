@@ -119,7 +119,7 @@ class Identity:
     def __init__(
         self, files: TlsFiles, *, roles: Iterable[str] = (), host: str = "", clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        self._files = files
+        self.files = files
         self._roles = frozenset(roles)
         self._host = host
         self._clock = clock
@@ -132,7 +132,7 @@ class Identity:
     @property
     def is_mutual(self) -> bool:
         """Whether our own processes show each other certificates."""
-        return self._files.ca is not None
+        return self.files.ca is not None
 
     def pem(self) -> Pem:
         """The last good content of the files."""
@@ -140,7 +140,7 @@ class Identity:
 
     def http_context(self) -> ssl.SSLContext:
         """For a server whose clients show no certificate; each handshake uses the files as they are then."""
-        entry = _server_context(self._files)
+        entry = _server_context(self.files)
 
         def choose(sock: Any, server_name: str | None, context: ssl.SSLContext) -> None:
             sock.context = self._look().context
@@ -160,9 +160,9 @@ class Identity:
         context.verify_mode = ssl.CERT_REQUIRED
         if is_server:
             context.num_tickets = 0  # no channel is opened twice
-        assert self._files.ca is not None, "channels are encrypted where there is a CA"
-        _believe(context, self._files.ca, "--tls-ca")
-        _load_chain(context, self._files)
+        assert self.files.ca is not None, "channels are encrypted where there is a CA"
+        _believe(context, self.files.ca, "--tls-ca")
+        _load_chain(context, self.files)
         return context
 
     def end_unix_s(self) -> float:
@@ -177,11 +177,11 @@ class Identity:
             return self._loaded
 
     def _read_again(self) -> None:
-        stamp = _stamp_of(self._files)
+        stamp = _stamp_of(self.files)
         if stamp == self._stamp and self._is_settled:
             return
         try:
-            self._stamp, loaded = _load(self._files, self._roles, self._host)
+            self._stamp, loaded = _load(self.files, self._roles, self._host)
         except ConfigError as error:
             self._stamp = stamp
             if error.message != self._error:

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import gzip
+import threading
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from tests.certificates import Authority
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    service: str
+    resource: dict[str, Any]
     name: str
     trace_id: str
     span_id: str
@@ -39,14 +42,18 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self.url = ""
         self.spans: list[ReceivedSpan] = []
         self.delay_s = 0.0
+        self.refuses: grpc.StatusCode | None = None
+        self.metadata: dict[str, Any] = {}
+        self.num_calls = 0
         self._arrived = asyncio.Condition()
 
     async def Export(self, request: Any, context: Any) -> Any:
+        self.num_calls += 1
+        self.metadata = dict(context.invocation_metadata())
         await asyncio.sleep(self.delay_s)
-        for resource_spans in request.resource_spans:
-            service = _attributes(resource_spans.resource.attributes).get("service.name", "")
-            for scope_spans in resource_spans.scope_spans:
-                self.spans.extend(_span(service, span) for span in scope_spans.spans)
+        if self.refuses is not None:
+            await context.abort(self.refuses, "not now")
+        self.spans += spans_of(request)
         async with self._arrived:
             self._arrived.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
@@ -77,6 +84,48 @@ async def tls_otlp_receiver(authority: Authority) -> AsyncIterator[OtlpReceiver]
         yield receiver
 
 
+class HttpCollector(ThreadingHTTPServer):
+    """A collector over HTTP that keeps what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _HttpHandler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.spans: list[ReceivedSpan] = []
+        self.paths: list[str] = []
+        self.headers: dict[str, str] = {}
+        self.status = 200
+
+
+class _HttpHandler(BaseHTTPRequestHandler):
+    server: HttpCollector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.server.paths.append(self.path)
+        self.server.headers = {name.lower(): value for name, value in self.headers.items()}
+        if self.server.status == 200:
+            self.server.spans += spans_of(trace_service_pb2.ExportTraceServiceRequest.FromString(body))
+        self.send_response(self.server.status)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Writes nothing."""
+
+
+@pytest.fixture
+def http_collector() -> Iterator[HttpCollector]:
+    collector = HttpCollector()
+    thread = threading.Thread(target=collector.serve_forever, args=(0.01,))
+    thread.start()
+    yield collector
+    collector.shutdown()
+    thread.join()
+    collector.server_close()
+
+
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "authority")
@@ -96,9 +145,19 @@ async def _receiving(credentials: grpc.ServerCredentials | None) -> AsyncIterato
     await server.stop(None)
 
 
-def _span(service: str, span: Any) -> ReceivedSpan:
+def spans_of(request: Any) -> list[ReceivedSpan]:
+    """The spans of a message of OTLP, each with its resource."""
+    return [
+        _span(_attributes(group.resource.attributes), span)
+        for group in request.resource_spans
+        for scope in group.scope_spans
+        for span in scope.spans
+    ]
+
+
+def _span(resource: dict[str, Any], span: Any) -> ReceivedSpan:
     return ReceivedSpan(
-        service=service,
+        resource=resource,
         name=span.name,
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),

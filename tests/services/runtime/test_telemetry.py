@@ -1,17 +1,13 @@
-"""Spans reach a real OTLP collector, never cost a request anything, and carry no text of a client."""
+"""Contexts of traces: what a client sends is read, a sampler decides, and workers keep to that."""
 
-import asyncio
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from services.runtime import rpc, telemetry
-from services.runtime.telemetry import Event, Link, Span, TraceContext
-from services.runtime.tls import Identity
-from tests.certificates import Authority
-from tests.stopwatch import Stopwatch
+from services.runtime import telemetry
+from services.runtime.errors import ConfigError
+from services.runtime.telemetry import Span, TraceContext
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
@@ -31,42 +27,6 @@ def root() -> TraceContext:
     context = telemetry.root(None)
     assert context is not None
     return context
-
-
-async def test_spans_arrive_with_all_that_they_say(otlp_receiver: Any) -> None:
-    telemetry.setup("gateway", otlp_receiver.url, instance_id="g0")
-    parent = telemetry.extract(TRACEPARENT, "a=1,b=2")
-    context = telemetry.root(parent)
-    assert parent is not None
-    assert context is not None
-    assert (context.trace_id, context.is_sampled, context.state) == (int(TRACE_ID, 16), True, "a=1,b=2")
-    said = {"gen_ai.request.model": "demo", "n": 3, "s": 0.5, "is": True, "words": ["a", "b"], "long": "x" * 1000}
-    event = Event("retry", 10**18 + 2, {"tandem.reason": "worker_lost"})
-    link = Link(telemetry.sibling(context, 7), {"tandem.attempt": 1})
-    spans = [span("request", context, parent.span_id, attributes=said, events=[event], links=[link], is_server=True)]
-    telemetry.export(spans)
-    telemetry.record("kv_transfer.send", context, 10**18, 10**18 + 9, error=ValueError("a client's words"))
-    await otlp_receiver.wait_for(2)
-    request, transfer = otlp_receiver.by_name("request"), otlp_receiver.by_name("kv_transfer.send")
-    assert (request.service, request.trace_id, request.parent_id) == ("gateway", TRACE_ID, "b7ad6b7169203331")
-    assert (request.start_unix_ns, request.end_unix_ns, request.kind) == (10**18, 10**18 + 5, "SPAN_KIND_SERVER")
-    assert request.state == "a=1,b=2"
-    words = request.attributes.pop("words")
-    assert [value.string_value for value in words.values] == ["a", "b"]
-    assert request.attributes == {"gen_ai.request.model": "demo", "n": 3, "s": 0.5, "is": True, "long": "x" * 256}
-    assert request.events == [("retry", 10**18 + 2, {"tandem.reason": "worker_lost"})]
-    assert request.links == [(f"{(context.span_id + 7) % 2**64:016x}", {"tandem.attempt": 1})]
-    assert transfer.parent_id == request.span_id != transfer.span_id
-    assert transfer.is_error
-    assert not request.is_error
-    assert transfer.attributes == {"error.type": "ValueError"}, "not its text, which may quote a client"
-
-
-async def test_shutdown_sends_what_is_queued(otlp_receiver: Any) -> None:
-    telemetry.setup("gateway", otlp_receiver.url)
-    telemetry.export([span("request", root())])
-    await asyncio.to_thread(telemetry.shutdown)
-    assert [span.name for span in otlp_receiver.spans] == ["request"]
 
 
 async def test_a_span_without_parent_begins_a_trace(otlp_receiver: Any) -> None:
@@ -145,45 +105,106 @@ def test_a_tracestate_that_nobody_must_pass_on_is_left_out(state: str, kept: boo
     assert context.state == (state if kept else "")
 
 
-async def test_a_collector_is_believed_as_the_clusters_own_processes_are(
-    tls_otlp_receiver: Any, authority: Authority
+SAMPLERS = [
+    # sampler, its argument, (without parent, with one that is sampled, with one that is not)
+    ("", "", (1.0, 1.0, 0.0)),
+    ("always_on", "", (1.0, 1.0, 1.0)),
+    ("always_off", "", (0.0, 0.0, 0.0)),
+    ("parentbased_always_off", "", (0.0, 1.0, 0.0)),
+    ("parentbased_traceidratio", "0.25", (0.25, 1.0, 0.0)),
+    ("traceidratio", "0.25", (0.25, 0.25, 0.25)),
+]
+
+
+@pytest.mark.parametrize(("sampler", "argument", "shares"), SAMPLERS)
+def test_the_sampler_of_the_environment_decides(
+    monkeypatch: pytest.MonkeyPatch, sampler: str, argument: str, shares: tuple[float, ...]
 ) -> None:
-    rpc.set_identity(Identity(authority.issue("gateway", roles=["gateway"]), roles=["gateway"]))
-    try:
-        telemetry.setup("gateway", tls_otlp_receiver.url)
-    finally:
-        rpc.set_identity(None)
-    telemetry.export([span("request", root())])
-    await tls_otlp_receiver.wait_for(1)
-
-
-@pytest.mark.parametrize("collector", ["nobody", "slow"])
-async def test_a_collector_that_is_away_or_slow_delays_nothing(collector: str, otlp_receiver: Any) -> None:
-    otlp_receiver.delay_s = 30.0
-    telemetry.setup("gateway", "http://127.0.0.1:1" if collector == "nobody" else otlp_receiver.url)
-    context, stopwatch = root(), Stopwatch()
-    for _ in range(2 * telemetry.MAX_QUEUED_SPANS):
-        telemetry.export([span("request", context)])
-    assert stopwatch.elapsed_s() < 5
-    num_exported, num_dropped = telemetry.counts()
-    assert num_exported == 0
-    assert num_dropped >= telemetry.MAX_QUEUED_SPANS - telemetry.MAX_BATCH_SPANS, "the queue has its bound"
-    began_s = time.monotonic()
-    await asyncio.to_thread(telemetry.shutdown)
-    assert time.monotonic() - began_s < telemetry.SHUTDOWN_TIMEOUT_S + 2
-
-
-async def test_what_cannot_be_a_message_is_dropped_and_the_rest_goes_on(otlp_receiver: Any) -> None:
-    telemetry.setup("gateway", otlp_receiver.url)
-    telemetry.export([span("request", root(), attributes={"n": 2**70})])
-    async with asyncio.timeout(10):
-        while telemetry.counts()[1] == 0:  # noqa: ASYNC110 - another thread counts
-            await asyncio.sleep(0.01)
-    telemetry.export([span("request", root())])
-    assert len(await otlp_receiver.wait_for(1)) == 1
-
-
-def test_it_is_set_up_once() -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler or "parentbased_always_on")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", argument)
     telemetry.setup("gateway", "http://127.0.0.1:1")
-    with pytest.raises(RuntimeError, match="already"):
+    for flags, share in zip((None, "01", "00"), shares, strict=True):
+        count = 0
+        for number in range(2000):
+            parent = None if flags is None else TraceContext(number * 2**64 // 2000 + 2**100, 7, flags == "01")
+            context = telemetry.root(parent)
+            assert context is not None
+            count += context.is_sampled
+            # A worker keeps to what the gateway has decided, whatever its own environment says.
+            assert (telemetry.sampled(telemetry.inject(context)) is not None) is context.is_sampled
+        assert count / 2000 == pytest.approx(share, abs=0.05)
+
+
+def test_the_flag_goes_before_the_sampler_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    telemetry.setup("gateway", "http://127.0.0.1:1", sample=1.0)
+    assert root().is_sampled
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "is_on"),
+    [
+        ({}, None, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, None, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1"}, None, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, None, False),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, None, True),
+        ({"OTEL_TRACES_EXPORTER": "none"}, "http://127.0.0.1:1", False),
+        ({"OTEL_SDK_DISABLED": "TRUE"}, "http://127.0.0.1:1", False),
+        ({"OTEL_SDK_DISABLED": "false"}, "http://127.0.0.1:1", True),
+    ],
+)
+def test_where_spans_are_recorded(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], url: str | None, is_on: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    telemetry.setup("gateway", url)
+    assert telemetry.is_on() is is_on
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_TRACES_EXPORTER", "zipkin"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "-1"),
+        ("OTEL_PROPAGATORS", "tracecontext,pigeon"),
+    ],
+)
+def test_a_variable_with_a_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="OTEL_"):
         telemetry.setup("gateway", "http://127.0.0.1:1")
+    assert not telemetry.is_on()
+
+
+def test_a_password_in_the_url_is_neither_used_nor_shown() -> None:
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
+        telemetry.setup("gateway", "https://me:t0ken@127.0.0.1:1")
+    assert "t0ken" not in str(caught.value)
+
+
+W3C = {"traceparent": TRACEPARENT, "tracestate": "a=1"}
+
+
+@pytest.mark.parametrize(
+    ("propagators", "told"),
+    [
+        ("", (TRACEPARENT, "a=1")),
+        ("tracecontext,baggage", (TRACEPARENT, "a=1")),
+        ("none", ("", "")),
+        ("b3", (TRACEPARENT.replace("b7ad6b7169203331", "0000000000000b03"), "")),
+        ("tracecontext,b3", (TRACEPARENT.replace("b7ad6b7169203331", "0000000000000b03"), "")),
+    ],
+)
+def test_a_clients_headers_are_read_as_the_propagators_say(
+    monkeypatch: pytest.MonkeyPatch, propagators: str, told: tuple[str, str]
+) -> None:
+    monkeypatch.setenv("OTEL_PROPAGATORS", propagators)
+    telemetry.setup("gateway", "http://127.0.0.1:1")
+    headers = {**W3C, "b3": f"{TRACE_ID}-0000000000000b03-1"}
+    assert telemetry.from_client(lambda name: headers.get(name.lower(), "")) == told
+    assert telemetry.from_client(lambda name: "") == ("", "")
