@@ -30,7 +30,7 @@ from benchmarks.cluster import Cluster, running_cluster
 from benchmarks.report import Ratio, add_arguments, leave
 from demo import DEMO_MODEL
 from protos import inference_pb2, inference_pb2_grpc
-from services.runtime.rpc import PUSHBACK_METADATA_KEY
+from services.runtime.interceptor import PUSHBACK_METADATA_KEY
 
 INTERACTIVE_SHARE = 0.15
 NORMAL_SHARE = 0.35

@@ -22,7 +22,6 @@ LONG_FILES = {
     "services/cluster/rate_limits.py": 563,
     "services/cluster/registry.py": 505,
     "services/engine/cache/pages.py": 700,
-    "services/runtime/rpc.py": 643,
     "services/scheduling/queue.py": 528,
     "services/scheduling/routing.py": 916,
 }

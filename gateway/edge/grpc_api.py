@@ -36,6 +36,7 @@ from gateway.wishes import read_wishes
 from protos import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.runtime import rpc, telemetry
 from services.runtime.errors import InvalidRequest
+from services.runtime.interceptor import caller_roles
 from services.runtime.places import OPERATORS, STRANGERS
 from services.runtime.sampling_wire import read_sampling
 from services.runtime.tls import OPERATOR
@@ -232,7 +233,7 @@ def account_of(door: FrontDoor) -> Callable[[str, Context], str]:
         service = method.strip("/").partition("/")[0]
         if service == health.SERVICE_NAME:
             return STRANGERS
-        if service != INFERENCE_SERVICE and OPERATOR in (rpc.caller_roles(context) or ()):
+        if service != INFERENCE_SERVICE and OPERATOR in (caller_roles(context) or ()):
             return OPERATORS
         return authenticate(door, context).tenant
 

@@ -15,6 +15,7 @@ from gateway.topology.troubles import Troubles
 from protos import cluster_pb2, cluster_pb2_grpc
 from services.runtime import rpc
 from services.runtime.errors import InvalidRequest, PermissionDenied, Unauthenticated
+from services.runtime.interceptor import caller_roles
 from services.runtime.tls import OPERATOR
 from services.runtime.worker_state import WorkerState
 from services.scheduling.disaggregation import PREFILL_CHOICES, PrefillChoice
@@ -92,7 +93,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
         Where there are neither keys nor a CA, everybody is an operator.
         """
-        identity, roles = rpc.identity(), rpc.caller_roles(context)
+        identity, roles = rpc.identity(), caller_roles(context)
         if roles is not None:
             if OPERATOR not in roles:
                 raise PermissionDenied(f"the caller's certificate does not have the role {OPERATOR}")

@@ -14,7 +14,10 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
+from protos import inference_pb2_grpc
+from services.runtime import rpc
 from tests.certificates import Authority
+from tests.services.runtime.serving import Servicer, serving
 
 
 @dataclass(frozen=True)
@@ -175,3 +178,25 @@ def _span(resource: dict[str, Any], span: Any) -> ReceivedSpan:
 
 def _attributes(pairs: Any) -> dict[str, Any]:
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
+
+
+@pytest.fixture
+def servicer() -> Servicer:
+    return Servicer()
+
+
+@pytest.fixture
+async def server(servicer: Servicer) -> AsyncIterator[tuple[rpc.RpcServer, str]]:
+    async with serving(servicer) as started:
+        yield started
+
+
+@pytest.fixture
+async def channel(server: tuple[rpc.RpcServer, str]) -> AsyncIterator[grpc.aio.Channel]:
+    async with rpc.make_channel(server[1]) as opened:
+        yield opened
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> Any:
+    return inference_pb2_grpc.InferenceStub(channel)
