@@ -1,8 +1,10 @@
 """Counters and histograms for places that every token passes, and figures that every process has. Knows no service.
 
-prometheus_client takes a lock and, for a histogram, walks through the buckets each time: microseconds for a token's
-count and its gap. Here one thread writes plain numbers and any thread may read them for a scrape, so an update is an
-addition. What a scrape reads may be one update older in one number than in another, never a torn one.
+prometheus_client takes a lock and, for a histogram, walks through the buckets each time: 1.18 us for a token's count
+and its gap, where the plain numbers here take 0.23 us (`python -m benchmarks.metrics`). It keeps the figures that are
+read at a scrape only, such as those of the process, which it already has. Here one thread writes plain numbers and any
+thread may read them for a scrape, so an update is an addition. What a scrape reads may be one update older in one
+number than in another, never a torn one.
 """
 
 from abc import ABC, abstractmethod
