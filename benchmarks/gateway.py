@@ -116,21 +116,21 @@ def main() -> None:
 
 def measure(seconds: float) -> dict[str, Any]:
     """All figures."""
-    with EmbeddedRedis() as redis, _gateway(redis.url) as (gateway_pid, port):
-        with _fake_workers(redis.url, step_ms=WHOLE_STEP_MS, tokens_per_step=ANSWER_TOKENS):
-            _await_ready(port)
+    with EmbeddedRedis() as redis, gateway_process(redis.url) as (gateway_pid, port):
+        with fake_workers(redis.url, step_ms=WHOLE_STEP_MS, tokens_per_step=ANSWER_TOKENS):
+            await_ready(port)
             answer = _post(port, WHOLE)
-            whole = _measure(gateway_pid, port, WHOLE, seconds)
+            whole = measure_load(gateway_pid, port, WHOLE, seconds)
             with _floor(answer) as (floor_pid, floor_port):
-                floor = _measure(floor_pid, floor_port, WHOLE, seconds)
-        _await_ready(port, is_ready=False)
-        with _fake_workers(redis.url, step_ms=STREAM_STEP_MS, tokens_per_step=1):
-            _await_ready(port)
-            streamed = _measure(gateway_pid, port, STREAMED, seconds)
+                floor = measure_load(floor_pid, floor_port, WHOLE, seconds)
+        await_ready(port, is_ready=False)
+        with fake_workers(redis.url, step_ms=STREAM_STEP_MS, tokens_per_step=1):
+            await_ready(port)
+            streamed = measure_load(gateway_pid, port, STREAMED, seconds)
             flood = _flood(port, seconds)
-        _await_ready(port, is_ready=False)
-        with _fake_workers(redis.url, step_ms=0.0, tokens_per_step=1):
-            _await_ready(port)
+        await_ready(port, is_ready=False)
+        with fake_workers(redis.url, step_ms=0.0, tokens_per_step=1):
+            await_ready(port)
             ttft_ms = statistics.median(uvloop.run(_first_tokens_s(port))) * 1e3
     return {
         "requests_per_wall_s": whole.per_wall_s,
@@ -201,7 +201,7 @@ def _delivered(port: int) -> float:
     return float(tokens[1])
 
 
-def _measure(server_pid: int, port: int, body: dict[str, Any], seconds: float) -> Load:
+def measure_load(server_pid: int, port: int, body: dict[str, Any], seconds: float) -> Load:
     """Loads a server for a while after warming it up; CPU time is read around the counted part."""
     command = [sys.executable, "-m", "benchmarks.gateway", "--role", "client", "--port", str(port)]
     request = json.dumps(body)
@@ -223,18 +223,20 @@ def _cpu_s(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def _gateway(redis_url: str) -> Iterator[tuple[int, int]]:
+def gateway_process(redis_url: str, *flags: str) -> Iterator[tuple[int, int]]:
+    """A gateway's process id and its HTTP port."""
     port = _free_port()
     command = [sys.executable, "-m", "gateway", "--model", str(MODEL), "--model-name", "bench", "--redis", redis_url]
     command += ["--cluster", CLUSTER, "--http-port", str(port), "--grpc-port", "0", "--log-level", "warning"]
-    command += ["--drain-s", "1"]
+    command += ["--drain-s", "1", *flags]
     with _process(command, core=SERVER_CORE) as pid:
         _await_port(port)
         yield pid, port
 
 
 @contextlib.contextmanager
-def _fake_workers(redis_url: str, *, step_ms: float, tokens_per_step: int) -> Iterator[None]:
+def fake_workers(redis_url: str, *, step_ms: float, tokens_per_step: int) -> Iterator[None]:
+    """Workers of the gateways' cluster that compute nothing."""
     command = [sys.executable, "-m", "benchmarks.fake_worker", "--redis", redis_url, "--cluster", CLUSTER]
     command += ["--step-ms", str(step_ms), "--tokens-per-step", str(tokens_per_step)]
     with _process(command, core=CLIENT_CORE):
@@ -389,7 +391,7 @@ def _post(port: int, body: dict[str, Any]) -> bytes:
     return answer
 
 
-def _await_ready(port: int, *, is_ready: bool = True) -> None:
+def await_ready(port: int, *, is_ready: bool = True) -> None:
     deadline_s = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline_s:
         with contextlib.suppress(OSError):

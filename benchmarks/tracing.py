@@ -36,11 +36,13 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
+from benchmarks import gateway
 from benchmarks.cluster import Cluster, request, running_cluster
 from demo import DEMO_MODEL
 from gateway.observability.phases import AttemptFacts
 from gateway.observability.tracing import RequestSpans, Tracing
 from gateway.topology.events import HandedOff, PrefillStarted
+from services.cluster.embedded_redis import EmbeddedRedis
 from services.runtime import otlp, telemetry
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.telemetry import Span, TraceContext
@@ -73,9 +75,43 @@ def main() -> None:
         serve_collector()
         return
     figures: dict[str, Any] = {"spans_us": measure_spans()}
+    figures["gateway"] = measure_gateways(arguments.rounds, arguments.seconds)
     figures["tokens"] = measure_tokens(arguments.model, arguments.rounds, arguments.seconds, arguments.new_tokens)
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+# --- gateways with instant workers ------------------------------------------------------------------------------------
+
+
+def measure_gateways(rounds: int, seconds: float) -> dict[str, Any]:
+    """CPU time and throughput of saturated gateways by their share of traced requests, as ratios to one without."""
+    loads: dict[str, list[gateway.Load]] = {}
+    with contextlib.ExitStack() as stack:
+        redis, otlp = stack.enter_context(EmbeddedRedis()), stack.enter_context(collector())
+        ports = {"off": stack.enter_context(gateway.gateway_process(redis.url))}
+        for share in ("0", "0.1", "1"):
+            flags = ("--otlp", otlp, "--trace-sample", share)
+            ports[share] = stack.enter_context(gateway.gateway_process(redis.url, *flags))
+        stack.enter_context(gateway.fake_workers(redis.url, step_ms=1.0, tokens_per_step=gateway.ANSWER_TOKENS))
+        for _, port in ports.values():
+            gateway.await_ready(port)
+        for _ in range(rounds):
+            for share in random.sample(list(ports), len(ports)):
+                loads.setdefault(share, []).append(gateway.measure_load(*ports[share], gateway.WHOLE, seconds))
+    figures: dict[str, Any] = {}
+    for share in ports:
+        pairs = list(zip(loads[share], loads["off"], strict=True))
+        figures[share] = {
+            "cpu_us": statistics.median(1e6 / load.per_cpu_s for load in loads[share]),
+            "cpu_ratio": statistics.median(off.per_cpu_s / load.per_cpu_s for load, off in pairs),
+            "requests_ratio": statistics.median(load.per_wall_s / off.per_wall_s for load, off in pairs),
+        }
+        print(
+            "gateway, traced {0:>3}: {cpu_us:5.0f} us of CPU a request, {cpu_ratio:.2f} of 'off'; "
+            "{requests_ratio:.2f} of its requests/s".format(share, **figures[share])
+        )
+    return figures
 
 
 # --- whole clusters ---------------------------------------------------------------------------------------------------
