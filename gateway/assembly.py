@@ -364,7 +364,7 @@ class Gateway:
         logger.info("listening", extra={"http_port": self.http_port, "grpc_port": self.grpc_port})
 
     async def stop(self) -> None:
-        """Leaves without losing a request, as far as `drain_s` allows; who still waits then gets an error.
+        """Leaves without losing a request, as far as `drain_s` allows; callers that still wait then get an error.
 
         The gateway says at once that it is not ready. Load balancers notice that a moment later, so it serves
         everything as before for `linger_s`. Then it closes its HTTP port, which sends load balancers and clients

@@ -57,7 +57,7 @@ class FrontDoor:
         self._file = None if key_file is None else KeyFile(key_file, on_change=self._take_weights, clock=clock)
         self.tenant_weights: dict[str, float] = {}
         """Shares of tenants in a fair queue, as the file says now; one that is not in it has 1. Always the same object,
-        so whoever holds it sees every change."""
+        so every holder sees each change."""
         self._take_weights()
         self._starter = None
         if starter_digest is not None:
@@ -81,7 +81,7 @@ class FrontDoor:
             self._limiter.start()
 
     async def close(self) -> None:
-        """Stops that."""
+        """Stops watching the key file and writing to Redis."""
         if self._file is not None:
             await self._file.close()
             await self._limiter.close()
@@ -93,7 +93,7 @@ class FrontDoor:
         return self.key_with(_digest_shown(authorization))
 
     def key_with(self, digest: str) -> ApiKey:
-        """The key with this digest, which somebody has shown. Raises Unauthenticated where it is not good any more."""
+        """The key with this digest, which somebody has shown. Raises Unauthenticated if it is no longer good."""
         if self._file is None:
             return _OPEN_KEY
         key = self._file.keys.find_digest(digest)
@@ -123,7 +123,7 @@ class FrontDoor:
             )
 
     def check_prefill(self, key: ApiKey, call: Call) -> None:
-        """Raises PermissionDenied for a call that says who computes its prompt, where the key does not allow that."""
+        """Raises PermissionDenied if a call chooses where its prompt is computed, and its key does not allow that."""
         if call.wishes.prefill and not (key.choose_prefill or key.is_admin):
             raise PermissionDenied(f"{PREFILL} needs an API key with choose_prefill or the admin role", field=PREFILL)
 
@@ -141,7 +141,7 @@ class FrontDoor:
 
     def let_in(self, call: Call, key: ApiKey, *, model: str) -> None:
         """Completes a call with what its key decides: tenant, models, service class, priority, a ticket for its limits,
-        and with whom it shares cached pages.
+        and the tenants with which it shares cached pages.
 
         `model` is the own name of the model that the call means. Raises InvalidRequest and, for what the key does not
         allow, PermissionDenied that names field and rule.
@@ -168,7 +168,7 @@ class FrontDoor:
         call.ticket = self.ticket(call.tenant)
 
     def ticket(self, tenant: str) -> "Ticket | None":
-        """For one call of a tenant; None: it has no limits."""
+        """A ticket for one call of a tenant; None: it has no limits."""
         limits = TenantLimits() if self._file is None else self._file.keys.limits_of(tenant)
         if limits.is_unlimited:
             return None
@@ -193,14 +193,14 @@ class FrontDoor:
 
 
 class KeyedDoor(FrontDoor):
-    """The same door, for whoever has shown the key with this digest before; headers say nothing here."""
+    """The door of a caller that has shown the key with this digest before; headers say nothing here."""
 
     def __init__(self, door: FrontDoor, digest: str) -> None:
         vars(self).update(vars(door))
         self._digest = digest
 
     def authenticate(self, authorization: Sequence[str]) -> ApiKey:
-        """The key of that digest. Raises Unauthenticated where it is not good any more."""
+        """The key with that digest. Raises Unauthenticated if it is no longer good."""
         return self.key_with(self._digest)
 
 
@@ -215,7 +215,7 @@ class OperatorsDoor:
         self._digest = digest
 
     def check(self, authorization: Sequence[str]) -> None:
-        """Raises Unauthenticated or PermissionDenied for a caller who may not."""
+        """Raises Unauthenticated or PermissionDenied for a caller that is not an operator."""
         if self._digest is None and self._door.is_open:
             return
         shown = _digest_shown(authorization)
@@ -277,7 +277,7 @@ class Ticket(TenantTicket):
         self._note(await self._limiter.take(self._tenant, self._limits, num_requests=1), num_tokens=0)
 
     def resume(self) -> None:
-        """The call goes on that was let in before: it counts among those at once, and is asked nothing."""
+        """Counts a call that was let in before among those that run at once, and charges nothing."""
         self._limiter.hold(self._tenant, self._limits, self.hold)
 
     def leave(self, *, num_prompt_tokens: int, num_new_tokens: int, has_run: bool) -> None:

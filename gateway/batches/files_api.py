@@ -31,16 +31,16 @@ from services.runtime.errors import (
 )
 
 PURPOSE = "batch"
-"""Of what clients send; what batches write has `batch_output`."""
+"""The purpose of files that clients send; those that batches write have `batch_output`."""
 MAX_FILENAME_CHARS = 255
 MAX_FIELD_BYTES = 256
-"""Of a form's field that is no file."""
+"""The most for a field of the form that is not a file."""
 MAX_FORM_BYTES = 64 * 1024
-"""Of a form beside its file."""
+"""The most for a form without its file."""
 MAX_UPLOADS = 8
 """At once on this gateway."""
 MAX_UPLOADS_OF_TENANT = 2
-"""Of these; one that sends slowly leaves room for others."""
+"""A tenant's share of them; one that sends slowly leaves room for others."""
 MIN_TTL_S = 3600
 RETRY_AFTER_S = 5.0
 STORE_PATIENCE_S = 4.0
@@ -90,7 +90,7 @@ class FilesApi:
 
     @contextlib.contextmanager
     def _upload_place(self, tenant: str) -> Iterator[None]:
-        """Raises Overloaded or RateLimited where there is none."""
+        """Holds a place for an upload. Raises Overloaded or RateLimited if none is free."""
         if self._uploads.total() >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS} files are being sent to this gateway already", retry_after_s=RETRY_AFTER_S)
         if self._uploads[tenant] >= MAX_UPLOADS_OF_TENANT:

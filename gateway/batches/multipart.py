@@ -20,7 +20,7 @@ MAX_BOUNDARY_CHARS = 70
 """RFC 2046, 5.1.1."""
 _HEAD_PARSER = HeaderParser(policy=compat32)
 _UNREADABLE = (ValueError, TypeError)
-"""Of parameters as in RFC 2231: encodings that decode nothing, and parts of which only some have a number."""
+"""Errors of parameters as in RFC 2231: encodings that decode nothing, and parts of which only some have a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class FormField:
 
 
 def boundary_of(content_type: str) -> bytes:
-    """What divides the parts of a body with this content type. Raises InvalidRequest where it is none of a form."""
+    """What divides the parts of a body with this content type. Raises InvalidRequest if it is not a form's."""
     head = Message()
     head["content-type"] = content_type
     boundary = ""

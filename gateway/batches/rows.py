@@ -198,11 +198,11 @@ class _Body(msgspec.Struct):
 
 
 class _Repeated(Exception):
-    """A member is there twice."""
+    """A member occurs twice."""
 
 
 def _repeats_error(line: bytes, body: msgspec.Raw, number: int) -> LineError | None:
-    """About members of a line that are there twice; the body's own are checked when it is asked, as any request's."""
+    """The error for members of a line that occur twice; the body's own are checked when the row is asked."""
     try:
         # Nothing but an object looks like one, so whatever else is replaced was an empty one or in a text.
         if not has_repeats(line.replace(bytes(body), b"null").decode()):
@@ -222,6 +222,6 @@ def _missing(name: str, number: int) -> LineError:
 
 
 def _line(batch_id: str, row: int, custom_id: str, **members: Any) -> bytes:
-    # The same whoever computes the row, and however often.
+    # Equal on every gateway that computes the row, and each time.
     row_id = hashlib.sha256(f"{batch_id}/{row}".encode()).hexdigest()[:24]
     return msgspec.json.encode({"id": f"batch_req_{row_id}", "custom_id": custom_id, **members}) + b"\n"

@@ -2,7 +2,7 @@
 
 Each row is a request over HTTP without a connection, in the `batch` class, so everything that holds for a request holds
 for a row; 429 and 503 are not results but mean "later". What is known of a batch is in `services.cluster.batches`: any
-gateway can go on from there, with the rows that have no result yet. Knows no route.
+gateway can continue from there, with the rows that have no result yet. Knows no route.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ POLL_S = 1.0
 MAX_OWNED = 32
 """Batches that one gateway works on at once."""
 MAX_OWNED_OF_TENANT = 4
-"""Of these; a tenant's further ones wait, so that others' need not."""
+"""A tenant's share of them; its further ones wait, so that others' need not."""
 RENEWALS_PER_LEASE = 4
 STORE_RETRY_S = 0.25
 """How often a Redis that is away is tried again."""
@@ -47,10 +47,10 @@ FULL_RETRY_S = 5.0
 LEAVE_S = 5.0
 """Time that running rows have to end when the gateway leaves."""
 MAX_PAUSE_S = 5.0
-"""Of a place whose row was told to come later: the next row may be told so too."""
+"""The longest pause of a place whose row was told to come later: the next row may be told so too."""
 MAX_UNANSWERED_AT_ONCE = 500
 MAX_FAULTS = 3
-"""So often a gateway tries a batch that it fails to work on by a fault of its own; then the batch has failed."""
+"""How often a gateway tries a batch that it fails to work on by a fault of its own, until the batch has failed."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +59,15 @@ Outcome = Literal["completed", "failed", "expired", "later"]
 
 
 class _Left(Exception):
-    """The batch is no longer ours, or not to be worked on any more."""
+    """The batch is no longer ours, or no longer to be worked on."""
 
 
 class Batches:
     """The batches of one gateway.
 
-    `app_of` makes the HTTP API as whoever has the API key of a digest sees it; `check_model` raises what that key's
-    owner would be told who asks for a model; `on_rows` takes what came of asking rows, and of how many. At most
-    `num_rows` rows are asked at once; 0: this gateway runs none.
+    `app_of` makes the HTTP API as the owner of the API key with a digest sees it; `check_model` raises the error that
+    this owner would get for a model; `on_rows` takes what came of asking rows, and of how many. At most `num_rows` rows
+    are asked at once; 0: this gateway runs none.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Batches:
         self.on_rows = on_rows
         self.num_rows = num_rows
         self.slots = asyncio.Semaphore(num_rows)
-        """Shared by all batches; whoever has waited longest is next, so each gets as much as the others."""
+        """Shared by all batches; the task that has waited longest is next, so each batch gets as much as the others."""
         self._gateway_incarnation = gateway_incarnation
         self._poll_s = poll_s
         self.faults: Counter[str] = Counter()
-        """Of our own making, by batch."""
+        """Faults of this program, by batch."""
         self._runs: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
@@ -174,7 +174,7 @@ class BatchRun:
         self._leaving = asyncio.Event()
         self._looks = asyncio.Event()
         self._has_claim = asyncio.Event()
-        """The claim was renewed so lately that nobody else can have the batch."""
+        """Set while the claim was renewed so lately that no other gateway can have the batch."""
         self._has_claim.set()
         self._has_stopped = False
         self._is_full = False
@@ -209,13 +209,13 @@ class BatchRun:
             await asyncio.wait((keeping,))
 
     def leave(self) -> None:
-        """No row is begun any more; the batch is let go when those that run have ended."""
+        """Begins no further row; the batch is let go when those that run have ended."""
         self._leaving.set()
         if self._pending is not None:
             self._pending.close()
 
     def stop(self) -> None:
-        """It is let go at once."""
+        """Lets the batch go at once."""
         self.leave()
         if self._work is not None and not self._has_stopped:
             self._has_stopped = True  # a second cancellation would interrupt what the first one ends
@@ -226,7 +226,7 @@ class BatchRun:
         self._looks.set()
 
     async def _go_through(self) -> None:
-        """From where the batch stands to its end. Raises _Left."""
+        """Takes the batch from where it stands to its end. Raises _Left."""
         status = self.batch.status
         outcome: str | None = self.batch.outcome
         try:
@@ -292,7 +292,7 @@ class BatchRun:
             await all_of([self._answer(self._pending) for _ in range(self._batches.num_rows)])
 
     async def _answer(self, pending: PendingRows) -> None:
-        """One of those who answer the rows, side by side."""
+        """Answers rows, beside other tasks that do, until none is left."""
         while (answered := await self._ask_next(pending)) is not None:
             row, custom_id, answer = answered
             wait_s = later_s(answer, row)
@@ -314,7 +314,7 @@ class BatchRun:
             self._batches.on_rows("failed" if has_failed else "completed", 1)
 
     async def _ask_next(self, pending: PendingRows) -> tuple[PendingRow, str, RowAnswer] | None:
-        """The next row, its custom_id and what the API answers to it; None: there is none, or none is begun any more.
+        """The next row, its custom_id and what the API answers to it; None: no row is left, or none is to be begun.
 
         The lines of rows that wait for a slot are not in memory.
         """
@@ -406,7 +406,7 @@ class BatchRun:
                 raise _Left
 
     async def _advance(self, status: Status, **more: Any) -> bool:
-        """Whether the batch stands there now; if not it was cancelled. Raises _Left, or FileWrong without room."""
+        """Moves the batch to a status. Returns False if it was cancelled. Raises _Left, or FileWrong without room."""
         reply = await self._surely(lambda: self._store.advance(self.batch, status, **more))
         if reply is Reply.FULL:
             raise FileWrong(LineError("storage_full", "There is no room for one line for each row: delete some files."))
@@ -441,7 +441,7 @@ class BatchRun:
             try:
                 claim = await self._store.renew(self.batch)
             except StoreUnavailable:
-                # Somebody else may have the batch soon: what runs goes on, and may be recorded first.
+                # Another gateway may have the batch soon: what runs continues, and may be recorded first.
                 if loop.time() - renewed_s > self._store.lease_s / 2:
                     self._has_claim.clear()
                 continue

@@ -1,4 +1,4 @@
-"""What there is to see of a cluster now: a snapshot for whoever comes, and an update each second for whoever stays.
+"""What a cluster looks like now: a snapshot for each caller, and an update each second for callers that stay.
 
 The updates are made once for all watchers, and only while there are some; a watcher that takes them too slowly misses
 some. Knows no HTTP.
@@ -89,7 +89,7 @@ class Feed:
                 watcher.put(update)
 
     def snapshot(self, seconds: int) -> dict[str, Any]:
-        """Everything, with the figures of the last so many seconds. All times are seconds unless a name says more."""
+        """Everything, with the figures of the last `seconds` seconds. All times are seconds unless a name says more."""
         facts, history = self._facts, self._requests.log.history
         targets = history.targets
         return {

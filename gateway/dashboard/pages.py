@@ -200,7 +200,7 @@ def _since_choice(attempt: AttemptStory, answer: AnswerStory, token_us: int | No
     """When a token came, if this attempt gave it, since the decision: what the request had waited before is no part."""
     if token_us is None:
         return None
-    # Of those that were begun before it the last one gave it: the others had failed.
+    # The last attempt that was begun before it gave it: the others had failed.
     begun = [each for each in answer.attempts if each.began_us <= token_us]
     return token_us - attempt.began_us if begun and attempt is begun[-1] else None
 

@@ -36,7 +36,7 @@ COLUMNS = (
 
 
 class TrafficTotals(NamedTuple):
-    """What was counted since the gateway started, and what is there now.
+    """What was counted since the gateway started, and what waits and runs now.
 
     `ttft` and `itl`: values in each bucket of their histogram. Prompt tokens count with an answer's first token, when
     it is known how many were cached. `ended` is by outcome, with `good` for those that met their targets.
@@ -71,7 +71,7 @@ class Series:
             self._push(self._columns[name], value)
 
     def last(self, seconds: int) -> tuple[list[float], dict[str, list[float | None]]]:
-        """Times and figures of the last so many seconds. None: nothing can be said of that one."""
+        """Times and figures of the last `seconds` seconds. None: nothing is known of that second."""
         return (
             self._times[-seconds:].tolist(),
             {name: [_shown(value) for value in column[-seconds:]] for name, column in self._columns.items()},
@@ -108,7 +108,7 @@ class Series:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float:
-    """The value that `share` (0 to 1) of all values do not exceed; NaN: there are none.
+    """The value that `share` (0 to 1) of all values do not exceed; NaN if no value was counted.
 
     `counts` has one more member than `bounds`, for what is beyond the last of them, of which that bound is said.
     """

@@ -204,6 +204,8 @@ class _NamedAnswers(Answers):
 class _Growing:
     """One answer while its deltas are put together."""
 
+    __slots__ = ("_last", "_logprobs", "_prompt_logprobs", "_texts", "_token_ids")
+
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._texts: list[str] = []

@@ -1,4 +1,4 @@
-"""The public gRPC service `Cluster`, for operators: who is in the cluster, and what is changed in it by hand."""
+"""The public gRPC service `Cluster`, for operators: the workers of the cluster, and what is changed in it by hand."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ _PREFILL_CHOICES: "Mapping[PrefillChoice, cluster_pb2.PrefillChoice.ValueType]" 
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
-    """Who is in the cluster, and taking a worker out: for operators."""
+    """Shows operators the cluster, and takes workers out of it."""
 
     def __init__(self, requests: Requests, topology: Topology, *, door: FrontDoor, troubles: Troubles) -> None:
         self._door = door
@@ -77,7 +77,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def SetPrefill(
         self, request: cluster_pb2.SetPrefillRequest, context: Context
     ) -> cluster_pb2.SetPrefillResponse:
-        """Chooses who computes prompts from now on."""
+        """Chooses where prompts are computed from now on."""
         who = self._check_operator(context)
         chosen = next((name for name, value in _PREFILL_CHOICES.items() if value == request.choice), None)
         if chosen is None:

@@ -1,4 +1,4 @@
-"""The OpenAI API over HTTP and SSE: which path leads where, who may ask, and how an answer goes out.
+"""The OpenAI API over HTTP and SSE: which path leads where, which key it needs, and how an answer goes out.
 
 An edge: turns HTTP into a `Call`, answers into HTTP, and every error into OpenAI's error object. How a request lives is
 `gateway.requests.lifecycle`'s business.
@@ -101,7 +101,7 @@ class HttpApi:
         return dispatch
 
     def admin_app(self, door: OperatorsDoor | None) -> App:
-        """What operators read, for an address of its own. None: the system has judged who reaches it."""
+        """What operators read, for an address of its own. `door` None: the system decides which callers reach it."""
         pages = self._starlette(self._pages.routes(has_api=False))
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,7 +141,7 @@ class HttpApi:
         return self._door.authenticate(header_values(headers, b"authorization"))
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """The answer to a caller who may not see a page; None if the caller may.
+        """The answer to a caller that may not see a page; None if it may.
 
         Probes need no key and the API one of any kind. All else needs an admin's, also what is added later and what
         does not exist.

@@ -13,7 +13,7 @@ from gateway.limits import MAX_BODY_BYTES
 from services.runtime.errors import Overloaded, RateLimited
 
 LONG_BODY_BYTES = 256 * 1024
-"""Longer ones are read in a thread: 8 MiB of empty objects take a second and more, in which no stream would go on."""
+"""Longer ones are read in a thread: 8 MiB of empty objects take a second or more, and all streams would wait."""
 SMALL_BODY_BYTES = 64 * 1024
 """A claim up to this size may take from the reserve."""
 RESERVE_PART = 8
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Bodies:
     """All bodies that are being received, read or worked on; together they have at most `max_bytes`.
 
-    Of these an eighth is a reserve for small bodies, so that long ones never keep them out. A tenant has at most
+    An eighth of them is a reserve for small bodies, so that long ones never keep them out. A tenant has at most
     `tenant_bytes` of the rest (not given: a quarter, and always enough for one body) and a quarter of the reserve.
     The tenant with the empty name, which everybody is where no keys are asked for, has no share of its own.
     """
@@ -74,7 +74,7 @@ class Bodies:
     async def read(
         self, claim: "Claim", receive: Callable[["Claim"], Awaitable[bytes]], read: Callable[[bytes], T]
     ) -> T:
-        """The same with a claim that the caller goes on holding, such as until a text has become tokens.
+        """What `read` makes of the body, with a claim that the caller keeps, such as until a text has become tokens.
 
         `receive` adds the bytes to the claim as they come, which raises for those that find no room. What a client
         announces takes none: it may never come.
@@ -159,7 +159,7 @@ class _Pool:
         self._by_tenant: dict[str, int] = {}
 
     def grow(self, tenant: str, num_bytes: int) -> str | None:
-        """Takes memory; where there is none, says whose share is used up: "tenant" or "all"."""
+        """Takes memory and returns None, or returns whose share is used up: "tenant" or "all"."""
         if self.num_bytes + num_bytes > self._max_bytes:
             return "all"
         if tenant:

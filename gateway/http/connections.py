@@ -14,9 +14,9 @@ EXTENSION = "tandem"
 """The ASGI extension in which a request finds its connection."""
 MAX_CONNECTIONS = 10_000
 MAX_UNREAD_BYTES = 32 * 2**20
-"""Of the bodies of all requests together that came before anybody asked for them."""
+"""The most for the bodies of all requests together that came before the application asked for them."""
 MAX_LATER_BYTES = 16 * 2**20
-"""Of requests of all connections together that were sent before the answer to an earlier one was complete."""
+"""The most for requests of all connections together that came before the answer to an earlier one was complete."""
 
 
 class Connection:
@@ -90,7 +90,7 @@ class Budget:
         self._max_bytes = max_bytes
 
     def take(self, num_bytes: int) -> bool:
-        """Takes some; False: there is no room for them."""
+        """Takes some. Returns False if they have no room."""
         if self.num_bytes + num_bytes > self._max_bytes:
             return False
         self.num_bytes += num_bytes
@@ -123,7 +123,7 @@ class Connections:
         self._idle: dict[Abortable, None] = {}
 
     def enter(self, one: Abortable) -> bool:
-        """A connection was made, and is idle. False: there is no room for it; `leave` is to be called all the same."""
+        """A connection was made, and is idle. Returns False if it has no room; `leave` is to be called all the same."""
         has_room = self.num_open < self.max_connections or self._end_oldest()
         self.num_open += 1
         if has_room:

@@ -33,10 +33,10 @@ from services.runtime.errors import (
 MAX_URL_BYTES = 8 * 1024
 LINGER_S = 2.0
 MIN_BODY_BYTES_PER_S = 16 * 1024
-"""Of a body that holds more than a small one may: it must come at least at this rate, looked at every BODY_LOOK_S."""
+"""The least rate of a body that holds more than a small one may, looked at every BODY_LOOK_S."""
 BODY_LOOK_S = 5.0
 SLOW_CLIENT_LIMIT_S = 30.0
-"""A client that takes nothing for so long is dropped."""
+"""How long a client may take nothing until it is dropped."""
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Exchange:
             self._timer.cancel()
 
     def _check_body(self, task: "asyncio.Task[Any]", claim: Claim, num_before: int) -> None:
-        """Ends a body that takes too long. `num_before` bytes were there at the last look."""
+        """Ends a body that takes too long. `num_before` bytes had come at the last look."""
         loop = asyncio.get_running_loop()
         left_s = self._body_until_s - loop.time()
         if left_s <= 0:
@@ -332,6 +332,6 @@ def _error_headers(error: BaseException, *, closes: bool = False) -> HeaderPairs
 
 
 def error_answer(error: Exception) -> Response:
-    """The same answer for routes that are Starlette's."""
+    """The answer to an error, for routes that are Starlette's."""
     headers = {key.decode(): value.decode() for key, value in _error_headers(error)}
     return Response(_error_body(error), _http_status(error), headers, media_type="application/json")

@@ -25,7 +25,7 @@ MAX_FRAMING_BYTES = 16 * 1024
 FRAMING_BYTES_PER_BODY_BYTE = 8
 """What chunks may need: those of one byte have five bytes around it."""
 MAX_LATER_BYTES = 256 * 1024
-"""Of requests that a client sends before the answer to an earlier one is complete: about one read."""
+"""The most for requests that a client sends before the answer to an earlier one is complete: about one read."""
 HEAD_TIMEOUT_S = 30.0
 """From the beginning of a connection, or of a later request, to the end of the request's head."""
 LINGER_S = 2.0
@@ -81,7 +81,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._tail = b""
         """The last bytes parsed of what is searched for its end."""
         self._body_left_bytes = -1
-        """Of a body whose length was told; -1: it comes in chunks."""
+        """What is left of a body whose length was told; -1: it comes in chunks."""
         self._num_body_bytes = 0
         self._framing_room_bytes = 0
         self._later = b""
@@ -92,7 +92,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._linger_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client is there; the head of its first request is expected."""
+        """A client has connected; the head of its first request is expected."""
         super().connection_made(transport)
         self.flow = Flow(transport)
         if self._all.enter(self):
@@ -421,7 +421,7 @@ class _Cycle(RequestResponseCycle):
     """The application has asked for the body."""
 
     async def receive(self) -> Any:
-        """As uvicorn's. Reading goes on only for a body: what comes after it has to wait for the answer."""
+        """As uvicorn's. Reading continues only for a body: what comes after it has to wait for the answer."""
         self.is_wanted = True
         if self.waiting_for_100_continue and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -10,7 +10,7 @@ import asyncio
 from uvicorn.protocols.http.flow_control import FlowControl
 
 BYTES_PER_S = 64 * 2**20
-"""Of all bodies together; receiving this much takes about an eighth of one core."""
+"""The rate of all bodies together; receiving this much takes about an eighth of one core."""
 BURST_S = 0.05
 """As much as the rate gives in this time may come at once after a pause."""
 MIN_READ_BYTES = 4 * 1024

@@ -20,7 +20,7 @@ from gateway.types import Delta, FinishReason, Sampling, TokenLogprobs, Usage
 from services.runtime.errors import InternalError, InvalidRequest
 
 MAX_DELTA_TOKENS = 32
-"""A reader that has much to catch up with gets it in parts of so many tokens, which bounds what waits for it."""
+"""A reader that has much to catch up with gets it in parts of at most this many, which bounds what waits for it."""
 
 TOKEN_COST_BYTES = 40
 LOGPROB_COST_BYTES = 160
@@ -30,7 +30,7 @@ ANSWER_COST_BYTES = 4096
 """What a sampling takes beside its texts, and what an answer takes beside its tokens: objects of the interpreter."""
 
 MAX_FALLBACK_CHARS = 1024
-"""Of what is said of a fallback: two names of models and a reason are fewer."""
+"""The most for what is said of a fallback: two names of models and a reason are fewer."""
 MAX_TRACEPARENT_CHARS = 55
 
 
@@ -75,7 +75,7 @@ def parse_event_id(text: str) -> tuple[str, list[Position]]:
 
 
 def event_id_error(reason: str) -> InvalidRequest:
-    """For a Last-Event-ID that cannot be gone on from."""
+    """The error for a Last-Event-ID after which nothing can be continued."""
     return InvalidRequest(f"Last-Event-ID cannot be used: {reason}", field="Last-Event-ID", code="invalid_event_id")
 
 
@@ -146,7 +146,7 @@ class AnswerReader:
         return answer.is_finished and self.position == (len(answer.token_ids), Shown.END)
 
     def read(self) -> Iterator[Delta]:
-        """What is there and the client does not have; `position` is always the one after the latest delta.
+        """Yields what is known and the client does not have; `position` is always the one after the latest delta.
 
         Raises InvalidRequest if the answer has ended before the position from which the reader began.
         """
@@ -212,7 +212,7 @@ class _ChoiceDocument(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _CallDocument(msgspec.Struct, frozen=True):
-    """A call as it is kept; a prompt or a sampling that several answers share is there once."""
+    """A call as it is kept; a prompt or a sampling that several answers share is kept once."""
 
     operation: str
     tenant: str
@@ -230,7 +230,7 @@ class _CallDocument(msgspec.Struct, frozen=True):
     share_cache: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
     traceparent: Annotated[str, msgspec.Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
     samplings: list[Sampling] = []
-    """Of several answers, each that differs in more than its seed; their own seeds mean nothing."""
+    """The samplings of several answers, each that differs in more than its seed; their own seeds mean nothing."""
 
 
 class _EndDocument(msgspec.Struct, frozen=True, array_like=True):

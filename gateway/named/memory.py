@@ -70,7 +70,7 @@ class JournalMemory(Generic[Entry]):
         self._add(entry, tenant, num_bytes)
 
     def resize(self, entry: Entry, num_bytes: int) -> None:
-        """What a counted entry takes now. Nothing is refused, since its tokens are there already."""
+        """What a counted entry takes now. Nothing is refused, since its tokens exist already."""
         if entry in self._costs:
             tenant, before = self._costs[entry]
             self._costs[entry] = tenant, num_bytes
@@ -99,7 +99,7 @@ class JournalMemory(Generic[Entry]):
                 del self._kept[tenant]
 
     def drop(self, entry: Entry) -> None:
-        """It is counted no more."""
+        """Counts it no longer."""
         self.use(entry)
         tenant, num_bytes = self._costs.pop(entry, ("", 0))
         self._subtract(self._by_tenant, tenant, num_bytes)

@@ -25,7 +25,7 @@ class Part(msgspec.Struct):
     opening_id: str = ""
     """The id of what comes before the first part: after it the client knows that this answer has begun. Else empty."""
     event_id: str = ""
-    """The id of this part: after it the client is there."""
+    """The id of this part, which names the client's position after it."""
 
 
 class Reader:

@@ -1,7 +1,7 @@
 """The named requests of this gateway: one generation each, however many clients read it, and from wherever.
 
 A generation runs while somebody reads it. When the last reader leaves, it is cancelled and its tokens stay for a reader
-who returns. `services.cluster.journals` gets what another gateway needs; without Redis, this gateway alone knows it.
+that returns. `services.cluster.journals` gets what another gateway needs; without Redis, this gateway alone knows it.
 """
 
 import asyncio

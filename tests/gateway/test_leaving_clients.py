@@ -8,11 +8,9 @@ import socket
 import grpc
 import pytest
 
-from gateway.http.connections import connection_of, in_process_scope
-from gateway.http.exchange import Exchange
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc
-from services.runtime.errors import Overloaded, RequestCancelled
+from services.runtime.errors import Overloaded
 from tests.stopwatch import Stopwatch
 
 NAMES = {
@@ -258,29 +256,6 @@ async def test_client_that_reads_nothing_is_dropped_and_disturbs_nobody(make_sys
         await system.until(lambda: len(decode.cancelled) == len(decode.attempts))
         await until_idle(system)
     assert 0 < highest <= MAX_BUFFER_BYTES
-
-
-async def test_a_client_that_takes_nothing_and_then_leaves_is_lost_once():
-    scope = in_process_scope("POST", "/v1/completions", [])
-    began, is_cleaning, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def serve():
-        with Exchange(scope, None, None).cancelled_on_disconnect():
-            try:
-                began.set()
-                await asyncio.Event().wait()
-            finally:
-                is_cleaning.set()
-                await may_end.wait()
-
-    serving = asyncio.create_task(serve())
-    await began.wait()
-    connection_of(scope).on_lost()
-    await is_cleaning.wait()
-    connection_of(scope).on_lost()
-    may_end.set()
-    with pytest.raises(RequestCancelled):
-        await serving
 
 
 @pytest.mark.parametrize("name", ["unnamed", "with an id"])

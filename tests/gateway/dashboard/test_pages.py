@@ -1,7 +1,5 @@
 """The data behind the dashboard, who may read it, and that the page brings along all that it needs."""
 
-import asyncio
-import json
 import re
 import tomllib
 from importlib import resources
@@ -10,37 +8,21 @@ from typing import Any
 
 import pytest
 
-from gateway.access.keys import digest_of_key, new_key
-from gateway.dashboard import feed
 from gateway.dashboard.pages import POLICY
 from gateway.dashboard.series import COLUMNS
 from gateway.observability.history import Query
 from protos import worker_pb2
 from services.runtime.errors import InternalError
+from tests.gateway.dashboard.conftest import ADMIN, PLAIN
 
-ROOT = Path(__file__).parents[2]
-ADMIN, PLAIN = new_key(), new_key()
+ROOT = Path(__file__).parents[3]
+
 ODD_NAME = "<img src=x onerror=alert(1)>"
 MARKER = "zebrafinch"
 FILES = (
     *("index.html", "style.css", "icon.svg", "app.js", "api.js", "charts.js", "cluster.js", "dom.js"),
     *("playground.js", "requests.js"),
 )
-
-
-@pytest.fixture
-def pair(pair_type: Any, tokenizer: Any) -> Any:
-    return pair_type([*tokenizer.encode("hello world, naïve café end", add_special_tokens=False).ids, 1])
-
-
-@pytest.fixture
-def keys(tmp_path: Any) -> Any:
-    path = tmp_path / "keys.toml"
-    path.write_text(
-        f'[[key]]\nsha256 = "{digest_of_key(ADMIN)}"\ntenant = "ops"\nadmin = true\n'
-        f'[[key]]\nsha256 = "{digest_of_key(PLAIN)}"\ntenant = "acme"\n'
-    )
-    return path
 
 
 def shows(key: str) -> dict[str, str]:
@@ -272,81 +254,6 @@ async def test_the_operators_address_asks_for_an_admins_key_and_says_that_the_ap
     assert (await system.http.get("/v1/models", headers=shows(ADMIN))).status_code == 404
 
 
-def data_of(line: str) -> Any:
-    return json.loads(line.removeprefix("data: "))
-
-
-async def test_updates_come_while_somebody_watches(make_system: Any, pair: Any) -> None:
-    system = await make_system()
-    await system.add_pair(pair)
-    watched = system.gateway._feed
-    async with system.http.stream("GET", "/dashboard/events") as reply:
-        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
-        lines = reply.aiter_lines()
-        first = update = data_of(await anext(lines))
-        assert watched.num_watchers == 1
-        await system.complete(max_tokens=100)
-        while not update["last_number"]:
-            line = await anext(lines)
-            update = data_of(line) if line else update
-        assert update["now_unix_s"] > first["now_unix_s"]
-        assert {len(values) for values in update["series"].values()} == {1}
-        assert [worker["id"] for worker in update["workers"]] == ["decode-0", "prefill-0"]
-    await system.until(lambda: watched.num_watchers == 0)
-    assert (await system.http.head("/dashboard/events")).status_code == 200
-
-
-async def test_one_client_cannot_hold_all_places_of_watchers(make_system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "MAX_WATCHERS", 3)
-    watched = (await make_system()).gateway._feed
-    tasks: dict[str, asyncio.Task[None]] = {}
-
-    async def watch(client: str) -> None:
-        async for _ in watched.updates(client):
-            pass
-
-    for name in ("a1", "b1", "b2", "b3", "b4", "c1"):
-        tasks[name] = asyncio.create_task(watch(name[0]))
-        await asyncio.sleep(0)
-        assert watched.num_watchers <= 3
-    # A client that has the most places loses its oldest, to another client and to itself.
-    async with asyncio.timeout(5):
-        for name in ("b1", "b2", "b3"):
-            await tasks[name]
-    assert not any(tasks[name].done() for name in ("a1", "b4", "c1"))
-    await watched.close()
-    async with asyncio.timeout(5):
-        await asyncio.gather(*tasks.values())
-
-
-async def test_a_watcher_whose_place_is_taken_sees_the_end_of_its_stream(
-    make_system: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feed, "MAX_WATCHERS", 1)
-    system = await make_system()
-    async with system.http.stream("GET", "/dashboard/events") as reply:
-        lines = reply.aiter_lines()  # kept: with the iterator the connection would end
-        await anext(lines)
-        async with system.http.stream("GET", "/dashboard/events") as second:
-            await anext(second.aiter_lines())
-            async with asyncio.timeout(5):
-                async for _ in lines:  # to its end, which is one: a broken connection would raise
-                    pass
-            assert system.gateway._feed.num_watchers == 1
-
-
-async def test_a_gateway_that_stops_ends_the_updates(make_system: Any) -> None:
-    system = await make_system()
-    async with system.http.stream("GET", "/dashboard/events") as reply:
-        lines = reply.aiter_lines()
-        await anext(lines)
-        leaving = asyncio.create_task(system.gateway._feed.close())
-        async with asyncio.timeout(5):
-            async for _ in lines:  # to its end, which is one: a broken connection would raise
-                pass
-        await leaving
-
-
 def test_the_page_brings_all_its_files_and_loads_nothing_from_elsewhere() -> None:
     """As they are installed: a wheel has what the package's folder has here."""
     folder = resources.files("gateway.dashboard").joinpath("static")
@@ -386,15 +293,3 @@ def test_a_wheel_would_have_them() -> None:
         path.name for pattern in data["gateway.dashboard"] for path in (ROOT / "gateway/dashboard").glob(pattern)
     }
     assert matched == set(FILES)
-
-
-async def test_a_second_that_fails_is_not_the_last_one(
-    make_system: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(feed, "TICK_S", 0.01)
-    system = await make_system()
-    monkeypatch.setattr(system.gateway.metrics, "totals", lambda: 1 / 0)
-    await system.until(lambda: "the figures of a second are missing" in caplog.text)
-    before = system.gateway._feed.snapshot(1)["series"]["unix_s"]
-    monkeypatch.undo()
-    await system.until(lambda: system.gateway._feed.snapshot(1)["series"]["unix_s"] != before)
