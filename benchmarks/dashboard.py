@@ -21,7 +21,8 @@ from gateway.observability.history import AnswerStory, History, Query, Row
 from gateway.observability.metrics import Metrics
 from gateway.topology.reports import WorkerLoad
 from services.scheduling.prediction import DEFAULT_DECODE, DEFAULT_PREFILL
-from services.scheduling.routing import Router, RouteRequest, WorkerView
+from services.scheduling.routing.router import Router
+from services.scheduling.routing.views import RouteRequest, WorkerView
 
 NUM_REQUESTS = 1000
 NUM_TICKS = 50

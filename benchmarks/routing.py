@@ -19,7 +19,9 @@ from gateway.topology.reports import WorkerLoad
 from services.cluster.registry import WorkerRecord
 from services.scheduling.health import WorkerHealth
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
-from services.scheduling.routing import POLICY_NAMES, Router, RouteRequest, WorkerView
+from services.scheduling.routing.policies import POLICY_NAMES
+from services.scheduling.routing.router import Router
+from services.scheduling.routing.views import RouteRequest, WorkerView
 
 PAGE_SIZE = 16
 PROMPT_PAGES = 200

@@ -47,7 +47,10 @@ from services.runtime import otlp, telemetry
 from services.runtime.clock import SYSTEM_CLOCK
 from services.runtime.telemetry import Span, TraceContext
 from services.scheduling.disaggregation import DisaggregationSettings
-from services.scheduling.routing import Route, Router, RouteRequest, RoutingSettings, WorkerView
+from services.scheduling.routing.price import RoutingSettings
+from services.scheduling.routing.route import Route
+from services.scheduling.routing.router import Router
+from services.scheduling.routing.views import RouteRequest, WorkerView
 
 LIMIT = 0.97
 """Least ratio of tokens/s with all requests traced to those without traces."""

@@ -33,7 +33,8 @@ from services.runtime.kinds import (
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.overload import Targets
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed
-from services.scheduling.routing import POLICY_NAMES, RoutingSettings
+from services.scheduling.routing.policies import POLICY_NAMES
+from services.scheduling.routing.price import RoutingSettings
 
 LADDER = ("random", "least_loaded", "prefix_aware", "hybrid")
 """What `--policy all` means: from the one that looks at nothing to the one that looks at everything."""

@@ -64,7 +64,8 @@ from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.lanes import LaneOrder
 from services.scheduling.overload import Targets
 from services.scheduling.queue import RequestQueue
-from services.scheduling.routing import Router, RoutingSettings
+from services.scheduling.routing.price import RoutingSettings
+from services.scheduling.routing.router import Router
 
 LEAVING_RETRY_S = 1.0
 """What a client is told whose request outlasted the drain."""

@@ -32,7 +32,7 @@ from services.runtime.kinds import (
 from services.runtime.logs import LEVELS
 from services.runtime.tls import TlsFiles, tls_files
 from services.scheduling.queue import STRATEGIES
-from services.scheduling.routing import POLICY_NAMES
+from services.scheduling.routing.policies import POLICY_NAMES
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import msgspec
 
 from services.runtime.clock import SYSTEM_CLOCK, Clock
 from services.scheduling.overload import Targets
-from services.scheduling.routing import Route
+from services.scheduling.routing.route import Route
 
 MAX_REQUESTS = 2000
 MAX_BYTES = 8 * 2**20

@@ -13,7 +13,7 @@ from gateway.topology.events import HandedOff, PrefillStarted
 from services.runtime import status, telemetry
 from services.runtime.errors import InternalError, RequestCancelled, TandemError
 from services.runtime.telemetry import DECODE_SPAN, KV_TRANSFER_SPAN, Link, Span, TraceContext, Value
-from services.scheduling.routing import Route
+from services.scheduling.routing.route import Route
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from services.runtime.errors import DeadlineExceeded, TandemError
 from services.runtime.page_keys import sharers
 from services.scheduling.overload import Admit
 from services.scheduling.queue import QueueEntry
-from services.scheduling.routing import Route
+from services.scheduling.routing.route import Route
 
 KEPT_PROMPT_S = 10.0
 """A prefill worker keeps a prompt's pages for so long after it has handed them on."""

@@ -10,7 +10,7 @@ from gateway.requests.answer import RunningAnswer
 from gateway.topology.members import Topology
 from gateway.topology.prefix_view import PrefixView
 from services.runtime.page_keys import cache_salt, page_keys
-from services.scheduling.routing import Route
+from services.scheduling.routing.route import Route
 
 EXPECTED_S = 5.0
 """Pages that a worker is about to compute count as held for so long; by then it has published them."""

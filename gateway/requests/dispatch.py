@@ -25,7 +25,9 @@ from services.scheduling.breakers import Breakers, CircuitState
 from services.scheduling.disaggregation import PrefillChoice
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
 from services.scheduling.queue import ServiceClass
-from services.scheduling.routing import Fits, Route, Router, RouteRequest, Views, WorkerView
+from services.scheduling.routing.route import Route
+from services.scheduling.routing.router import Router
+from services.scheduling.routing.views import Fits, RouteRequest, Views, WorkerView
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from gateway.requests.dispatch import Dispatcher
 from gateway.requests.stage import AttemptStage
 from gateway.topology.members import Topology
 from services.runtime.errors import TandemError, WorkerUnavailable
-from services.scheduling.routing import WorkerView
+from services.scheduling.routing.views import WorkerView
 
 MAX_MOVES_PER_WORKER = 8
 """At a time: what is paused waits for its pages to arrive, and they share one way out."""

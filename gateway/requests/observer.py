@@ -24,7 +24,7 @@ from gateway.types import Delta
 from services.cluster.placements import Placement, State
 from services.runtime.clock import Clock
 from services.runtime.errors import RequestCancelled
-from services.scheduling.routing import Route, rival_of
+from services.scheduling.routing.route import Route, rival_of
 
 _PHASES: dict[State, Phase] = {
     State.ADMITTED: "prefill",

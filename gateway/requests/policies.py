@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from gateway.requests.dispatch import RoomLimits
-from services.scheduling.routing import Router
+from services.scheduling.routing.router import Router
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from services.runtime.errors import DeadlineExceeded, Overloaded, TandemError
 from services.scheduling.lanes import LaneOrder
 from services.scheduling.overload import NO_TARGETS, Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
 from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue, ServiceClass
-from services.scheduling.routing import Route
+from services.scheduling.routing.route import Route
 
 GATHER_S = 0.002
 """Signs that there may be room come with every step of every worker: those of so long are answered together."""

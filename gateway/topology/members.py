@@ -35,7 +35,7 @@ from services.scheduling.prediction import (
     LinkSpeed,
     PrefillSpeed,
 )
-from services.scheduling.routing import Views, WorkerView
+from services.scheduling.routing.views import Views, WorkerView
 
 FIRST_RECONNECT_S = 0.1
 MAX_RECONNECT_S = 2.0

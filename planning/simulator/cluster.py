@@ -18,7 +18,10 @@ from planning.simulator.workers import DecodeWorker, Job, PrefillWorker, WorkerS
 from services.runtime.errors import ConfigError
 from services.scheduling.overload import Admit, ClusterLoad, OverloadPolicy, Refuse, Targets
 from services.scheduling.queue import QueueEntry, QueueFull, RequestQueue, ServiceClass
-from services.scheduling.routing import Route, Router, RouteRequest, RoutingSettings, WorkerView
+from services.scheduling.routing.price import RoutingSettings
+from services.scheduling.routing.route import Route
+from services.scheduling.routing.router import Router
+from services.scheduling.routing.views import RouteRequest, WorkerView
 
 MAX_BUCKETS = 240
 """Most points of a chart while requests arrive, about."""

@@ -33,7 +33,7 @@ from protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from services.runtime import rpc, status
 from services.runtime.errors import InvalidRequest
 from services.scheduling.queue import RequestQueue
-from services.scheduling.routing import Router
+from services.scheduling.routing.router import Router
 
 OK = [{"role": "user", "content": "hi"}]
 JSON = {"content-type": "application/json"}

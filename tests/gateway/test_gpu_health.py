@@ -12,7 +12,7 @@ from services.runtime.clock import ManualClock
 from services.runtime.gpu_health import GpuFacts
 from services.scheduling.health import GpuJudgement, GpuState
 from services.scheduling.prediction import DecodeSpeed, PrefillSpeed
-from services.scheduling.routing import WorkerView
+from services.scheduling.routing.views import WorkerView
 from worker.gpu import gpu_message
 
 FINE = GpuFacts(temperature_c=50.0, slowdown_c=87.0, num_uncorrected=0)

@@ -21,7 +21,9 @@ from gateway.observability.history import (
     reasons,
 )
 from services.scheduling.overload import Targets
-from services.scheduling.routing import Router, RouteRequest, WorkerView, rival_of
+from services.scheduling.routing.route import rival_of
+from services.scheduling.routing.router import Router
+from services.scheduling.routing.views import RouteRequest, WorkerView
 
 PHASES = ("queue", "prefill", "transfer", "decode")
 

@@ -8,7 +8,7 @@ from planning.simulator.traces import Trace, TraceRequest
 from planning.simulator.workers import WorkerSpec
 from services.scheduling.disaggregation import DisaggregationSettings
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
-from services.scheduling.routing import RoutingSettings
+from services.scheduling.routing.price import RoutingSettings
 
 PREFILL = PrefillSpeed(0.01, 1e-4, 1e-9)
 DECODE = DecodeSpeed(0.01, 1e-4, 1e-7)

@@ -16,7 +16,7 @@ from planning.simulator.traces import TraceRequest
 from planning.simulator.workers import Job
 from services.scheduling.overload import Targets as Limits
 from services.scheduling.prediction import DecodeSpeed, LinkSpeed, PrefillSpeed
-from services.scheduling.routing import POLICY_NAMES
+from services.scheduling.routing.policies import POLICY_NAMES
 from tests.planning.simulator.small import DECODE, PREFILL, cluster_spec, trace_of, worker_spec
 
 TARGETS = Targets(1.0, 0.1)

@@ -1,0 +1,1 @@
+"""Which workers a request is offered to, and in which order."""
