@@ -17,7 +17,8 @@ from gateway.dashboard.series import SECONDS, WINDOW_S, Series, TrafficTotals
 from gateway.observability.history import MAX_REQUESTS
 from gateway.observability.metrics import Metrics
 from gateway.requests.lifecycle import Requests
-from gateway.topology.members import Member, Topology
+from gateway.topology.member import Member
+from gateway.topology.members import Topology
 from gateway.topology.troubles import Troubles
 from gateway.topology.watch import CircuitReport
 from services.runtime.clock import SYSTEM_CLOCK, Clock

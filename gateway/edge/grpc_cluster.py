@@ -9,7 +9,8 @@ from dataclasses import asdict
 from gateway.access.door import FrontDoor
 from gateway.edge.grpc_context import Context, authenticate
 from gateway.requests.lifecycle import Requests
-from gateway.topology.members import Member, Topology
+from gateway.topology.member import Member
+from gateway.topology.members import Topology
 from gateway.topology.presence import Gone
 from gateway.topology.troubles import Troubles
 from protos import cluster_pb2, cluster_pb2_grpc

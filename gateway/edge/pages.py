@@ -18,7 +18,8 @@ from gateway.models.catalog import ServedModel
 from gateway.observability.metrics import CONTENT_TYPE, Metrics
 from gateway.openapi.document import document_bytes
 from gateway.requests.lifecycle import Requests
-from gateway.topology.members import Member, Topology
+from gateway.topology.member import Member
+from gateway.topology.members import Topology
 from gateway.topology.presence import Gone
 from gateway.topology.troubles import Troubles
 from gateway.topology.watch import CircuitReport

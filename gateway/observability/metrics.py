@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from gateway.topology.counts import CountsCollector
-from gateway.topology.members import ROLES, Member
+from gateway.topology.member import ROLES, Member
 from gateway.topology.pacing import Pace
 from gateway.topology.presence import Presence
 from gateway.topology.troubles import Troubles

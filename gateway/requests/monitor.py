@@ -17,7 +17,8 @@ from gateway.requests.dispatch import Dispatcher
 from gateway.requests.mailbox import Mailbox
 from gateway.requests.tokens import TokenLog
 from gateway.topology.events import AttemptKey, SequenceOrder
-from gateway.topology.members import ROLES, Role, Topology
+from gateway.topology.member import ROLES, Role
+from gateway.topology.members import Topology
 from gateway.topology.session import DecodeSession, PrefillSession
 from gateway.topology.watch import AttemptWatch
 from gateway.types import Sampling

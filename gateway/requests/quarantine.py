@@ -39,7 +39,8 @@ from gateway.requests.call import AnswerSpec
 from gateway.requests.dispatch import Dispatcher
 from gateway.requests.policies import Policies
 from gateway.topology.events import Cancelled, Failed
-from gateway.topology.members import ROLES, Topology
+from gateway.topology.member import ROLES
+from gateway.topology.members import Topology
 from gateway.topology.session import WorkerSession
 from services.runtime.clock import Clock, Deadline
 from services.runtime.errors import Quarantined, TandemError, WorkerLost

@@ -1,4 +1,4 @@
-"""Who is in the cluster, as this gateway sees it: registered workers, a session to each, and their live load.
+"""Which workers are in the cluster, as this gateway sees it: registered ones, with a session to each.
 
 A live session is better evidence than the registry: a worker stays in rotation while its stream is up, whatever
 happens to Redis. Knows no request; does not choose among workers.
@@ -9,119 +9,25 @@ import contextlib
 import itertools
 import logging
 import math
-import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
 
+from gateway.topology.keeper import break_silent, keep_connected
+from gateway.topology.member import Member, Role, seen_of
 from gateway.topology.pacing import Pace
-from gateway.topology.presence import Presence, Seen
-from gateway.topology.reports import WorkerLoad
-from gateway.topology.session import DecodeSession, Peer, PrefillSession, Unreachable, WorkerSession
+from gateway.topology.presence import Presence
+from gateway.topology.session import DecodeSession, Peer, PrefillSession, WorkerSession
+from gateway.topology.views import NOTHING_MEASURED, USUAL_S, Rotation, UsualSpeeds, find_usual
 from services.cluster.registry import LEASE_TTL_S, WorkerRecord
 from services.runtime.clock import SYSTEM_CLOCK
-from services.runtime.errors import NotFound, NotProven, TransferFailed, WorkerUnavailable
+from services.runtime.errors import NotFound, TransferFailed, WorkerUnavailable
 from services.runtime.gpu_health import GpuFacts
 from services.runtime.identity import has_weights_of
-from services.runtime.reach import NETWORK, OTHER_CLUSTER, Obstacle
 from services.runtime.worker_state import WorkerState
 from services.scheduling.health import GPU_OK, GpuJudgement, GpuState, judge_gpu
-from services.scheduling.links import PeerLink, PeerLinks
-from services.scheduling.prediction import (
-    DEFAULT_DECODE,
-    DEFAULT_LINK,
-    DEFAULT_PREFILL,
-    DecodeSpeed,
-    LinkSpeed,
-    PrefillSpeed,
-)
-from services.scheduling.routing.views import Views, WorkerView
-
-FIRST_RECONNECT_S = 0.1
-MAX_RECONNECT_S = 2.0
-SILENCE_CHECK_S = 0.25
-ALIKE = 1.5
-"""Speeds of workers that differ by less than this factor differ by chance."""
-SHORT_WAY_S = 0.02
-"""Of a MiB: where it takes longer, a link has its own figure, however little that differs from what is usual."""
-USUAL_S = 0.25
-"""So long it is not asked anew what is usual."""
-FRESH_S = 3.0
-"""A worker that has had nothing to do for longer may have become another one."""
-RENEWED_S = 2.5
-"""A lease that was renewed within this time shows that its worker lives: workers renew every second, and the gateway
-looks as often. Less than `sessions.SILENCE_LIMIT_S`: a process that stopped renewed nothing since its last word."""
-OWN_PAUSE_S = 1.0
-"""If our own check comes this late, it was us who slept, and nobody is blamed for silence."""
-
-ROLES: tuple["Role", ...] = ("prefill", "decode")
-Role = Literal["prefill", "decode"]
-S = TypeVar("S", PrefillSpeed, DecodeSpeed, LinkSpeed)
+from services.scheduling.routing.views import Views
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Member:
-    """One worker process and the session to it. `is_listed`: the registry has it.
-
-    `is_exact`: an answer does not depend on whether this worker computes it, as of the last call of `members`. `gpu` is
-    the judgement of `gpu_facts`, which are None where the process has said nothing of a GPU. `left_out` is why it gets
-    no work: its model is not the one that this gateway serves under that name. Empty: it may have work.
-    """
-
-    record: WorkerRecord
-    session: WorkerSession
-    keeper: asyncio.Task[None] | None = None
-    is_listed: bool = True
-    is_drain_asked: bool = False
-    is_exact: bool = False
-    left_out: str = ""
-    gpu: GpuJudgement = GPU_OK
-    gpu_facts: GpuFacts | None = None
-    changed_at_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
-    """When its session last came up, broke or said something, on the event loop's clock; at first, when it came."""
-    last_state: WorkerState | None = None
-    """Its state when its session last came up, broke or said something."""
-    obstacle: Obstacle | None = None
-    """Why its last session ended, while it has none."""
-    has_worked: bool = False
-    """It was ready once."""
-    is_leaving: bool = False
-    """It has said that it leaves: when it is gone nobody misses it."""
-    seen: tuple[object, WorkerView] | None = None
-    """How it was last seen while nothing was booked there, and all that this depends on."""
-
-    @property
-    def arithmetic(self) -> str:
-        """What its results depend on beside the inputs; workers of one arithmetic compute the same."""
-        return self.record.arithmetic
-
-    @property
-    def state(self) -> WorkerState:
-        """What the worker does, by the freshest evidence."""
-        if not self.session.is_up:
-            return WorkerState.STARTING if self.record.state == WorkerState.STARTING else WorkerState.LOST
-        if self.left_out:
-            return WorkerState.LEFT_OUT
-        is_draining = self.is_drain_asked or self.session.load.is_draining or self.record.state == WorkerState.DRAINING
-        return WorkerState.DRAINING if is_draining else WorkerState.READY
-
-    @property
-    def load(self) -> WorkerLoad:
-        """The session's load while it is up, else what the registry says."""
-        if self.session.is_up:
-            return self.session.load
-        record = self.record
-        return WorkerLoad(
-            pages_total=record.pages_total,
-            pages_free=record.pages_free,
-            pages_cached=record.pages_cached,
-            pages_reserved=record.pages_reserved,
-            pages_used=record.pages_used,
-            running=record.running,
-            waiting=record.waiting,
-        )
 
 
 @dataclass(slots=True)
@@ -156,7 +62,7 @@ class Topology:
         self._mismatched: set[tuple[str, str]] = set()
         self._usual: dict[str, tuple[float, UsualSpeeds]] = {}
         """By model, with the time at which it was found."""
-        self._rotations: dict[tuple[Role, str | None], _Rotation] = {}
+        self._rotations: dict[tuple[Role, str | None], Rotation] = {}
         """By role and model, until a worker comes or goes."""
         self._named_tenants: dict[str, set[str]] = {}
         """By model, those for whom workers are kept, until a worker comes or goes."""
@@ -175,7 +81,7 @@ class Topology:
     def start(self) -> None:
         """Begins to watch for silent workers, and whether there is time for every token."""
         self._watching = [
-            asyncio.create_task(self._check_silence(), name="silence-check"),
+            asyncio.create_task(break_silent(self.members, self._last_renewal_s), name="silence-check"),
             asyncio.create_task(self.pace.keep(), name="pace"),
         ]
 
@@ -223,7 +129,7 @@ class Topology:
 
     def look_for_missing(self) -> None:
         """Has `presence` compare who is there with who should be; to be called every second or so."""
-        self.presence.look(map(_seen, self._all()), self.now_s())
+        self.presence.look(map(seen_of, self._all()), self.now_s())
 
     def now_s(self) -> float:
         """What times of members are measured by."""
@@ -249,12 +155,12 @@ class Topology:
         Of a `prompt` of (service class, tokens), only what is computed before it counts as waiting.
         """
         usual = self.usual_speeds(model)
-        return self._views(self._rotation("prefill", model), usual, usual.prefill, prompt)
+        return self._rotation("prefill", model).views(usual, usual.prefill, prompt, self.now_s())
 
     def decode_views(self, model: str, *, prompt: tuple[int, int]) -> Views:
         """Decode workers of a model in rotation; `prompt` as in `prefill_views`."""
         usual = self.usual_speeds(model)
-        return self._views(self._rotation("decode", model), usual, usual.local, prompt)
+        return self._rotation("decode", model).views(usual, usual.local, prompt, self.now_s())
 
     def prefill_ids(self, model: str, *, decode: Peer | None = None) -> list[str]:
         """Prefill workers of a model in rotation; with `decode`, those whose pages fit it."""
@@ -294,31 +200,19 @@ class Topology:
         """Of its pages, the largest share that a decode worker in rotation has free for a tenant; 1 without any."""
         members = self._rotation("decode", model).members
         shares = (
-            _pages_available(member.load, member.session) / max(1, member.load.pages_total)
+            member.pages_available / max(1, member.load.pages_total)
             for member in members
             if not member.record.tenants or tenant in member.record.tenants
         )
         return max(shares, default=1.0)
 
-    def usual_speeds(self, model: str) -> "UsualSpeeds":
+    def usual_speeds(self, model: str) -> UsualSpeeds:
         """What is normal for a model's workers, at most `USUAL_S` old."""
-        at_s, usual = self._usual.get(model, (-math.inf, _NOTHING_MEASURED))
+        at_s, usual = self._usual.get(model, (-math.inf, NOTHING_MEASURED))
         now_s = asyncio.get_running_loop().time()
         if now_s - at_s > USUAL_S:
-            prefills = [member.load for member in self._rotation("prefill", model).members]
-            decoders = self._rotation("decode", model).members
-            decodes = [member.load for member in decoders]
-            prefill = _usual((load.prefill_speed for load in prefills), _prefill_s)
-            local = _usual((load.prefill_speed for load in decodes), _prefill_s)
-            decode = _usual((load.decode_speed for load in decodes), _step_s) or DEFAULT_DECODE
-            usual = UsualSpeeds(
-                prefill=prefill or local or DEFAULT_PREFILL,
-                local=local or prefill or DEFAULT_PREFILL,
-                decode=decode,
-                decodes=frozenset(_decode_speed(member, decode, _fresh_since_s()) for member in decoders),
-                link=_usual((load.link_speed for load in itertools.chain(prefills, decodes)), _transfer_s)
-                or DEFAULT_LINK,
-            )
+            prefills, decodes = self._rotation("prefill", model).members, self._rotation("decode", model).members
+            usual = find_usual(prefills, decodes, now_s)
             self._usual[model] = now_s, usual
         return usual
 
@@ -473,7 +367,7 @@ class Topology:
             member = role.members[worker_id] = Member(record, self._new_session(role, record))
             self._judge_model(member)
         if member.keeper is None and record.state != WorkerState.STARTING:
-            member.keeper = asyncio.create_task(self._keep_connected(role, member), name=f"session-{worker_id}")
+            member.keeper = asyncio.create_task(self._keep(role, member), name=f"session-{worker_id}")
 
     def _judge_model(self, member: Member) -> None:
         """Says once of each worker process that it gets no work, and why: its model never changes in its life."""
@@ -526,7 +420,7 @@ class Topology:
         if member is None:
             return
         in_order = member.is_leaving or member.is_drain_asked or member.record.state == WorkerState.DRAINING
-        self.presence.left(_seen(member), self.now_s(), unix_s=SYSTEM_CLOCK.unix_ns() / 1e9, in_order=in_order)
+        self.presence.left(seen_of(member), self.now_s(), unix_s=SYSTEM_CLOCK.unix_ns() / 1e9, in_order=in_order)
         if member.keeper is not None:
             member.keeper.cancel()
         if member.gpu != GPU_OK:
@@ -537,61 +431,25 @@ class Topology:
         incarnation = member.record.incarnation
         self._mismatched = {pair for pair in self._mismatched if incarnation not in pair}
 
-    async def _keep_connected(self, role: _Role, member: Member) -> None:
-        """Makes a new session each time one breaks, until the worker is no longer listed."""
-        delay_s, last_reason = FIRST_RECONNECT_S, ""
-        while True:
-            started_at_s = asyncio.get_running_loop().time()
-            try:
-                await member.session.run()
-            except WorkerUnavailable as error:
-                is_news = member.obstacle is None or error.message != last_reason
-                member.obstacle, last_reason = _obstacle(error), error.message
-                facts = {"worker": member.record.id, "address": member.record.address, "reason": error.message}
-                if not is_news:
-                    pass  # it is the same with each try until somebody helps
-                elif isinstance(error, NotProven):
-                    logger.warning("a worker is not used: it and this gateway are not of one cluster", extra=facts)
-                else:
-                    logger.info("session ended", extra=facts)
-            if not member.is_listed:
-                self._forget_self(role, member)
-                return
-            if asyncio.get_running_loop().time() - started_at_s > MAX_RECONNECT_S:
-                delay_s = FIRST_RECONNECT_S
-            await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
-            delay_s = min(delay_s * 2, MAX_RECONNECT_S)
-            member.session = self._new_session(role, member.record)
-
     def _all(self) -> Iterator[Member]:
         return itertools.chain.from_iterable(role.members.values() for role in self._roles.values())
 
-    def _forget_self(self, role: _Role, member: Member) -> None:
-        """Called on the member's own keeper, which therefore must not be cancelled."""
+    async def _keep(self, role: _Role, member: Member) -> None:
+        await keep_connected(member, lambda: self._new_session(role, member.record))
+        # This is the member's own keeper, which must not be cancelled.
         if role.members.get(member.record.id) is member:
             member.keeper = None
             self._forget(role, member.record.id)
             self._changed()
 
-    async def _check_silence(self) -> None:
-        loop = asyncio.get_running_loop()
-        checked_at_s = loop.time()
-        while True:
-            await asyncio.sleep(SILENCE_CHECK_S)
-            slept_s = loop.time() - checked_at_s - SILENCE_CHECK_S
-            checked_at_s = loop.time()
-            for member in self.members():
-                if slept_s > OWN_PAUSE_S:
-                    member.session.forgive_silence(slept_s)
-                renewed_at_s = self._renewed_at_s.get(member.record.id, -math.inf)
-                is_renewed = checked_at_s - renewed_at_s < RENEWED_S
-                member.session.check_silence(checked_at_s, is_lease_renewed=is_renewed)
+    def _last_renewal_s(self, worker_id: str) -> float:
+        return self._renewed_at_s.get(worker_id, -math.inf)
 
-    def _rotation(self, role_name: Role, model: str | None) -> "_Rotation":
+    def _rotation(self, role_name: Role, model: str | None) -> Rotation:
         """Members in rotation. A worker of another model than the request's must never be among them."""
         rotation = self._rotations.get((role_name, model))
         if rotation is None:
-            rotation = self._rotations[role_name, model] = _Rotation(
+            rotation = self._rotations[role_name, model] = Rotation(
                 [
                     member
                     for member in self._roles[role_name].members.values()
@@ -599,11 +457,6 @@ class Topology:
                 ]
             )
         return rotation
-
-    @staticmethod
-    def _views(rotation: "_Rotation", usual: "UsualSpeeds", prefill: PrefillSpeed, prompt: tuple[int, int]) -> Views:
-        members, fresh_since_s = rotation.members, _fresh_since_s()
-        return Views(rotation.ids, lambda index: _view(members[index], usual, prefill, prompt, fresh_since_s))
 
     def _session(self, role_name: str, worker_id: str) -> WorkerSession:
         member = self._roles[role_name].members.get(worker_id)
@@ -628,144 +481,3 @@ class Topology:
     def _note_change(self) -> None:
         self._on_change()
         self.tell_watchers()
-
-
-def _seen(member: Member) -> Seen:
-    record = member.record
-    return Seen(record.id, record.role, record.model, record.host, record.address, member.state, member.has_worked)
-
-
-def _obstacle(error: WorkerUnavailable) -> Obstacle:
-    if isinstance(error, Unreachable):
-        return error.obstacle
-    return Obstacle(error.message, OTHER_CLUSTER if isinstance(error, NotProven) else NETWORK)
-
-
-class _Rotation:
-    """Workers in rotation, and what is true of all of them together."""
-
-    def __init__(self, members: list[Member]) -> None:
-        self.members = members
-        records = [member.record for member in members]
-        self.ids = [record.id for record in records]
-        self.max_sequence_tokens = max((record.max_sequence_tokens for record in records), default=None)
-        self.kv_bytes_per_token = max((record.kv_bytes_per_token for record in records), default=0)
-        self.layouts = {(record.layout_fingerprint, record.page_size) for record in records}
-        self.identities = {record.identity_key for record in records}
-
-
-@dataclass(frozen=True, slots=True)
-class UsualSpeeds:
-    """Speeds of the median worker. Those of a worker that are not far from them count as the same.
-
-    Of two workers that are alike one always measures a little less, and would get everything. One that has measured
-    nothing yet, or nothing for a while, is taken for a usual one, or nobody would ever ask it. `local` is of decode
-    workers that compute a prompt. `decodes` are the speeds that there are among decode workers, each once.
-    """
-
-    prefill: PrefillSpeed
-    local: PrefillSpeed
-    decode: DecodeSpeed
-    link: LinkSpeed
-    decodes: frozenset[DecodeSpeed] = frozenset()
-
-
-_NOTHING_MEASURED = UsualSpeeds(DEFAULT_PREFILL, DEFAULT_PREFILL, DEFAULT_DECODE, DEFAULT_LINK)
-
-
-def _prefill_s(speed: PrefillSpeed) -> float:
-    return speed.time_s(512)
-
-
-def _step_s(speed: DecodeSpeed) -> float:
-    return speed.step_s(1)
-
-
-def _transfer_s(speed: LinkSpeed) -> float:
-    return speed.time_s(1 << 20)
-
-
-def _usual(speeds: Iterable[S | None], time_s: Callable[[S], float]) -> S | None:
-    measured = sorted((speed for speed in speeds if speed is not None), key=time_s)
-    return measured[(len(measured) - 1) // 2] if measured else None
-
-
-def _own(speed: S | None, usual: S, time_s: Callable[[S], float]) -> S:
-    """A worker's own speed where it is another one than usual."""
-    if speed is None or time_s(usual) / ALIKE < time_s(speed) < time_s(usual) * ALIKE:
-        return usual
-    return speed
-
-
-def _fresh_since_s() -> float:
-    """What a worker that has had something to do after this time measures of itself is of now."""
-    return asyncio.get_running_loop().time() - FRESH_S
-
-
-def _decode_speed(member: Member, usual: DecodeSpeed, fresh_since_s: float) -> DecodeSpeed:
-    is_fresh = member.session.has_worked_since(fresh_since_s)
-    return _own(member.load.decode_speed, usual, _step_s) if is_fresh else usual
-
-
-def _pages_available(load: WorkerLoad, session: WorkerSession) -> int:
-    """Pages that are free or only cached, less those that are promised there or kept here."""
-    return load.pages_free + load.pages_cached - load.pages_promised - session.books.pages
-
-
-def _view(
-    member: Member, usual: UsualSpeeds, prefill: PrefillSpeed, prompt: tuple[int, int], fresh_since_s: float
-) -> WorkerView:
-    load, session = member.load, member.session
-    books, is_fresh = session.books, session.has_worked_since(fresh_since_s)
-    if books.is_empty:
-        # As with nearly all of many workers at any moment. Then it looks the same to every request.
-        steps_left, links = session.steps_left(), session.links
-        state = (load, usual, prefill, is_fresh, session.num_open_attempts, member.record, links, steps_left)
-        if member.seen is None or member.seen[0] != state:
-            member.seen = state, _new_view(member, usual, prefill, prompt, is_fresh=is_fresh)
-        return member.seen[1]
-    return _new_view(member, usual, prefill, prompt, is_fresh=is_fresh)
-
-
-def _new_view(
-    member: Member, usual: UsualSpeeds, prefill: PrefillSpeed, prompt: tuple[int, int], *, is_fresh: bool
-) -> WorkerView:
-    load, record, session = member.load, member.record, member.session
-    books = session.books
-    return WorkerView(
-        worker_id=record.id,
-        incarnation=record.incarnation,
-        pages_total=load.pages_total,
-        pages_available=_pages_available(load, session),
-        num_requests=max(load.running + load.waiting, session.num_open_attempts + books.requests),
-        num_less_urgent=books.num_less_urgent(prompt[0]),
-        waiting_tokens=books.tokens_ahead(prompt, load.waiting_tokens),
-        max_sequence_tokens=record.max_sequence_tokens,
-        num_running=load.running,
-        steps_left=session.steps_left(),
-        context_tokens=load.context_tokens,
-        region=record.region,
-        tenants=frozenset(record.tenants),
-        page_size=record.page_size,
-        prefill_speed=_own(load.prefill_speed, prefill, _prefill_s) if is_fresh else prefill,
-        decode_speed=_own(load.decode_speed, usual.decode, _step_s) if is_fresh else usual.decode,
-        link_speed=_own(load.link_speed, usual.link, _transfer_s) if is_fresh else usual.link,
-        links=_links(session, usual.link) if session.links or books.sending else session.links,
-        measured=load.prefill_speed if is_fresh else None,
-    )
-
-
-def _links(session: WorkerSession, usual: LinkSpeed) -> PeerLinks:
-    """As its worker has measured them, with what is on its way there and what of ours will be before long."""
-    links = {worker_id: _own_link(link, usual) for worker_id, link in session.links.items()}
-    for worker_id, num_bytes in session.books.sending.items():
-        link = links.get(worker_id) or PeerLink(usual.latency_s, usual.bytes_per_s)
-        links[worker_id] = PeerLink(link.latency_s, link.bytes_per_s, link.underway_bytes + num_bytes)
-    return PeerLinks(links)
-
-
-def _own_link(link: PeerLink, usual: LinkSpeed) -> PeerLink:
-    own_s = _transfer_s(LinkSpeed(link.latency_s, link.bytes_per_s))
-    if own_s > SHORT_WAY_S or not _transfer_s(usual) / ALIKE < own_s < _transfer_s(usual) * ALIKE:
-        return link
-    return PeerLink(usual.latency_s, usual.bytes_per_s, link.underway_bytes)

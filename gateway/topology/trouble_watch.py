@@ -7,7 +7,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
-from gateway.topology.members import Member, Topology
+from gateway.topology.member import Member
+from gateway.topology.members import Topology
 from gateway.topology.presence import Gone, Shortage
 from gateway.topology.troubles import Found, Troubles
 from gateway.topology.watch import CircuitReport, CutPairReport

@@ -1111,7 +1111,7 @@ async def test_a_gateway_that_slept_blames_nobody(make_system, worker_type, pair
 async def test_a_gateway_that_sleeps_now_and_then_still_finds_the_silent(make_system, worker_type, monkeypatch):
     monkeypatch.setattr("gateway.topology.session.SILENCE_LIMIT_S", 1.5)
     monkeypatch.setattr("gateway.topology.session.SLOW_LIMIT_S", 1.5)
-    monkeypatch.setattr("gateway.topology.members.OWN_PAUSE_S", 0.1)
+    monkeypatch.setattr("gateway.topology.keeper.OWN_PAUSE_S", 0.1)
     system = await make_system()
     frozen = await system.add(worker_type("decode", "decode-0", hold))
     session = system.gateway.topology.decode_session("decode-0")

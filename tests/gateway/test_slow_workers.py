@@ -13,7 +13,7 @@ from services.cluster.registry import watch_workers
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
     monkeypatch.setattr("gateway.topology.session.SILENCE_LIMIT_S", 1.5)
-    monkeypatch.setattr("gateway.topology.members.RENEWED_S", 1.4)
+    monkeypatch.setattr("gateway.topology.keeper.RENEWED_S", 1.4)
     monkeypatch.setattr("gateway.assembly.watch_workers", _watch_often)
 
 

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from gateway.topology.books import Bookings, Books
-from gateway.topology.members import FRESH_S, Topology
+from gateway.topology.members import Topology
 from gateway.topology.reports import WorkerLoad
+from gateway.topology.views import FRESH_S
 from services.cluster.registry import WorkerRecord
 from services.scheduling.links import PeerLink, PeerLinks
 from services.scheduling.prediction import DEFAULT_LINK, DecodeSpeed
