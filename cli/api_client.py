@@ -21,7 +21,7 @@ MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings:
-    """Which gateway a command asks, and how it shows who is asking."""
+    """The gateway that a command asks, and the credentials that it shows."""
 
     url: str = option(url("http", "https"), default="http://127.0.0.1:8000", help="Address of the HTTP API.")
     tls_ca: Path | None = option(
@@ -36,12 +36,12 @@ class GatewaySettings:
     )
 
     def tls(self) -> ssl.SSLContext:
-        """Whom to believe and what to show. Raises ConfigError."""
+        """The CA to believe and the certificate to show. Raises ConfigError."""
         return client_context(self.tls_cert, self.tls_key, self.tls_ca)
 
 
 class ApiUnreachable(TandemError):
-    """Nobody answers at the address, or not in time, or not in HTTP."""
+    """No answer came from the address, or none in time, or none in HTTP."""
 
 
 class ApiRefused(TandemError):
@@ -57,7 +57,7 @@ def get_json(
 ) -> Any:
     """GET a JSON document. Raises ApiUnreachable or ApiRefused.
 
-    `tls` says whom to believe behind an https address; None: whom the system believes.
+    `tls` has the CA to believe behind an https address; None: the system's CAs.
     """
     with _exchange(url, "GET", path, None, timeout_s, api_key, tls) as response:
         return _decode(response.read(MAX_ANSWER_BYTES), url)
@@ -83,8 +83,8 @@ def post_events(
 ) -> Iterator[Any]:
     """POST a JSON document and yield the JSON of each server-sent event until `[DONE]`.
 
-    `timeout_s` is the longest silence that is borne. Raises ApiUnreachable, also where the stream ends early, and
-    ApiRefused for an error in place of the stream or within it.
+    `timeout_s` is the longest silence that is accepted, in seconds. Raises ApiUnreachable, also where the stream ends
+    early, and ApiRefused for an error in place of the stream or within it.
     """
     with _exchange(url, "POST", path, body, timeout_s, api_key, tls) as response:
         while line := response.readline(MAX_ANSWER_BYTES):

@@ -39,7 +39,7 @@ def add_to(parser: CommandParser) -> None:
 
 @dataclass
 class Timing:
-    """Times of one answer, by the client's clock. Times in seconds; None while there is nothing to say."""
+    """Times of one answer, in seconds of the client's clock; None before the event."""
 
     sent_at_s: float
     first_at_s: float | None = None
@@ -75,7 +75,7 @@ def run(settings: ChatSettings, stdin: TextIO, stdout: TextIO, stderr: TextIO) -
     elif not stdin.isatty():
         question = stdin.read().strip()
         if not question:
-            raise TandemError("standard input is empty; there is nothing to ask")
+            raise TandemError("standard input is empty: it has no question")
         chat.ask(question)
     else:
         _converse(chat, model, settings.url, stderr)

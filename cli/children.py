@@ -23,8 +23,8 @@ from services.runtime.process import DIE_WITH_PARENT_ENV
 WORKERS: dict[str, type] = {"prefill": PrefillWorkerConfig, "decode": DecodeWorkerConfig}
 GATEWAY = "gateway"
 GATEWAY_NICENESS = -10
-"""Workers compute as long as there is anything to do, and the gateway, which needs little, answers late behind them. It
-goes first where it may; workers do not go last, since they would then get nothing beside any other program."""
+"""Workers compute whenever they have work, and the gateway, which needs little, would answer late behind them. It goes
+first where it may; workers do not go last, since they would then get nothing beside any other program."""
 REDIS = "redis"
 SOURCE_ROOT = Path(__file__).resolve().parents[1]
 MAX_LABEL_CHARS = 40

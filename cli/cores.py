@@ -44,10 +44,10 @@ class Share:
 
 
 def share_out(machine: Machine, num_workers: int) -> list[Share]:
-    """A share for each worker: whole physical cores, or hardware threads where there are too few of these.
+    """A share for each worker: whole physical cores, or hardware threads where these are too few.
 
-    Nobody is kept to a core where there are fewer than workers, nor in a container whose time is less than its cores:
-    others of the same machine would choose the same ones. A worker alone may use whatever there is.
+    No worker is kept to a core where cores are fewer than workers, nor in a container whose time is less than its
+    cores: others of the same machine would choose the same ones. A worker alone may use every core.
     """
     cpus: list[Core] = [(cpu,) for core in machine.cores for cpu in core]
     is_quota = machine.quota < len(cpus)

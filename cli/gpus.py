@@ -1,4 +1,4 @@
-"""Which GPU each worker of `tandem up` computes on. The plan is pure; which GPUs there are is read here too.
+"""The GPU that each worker of `tandem up` computes on. The plan is pure; the machine's GPUs are read here too.
 
 A worker takes the first GPU that CUDA shows it, so each gets them in an order of its own. All stay visible: pages
 go from one GPU to another one without the host's memory only where a process sees both.

@@ -35,7 +35,7 @@ _NAME = text(pattern=r"[A-Za-z0-9_.:-]{1,64}", rule="1 to 64 characters of [A-Za
 class NewKeySettings:
     """Makes an API key. The key goes to standard error, once; its entry for the file goes to standard output."""
 
-    tenant: str = option(_NAME, help="Whom requests with this key are accounted to.")
+    tenant: str = option(_NAME, help="Tenant to which requests with this key are accounted.")
     name: str | None = option(
         text(pattern=r"[^\"\\\x00-\x1f\x7f]{1,128}", rule="1 to 128 characters, no quotes and no backslashes"),
         default=None,
@@ -50,7 +50,7 @@ class NewKeySettings:
         flag(), default=False, help="Another model that it may use may answer, unless the request says otherwise."
     )
     choose_prefill: bool = option(
-        flag(), default=False, help="Its requests may say with X-Tandem-Prefill who computes their prompts."
+        flag(), default=False, help="Its requests may choose with X-Tandem-Prefill which workers compute their prompts."
     )
     service_class: str = option(
         choice(*SERVICE_CLASSES), default=DEFAULT_SERVICE_CLASS, help="Most urgent class of its requests."
@@ -60,7 +60,7 @@ class NewKeySettings:
     )
     admin: bool = option(flag(), default=False, help="It may also see the cluster, drain workers and act for tenants.")
     days: float | None = option(
-        number(0.001, 36_500), default=None, help="After so many days it is refused; never if not given."
+        number(0.001, 36_500), default=None, help="Days after which it is refused; never if not given."
     )
 
 
@@ -68,7 +68,7 @@ class NewKeySettings:
 class TenantSettings:
     """Prints a tenant's table for the file of API keys. A file has one for each tenant at most."""
 
-    tenant: str = option(_NAME, help="Whose table it is.")
+    tenant: str = option(_NAME, help="Tenant of the table.")
     requests_per_minute: int | None = option(
         integer(0, MAX_LIMIT), default=None, help="Requests that it may send; 0: none."
     )

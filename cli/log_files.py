@@ -1,4 +1,4 @@
-"""Log files that only their owner may read, since they name tenants and requests. Knows nothing of who writes them."""
+"""Log files that only their owner may read, since they name tenants and requests. Knows nothing of their writers."""
 
 import os
 import stat

@@ -88,5 +88,5 @@ class Progress:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # whoever read along has gone; the cluster runs on
+        except (OSError, ValueError):  # the reader of the stream has gone; the cluster runs on
             pass

@@ -95,14 +95,18 @@ class ReplaySettings:
     overload: bool = option(flag(), default=False, help="Refuses requests that would miss the targets.")
     slo_ttft: float = option(number(0), default=2.0, help="Target: seconds to the first token.")
     slo_tpot: float = option(number(0), default=0.1, help="Target: seconds per later token.")
-    limit: int | None = option(integer(1), default=None, help="Only so many requests, from the first on.")
-    speed: float = option(number(1e-6), default=1.0, help="Arrivals come so many times as fast as recorded.")
-    rate: float | None = option(number(1e-6), default=None, help="Poisson arrivals of so many requests per second.")
+    limit: int | None = option(
+        integer(1), default=None, help="Number of requests to replay, from the first on; all if not given."
+    )
+    speed: float = option(number(1e-6), default=1.0, help="Factor by which arrivals come faster than recorded.")
+    rate: float | None = option(
+        number(1e-6), default=None, help="Requests per second of Poisson arrivals, in place of the recorded ones."
+    )
     seed: int = option(integer(0), default=0, help="Seed of the arrivals and of the router.")
     capacity_sweep: tuple[int, ...] | None = option(
         comma_separated(integer(0)),
         default=None,
-        help="Hit rate of one prefix cache of so many blocks, 0 without bound; nothing else unless --policy is given.",
+        help="Hit rates of one prefix cache of these sizes in blocks, 0: any; nothing else unless --policy is given.",
     )
     json: Path | None = option(path(), default=None, help="Writes all numbers to this file.")
     report: Path | None = option(path(), default=None, help="Writes a report with charts to this HTML file.")

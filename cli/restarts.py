@@ -25,7 +25,7 @@ ALIVE = frozenset({Phase.RUNNING, Phase.STOPPING})
 
 
 class Action(enum.Enum):
-    """What whoever owns the process has to do now."""
+    """The supervisor's next action."""
 
     SPAWN = "spawn"
     TERMINATE = "terminate"

@@ -24,7 +24,7 @@ from services.runtime.kinds import flag, number
 
 EVERY_S = 1.0
 SECONDS = 60
-"""Of figures in the small charts."""
+"""Time that the small charts span, in seconds."""
 MAX_REQUESTS = 50
 MAX_TROUBLES = 8
 BAR_WIDTH = 24
@@ -194,7 +194,7 @@ def _request(request: Mapping[str, Any], id_chars: int) -> tuple[str, ...]:
 
 
 def bar(parts: Sequence[tuple[str, float]], width: int) -> str:
-    """Each part's letter as often as is its share of the width; what is there at all is there once at least."""
+    """A bar in which each part has its share of the width, in its letter; a part above 0 has one letter at least."""
     total = sum(amount for _, amount in parts)
     if total <= 0:
         return " " * width
@@ -224,7 +224,7 @@ def _printable(line: str) -> str:
 
 
 def _cut(line: str, width: int) -> str:
-    """As much of a line as fits into so many columns."""
+    """The beginning of a line that fits into `width` columns."""
     used = 0
     for position, each in enumerate(line):
         used += _columns(each)

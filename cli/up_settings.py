@@ -65,8 +65,8 @@ class UpSettings:
     pin: bool = option(
         flag(),
         default=True,
-        help="Keeps each worker to processor cores of its own, where there are enough of them. Without --threads a "
-        "worker has a thread for each core of its share.",
+        help="Keeps each worker to processor cores of its own, where the machine has enough of them. Without --threads "
+        "a worker has a thread for each core of its share.",
     )
     pid_file: Path | None = option(path(), default=None, help="File that holds the process id while it runs.")
     log_dir: Path | None = option(

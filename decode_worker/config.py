@@ -35,19 +35,19 @@ class DecodeWorkerConfig(WorkerConfig):
         choice("expected", "worst_case"),
         default="expected",
         help="What a request is counted for when it asks for room: the pages that it is expected to need, as learned "
-        "from answers that ended (sequences give way to others when that was too few), or those of its max_tokens.",
+        "from answers that ended (sequences are preempted when that was too few), or those of its max_tokens.",
     )
     swap_memory: int | None = option(
         size_bytes(minimum=0),
         default=None,
-        help="Host memory for pages of sequences that gave way, where copying them takes less time than computing them "
+        help="Host memory for pages of preempted sequences, where copying them takes less time than computing them "
         "again. 0: they are always computed again. Not given: as much as the KV pool has, at most 1 GiB.",
     )
     speculative: str = option(
         choice("off", "ngram", "draft", "auto"),
         default="off",
         help="Tokens that are proposed and then verified, several in a step, where that pays; answers are the same. "
-        "ngram: from what was said before; draft: by --draft-model; auto: both, if there is a draft model.",
+        "ngram: from what was said before; draft: by --draft-model; auto: both, if a draft model is given.",
     )
     draft_model: Path | None = option(
         folder(), default=None, help="Folder of a small checkpoint with the model's tokenizer, for --speculative."

@@ -87,7 +87,7 @@ class GatewayConfig:
     local_prefill_tokens: int | None = option(
         integer(0),
         default=None,
-        help="Prompts of which a decode worker lacks at most so many tokens are computed by itself; 0 sends all to "
+        help="Prompt tokens that a decode worker may lack and still compute a prompt itself; 0 sends all prompts to "
         "prefill workers. Not given: decided for each request by the predicted times of both ways.",
     )
     queue_strategy: str = option(
@@ -124,7 +124,7 @@ class GatewayConfig:
     max_queued_requests: int = option(
         integer(0),
         default=1024,
-        help="Requests of a model that may wait for room in the cluster, and so many of each tenant with "
+        help="Requests of a model that may wait for room in the cluster, and of each tenant with "
         "workers of its own; more are refused.",
     )
     max_queue_wait_s: float = option(
@@ -152,13 +152,13 @@ class GatewayConfig:
     message_memory: int = option(
         size_bytes(8 * 2**20),
         default=128 * 2**20,
-        help="What gRPC messages that are on their way may take together. Each counts as 8 MiB until it is there; "
+        help="What gRPC messages that are on their way may take together. Each counts as 8 MiB until it has arrived; "
         "calls beyond that wait for their turn. A tenant has at most a quarter, where API keys tell tenants apart.",
     )
     max_grpc_connections: int | None = option(
         integer(1),
         default=None,
-        help="gRPC connections at once; before there are as many, the idlest are closed. Not given: 4,096, and never "
+        help="gRPC connections at once; shortly before this number, the idlest are closed. Not given: 4,096, and never "
         "more than a quarter of the files that the process may open.",
     )
     max_tokenize_chars: int = option(
@@ -174,7 +174,7 @@ class GatewayConfig:
         "them: after three of these, two of them alone on a worker, it is quarantined.",
     )
     failover_wait_s: float = option(
-        number(0, 86_400), default=30.0, help="Longest wait for a worker to go on with an answer, in seconds."
+        number(0, 86_400), default=30.0, help="Longest wait for a worker to continue an answer, in seconds."
     )
     allow_other_weights: bool = option(
         flag(),
@@ -185,7 +185,7 @@ class GatewayConfig:
     allow_inexact: bool = option(
         flag(),
         default=False,
-        help="Let an answer go on, and be handed over, between workers with the same weights that differ in dtype, "
+        help="Let an answer continue, and be handed over, between workers with the same weights that differ in dtype, "
         "engine or kernels. Its tokens may be others then, and /cluster says exact false of every worker. All gateways "
         "of a cluster need the same.",
     )
@@ -295,18 +295,20 @@ class GatewayConfig:
         default=None,
         help="Sites whose web pages may call the HTTP API; not given: none but its own.",
     )
-    reflection: bool = option(flag(), default=True, help="Serve gRPC reflection; it needs a key where there are keys.")
+    reflection: bool = option(
+        flag(), default=True, help="Serve gRPC reflection; it needs a key where --api-keys is given."
+    )
     nice: int = option(
         integer(-20, 19),
         default=0,
-        help="How much this process gives way to others on its machine. Below 0 it goes before them, where it may: as "
+        help="Niceness of this process towards others on its machine. Below 0 it goes before them, where it may: as "
         "root, with CAP_SYS_NICE, or within RLIMIT_NICE.",
     )
     log_level: str = option(choice(*LEVELS), default="info", help="Least level of log records.")
     slow_request_s: float = option(
         number(0, 86_400),
         default=SLOW_REQUEST_S,
-        help="Requests that take so long get a line more in the log, which tells where the time went; 0: none does.",
+        help="Seconds after which a request gets one more line in the log, which tells where the time went; 0: none.",
     )
 
     def __post_init__(self) -> None:

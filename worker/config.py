@@ -36,7 +36,7 @@ from services.runtime.worker_state import WorkerState
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """Settings that both workers have."""
+    """Settings of both workers."""
 
     id: str = option(
         text(pattern=r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", rule="1 to 63 of a-z, 0-9 and inner hyphens"),
@@ -121,7 +121,7 @@ class WorkerConfig:
         integer(1, 64), default=1, help="Processes that share each layer of the model, and the threads."
     )
     pipeline_parallel: int = option(
-        integer(1, 64), default=1, help="Stages, of so many processes each, that share the model's layers."
+        integer(1, 64), default=1, help="Stages that share the model's layers, each of --tensor-parallel processes."
     )
     kv_pages: int | None = option(integer(1), default=None, help="Pages of the KV pool.")
     kv_memory: int | None = option(size_bytes(), default=None, help="Size of the KV pool, instead of --kv-pages.")
@@ -155,7 +155,7 @@ class WorkerConfig:
     nice: int = option(
         integer(0, 19),
         default=0,
-        help="How much this process gives way to others on its machine. From 10 on it gets next to nothing beside a "
+        help="Niceness of this process towards others on its machine. From 10 on it gets next to nothing beside a "
         "program that uses all cores.",
     )
     drain_timeout: float | None = option(

@@ -370,7 +370,7 @@ class AsyncAnswerStream(AsyncStream[Delta]):
 
     @property
     def request_id(self) -> str:
-        """The request's, or the server's own as soon as the first delta is there."""
+        """The request's id, or the server's own as soon as the first delta has come."""
         return self._answer_order.request_id
 
     @property

@@ -18,7 +18,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files in PEM for a connection over TLS; with `cert` and `key` the client proves who it is, too."""
+    """Files in PEM for a connection over TLS; with `cert` and `key` the client proves its identity, too."""
 
     ca: str | Path | None = None
     """Certificates that sign the gateway's; those that gRPC comes with if None."""

@@ -59,7 +59,7 @@ class PermissionDenied(TandemError):
 
 
 class NotFound(TandemError):
-    """No such model, worker, or named request (any more)."""
+    """The model, worker or named request does not exist, or no longer."""
 
     code = grpc.StatusCode.NOT_FOUND
 

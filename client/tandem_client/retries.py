@@ -60,7 +60,7 @@ class RetryBudget:
             self._level = min(self._capacity, self._level + self._fill)
 
     def withdraw(self) -> bool:
-        """Pays for one retry, if there is enough."""
+        """Pays for one retry, if the budget suffices."""
         with self._lock:
             if self._level < _UNITS:
                 return False
@@ -102,7 +102,7 @@ class Course:
         self.resumes = resume_at is not None
         """The next attempt is `Resume` from `next_index` on; else it is the call itself."""
         self.next_index = resume_at or 0
-        """Of the first token that is missing."""
+        """Index of the first token that is missing."""
         self._policy = policy
         self._budget = budget
         self._naming = naming
@@ -126,7 +126,7 @@ class Course:
         self._num_failures = 0
 
     def failed(self, failure: Failure, *, draw: float, remaining_s: float) -> float:
-        """Seconds to wait before the next attempt. Raises the failure's error where there is none.
+        """Seconds to wait before the next attempt. Raises the failure's error where none follows.
 
         `draw` is a random number in [0, 1). The first attempt after a message costs nothing: going on with an answer
         adds no work. All others are paid from the budget.

@@ -27,7 +27,7 @@ class FinishReason(enum.StrEnum):
 class Request:
     """One generation. Only the prompt must be given, by place: text, or token ids.
 
-    A request with a name, which is its `idempotency_key` or its `request_id`, goes on at the next token when its
+    A request with a name, which is its `idempotency_key` or its `request_id`, continues at the next token when its
     connection breaks, also on another gateway. With the key it can also be sent again later: it is computed once.
     """
 
@@ -114,7 +114,7 @@ class Usage:
 
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt's, those whose KV was reused from a cache."""
+    """Tokens of the prompt whose KV was reused from a cache."""
     completion_tokens: int
     queue_s: float
     prefill_s: float
@@ -208,7 +208,7 @@ class Worker:
     """starting, ready, draining or lost."""
     model: str
     exact: bool
-    """An answer that is resumed there is exact."""
+    """Whether an answer that is resumed on the worker is exact."""
     pages: Pages
     running: int
     waiting: int

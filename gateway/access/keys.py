@@ -57,7 +57,7 @@ class ApiKey:
     allow_fallback: bool = False
     """Whether another model may answer requests that do not say so themselves."""
     choose_prefill: bool = False
-    """Whether its requests may say who computes their prompts."""
+    """Whether its requests may choose the workers that compute their prompts."""
     is_admin: bool = False
     expires_s: float | None = None
 

@@ -147,7 +147,7 @@ def _check_fallbacks(entries: Sequence[ModelEntry]) -> None:
 
 
 def _way(chains: Mapping[str, Sequence[str]], start: str, goal: str) -> list[str] | None:
-    """Names along the fallbacks from `start` to `goal`, both included; None: there is no way. Unknown names end it."""
+    """Names along the fallbacks from `start` to `goal`, both included; None without a way. Unknown names end it."""
     ways = [[start]]
     seen = {start}
     while ways:

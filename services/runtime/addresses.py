@@ -1,4 +1,4 @@
-"""Addresses: their text, who reaches them, and whether anybody can dial the one that a worker registers. Pure."""
+"""Addresses: their text, what reaches them, and whether the one that a worker registers can be dialled. Pure."""
 
 import ipaddress
 import re

@@ -206,8 +206,8 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
 def redacted(value: str) -> str:
     """A URL without its user, its password, and those in its query, as redis-py takes them too.
 
-    Everything before the last @ counts as user and password: who forgets to encode a / in one has no URL, but wants
-    it as little in a log.
+    Everything before the last @ counts as user and password: with a / in one that was not encoded, the text is no URL,
+    and has to stay out of logs all the same.
     """
     hidden = re.sub(r"://\S*@", "://***@", value)
     return re.sub(r"(?i)([?&](?:sentinel_)?(?:password|username)=)[^&\s]*", r"\1***", hidden)

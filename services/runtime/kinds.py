@@ -158,7 +158,7 @@ def host_name() -> Kind[str]:
 
 
 def counts(*names: str) -> Kind[Mapping[str, int]]:
-    """How many of each name there are, as NAME=COUNT separated by commas; names may be left out."""
+    """Counts by name, as NAME=COUNT separated by commas; names may be left out."""
 
     def parse(value: str) -> Mapping[str, int]:
         pairs = [item.partition("=")[::2] for item in value.split(",")]

@@ -9,11 +9,11 @@ import pytest
 
 from cli.children import Addresses, child_environment, gateway_spec, model_plans, worker_specs
 from cli.cores import Machine
-from cli.up_settings import DECIDED, DEMO_DRAFT, DEMO_MODEL, UpSettings
+from cli.up_settings import DEMO_DRAFT, UpSettings
 from decode_worker.config import DecodeWorkerConfig
 from gateway.config import GatewayConfig
 from prefill_worker.config import PrefillWorkerConfig
-from services.runtime.config import all_settings_of, load, settings_of
+from services.runtime.config import load
 from services.runtime.errors import ConfigError
 
 
@@ -58,12 +58,6 @@ def test_each_program_gets_the_settings_that_it_has_and_that_are_given() -> None
         config = {"gateway": GatewayConfig, "prefill-0": PrefillWorkerConfig, "decode-0": DecodeWorkerConfig}[spec.name]
         read = load(config, spec.command[4:], prog=spec.name, environ=spec.environment)
         assert (read.region, read.log_level) == ("eu", "debug")
-
-
-def test_every_setting_of_a_service_can_be_given_or_is_decided() -> None:
-    known = {setting.name for setting in all_settings_of(UpSettings)} | DECIDED
-    for config in (GatewayConfig, PrefillWorkerConfig, DecodeWorkerConfig):
-        assert {setting.name for setting in settings_of(config)} <= known
 
 
 @pytest.mark.parametrize(
@@ -257,42 +251,6 @@ def test_each_model_of_the_file_has_its_own_workers(tmp_path: Path) -> None:
 def test_a_bad_models_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing\.toml does not exist"):
         model_plans(up(f"--models={tmp_path / 'missing.toml'}"))
-
-
-def test_settings_come_from_flags_and_variables() -> None:
-    environ = {"TANDEM_PREFILL": "2", "TANDEM_DECODE": "3", "TANDEM_ADMISSION": "worst_case"}
-    settings = load(UpSettings, ["--decode", "1", "--kv-memory", "2GiB"], prog="tandem up", environ=environ)
-    assert settings.services == {"admission": "worst_case", "kv_memory": "2GiB"}
-    worker = settings.decode_worker
-    assert (worker.admission, worker.swap_memory, worker.kv_memory) == ("worst_case", None, 2 << 30)
-    assert (settings.prefill, settings.decode) == (2, 1)
-    assert settings.model == DEMO_MODEL
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--decode", "0"], "--decode"),
-        (["--prefill", "-1"], "--prefill"),
-        (["--http-port", "65536"], "--http-port"),
-        (["--page-size", "0"], "--page-size"),
-        (["--dtype", "int8"], "--dtype"),
-        (["--transport", "carrier-pigeon"], "--transport"),
-        (["--kv-memory", "much"], "--kv-memory"),
-        (["--admission", "hope"], "--admission"),
-        (["--swap-memory", "-1"], "--swap-memory"),
-        (["--kv-pages", "8", "--kv-memory", "1GiB"], "--kv-pages"),
-        (["--http-port", "9000", "--grpc-port", "9000"], "--grpc-port"),
-        (["--redis", "http://x"], "--redis"),
-        (["--models", "m.toml", "--model", "/m"], "--models and --model"),
-        (["--models", "m.toml", "--model-name", "m"], "--models and --model"),
-        (["--seed", "-1"], "--seed"),
-        (["--no-such-flag"], "--no-such-flag"),
-    ],
-)
-def test_a_bad_setting_is_named(flags: list[str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        load(UpSettings, flags, prog="tandem up", environ={})
 
 
 def test_the_gateway_goes_first_and_workers_give_nobody_way() -> None:
