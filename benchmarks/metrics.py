@@ -19,7 +19,7 @@ from gateway.limits import SERVICE_CLASSES
 from gateway.observability.metrics import LONG_GAPS_S, TOKEN_BUCKETS_S, Metrics
 from gateway.observability.request_log import CallFacts, RequestLog
 from gateway.observability.tracing import NO_TRACE
-from gateway.requests.call import AcceptedCall, AnswerSpec, Totals
+from gateway.requests.call import AcceptedCall, AnswerSpec, RequestFacts, Totals
 from gateway.types import Sampling
 from services.runtime import logs
 from services.runtime.clock import SYSTEM_CLOCK, Deadline
@@ -98,11 +98,15 @@ def lines() -> Round:
         for number in range(NUM_REQUESTS):
             generation = _generation(number)
             told = dict(
-                arrived_s=generation.arrived_s, service_class=generation.service_class, tenant=generation.tenant
+                arrived_s=generation.arrived_s,
+                service_class=generation.facts.service_class,
+                tenant=generation.facts.tenant,
             )
             opened = log.open([generation.request_id], **told)
             call = _call(generation)
-            facts = CallFacts(generation.request_id, "", call.model, generation.service_class, generation.tenant)
+            facts = CallFacts(
+                generation.request_id, "", call.model, generation.facts.service_class, generation.facts.tenant
+            )
             call.on_end(lambda error, opened=opened, facts=facts: log.note_end(opened, facts, error))
             with call:
                 trace = log.trace(generation.request_id, **told)
@@ -152,8 +156,7 @@ def _generation(number: int) -> AnswerSpec:
         eos_token_ids=(),
         prompt_token_ids=(1,) * 100,
         sampling=sampling,
-        priority=0,
-        tenant="tenant",
+        facts=RequestFacts(operation="chat", tenant="tenant"),
         deadline=Deadline.after(60.0),
         span=NO_TRACE,
         totals=Totals(),
@@ -166,7 +169,6 @@ def _call(generation: AnswerSpec) -> AcceptedCall:
     return AcceptedCall(
         [generation],
         request_id=generation.request_id,
-        operation="chat",
         model="model",
         span=NO_TRACE,
         close=lambda: None,

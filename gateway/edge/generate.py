@@ -117,7 +117,7 @@ class Generator:
         if num_logprobs < MANY_LOGPROBS:
             return write()
         turns = self._requests.catalog[answers.model].tokenizer.turns
-        return await turns.call(write, tenant=answers.generations[0].tenant)
+        return await turns.call(write, tenant=answers.generations[0].facts.tenant)
 
 
 class _PlainAnswers(Answers):

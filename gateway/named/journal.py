@@ -13,9 +13,9 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from gateway.limits import DEFAULT_SERVICE_CLASS, MAX_AFFINITY_CHARS, MAX_NAME_CHARS, MAX_SEQUENCES
+from gateway.limits import MAX_NAME_CHARS, MAX_SEQUENCES
 from gateway.models.answer_text import AnswerText
-from gateway.requests.call import StoredCall, StoredChoice
+from gateway.requests.call import RequestFacts, StoredCall, StoredChoice
 from gateway.types import Delta, FinishReason, Sampling, TokenLogprobs, Usage
 from services.runtime.errors import InternalError, InvalidRequest
 
@@ -211,10 +211,9 @@ class _ChoiceDocument(msgspec.Struct, frozen=True, array_like=True):
     seed: int = 0
 
 
-class _CallDocument(msgspec.Struct, frozen=True):
+class _CallDocument(RequestFacts, frozen=True, kw_only=True):
     """A call as it is kept; a prompt or a sampling that several answers share is kept once."""
 
-    operation: str
     tenant: str
     priority: int
     created_unix_s: int
@@ -224,12 +223,8 @@ class _CallDocument(msgspec.Struct, frozen=True):
     """Empty in what a gateway wrote that served only one: this one's, if it serves only one."""
     fallback: Annotated[str, msgspec.Meta(max_length=MAX_FALLBACK_CHARS)] = ""
     is_settled: bool = True
-    service_class: str = DEFAULT_SERVICE_CLASS
-    affinity_key: Annotated[str, msgspec.Meta(max_length=MAX_AFFINITY_CHARS)] = ""
-    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
-    share_cache: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
     traceparent: Annotated[str, msgspec.Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
-    samplings: list[Sampling] = []
+    samplings: list[Sampling] = msgspec.field(default_factory=list)
     """The samplings of several answers, each that differs in more than its seed; their own seeds mean nothing."""
 
 
@@ -259,19 +254,13 @@ def encode_call(call: StoredCall, *, created_unix_s: int) -> bytes:
             sampling = _place_of(choice.sampling, samplings)
         choices.append(_ChoiceDocument(places[id(prompt)], sampling, choice.layout, choice.sampling.seed))
     document = _CallDocument(
-        operation=call.operation,
-        tenant=call.tenant,
-        priority=call.priority,
+        **msgspec.structs.asdict(call.facts),
         created_unix_s=created_unix_s,
         prompts=prompts,
         choices=choices,
         model=call.model,
         fallback=call.fallback,
         is_settled=call.is_settled,
-        service_class=call.service_class,
-        affinity_key=call.affinity_key,
-        cache_salt=call.cache_salt,
-        share_cache=call.share_cache,
         traceparent=call.traceparent,
         samplings=samplings,
     )
@@ -313,16 +302,10 @@ def decode_call(packed: bytes, *, request_id: str) -> tuple[StoredCall, int] | N
     call = StoredCall(
         request_id=request_id,
         choices=choices,
-        operation=document.operation,
+        facts=RequestFacts.of(document),
         model=document.model,
         fallback=document.fallback,
         is_settled=document.is_settled,
-        tenant=document.tenant,
-        priority=document.priority,
-        service_class=document.service_class,
-        affinity_key=document.affinity_key,
-        cache_salt=document.cache_salt,
-        share_cache=document.share_cache,
         traceparent=document.traceparent,
         remaining_s=0.0,
     )

@@ -101,7 +101,7 @@ class Journal:
             [] if choice.sampling.logprobs is not None else answer.token_ids
             for choice, answer in zip(stored.choices, answers, strict=True)
         ]
-        name_of_id = journal_name(stored.tenant, stored.request_id)
+        name_of_id = journal_name(stored.facts.tenant, stored.request_id)
         self.record = Record(
             name=name,
             digest=self.digest,
@@ -111,7 +111,7 @@ class Journal:
             token_ids=token_ids,
             ends=[_end_of(answer, choice.sampling) for answer, choice in zip(answers, stored.choices, strict=True)],
             alias="" if name_of_id == name else name_of_id,
-            tenant=stored.tenant,
+            tenant=stored.facts.tenant,
         )
 
     def check_size(self) -> None:

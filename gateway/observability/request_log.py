@@ -20,7 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakSet
 
 from gateway.limits import SLOW_REQUEST_S
@@ -135,8 +135,7 @@ class AnswerTrace:
         self._log.has_line(error)
 
 
-@dataclass(frozen=True, slots=True)
-class CallFacts:
+class CallFacts(NamedTuple):
     """What a line says of a call beside what became of its answers. `answers` are their names towards workers."""
 
     request_id: str

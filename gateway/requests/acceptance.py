@@ -4,10 +4,7 @@ The first part of a request's life; `gateway.requests.lifecycle` has the rest. K
 """
 
 import asyncio
-import hashlib
-import random
-import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -31,8 +28,18 @@ from gateway.models.catalog import ModelCatalog, ServedModel
 from gateway.models.sampling_defaults import with_defaults
 from gateway.models.tools import encode_conversation
 from gateway.observability.tracing import RequestSpans, Tracing
-from gateway.requests.call import AcceptedCall, AnswerSpec, Call, StoredCall, StoredChoice, TenantTicket, Totals
+from gateway.requests.call import (
+    AcceptedCall,
+    AnswerSpec,
+    Call,
+    RequestFacts,
+    StoredCall,
+    StoredChoice,
+    TenantTicket,
+    Totals,
+)
 from gateway.requests.form import answer_form
+from gateway.requests.seeds import choice_seed, id_source, key_seed, seed_source
 from gateway.types import Sampling
 from services.runtime import telemetry
 from services.runtime.clock import Clock, Deadline
@@ -40,11 +47,6 @@ from services.runtime.errors import AlreadyExists, InvalidRequest, Overloaded
 from services.structured.compiler import FormChecks
 from services.structured.form import AnswerForm
 from services.structured.grammar import UnusableSchema
-
-ID_BYTES = 12
-IDS_PER_DRAW = 256
-
-_SEED_STEP = 0x9E3779B97F4A7C15
 
 
 class Acceptance:
@@ -74,8 +76,8 @@ class Acceptance:
         self._tracing = tracing
         self._clock = clock
         self._forms = FormChecks()
-        self._draw_seed = _seed_source(seed)
-        self._draw_id = _id_source().__next__
+        self._draw_seed = seed_source(seed)
+        self._draw_id = id_source().__next__
         self._num_calls = 0
         self._active_ids: set[tuple[str, str]] = set()
         """Tenants, and the ids of their requests: an id is taken for its own tenant only."""
@@ -144,14 +146,16 @@ class Acceptance:
         return StoredCall(
             request_id=call.request_id or "",
             choices=await self._choices(call, model, self._first_seed(call)),
-            operation=call.operation,
+            facts=RequestFacts(
+                operation=call.operation,
+                tenant=call.tenant,
+                priority=call.priority,
+                service_class=call.service_class or DEFAULT_SERVICE_CLASS,
+                affinity_key=call.affinity_key,
+                cache_salt=call.cache_salt,
+                share_cache=call.share_cache,
+            ),
             model=model.name,
-            tenant=call.tenant,
-            priority=call.priority,
-            service_class=call.service_class or DEFAULT_SERVICE_CLASS,
-            affinity_key=call.affinity_key,
-            cache_salt=call.cache_salt,
-            share_cache=call.share_cache,
             wishes=call.wishes,
             remaining_s=0.0,
             traceparent=call.traceparent,
@@ -170,7 +174,7 @@ class Acceptance:
         deadline = Deadline.after(min(stored.remaining_s, self._max_request_s), clock=self._clock)
         deadline.check()
         check_name(stored.request_id, field_name="request_id")
-        check_service_class(stored.service_class)
+        check_service_class(stored.facts.service_class)
         if not stored.choices:
             raise InvalidRequest("the stored call has no answer", field="choices")
         for choice in stored.choices:
@@ -210,12 +214,7 @@ class Acceptance:
                 choices,
                 model,
                 request_id=accepted.request_id,
-                priority=first.priority,
-                service_class=first.service_class,
-                affinity_key=first.affinity_key,
-                cache_salt=first.cache_salt,
-                share_cache=first.share_cache,
-                tenant=first.tenant,
+                facts=first.facts,
                 deadline=first.deadline,
                 has_own_deadline=first.has_own_deadline,
                 wishes=first.wishes,
@@ -246,18 +245,13 @@ class Acceptance:
         is_own: bool = False,
     ) -> AcceptedCall:
         """Takes the call's id and starts its span. `is_own`: its client named the deadline."""
-        request_id = self._take_id(stored.request_id, stored.tenant)
+        request_id = self._take_id(stored.request_id, stored.facts.tenant)
         span = self._start_span(stored, arrived_s, arrived_unix_ns)
         generations = self._generations(
             stored.choices,
             model,
             request_id=request_id,
-            priority=stored.priority,
-            service_class=stored.service_class,
-            affinity_key=stored.affinity_key,
-            cache_salt=stored.cache_salt,
-            share_cache=stored.share_cache,
-            tenant=stored.tenant,
+            facts=stored.facts,
             deadline=deadline,
             has_own_deadline=is_own,
             wishes=stored.wishes,
@@ -268,11 +262,10 @@ class Acceptance:
         return AcceptedCall(
             generations,
             request_id=request_id,
-            operation=stored.operation,
             model=model.name,
             fallback=stored.fallback,
             span=span,
-            close=lambda: self._give_back_id(request_id, stored.tenant),
+            close=lambda: self._give_back_id(request_id, stored.facts.tenant),
             ticket=ticket,
         )
 
@@ -322,7 +315,9 @@ class Acceptance:
         form = answer_form(call, model.tokenizer, prompts[0], schema=await self._schema(call))
         if form is not None:
             await self._check_form(form, call, model)
-        samplings = self._complete_samplings(call, model, prompts, first_seed, form)
+        samplings = self._complete_samplings(
+            call, model, prompts=prompts, first_seed=first_seed, limits=limits, form=form
+        )
         return [
             StoredChoice(prompts[choice // call.num_choices], sampling) for choice, sampling in enumerate(samplings)
         ]
@@ -397,29 +392,30 @@ class Acceptance:
         """The seed of the first answer, from which those of the others follow."""
         if call.sampling.seed is not None:
             return call.sampling.seed
-        return _key_seed(call.tenant, call.idempotency_key) if call.idempotency_key else self._draw_seed()
+        return key_seed(call.tenant, call.idempotency_key) if call.idempotency_key else self._draw_seed()
 
     def _complete_samplings(
         self,
         call: Call,
         model: ServedModel,
+        *,
         prompts: Sequence[Sequence[int]],
         first_seed: int,
+        limits: ModelLimits,
         form: AnswerForm | None,
     ) -> list[Sampling]:
         """Sampling of every answer: for each prompt, its choices with seeds derived from the call's.
 
         The first choice of each prompt reports it, for all of them.
         """
-        limits = self.limits(model)
         asked = with_defaults(call.sampling, model.sampling_defaults)
-        silent = msgspec.structs.replace(asked, prompt_logprobs=None)
+        silent = asked if asked.prompt_logprobs is None else msgspec.structs.replace(asked, prompt_logprobs=None)
         samplings = [
             complete_sampling(
                 silent if choice else asked,
                 limits,
                 num_prompt_tokens=len(token_ids),
-                seed=_choice_seed(first_seed, choice),
+                seed=choice_seed(first_seed, choice),
                 form=form,
                 field_name=call.prompt_field,
             )
@@ -489,28 +485,3 @@ def _check_stored(choice: StoredChoice, limits: ModelLimits) -> None:
         raise InvalidRequest("the answer has more tokens than were asked for", field="emitted_token_ids")
     if not 1 <= max_tokens <= limits.context_length_tokens - len(choice.prompt_token_ids):
         raise InvalidRequest("max_tokens does not fit into the model's context", field="max_tokens")
-
-
-def _seed_source(seed: int | None) -> Callable[[], int]:
-    """Seeds for requests without one: the same sequence for the same `seed`, unpredictable without."""
-    source = random.Random(secrets.randbits(256) if seed is None else seed)  # noqa: S311 - a generator that a seed repeats, seeded well
-    return lambda: source.getrandbits(63)
-
-
-def _id_source() -> Iterator[str]:
-    """Request ids that nobody can guess; asking the system for randomness once for many is far cheaper."""
-    while True:
-        digits = secrets.token_hex(ID_BYTES * IDS_PER_DRAW)
-        for start in range(0, len(digits), 2 * ID_BYTES):
-            yield digits[start : start + 2 * ID_BYTES]
-
-
-def _key_seed(tenant: str, idempotency_key: str) -> int:
-    """Returns one seed for one call, on every gateway: a call that is repeated gets the same answer."""
-    named = f"{len(tenant)}:{tenant}{idempotency_key}".encode()
-    return int.from_bytes(hashlib.sha256(named).digest()[:8]) >> 1
-
-
-def _choice_seed(seed: int, choice: int) -> int:
-    """An int64 seed for one of several answers to a prompt; the first one has the request's own."""
-    return (seed + choice * _SEED_STEP + 2**63) % 2**64 - 2**63

@@ -61,6 +61,9 @@ class RunningAnswer:
             generation.emitted_token_ids,
             num_prompt_logprobs=_num_prompt_logprobs(generation),
         )
+        self._num_prompt_tokens = len(generation.prompt_token_ids)
+        self.max_num_tokens = self._num_prompt_tokens + generation.sampling.max_tokens
+        """Tokens of prompt and answer at most."""
         self.attempt: Attempt | None = None
         self.attempt_number = 0
         self.num_failures = 0
@@ -105,35 +108,33 @@ class RunningAnswer:
     @property
     def is_resumed(self) -> bool:
         """Whether an earlier attempt has begun the answer or has failed."""
-        return self.num_failures > 0 or self.log.next_index > 0
+        return self.num_failures > 0 or bool(self.log.token_ids)
 
     @property
     def bound_to(self) -> str:
         """What workers that go on with it must be, as an `identity_key`; empty: anything, since it has no token, or
         nothing is known.
         """
-        return self.identity if self.log.next_index else ""
+        return self.identity if self.log.token_ids else ""
 
     @property
     def cache_salt(self) -> str:
         """Who may share pages with this request: its tenant or its group of tenants, and of these who has its salt."""
         generation = self.generation
-        return sharers(tenant=generation.tenant, group=generation.share_cache, salt=generation.cache_salt)
+        return sharers(
+            tenant=generation.facts.tenant, group=generation.facts.share_cache, salt=generation.facts.cache_salt
+        )
 
     @property
     def num_known_tokens(self) -> int:
         """Tokens of the prompt and of the answer so far, whose KV the next attempt must have."""
-        return len(self.generation.prompt_token_ids) + self.log.next_index
+        return self._num_prompt_tokens + len(self.log.token_ids)
 
     @property
     def expected_num_tokens(self) -> int:
         """Tokens for which a decode worker is asked to have room; limits are often set far too high."""
-        return self.num_known_tokens + max(1, (self.max_num_tokens - self.num_known_tokens) // 2)
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Tokens of prompt and answer at most."""
-        return len(self.generation.prompt_token_ids) + self.generation.sampling.max_tokens
+        num_known = self.num_known_tokens
+        return num_known + max(1, (self.max_num_tokens - num_known) // 2)
 
     @property
     def num_new_tokens(self) -> int:

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from gateway.limits import DEFAULT_SERVICE_CLASS
+from gateway.limits import DEFAULT_SERVICE_CLASS, MAX_AFFINITY_CHARS, MAX_NAME_CHARS
 from gateway.observability.tracing import Origin, RequestSpans
 from gateway.types import AskedSampling, Sampling
 from gateway.wishes import NO_WISHES, Wishes
@@ -104,6 +104,26 @@ class Call(msgspec.Struct, kw_only=True):
         self.origin = origin
 
 
+class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays true of a request wherever it runs: made when it is accepted, and passed whole from then on.
+
+    A journal keeps it under these names. `operation` is what its API calls it; the others are as in `Call`.
+    """
+
+    operation: str
+    tenant: str = ""
+    priority: int = 0
+    service_class: str = DEFAULT_SERVICE_CLASS
+    affinity_key: Annotated[str, msgspec.Meta(max_length=MAX_AFFINITY_CHARS)] = ""
+    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
+    share_cache: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
+
+    @classmethod
+    def of(cls, source: object) -> "RequestFacts":
+        """Those of anything that has them by these names."""
+        return cls(**{name: getattr(source, name) for name in cls.__struct_fields__})
+
+
 class AnswerSpec(msgspec.Struct, frozen=True):
     """One answer to be generated: checked, tokenized, with a seed. `choice` numbers the answers of its call.
 
@@ -117,17 +137,12 @@ class AnswerSpec(msgspec.Struct, frozen=True):
     eos_token_ids: Sequence[int]
     prompt_token_ids: Sequence[int]
     sampling: Sampling
-    priority: int
-    tenant: str
+    facts: RequestFacts
     deadline: Deadline
     span: RequestSpans
     totals: "Totals"
     arrived_s: float
     arrived_unix_ns: int
-    service_class: str = DEFAULT_SERVICE_CLASS
-    affinity_key: str = ""
-    cache_salt: str = ""
-    share_cache: str = ""
     wishes: Wishes = NO_WISHES
     has_own_deadline: bool = False
     """Whether its client named the deadline: it is the server's otherwise, which says nothing of its haste."""
@@ -156,16 +171,10 @@ class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     choices: list[StoredChoice]
-    operation: str
+    facts: RequestFacts
     model: str = ""
     fallback: str = ""
     is_settled: bool = True
-    tenant: str = ""
-    priority: int = 0
-    service_class: str = DEFAULT_SERVICE_CLASS
-    affinity_key: str = ""
-    cache_salt: str = ""
-    share_cache: str = ""
     wishes: Wishes = NO_WISHES
     remaining_s: float
     traceparent: str = ""
@@ -210,7 +219,6 @@ class AcceptedCall:
         generations: list[AnswerSpec],
         *,
         request_id: str,
-        operation: str,
         model: str,
         fallback: str = "",
         span: RequestSpans,
@@ -219,7 +227,7 @@ class AcceptedCall:
     ) -> None:
         self.generations = generations
         self.request_id = request_id
-        self.operation = operation
+        self.facts = generations[0].facts
         self.model = self.asked_model = model
         self.fallback = fallback
         self.fallbacks: tuple[str, ...] = ()
@@ -247,16 +255,10 @@ class AcceptedCall:
                 )
                 for generation in self.generations
             ],
-            operation=self.operation,
+            facts=self.facts,
             model=self.model,
             fallback=self.fallback,
             is_settled=not self.fallbacks,
-            tenant=first.tenant,
-            priority=first.priority,
-            service_class=first.service_class,
-            affinity_key=first.affinity_key,
-            cache_salt=first.cache_salt,
-            share_cache=first.share_cache,
             wishes=first.wishes,
             remaining_s=first.deadline.remaining_s(),
             traceparent=self.span.told_traceparent,
@@ -301,7 +303,7 @@ class AcceptedCall:
         sampling, totals = first.sampling, first.totals
         prompts = {id(generation.prompt_token_ids): generation.prompt_token_ids for generation in self.generations}
         said: dict[str, Value] = {
-            "gen_ai.operation.name": self.operation,
+            "gen_ai.operation.name": self.facts.operation,
             "gen_ai.provider.name": "tandem",
             "gen_ai.request.id": self.request_id,
             "gen_ai.response.id": self.request_id,
@@ -316,14 +318,14 @@ class AcceptedCall:
             "gen_ai.usage.input_tokens": sum(map(len, prompts.values())),
             "gen_ai.usage.output_tokens": totals.completion_tokens,
             "gen_ai.usage.cache_read.input_tokens": totals.cached_tokens,
-            "tandem.service_class": first.service_class,
+            "tandem.service_class": self.facts.service_class,
         }
         rarely: dict[str, Value] = {
             "gen_ai.request.top_k": sampling.top_k,
             "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
             "gen_ai.request.presence_penalty": sampling.presence_penalty,
             "tandem.resumed_tokens": totals.completion_tokens - totals.new_tokens,
-            "tandem.tenant": first.tenant,
+            "tandem.tenant": self.facts.tenant,
             "tandem.fallback": self.fallback,
         }
         said.update((name, value) for name, value in rarely.items() if value)

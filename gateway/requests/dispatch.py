@@ -142,7 +142,7 @@ class Dispatcher:
         class, so one that is too busy for the request is so for whoever comes behind it.
         """
         generation = request.generation
-        return self._topology.decode_ids(generation.model, tenant=generation.tenant, bound_to=request.bound_to)
+        return self._topology.decode_ids(generation.model, tenant=generation.facts.tenant, bound_to=request.bound_to)
 
     def book(self, request: RunningAnswer, route: Route) -> None:
         """Keeps the places of a route, and of no other one. Raises WorkerUnavailable."""
@@ -162,7 +162,8 @@ class Dispatcher:
         An answer that has tokens goes on where the next ones are the same.
         """
         generation = request.generation
-        prompt = (request.queue_entry.service_class, request.num_known_tokens)
+        num_known = request.num_known_tokens
+        prompt = (request.queue_entry.service_class, num_known)
         usual = self._topology.usual_speeds(generation.model)
         decodes = self._usable(self._topology.decode_views(generation.model, prompt=prompt), usual.local, usual.decode)
         if kept:
@@ -173,11 +174,11 @@ class Dispatcher:
             self._topology.prefill_views(generation.model, prompt=prompt), usual.prefill, usual.decode
         )
         wanted = RouteRequest(
-            num_prompt_tokens=request.num_known_tokens,
-            max_new_tokens=max(1, request.max_num_tokens - request.num_known_tokens),
-            tenant=generation.tenant,
+            num_prompt_tokens=num_known,
+            max_new_tokens=max(1, request.max_num_tokens - num_known),
+            tenant=generation.facts.tenant,
             region=self._region,
-            affinity_key=generation.affinity_key,
+            affinity_key=generation.facts.affinity_key,
             cached_tokens=self._cached_tokens(request),
             kv_bytes_per_token=self._topology.kv_bytes_per_token(generation.model),
             prefill=generation.wishes.prefill or self._prefill_choice(),

@@ -192,7 +192,7 @@ class Requests:
 
         `fast_path` may take deltas. Raises Overloaded, WorkerUnavailable, DeadlineExceeded or the last attempt's error.
         """
-        lane = self._placing.lane(generation.model, generation.tenant)
+        lane = self._placing.lane(generation.model, generation.facts.tenant)
         entry = self._placing.entry(generation, lane)
         request = RunningAnswer(generation, self.new_text(generation), self._clock, queue_entry=entry, lane=lane)
         observer = AnswerObserver(request, self._sinks)
@@ -308,7 +308,7 @@ class Requests:
             counts[*whose, "queued"] += num_waiting
         for request in self._open:
             if request.is_running:
-                counts[request.generation.model, request.generation.service_class, "running"] += 1
+                counts[request.generation.model, request.generation.facts.service_class, "running"] += 1
         return counts
 
     def _follow(self, accepted: AcceptedCall) -> AcceptedCall:
@@ -317,8 +317,8 @@ class Requests:
         opened = self.log.open(
             [generation.request_id for generation in accepted.generations],
             arrived_s=first.arrived_s,
-            service_class=first.service_class,
-            tenant=first.tenant,
+            service_class=first.facts.service_class,
+            tenant=first.facts.tenant,
         )
         accepted.on_end(lambda error: self.log.note_end(opened, _facts(accepted), error))
         return accepted
@@ -348,8 +348,8 @@ def _facts(accepted: AcceptedCall) -> CallFacts:
         accepted.request_id,
         accepted.span.traceparent,
         accepted.model,
-        first.service_class,
-        first.tenant,
+        first.facts.service_class,
+        first.facts.tenant,
         accepted.fallback,
         tuple(generation.request_id for generation in accepted.generations),
     )

@@ -71,11 +71,11 @@ class AnswerObserver:
         self.trace: AnswerTrace = sinks.log.trace(
             generation.request_id,
             arrived_s=generation.arrived_s,
-            service_class=generation.service_class,
-            tenant=generation.tenant,
+            service_class=generation.facts.service_class,
+            tenant=generation.facts.tenant,
         )
         self._sinks = sinks
-        self._figures = sinks.metrics.of(generation.model, generation.service_class)
+        self._figures = sinks.metrics.of(generation.model, generation.facts.service_class)
         self._attempt: Attempt | None = None
         """The last attempt that was heard of."""
         self._steady: Attempt | None = None
@@ -88,7 +88,7 @@ class AnswerObserver:
         """It stands in the queue, behind `num_ahead` others."""
         self._place(request, State.QUEUED)
         if self.spans is not None:
-            self.spans.waits(num_ahead=num_ahead, service_class=request.generation.service_class)
+            self.spans.waits(num_ahead=num_ahead, service_class=request.generation.facts.service_class)
 
     def admitted(
         self, request: RunningAnswer, attempt: Attempt, route: Route, *, asked_s: float, queue_delay_s: float | None
@@ -100,7 +100,7 @@ class AnswerObserver:
         metrics.note_sent("decode", attempt.decode.peer.worker_id)
         if not trace.num_attempts:
             queue_s = self._sinks.clock.monotonic() - generation.arrived_s
-            metrics.note_placed(generation.model, generation.service_class, queue_s)
+            metrics.note_placed(generation.model, generation.facts.service_class, queue_s)
         elif request.num_failures > self._num_placed_failures:
             metrics.note_failover(generation.model)
         self._num_placed_failures = request.num_failures
@@ -192,7 +192,7 @@ class AnswerObserver:
         )
         self._sinks.metrics.note_answer(
             generation.model,
-            generation.service_class,
+            generation.facts.service_class,
             prompt_tokens=prompt_tokens,
             tokens=new_tokens,
             finish_reason=finish_reason,

@@ -80,18 +80,18 @@ class Placing:
 
     def entry(self, generation: AnswerSpec, lane: Lane) -> QueueEntry:
         """What the queue knows of an answer."""
-        service_class, arrived_s = ServiceClass.from_name(generation.service_class), generation.arrived_s
+        service_class, arrived_s = ServiceClass.from_name(generation.facts.service_class), generation.arrived_s
         service_s, prompt_s = self._dispatcher.least_service_s(generation), self._dispatcher.prompt_s(generation)
         targets = generation.wishes.targets
         return QueueEntry(
             key=generation.request_id,
             service_class=service_class,
-            tenant=generation.tenant,
+            tenant=generation.facts.tenant,
             cost_tokens=len(generation.prompt_token_ids) + generation.sampling.max_tokens,
             arrived_s=arrived_s,
             deadline_s=generation.deadline.at_s,
             service_s=service_s,
-            level=generation.priority,
+            level=generation.facts.priority,
             prompt_s=prompt_s,
             due_s=due_s(generation, service_s=service_s, prompt_s=prompt_s),
             promised_s=lane.promised_s(service_class, targets, arrived_s=arrived_s, prompt_s=prompt_s),
@@ -210,7 +210,7 @@ class Placing:
     def _lane_of(self, request: RunningAnswer) -> Lane:
         """Where it waits. An answer that began with what others do not have holds up only its like."""
         generation, bound_to = request.generation, request.bound_to
-        return self.lane(generation.model, generation.tenant, bound_to) if bound_to else request.lane
+        return self.lane(generation.model, generation.facts.tenant, bound_to) if bound_to else request.lane
 
     def _is_stranded(self, request: RunningAnswer) -> bool:
         """Whether the answer has tokens, and no worker in rotation computes as its worker did, with the same weights.

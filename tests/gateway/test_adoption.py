@@ -108,7 +108,7 @@ async def test_what_cannot_be_gone_on_with_is_refused(make_system, answer):
         emitted(stored, answer[:5]),
         emitted(stored, [10**6]),
         msgspec.structs.replace(stored, request_id="no name\n"),
-        msgspec.structs.replace(stored, service_class="soon"),
+        msgspec.structs.replace(stored, facts=msgspec.structs.replace(stored.facts, service_class="soon")),
         msgspec.structs.replace(stored, choices=[msgspec.structs.replace(stored.choices[0], prompt_token_ids=[])]),
         msgspec.structs.replace(
             stored, choices=[msgspec.structs.replace(stored.choices[0], prompt_token_ids=[5] * 510)]

@@ -432,8 +432,8 @@ async def test_class_priority_and_session_reach_the_request(guarded, monkeypatch
 
     async def note(call):
         accepted = await accept(call)
-        generation = accepted.generations[0]
-        seen.append((generation.service_class, generation.priority, generation.tenant, generation.affinity_key))
+        facts = accepted.facts
+        seen.append((facts.service_class, facts.priority, facts.tenant, facts.affinity_key))
         return accepted
 
     monkeypatch.setattr(system.gateway.requests, "accept", note)
@@ -702,8 +702,8 @@ async def test_a_request_goes_on_elsewhere_though_the_tenant_is_at_its_limit(gua
         # What its client has not said again is known from the journal.
         (journal,) = set(second.gateway._journals._journals.values())
         generation = journal.generations[0]
-        assert (generation.service_class, generation.affinity_key) == ("low", "a session")
-        assert (generation.tenant, generation.model) == ("acme", "tiny")
+        assert (generation.facts.service_class, generation.facts.affinity_key) == ("low", "a session")
+        assert (generation.facts.tenant, generation.model) == ("acme", "tiny")
         script.gate.set()
         text = (await second_try).text
     assert '"finish_reason":"stop"' in text

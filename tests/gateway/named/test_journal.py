@@ -21,7 +21,7 @@ from gateway.named.journal import (
     parse_event_id,
     restore,
 )
-from gateway.requests.call import StoredCall, StoredChoice
+from gateway.requests.call import RequestFacts, StoredCall, StoredChoice
 from gateway.types import Delta, TokenLogprobs
 from services.runtime.errors import (
     InternalError,
@@ -170,14 +170,10 @@ def test_a_call_is_kept_with_each_prompt_once():
     call = StoredCall(
         request_id="abc",
         choices=[StoredChoice(prompt, sampling(seed=seed, logit_bias={5: 1.5}, stop=("x",))) for seed in (-1, 2**62)],
-        operation="chat",
+        facts=RequestFacts(operation="chat", tenant="t", priority=3, service_class="batch", affinity_key="a session"),
         model="large",
         fallback="huge -> large; reason=overloaded",
         is_settled=False,
-        tenant="t",
-        priority=3,
-        service_class="batch",
-        affinity_key="a session",
         remaining_s=1.0,
     )
     packed = encode_call(call, created_unix_s=17)
@@ -192,7 +188,7 @@ def test_a_call_is_kept_with_each_prompt_once():
 def test_what_several_answers_share_is_kept_once():
     form = AnswerForm(json_schema='{"description": "%s"}' % ("d" * 10_000))
     choices = [StoredChoice([1, 2], sampling(seed=seed, form=form, max_tokens=10 + (seed > 64))) for seed in range(128)]
-    call = StoredCall(request_id="abc", choices=choices, operation="chat", remaining_s=0.0)
+    call = StoredCall(request_id="abc", choices=choices, facts=RequestFacts(operation="chat"), remaining_s=0.0)
     packed = encode_call(call, created_unix_s=17)
     assert len(packed) < 2 * 10_000 + 128 * 60 + 2_000
     decoded, _ = decode_call(packed, request_id="abc")
@@ -203,7 +199,7 @@ def test_what_several_answers_share_is_kept_once():
 
 def test_a_call_of_a_gateway_that_kept_each_sampling_with_its_answer_is_read():
     choices = [StoredChoice([1, 2], sampling(seed=seed, stop=("xy",))) for seed in range(3)]
-    call = StoredCall(request_id="abc", choices=choices, operation="chat", remaining_s=0.0)
+    call = StoredCall(request_id="abc", choices=choices, facts=RequestFacts(operation="chat"), remaining_s=0.0)
     document = msgspec.msgpack.decode(encode_call(call, created_unix_s=17))
     shared = document.pop("samplings")
     assert len(shared) == 1
@@ -222,7 +218,7 @@ def test_a_call_with_one_answer_is_written_as_gateways_of_before_read_it():
 @pytest.mark.parametrize("place", [1, -1, 2**40])
 def test_a_sampling_that_is_not_there_counts_as_no_journal(place):
     choices = [StoredChoice([1, 2], sampling(seed=seed)) for seed in range(2)]
-    call = StoredCall(request_id="abc", choices=choices, operation="chat", remaining_s=0.0)
+    call = StoredCall(request_id="abc", choices=choices, facts=RequestFacts(operation="chat"), remaining_s=0.0)
     document = msgspec.msgpack.decode(encode_call(call, created_unix_s=17))
     document["choices"][1][1] = place
     assert decode_call(msgspec.msgpack.encode(document), request_id="abc") is None
@@ -235,7 +231,7 @@ def test_a_call_of_before_there_were_several_models_and_classes_is_read():
     document["choices"] = [choice[:2] for choice in document["choices"]]  # nor was it known which weights began it
     call, _ = decode_call(msgspec.msgpack.encode(document), request_id="abc")
     assert (call.model, call.fallback, call.is_settled) == ("", "", True)
-    assert (call.service_class, call.affinity_key) == ("normal", "")
+    assert (call.facts.service_class, call.facts.affinity_key) == ("normal", "")
     assert call.choices == kept_call().choices
 
 
@@ -251,13 +247,19 @@ def test_the_weights_of_each_answer_are_kept_and_no_text_that_is_none():
 
 def test_a_session_longer_than_any_client_may_name_counts_as_no_journal():
     for length, is_read in ((256, True), (257, False)):
-        packed = encode_call(msgspec.structs.replace(kept_call(), affinity_key="s" * length), created_unix_s=17)
+        packed = encode_call(
+            msgspec.structs.replace(kept_call(), facts=RequestFacts(operation="chat", affinity_key="s" * length)),
+            created_unix_s=17,
+        )
         assert (decode_call(packed, request_id="abc") is not None) == is_read
 
 
 def kept_call():
     return StoredCall(
-        request_id="abc", choices=[StoredChoice([1, 2], sampling(stop=("xy",)))], operation="chat", remaining_s=1.0
+        request_id="abc",
+        choices=[StoredChoice([1, 2], sampling(stop=("xy",)))],
+        facts=RequestFacts(operation="chat"),
+        remaining_s=1.0,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.named.journal import Answer, decode_call, encode_end, restore
 from gateway.named.live_journal import Journal, UnusableError, read_held
-from gateway.requests.call import StoredCall, StoredChoice
+from gateway.requests.call import RequestFacts, StoredCall, StoredChoice
 from gateway.types import Delta, TokenLogprobs
 from services.cluster.journals import Held
 from services.runtime.errors import AlreadyExists, InternalError, InvalidRequest
@@ -18,7 +18,7 @@ def stored(*samplings, prompt=(5, 6, 7), **fields):
     return StoredCall(
         request_id="mine",
         choices=[StoredChoice(list(prompt), each) for each in samplings or (sampling(),)],
-        operation="text_completion",
+        facts=RequestFacts(operation="text_completion"),
         model="tiny",
         remaining_s=60.0,
         **fields,

@@ -17,7 +17,7 @@ from gateway.named.journal import (
 from gateway.named.memory import MemoryBounds
 from gateway.named.requests import Journals
 from gateway.observability.tracing import NO_TRACE
-from gateway.requests.call import AcceptedCall, AnswerSpec, StoredChoice, Totals
+from gateway.requests.call import AcceptedCall, AnswerSpec, RequestFacts, StoredChoice, Totals
 from gateway.types import AskedSampling, Delta, TokenLogprobs, Usage
 from services.cluster.journal_room import JournalRoom
 from services.cluster.journals import JournalStore
@@ -79,7 +79,7 @@ class FakeRequests:
         return "weights"
 
     def adopt(self, stored, call=None):
-        return self._begin(stored.request_id, stored.choices, stored.tenant)
+        return self._begin(stored.request_id, stored.choices, stored.facts.tenant)
 
     def _begin(self, request_id, choices, tenant):
         if (tenant, request_id) in self.active:
@@ -94,8 +94,7 @@ class FakeRequests:
                 eos_token_ids=(1,),
                 prompt_token_ids=choice.prompt_token_ids,
                 sampling=choice.sampling,
-                priority=0,
-                tenant=tenant,
+                facts=RequestFacts(operation="text_completion", tenant=tenant),
                 deadline=Deadline.after(60.0),
                 span=NO_TRACE,
                 totals=totals,
@@ -108,7 +107,6 @@ class FakeRequests:
         return AcceptedCall(
             generations,
             request_id=request_id,
-            operation="text_completion",
             model="tiny",
             span=NO_TRACE,
             close=lambda: self.active.discard((tenant, request_id)),

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.observability.tracing import NO_TRACE
-from gateway.requests.call import AcceptedCall, AnswerSpec, Totals
+from gateway.requests.call import AcceptedCall, AnswerSpec, RequestFacts, Totals
 from gateway.requests.fallback import begun
 from gateway.requests.fan_out import merged
 from gateway.types import Delta
@@ -122,8 +122,7 @@ def generations_of(model, num_choices, now_s=100.0):
             eos_token_ids=(),
             prompt_token_ids=(1,),
             sampling=None,
-            priority=0,
-            tenant="",
+            facts=RequestFacts(operation="text_completion"),
             deadline=Deadline.after(60.0),
             span=NO_TRACE,
             totals=totals,
@@ -138,7 +137,6 @@ def accepted_call(num_choices, fallbacks):
     accepted = AcceptedCall(
         generations_of("m0", num_choices),
         request_id="r",
-        operation="text_completion",
         model="m0",
         span=NO_TRACE,
         close=lambda: None,

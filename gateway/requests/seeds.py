@@ -1,0 +1,36 @@
+"""What is drawn for a request that does not say it: its id, and the seeds of its answers."""
+
+import hashlib
+import random
+import secrets
+from collections.abc import Callable, Iterator
+
+ID_BYTES = 12
+IDS_PER_DRAW = 256
+
+_SEED_STEP = 0x9E3779B97F4A7C15
+
+
+def seed_source(seed: int | None) -> Callable[[], int]:
+    """Seeds for requests without one: the same sequence for the same `seed`, unpredictable without."""
+    source = random.Random(secrets.randbits(256) if seed is None else seed)  # noqa: S311 - a generator that a seed repeats, seeded well
+    return lambda: source.getrandbits(63)
+
+
+def id_source() -> Iterator[str]:
+    """Request ids that nobody can guess; asking the system for randomness once for many is far cheaper."""
+    while True:
+        digits = secrets.token_hex(ID_BYTES * IDS_PER_DRAW)
+        for start in range(0, len(digits), 2 * ID_BYTES):
+            yield digits[start : start + 2 * ID_BYTES]
+
+
+def key_seed(tenant: str, idempotency_key: str) -> int:
+    """Returns one seed for one call, on every gateway: a call that is repeated gets the same answer."""
+    named = f"{len(tenant)}:{tenant}{idempotency_key}".encode()
+    return int.from_bytes(hashlib.sha256(named).digest()[:8]) >> 1
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """An int64 seed for one of several answers to a prompt; the first one has the request's own."""
+    return (seed + choice * _SEED_STEP + 2**63) % 2**64 - 2**63
