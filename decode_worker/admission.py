@@ -55,7 +55,7 @@ class _Promise:
 
 
 class AdmissionBook:
-    """Lets requests in as long as what they are expected to need is there.
+    """Lets requests in as long as what they are expected to need is free.
 
     The rule: a request is counted with the pages of its prompt and of the answer that is expected (AnswerLengths; more
     once it has outlasted that). One of class c is admitted if, with it, the requests of class c and more urgent ones

@@ -1,6 +1,6 @@
 """The receiving side of a handoff: pages are set aside, arrive, and are committed or given back. On the event loop.
 
-A reservation holds pages from RECEIVING on, and a transfer may write into them until it says that nothing does any more
+A reservation holds pages from RECEIVING on, and a transfer may write into them until it says that nothing does
 (`release`), also when the attempt has ended meanwhile. The fence is the worker's table: a transfer or a commit of an
 attempt that is not in it is refused.
 """
@@ -33,7 +33,7 @@ class Arrivals:
         self._receiver: LinkReceiver
         self._receiving: dict[AttemptKey, DecodeAttempt] = {}
         self._reserving: set[Future[ReservedPages]] = set()
-        """Of those that wait for pages."""
+        """Reservations that wait for pages."""
 
     def attach(self, receiver: LinkReceiver) -> None:
         """Names the receiver whose target this is; before the first session."""

@@ -123,7 +123,7 @@ class DecodePages(EnginePages):
             self._swap.free(swapped.slots)
         asked = self._asked.pop(key, None)
         if asked is not None:
-            asked.given.set_exception(RequestCancelled("the pages are not needed any more"))
+            asked.given.set_exception(RequestCancelled("the pages are no longer needed"))
 
     # --- the pages, as the scheduler has them moved ---
 

@@ -1,6 +1,6 @@
 """How likely proposed tokens are to be right, learned from what became of earlier ones, and what a token is worth.
 
-Pure arithmetic: no model, no clock. Steps are counted by who calls.
+Pure arithmetic: no model, no clock. Steps are counted by the caller.
 
 A proposal is of a *kind*: where it comes from, whether the sequence draws by chance, and how sure its source was (the
 draft's probability, or how many tokens matched). What was accepted of each kind is known for each request and for the
@@ -23,22 +23,22 @@ from services.engine.steps.guesses import LEVELS
 Source = Literal["ngram", "draft"]
 
 ANY_LEVEL = LEVELS
-"""Of a draft's guess before it is made."""
+"""Level of a draft's guess before it is made."""
 PRIOR_WEIGHT = 4.0
 """As many observations as what was known before counts for."""
 MOST_WEIGHT = 64.0
-"""A record does not count for more than so many observations: the past fades as they come."""
+"""A record does not count for more observations than this: the past fades as they come."""
 TRIAL_STEPS = 32
 MOST_LOST_STEPS = 12.0
-"""A trial that has lost the time of so many plain steps ends at once, but not by one or two that were held up."""
+"""A trial that has lost the time of that many plain steps ends at once, but not by one or two that were held up."""
 KEPT_OF_GAINS = 0.5
 """What was gained in earlier trials counts for so much: a text that cannot be guessed does not end it for the next."""
 PLAIN_EVERY = 128
-"""After so many steps with proposals, PLAIN_STEPS are made without, to be compared with."""
+"""After this number of steps with proposals, PLAIN_STEPS are made without, to be compared with."""
 PLAIN_STEPS = 16
-"""So many in a row are measured; the first half, which takes up to a third longer each, does not count."""
+"""Plain steps measured in a row; the first half, which takes up to a third longer each, does not count."""
 REPAID_STEPS = 64
-"""Reading a prompt is paid for in so many steps."""
+"""Steps in which reading a prompt is paid for."""
 SHORTEST_S = 1e-6
 FIRST_REST_STEPS = 32
 MOST_REST_STEPS = 1024
@@ -55,7 +55,7 @@ class Kind(NamedTuple):
 
 
 def level_of_match(num_tokens: int) -> int:
-    """How sure a lookup is that matched so many tokens, at least 2: 2, 3, 4, 5, 6 to 7, 8 to 11, 12 to 15, more."""
+    """Returns how sure a match of this length, at least 2, is: 2, 3, 4, 5, 6 to 7, 8 to 11, 12 to 15, more."""
     if num_tokens < 6:
         return num_tokens - 2
     return 4 if num_tokens < 8 else 5 if num_tokens < 12 else 6 if num_tokens < 16 else 7
@@ -161,7 +161,7 @@ class Balance:
         self.plain_s: float | None = None
         """Seconds for a token without proposals; None: that was not measured yet."""
         self._plain: list[float] = []
-        """The same, of the plain steps of late."""
+        """Times of the latest plain steps."""
         self._net = 0.0
         """Plain steps whose time was gained since the last rest, of earlier trials a part."""
         self._owed_s = 0.0
@@ -180,7 +180,7 @@ class Balance:
         return self.plain_s is not None and self._num_since_plain <= PLAIN_EVERY
 
     def note_plain(self, num_tokens: int, time_s: float) -> None:
-        """A step without proposals took so long."""
+        """Notes the time of a step without proposals."""
         self._plain.append(max(time_s, SHORTEST_S) / num_tokens)
         if len(self._plain) < PLAIN_STEPS:
             return
@@ -189,7 +189,7 @@ class Balance:
         self._num_since_plain = 0
 
     def note(self, num_sequences: int, num_accepted: int, time_s: float, *, read_s: float = 0.0) -> None:
-        """A step that was tried gave each sequence a token, and so many more, and took so long.
+        """Notes a step that was tried: it gave each sequence a token, and `num_accepted` more.
 
         `read_s` of it went into reading prompts, which pays in steps to come.
         """

@@ -5,15 +5,15 @@ likeliest token, or the winner by noise that is a function of (seed, position, t
 is that choice. Rejection sampling (Leviathan et al. 2023, Chen et al. 2023) gives tokens of the same distribution; this
 gives the same tokens, and so the same distribution, too. The draft draws with the same noise, which makes its token the
 model's nearly as often as rejection sampling would accept one (Gumbel coupling: Daliri, Musco, Suresh 2025, "Coupling
-without communication and drafter-invariant speculative decoding"). So an answer goes on anywhere, with or without
+without communication and drafter-invariant speculative decoding"). So an answer continues anywhere, with or without
 speculation. Where the model's arithmetic is not exact, a place of a longer pass may differ from a pass of its own by
 rounding, as results may there whatever shares their step.
 
 Two sources: what the sequence said before (services.engine.speculation.lookup), and a draft model
-(services.engine.speculation.draft). For each step and each sequence the better one is taken, and so many tokens as are
+(services.engine.speculation.draft). For each step and each sequence the better one is taken, and as many tokens as are
 worth their time by what is measured (decode_worker.payoff): at a large batch, where a row costs what it gives, or for a
-text that cannot be guessed, these are none. Failure cases: no room in the draft's pool, or a sequence longer than its
-context: then it has no say.
+text that cannot be guessed, nothing is proposed. Failure cases: no room in the draft's pool, or a sequence longer than
+its context: then it has no say.
 
 Belongs to the engine thread.
 """
@@ -60,15 +60,15 @@ READ_SHARE = 0.25
 """A draft reads what it lacks of a prompt in parts that take so much of a step's time, at least READ_TOKENS."""
 READ_TOKENS = 32
 TRY_AGAIN_STEPS = 512
-"""After so many steps without proposals, or without the draft's, what was measured of them is forgotten."""
+"""Steps without proposals, or without the draft's, after which what was measured of them is forgotten."""
 TRIED_STEPS = 4
-"""In so many steps they are tried by what they would take elsewhere, since a first measurement may be anything."""
+"""Steps in which they are tried by what they would take elsewhere, since a first measurement may be anything."""
 GUESSES_TO_COME = 3
 """As many guesses of a draft are weighed before there is one."""
 STEPS_TO_COME = 64
-"""At most so many steps are expected to make up for reading a prompt."""
+"""Most steps that are expected to make up for reading a prompt."""
 DEFAULT_GUESS = DEFAULT_DECODE.times(0.1)
-"""Of a draft, until it was measured."""
+"""Speed of a draft, until it was measured."""
 DEFAULT_READ = DEFAULT_PREFILL.times(0.1)
 
 
@@ -141,7 +141,7 @@ class Speculator:
         `clock` is for what the engine's thread does: where others use its core, the time that it has computed is what
         plain steps and others can be compared by.
         """
-        assert max_depth > 0, "who proposes nothing needs no speculator"
+        assert max_depth > 0, "a worker that proposes nothing needs no speculator"
         self._clock = clock
         self._uses_ngrams = uses_ngrams
         self._draft = draft
@@ -157,13 +157,13 @@ class Speculator:
         """A step's time here over the default's, which is a large GPU's."""
         self._balances: dict[int, Balance] = {}
         self._current: tuple[Balance, int] | None = None
-        """Of the step that is being computed, with its sequences that decode; whether proposals were looked for."""
+        """For the step that is being computed, with its sequences that decode; whether proposals were looked for."""
         self._is_tried = False
         self._began_s = self._read_s = 0.0
         self._step = 0
 
     def is_open(self, num_sequences: int) -> bool:
-        """Whether anything is to be proposed in the step that begins; so many sequences decode in it. Once a step."""
+        """Whether anything is to be proposed in the step that begins, with these sequences. Once a step."""
         self._began_s = self._clock.monotonic()
         self._step += 1
         balance = self._balances.setdefault(num_sequences.bit_length(), Balance())
@@ -171,7 +171,7 @@ class Speculator:
         return balance.is_open()
 
     def propose(self, candidates: SequenceOf[Candidate], *, speed: DecodeSpeed | None) -> dict[Hashable, KnownProposal]:
-        """Tokens for those for whom it pays, in a step that is open.
+        """Returns tokens for the sequences for which it pays, in a step that is open.
 
         `speed` is that of the worker's steps, by any clock: a proposal costs what one more sequence would.
         """
@@ -215,7 +215,7 @@ class Speculator:
             record.note(kind, self._step, float(token.token_id == token_id))
 
     def end_step(self, num_accepted: int, *, is_comparable: bool) -> None:
-        """So many proposals of all were right. Not comparable: something else than decoding was in the step."""
+        """Notes how many proposals were right. Not comparable: something else than decoding was in the step."""
         if self._current is not None and is_comparable:
             balance, num_sequences = self._current
             time_s = self._clock.monotonic() - self._began_s
@@ -280,7 +280,7 @@ class Speculator:
     def _draft_all(
         self, draft: DraftModel, chains: list[_Chain], price: Price, step_s: float
     ) -> list[tuple[_Chain, KnownProposal]]:
-        """Guesses for these, as far as it is worth it. Who lacks much reads a part instead."""
+        """Guesses for these, as far as it is worth it. A chain that lacks much reads a part instead."""
         lacking = [draft.num_lacking(chain.candidate.sequence) for chain in chains]
         num_to_read = self._num_to_read(step_s)
         for chain, num in zip(chains, lacking, strict=True):
@@ -344,7 +344,7 @@ class Speculator:
             price.add(num_tokens=reached, time_s=chain.row_s)
 
     def _guess_s(self, sequence: Sequence, num_sequences: int) -> float:
-        """The time of a guess for one of so many sequences: its own, and its part of the round's."""
+        """The time of a guess for one of `num_sequences` sequences: its own, and its part of the round's."""
         meter = self._guesses.get(num_sequences.bit_length())
         is_known = self._drafting.is_known
         speed = meter.speed if meter is not None and is_known else DEFAULT_GUESS.times(self._slowness)
@@ -382,7 +382,7 @@ class Speculation(StepFeature):
         self._speculator.free(key)
 
     def propose(self, step: StepAhead) -> Mapping[Hashable, Proposal]:
-        """Returns proposals for those for whom it pays, and takes pages for them if nobody waits for these."""
+        """Returns proposals for sequences for which it pays, and takes pages for them if nobody waits for these."""
         decoding = [work for work in step.work if work.samples and work.num_tokens == 1]
         if not decoding or not self._speculator.is_open(len(decoding)):
             return {}

@@ -8,10 +8,10 @@ ends:
                                                    superseded, deadline passed, session ended, engine broken
     its pages     the promise, pages of the pool   from `_on_admit` until `_free`: at once with the attempt's end,
                                                    unless a transfer is writing into them; then when the transfer says
-                                                   that nothing does any more (`release`), which its abort brings about;
+                                                   that nothing does (`release`), which its abort brings about;
                                                    or a transfer is reading them: when its task and its abort have ended
 
-Whoever cancels (a command, a newer attempt, a session that ended) owes the answer; nothing is emitted for it. A
+The canceller (a command, a newer attempt, a session that ended) owes the answer; nothing is emitted for it. A
 transfer that the prefill side cancelled is not answered here either: the prefill worker has. The fence is the table: a
 transfer, a commit or a report of the engine about an attempt that is not in it is refused or dropped.
 
@@ -218,7 +218,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
     # --- the life of an attempt ---
 
     async def _begin_grammar(self, spec: AttemptSpec[Sampling], form: AnswerForm) -> GrammarState:
-        """Replays the emitted tokens too: with the same ones, the answer goes on as it would have."""
+        """Replays the emitted tokens too: with the same ones, the answer continues as it would have."""
         assert self._grammars is not None, "such a request was refused"
         return await self._grammars.begin(form, eos_token_ids=spec.eos_token_ids, token_ids=spec.emitted_token_ids)
 
@@ -365,7 +365,7 @@ class DecodeWorker(EngineWorker[DecodeAttempt]):
         return None
 
     def _on_prefill_begun(self, attempt: DecodeAttempt, advance: Advance, report: DecodeReport) -> None:
-        """Of a prompt that is computed here, the first tokens were computed, or all were here already."""
+        """The first tokens of a prompt that is computed here were computed, or all were here already."""
         num_cached_tokens = min(advance.start, len(attempt.spec.prompt_token_ids))
         queue_s = max(0.0, self._clock.monotonic() - attempt.admitted_s - report.seconds)
         self.emit(attempt, worker_pb2.PrefillStarted(queue_s=queue_s, num_cached_tokens=num_cached_tokens))

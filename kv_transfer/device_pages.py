@@ -2,7 +2,7 @@
 
 The digest of a frame that never leaves the GPU cannot be xxh3, which a host computes byte after byte. It is two sums
 over all 64-bit words, each mixed with its place: sums do not depend on the order in which a GPU adds. It tells
-accidents apart with 2**-128 by chance; it is no protection against somebody who means to deceive, as xxh3 is none.
+accidents apart with 2**-128 by chance; it is no protection against somebody who means to deceive, and neither is xxh3.
 
 On a CPU, where tests run device channels, the same is done in plain torch. No line that needs CUDA has run on a GPU
 by now; the kernels ran in Triton's interpreter.
@@ -28,7 +28,7 @@ class DevicePages:
     """The pages of a pool, for one thread at a time; `mark` may come from any.
 
     Works on a stream of its own, beside what the engine computes. Pages whose content an engine has reported are
-    complete, as it has waited for them. Who writes to pages waits for a `mark`: what was launched before it may still
+    complete, as it has waited for them. A writer of pages waits for a `mark`: what was launched before it may still
     read them, on the device's default stream.
     """
 
@@ -66,7 +66,7 @@ class DevicePages:
                 self._stream.synchronize()
 
     def gather(self, page_ids: Sequence[int], target: torch.Tensor) -> bytes:
-        """Copy pages into uint8 [P * page_bytes] of the same device; return their digest when they are there."""
+        """Copy pages into uint8 [P * page_bytes] of the same device; return their digest when they have arrived."""
         with self.working(None):
             rows = torch.tensor(page_ids, dtype=torch.int64).to(self._device, non_blocking=True)
             words = target.view(torch.int64)

@@ -21,11 +21,11 @@ from services.scheduling.links import LinkMeters
 
 TICK_S = 1.0
 SETTLED_S = 5.0
-"""So long after a Link was made: whatever it was made for is on its way."""
+"""Time after a Link was made until what it was made for is on its way."""
 PROBE_TIMEOUT_S = LIMIT_S + 4.0
 """With the time in which the receiver measures for others."""
 MAX_FAILURES = 20
-"""A receiver that so many probes in a row did not reach is forgotten."""
+"""A receiver that this number of probes in a row did not reach is forgotten."""
 
 logger = logging.getLogger(__name__)
 

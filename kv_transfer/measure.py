@@ -2,8 +2,8 @@
 
 The sender opens each channel that both have, posts rounds of frames that mean nothing, and takes the time until the
 receiver says that it has copied them out of its ring. The first round is tiny and tells the latency; the next ones
-grow as long as one takes no more than `SLOW_ROUND_S`, so that a slow link is measured without being filled. Of the
-largest rounds the best one counts, as on a busy machine the others say more about the machine. A channel that cannot be
+grow as long as one takes no more than `SLOW_ROUND_S`, so that a slow link is measured without being filled. The best of
+the largest rounds counts, as on a busy machine the others say more about the machine. A channel that cannot be
 opened is named with its error and left out.
 
 Knows the channels and the messages of the Link's `Probe`, and neither pages nor transfers.
@@ -40,11 +40,11 @@ from services.scheduling.links import Carried, LinkOpinion
 ROUND_BYTES = 32 * 2**20
 """The largest round."""
 RETRY_BYTES = 2 * 2**20
-"""The same where a link that is in use is only tried again."""
+"""Bytes where a link that is in use is only tried again."""
 PING_BYTES, FIRST_BYTES, GROWTH = 2048, 128 * 1024, 4
 """The first round, the second, and how many times larger each further one is than the one before it."""
 NUM_ROUNDS = 3
-"""Of the largest size."""
+"""Rounds of the largest size."""
 SLOW_ROUND_S = 0.1
 """A round that would take longer does not follow; one that did is long enough to be believed."""
 RISING = 1.5
@@ -54,9 +54,9 @@ LIMIT_S = 2.0
 OPENING_S = {"nccl": 4.0}
 STALL_S = 1.0
 AFTER_S = 5.0
-"""So long after the first Link to a receiver was made: whoever it was made for has what he wanted."""
+"""Time after the first Link to a receiver was made until the transfer that it was made for has what it wanted."""
 VALID_S = 600.0
-"""For so long a measurement is used for the Links of a pair."""
+"""How long a measurement is used for the Links of a pair."""
 
 _Call = grpc.aio.StreamStreamCall[link_pb2.LinkMessage, link_pb2.LinkMessage]
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def next_round(seen: Sequence[Carried], most_bytes: int) -> int | None:
 
 
 def full_round(seen: Sequence[Carried], most_bytes: int) -> int | None:
-    """The same where all rounds are of one size."""
+    """Returns the bytes of a full round, where all rounds are of one size."""
     is_slow = bool(seen) and seen[-1].time_s > SLOW_ROUND_S
     return None if is_slow or len(seen) >= NUM_ROUNDS else most_bytes
 
@@ -245,7 +245,7 @@ def num_frames(ring: RingSpec) -> int:
 
 
 def post_round(channel: AnySendChannel, ring: RingSpec, first_seq: int, num_bytes: int) -> None:
-    """Post one round of frames of so many bytes each. Raises ChannelBroken."""
+    """Post one round of frames of `num_bytes` bytes together. Raises ChannelBroken."""
     source: torch.Tensor | None = None
     stream = _Stream()
 

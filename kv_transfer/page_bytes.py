@@ -29,7 +29,7 @@ class PageGenerations(Protocol):
     """Which use of each page it is now; a page allocator knows.
 
     It is asked by threads that do not own the pages. That is safe: an element of a list is read in one step under the
-    interpreter's lock, and whoever gives a page to another use says so there before its first write to the page.
+    interpreter's lock, and code that gives a page to another use says so there before its first write to the page.
     """
 
     def generations(self, page_ids: Sequence[int]) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 class Reserved:
     """Pages that a worker set aside, in the order of the tokens.
 
-    The first `num_cached_tokens` tokens, a multiple of the page size, are there already and are never written to.
+    The first `num_cached_tokens` tokens, a multiple of the page size, are cached already and are never written to.
     """
 
     page_ids: Sequence[int]
@@ -69,7 +69,7 @@ class ReceiveTarget(Protocol):
         ...
 
     async def release(self, transfer_id: TransferId, error: TandemError) -> None:
-        """Take unused pages back: the transfer failed, and nothing writes to them any more. Never after a commit."""
+        """Take unused pages back: the transfer failed, and nothing writes to them. Never after a commit."""
         ...
 
     async def abandon(self, transfer_id: TransferId, error: TandemError) -> None:
@@ -176,7 +176,7 @@ class ReceiveLink(LinkEnd):
                 case FailLink():
                     self.fail(action.error)
                 case _:
-                    raise AssertionError(f"{action} is none of the receiver's")
+                    raise AssertionError(f"{action} is not an action of the receiver")
 
     async def _read(self, requests: AsyncIterator[link_pb2.LinkMessage]) -> None:
         async for wire in requests:
@@ -205,7 +205,7 @@ class ReceiveLink(LinkEnd):
         try:
             self._around.writer.check(destination)
         except InvariantViolated:
-            # The pages go back to who named them; none of them is ever written to.
+            # The pages go back to the worker that named them; none of them is ever written to.
             logger.exception("transfer %s got unusable pages", action.id)
             self._perform(self._machine.reserved(action.id, 0, 0))
             return

@@ -49,7 +49,7 @@ class FramePlacer:
 
     A device channel needs `device_pages`, of the pool that `writer` writes to.
     `on_events(events)` answers for chunks, `on_dropped(reason)` tells of a frame that was not wanted,
-    `on_ended(error)` comes last, when the channel is closed and nothing is copied any more.
+    `on_ended(error)` comes last, when the channel is closed and nothing more is copied.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FramePlacer:
 
     def open(self, transfer_id: TransferId, destination: Destination) -> None:
         """Say which pages a transfer's chunks go to, before the first of them is added."""
-        # Whoever had the pages before may have launched what still reads them.
+        # The earlier holder of the pages may have launched what still reads them.
         mark = self._device_pages.mark() if self._device_pages is not None else None
         reservation = _Reservation(destination, self._generations.generations(destination.page_ids), mark)
         with self._changed:
@@ -105,7 +105,7 @@ class FramePlacer:
         return self._is_current(reservation, slice(None))
 
     def forget(self, transfer_id: TransferId) -> None:
-        """Nothing is placed for the transfer any more."""
+        """Nothing is placed for the transfer from now on."""
         with self._changed:
             self._reservations.pop(transfer_id, None)
 

@@ -68,7 +68,7 @@ class RingConfig:
     slot_bytes: int = 2**20
     ring_bytes: int = 8 * 2**20
     device_slot_bytes: int = 8 * 2**20
-    """Of a device channel: each frame costs a few launches and waits, however small it is."""
+    """Slot of a device channel: each frame costs a few launches and waits, however small it is."""
 
     def spec_for(self, page_bytes: int, *, is_on_device: bool = False) -> RingSpec:
         """Return the ring for pages of this size."""

@@ -80,7 +80,7 @@ class SendTransfer:
         self.num_cached_tokens = 0
         self.transport = link.transport
         self.released = asyncio.Event()
-        """Set when nothing reads the pages any more, whatever became of the transfer."""
+        """Set when nothing reads the pages, whatever became of the transfer."""
         self._link = link
         self._asked: asyncio.Future[None] = loop.create_future()
         self._granted: asyncio.Future[int | TandemError] = loop.create_future()
@@ -119,7 +119,7 @@ class SendTransfer:
         """Say that all was sent and wait until the receiver owns it.
 
         Raises what ended the transfer: TransferFailed, WorkerUnavailable, DeadlineExceeded, or the receiver's refusal.
-        When it returns or raises (other than by cancellation), nothing reads the pages any more.
+        When it returns or raises (other than by cancellation), nothing reads the pages.
         """
         self._raise_if_ended()
         started = self._link.now()
@@ -136,7 +136,7 @@ class SendTransfer:
         return HandoffStats(outcome.num_pages, outcome.num_bytes, exposed_s, self.transport, self._carried)
 
     async def abort(self, error: TandemError) -> None:
-        """Give the transfer up, if it has not ended; return when nothing reads its pages any more. Idempotent."""
+        """Give the transfer up, if it has not ended; return when nothing reads its pages. Idempotent."""
         self.give_up(error)
         await self.released.wait()
 
@@ -331,7 +331,7 @@ class SendLink(LinkEnd):
                 case FailLink():
                     self.fail(action.error)
                 case _:
-                    raise AssertionError(f"{action} is none of the sender's")
+                    raise AssertionError(f"{action} is not an action of the sender")
 
     def _tick(self) -> None:
         self._perform(self._machine.tick(self.now()))

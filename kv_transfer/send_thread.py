@@ -121,7 +121,7 @@ class ChunkPoster:
             self._on_broken(error)
 
     def _post(self, chunk: PostChunk, generations: _Generations) -> Callable[[], None]:
-        """Post a chunk frame by frame, to its end or until it need not go on; return the answer for it."""
+        """Post a chunk frame by frame, to its end or until it need not continue; return the answer for it."""
         digests = []
         for offset in range(0, len(chunk.page_ids), self._frame_pages):
             if self._is_broken:

@@ -47,7 +47,7 @@ from services.runtime.rpc import check_answer, make_channel, metadata_of, prove
 from services.scheduling.links import LinkMeters
 
 OPENING_SHARE = 0.8
-"""Of the time for a Link, that for opening one channel: there must be some left for the next one."""
+"""Share of the time for a Link that opening one channel may take: some must be left for the next one."""
 
 CONNECT, PROBE = "/tandem.v1.Link/Connect", "/tandem.v1.Link/Probe"
 """Methods as proofs name them."""
@@ -207,7 +207,7 @@ class SendLinks:
             improving.add_done_callback(self._improving.discard)
 
     def _is_current(self, key: tuple[str, str], link: SendLink) -> bool:
-        """Whether who wants a Link to that receiver gets this one."""
+        """Whether a caller that wants a Link to that receiver gets this one."""
         place = self._links.get(key)
         if place is None or not place.done() or place.cancelled() or place.exception() is not None:
             return False
@@ -420,7 +420,7 @@ async def _open_channel(transport: Transport, hello: Hello, ack: HelloAck, timeo
     except ChannelBroken as error:
         raise _ChannelNotOpened(ack.transport, error.message) from error
     except asyncio.CancelledError:
-        # The thread goes on: what it opens must not stay open.
+        # The thread continues: what it opens must not stay open.
         opening.add_done_callback(_discard_channel)
         raise
 

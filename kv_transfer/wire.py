@@ -1,4 +1,5 @@
-"""The Link over gRPC: messages to and from protobuf, who we are, and the parts that both ends of a stream need.
+"""The Link over gRPC: messages to and from protobuf, a worker's identity, and the parts that both ends of a stream
+need.
 
 Knows nothing of pages, channels or the state of a transfer.
 """
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LinkIdentity:
-    """Who a worker is to its peers. `host_id` names the reach of shared memory, `arithmetic` how it computes."""
+    """What a worker is to its peers. `host_id` names the reach of shared memory, `arithmetic` how it computes."""
 
     worker_id: str
     incarnation: str

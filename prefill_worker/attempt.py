@@ -39,7 +39,7 @@ class PrefillAttempt(EngineAttempt):
     started_unix_ns: int = 0
     """When the gateway was told that it has begun."""
     _computed: list[tuple[int, int, int]] = field(default_factory=list)
-    """Of its first chunks: when the step began and ended, in Unix nanoseconds, and tokens."""
+    """Its first chunks: when the step began and ended, in Unix nanoseconds, and tokens."""
 
     @property
     def num_tokens(self) -> int:

@@ -33,7 +33,7 @@ UNMEASURED_TOKENS = 128
 class PrefillLoop(PrefillEngine):
     """The prompts that are being computed, and the pages of computed ones for as long as nobody needs the room.
 
-    A prompt begins behind those of its first tokens whose pages are there. At least one token is always computed,
+    A prompt begins behind those of its first tokens whose pages are cached. At least one token is always computed,
     because the first answer comes out of it.
     """
 

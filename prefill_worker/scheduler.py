@@ -34,7 +34,7 @@ class PromptQueue:
     """A bounded queue in front of a bounded workshop: best class first, then fewest tokens, with a bound on waiting.
 
     A prompt that has its *turn* holds all its pages until it leaves, so that it can never wait for a page halfway, and
-    prompts cannot block each other. A turn is given when the pages are there and when fewer than `ahead_tokens`
+    prompts cannot block each other. A turn is given when the pages are free and when fewer than `ahead_tokens`
     uncomputed tokens inside go before its own: early enough to hide the round trip of a reservation behind the running
     step, late enough not to hold pages of a decode worker while waiting. A short prompt therefore begins beside a long
     one. Nobody overtakes a prompt that only waits for pages.
@@ -53,7 +53,7 @@ class PromptQueue:
         self._ahead_tokens = ahead_tokens
         self._patience_tokens = 8 * ahead_tokens if patience_tokens is None else patience_tokens
         self._sizes: dict[Hashable, PromptSize] = {}
-        """Of those without a turn."""
+        """Sizes of those without a turn."""
         self._unready: dict[Hashable, int] = {}
         """Service classes of those that cannot have a turn yet."""
         self._line = Line()
@@ -94,7 +94,7 @@ class PromptQueue:
         One that is not ready counts, and stands in line from `make_ready` on: nobody waits for what it waits for.
         """
         self._check_new(key)
-        assert 0 < size.num_pages <= self._num_pages, "who lets it in has checked that it fits"
+        assert 0 < size.num_pages <= self._num_pages, "the caller has checked that it fits"
         if len(self._sizes) >= self._max_waiting:
             raise Overloaded(f"the prefill queue is full ({self._max_waiting} prompts)")
         self._sizes[key] = size
@@ -138,7 +138,7 @@ class PromptQueue:
         return turns
 
     def _next(self) -> Hashable | None:
-        """Who is next, as soon as its pages are there. None: enough work lies ahead of everybody."""
+        """Returns the next one, as soon as its pages are free. None: enough work lies ahead of everybody."""
         oldest = self._line.oldest()
         place = self._line[oldest]
         if self._tokens_passed(place.service_class, oldest) >= self._patience_tokens:
@@ -163,7 +163,7 @@ class PromptQueue:
         size = self._sizes.pop(key)
         oldest = self._line.oldest()
         place = self._line.discard(key)
-        assert place is not None, "who has a size has a place"
+        assert place is not None, "a prompt with a size has a place"
         if key != oldest:
             passed = self._tokens_passed(place.service_class, oldest) + size.num_tokens
             self._passed[place.service_class] = (oldest, passed)

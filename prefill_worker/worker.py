@@ -1,6 +1,6 @@
 """The event loop's side of a prefill worker: a prompt's life from its command to the commit of its pages.
 
-Lifetimes are scopes. What an attempt holds, in the order in which it takes it, and who gives it back:
+Lifetimes are scopes. What an attempt holds, in the order in which it takes it, and what gives it back:
 
     entry in the table, place in the queue      `_ended`: runs when the attempt's task ends, however it ends, even
                                                 when it was cancelled before it began
@@ -12,9 +12,9 @@ Lifetimes are scopes. What an attempt holds, in the order in which it takes it, 
 The decode worker is asked for pages before a prompt is computed, and answers while it is.
 
 Once a prompt is computed, its pages outlive the attempt for a while (`_Kept`), however that ended: should the decode
-worker die, the next attempt hands them over again and computes nothing. They are nobody's then and give way at once.
+worker die, the next attempt hands them over again and computes nothing. They are nobody's then and are evicted first.
 
-So cancelling is cancelling the task, in any phase: queued, reserving, computing, streaming, sealing. Whoever cancels (a
+So cancelling is cancelling the task, in any phase: queued, reserving, computing, streaming, sealing. The canceller (a
 command, a newer attempt, a session that ended) owes the answer; nothing is emitted for it. Everything else that ends an
 attempt is answered by `_serve`. The fence is the table: what the engine reports of an attempt that is not in it is
 dropped.

@@ -17,8 +17,8 @@ and `DecodeEngine` are the two interfaces; the engine of this project is behind 
   the key is released. Attention reads no page that was neither computed here nor committed by a transfer.
 - **Abort.** `free` or `release` ends a key in any phase and does nothing for one that is unknown. A report may still
   mention it; the worker has forgotten it by then and drops that.
-- **Failure.** A sequence that fails alone is an outcome in a report (`NonFiniteLogits`), and the others go on. Whatever
-  `step` raises, and InvariantViolated of a command, ends the worker.
+- **Failure.** A sequence that fails alone is an outcome in a report (`NonFiniteLogits`), and the others continue.
+  Whatever `step` raises, and InvariantViolated of a command, ends the worker.
 """
 
 from abc import ABC, abstractmethod
@@ -152,7 +152,7 @@ class PrefillEngine(Engine):
 
 @dataclass(frozen=True, slots=True)
 class ReservedPages:
-    """Pages in the order of the tokens; the first `num_cached_tokens` tokens, whole pages, are there already."""
+    """Pages in the order of the tokens; the first `num_cached_tokens` tokens, whole pages, are cached already."""
 
     page_ids: tuple[int, ...]
     num_cached_tokens: int

@@ -49,7 +49,7 @@ class EnginePages:
     ) -> None:
         self.page_size = page_size
         self.speedometer = Speedometer()
-        """Of the loop's steps: what copying is compared with."""
+        """Speed of the loop's steps: what copying is compared with."""
         self._allocator = allocator
         self._clock = clock
         self._tier = tier

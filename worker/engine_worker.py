@@ -203,7 +203,7 @@ class EngineWorker(ABC, Generic[A]):
 
         def ended(abort: "asyncio.Task[None]") -> None:
             error = abort.exception()
-            if error is not None:  # its pages may still be read, and by whom is not known
+            if error is not None:  # its pages may still be read, and the reader is not known
                 self._on_engine_failed(error)
             then()
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def watch_gpu(device: str | None) -> "GpuWatch | None":
-    """Begins to watch the GPU of this UUID (`GPU-…`); None, and nothing is done, where there is none."""
+    """Begins to watch the GPU of this UUID (`GPU-…`); None, and nothing is done, without a device."""
     return None if device is None else GpuWatch(lambda: open_gpu(device))
 
 
@@ -48,7 +48,7 @@ class GpuWatch:
         self._use: GpuUse | None = None
         self._reads_use = True
         self._asked_s: float | None = None
-        """When the reading began that is under way. None: there is none."""
+        """When the reading began that is under way, or None."""
         # A daemon: the process must not wait for it.
         self._thread = threading.Thread(target=self._run, name="gpu-watch", daemon=True)
         self._thread.start()
@@ -86,7 +86,7 @@ class GpuWatch:
             finally:
                 reader.close()
         except Exception:  # the root of the thread: the worker works as well without
-            logger.exception("the GPU is not watched any more")
+            logger.exception("the GPU is no longer watched")
 
     def _read(self, reader: GpuReader) -> None:
         self._asked_s = self._clock.monotonic()
@@ -103,7 +103,7 @@ class GpuWatch:
         try:
             self._use = reader.read_use()
         except Exception:  # whatever a module of another version does: nothing is decided by these figures
-            logger.exception("how much the GPU does is not read any more")
+            logger.exception("how much the GPU does is no longer read")
             self._reads_use, self._use = False, None
 
 

@@ -87,7 +87,7 @@ def _join(settings: WorkerConfig, *, role: str) -> None:
         set_member(Member(settings.secrets, role))
     elif settings.tls is None:
         logger.warning(
-            "this worker serves whoever reaches its port: it has neither --cluster-secret-file nor --redis, from "
+            "this worker serves everybody who reaches its port: it has neither --cluster-secret-file nor --redis, from "
             "which it would have its cluster's secret"
         )
     if settings.tls is None and not is_loopback(settings.host):
@@ -135,7 +135,7 @@ async def serve_until_drained(
         await server.set_serving(False)
         await _first_of(worker, background, _drained(worker, drain_timeout_s))
     finally:
-        # The watch goes on meanwhile: an engine that hangs now must not keep the worker from ending.
+        # The watch continues meanwhile: an engine that hangs now must not keep the worker from ending.
         try:
             await worker.close()
         finally:

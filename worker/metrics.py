@@ -22,7 +22,7 @@ STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 
 # From a few pages through shared memory to gigabytes over a slow network.
 TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 SIZE_BUCKETS = tuple(2**exponent for exponent in range(16))
-"""Of sequences, or of tokens, in a step."""
+"""Sequences, or tokens, in a step."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +62,9 @@ class Load:
     waiting_tokens: int = 0
     context_tokens: int = 0
     promised_pages_by_class: tuple[int, ...] = ()
-    """Of a decode worker, by service class from 0 on: what its requests are expected to need, taken or not."""
+    """Decode worker, by service class from 0 on: what its requests are expected to need, taken or not."""
     running_by_class: tuple[int, ...] = ()
-    """Of a decode worker, by service class from 0 on: requests that it has taken."""
+    """Decode worker, by service class from 0 on: requests that it has taken."""
     num_preempted: int = field(default=0, compare=False)
     speeds: Speeds = field(default=Speeds(), compare=False)
 
@@ -148,7 +148,7 @@ class WorkerMetrics:
         ).labels(*values)
         self._preemptions = Counter(
             "tandem_preemptions",
-            "Sequences that gave way to others, by how: place (left its place to a better class), no_page (left its "
+            "Sequences that were preempted, by how: place (left its place to a better class), no_page (left its "
             "place because it found no page), swapped and recomputed (lost its pages).",
             ("worker", "reason"),
             registry=self.registry,
@@ -167,7 +167,7 @@ class WorkerMetrics:
         self.registry.register(CertificateEnd())
 
     def note_step(self, *, seconds: float, num_sequences: int, num_tokens: int) -> None:
-        """One engine step has ended, with so many sequences and tokens of them."""
+        """Notes an engine step with its sequences and their tokens."""
         steps = self._steps
         steps.seconds.observe(seconds)
         steps.num_computed.value += num_tokens
@@ -175,7 +175,7 @@ class WorkerMetrics:
         steps.tokens.observe(num_tokens)
 
     def note_prompt(self, *, num_tokens: int, num_cached_tokens: int) -> None:
-        """A prompt was begun, of which so many tokens need not be computed."""
+        """Notes a prompt that began, and how many of its tokens need not be computed."""
         self._prompt_tokens.inc(num_tokens)
         self.cached_tokens.inc(num_cached_tokens)
 
@@ -210,7 +210,7 @@ class WorkerMetrics:
         self._counts.accepted_tokens[source] += accepted
 
     def count_preemption(self, reason: str) -> None:
-        """Counts a sequence that gave way to another; `reason` is one of a few words."""
+        """Counts a sequence that was preempted; `reason` is one of a few words."""
         self._preemptions.labels(self._worker_id, reason).inc()
         self._counts.preemptions[reason] += 1
 
@@ -332,7 +332,7 @@ class _HostTier(Collector):
     def describe(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
         """The names, for the registry."""
         held = "Room for KV pages in the host's memory: all of it, free, and held by cached pages."
-        moved = "Cached KV pages that went to the host's memory (out), came back, or gave way there (dropped)."
+        moved = "Cached KV pages that went to the host's memory (out), came back, or were evicted there (dropped)."
         return [
             GaugeMetricFamily("tandem_host_tier_pages", held, labels=("worker", "state")),
             CounterMetricFamily("tandem_host_tier_moved_pages", moved, labels=("worker", "way")),

@@ -25,7 +25,7 @@ from services.runtime.errors import (
 )
 
 LINK_NOISE, LINK_NOISE_BYTES = 0.1, 2**18
-"""What is told of a link may be off by this share, and what is under way by so many bytes."""
+"""What is told of a link may be off by this share, and what is under way by this number of bytes."""
 COUNTS_S = 1.0
 """How often it is looked at what a worker has counted."""
 

@@ -75,7 +75,7 @@ class ReportFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReportReleased:
-    """Sender: nothing reads the transfer's pages any more. Given exactly once."""
+    """Sender: nothing reads the transfer's pages from now on. Given exactly once."""
 
     id: TransferId
 
@@ -122,7 +122,7 @@ class CommitPages:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePages:
-    """Receiver: nothing writes to the pages any more; give them back. Answer: `released`. Given exactly once."""
+    """Receiver: nothing writes to the pages from now on; give them back. Answer: `released`. Given exactly once."""
 
     id: TransferId
     error: TandemError

@@ -1,6 +1,6 @@
 """Which frames of a channel may be written into which pages right now.
 
-The receiver's machine puts in a `Place` per chunk and revokes it; whoever reads the channel asks before it copies a
+The receiver's machine puts in a `Place` per chunk and revokes it; the reader of the channel asks before it copies a
 frame and tells when the copy has ended. Between the two answers a revoked chunk still counts as written to. Pure and
 without locks: the owner serialises the calls.
 """
@@ -27,7 +27,7 @@ class ChunkPlaced:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLost:
-    """The chunk cannot be completed any more, and nothing is written for it any more."""
+    """The chunk can no longer be completed, and nothing more is written for it."""
 
     id: TransferId
     chunk_index: int
@@ -36,7 +36,7 @@ class ChunkLost:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRevoked:
-    """After a Revoke, or because the sender left the chunk out: nothing is written for it any more."""
+    """After a Revoke, or because the sender left the chunk out: nothing more is written for it."""
 
     id: TransferId
     chunk_index: int

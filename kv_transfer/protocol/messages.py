@@ -110,7 +110,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Pages are set aside. The first `num_cached_tokens` tokens are there already and are not sent."""
+    """Pages are set aside. The first `num_cached_tokens` tokens are cached already and are not sent."""
 
     id: TransferId
     num_cached_tokens: int
@@ -133,7 +133,7 @@ class ChunkHeader:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """All was sent: the manifest, and what decoding needs to go on."""
+    """All was sent: the manifest, and what decoding needs to continue."""
 
     id: TransferId
     num_chunks: int
@@ -167,7 +167,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class AbortAck:
-    """The abort was seen, and nothing is held for the transfer any more."""
+    """The abort was seen, and nothing is held for the transfer from now on."""
 
     id: TransferId
 
@@ -179,7 +179,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The receiver has taken so many bytes of a probe's frames."""
+    """The receiver has taken this number of bytes of a probe's frames."""
 
     num_bytes: int
 
@@ -205,7 +205,7 @@ def chain_digest(digests: Iterable[bytes]) -> bytes:
 def seal_digest(seal: Seal, chunks: Iterable[tuple[int, int, bytes]]) -> bytes:
     """Return the digest over all that a seal says but its own digest, and (first page, pages, digest) of each chunk.
 
-    Where the pages lie and which token goes on from them matter as much as what is in them.
+    Where the pages lie and which token continues from them matter as much as what is in them.
     """
     state = xxhash.xxh3_128(seal.id.request_id.encode())
     counts = (seal.num_chunks, seal.num_pages, seal.num_bytes, seal.num_tokens)

@@ -138,7 +138,7 @@ class ReceiverTransfer:
         return [Send(abort_of(self.id, error)), *self._end()]
 
     def on_reserve(self, message: Reserve) -> list[Action]:
-        """The same attempt asks again: the answer is the same, nothing is set aside twice."""
+        """An attempt asks again: the answer is the same, nothing is set aside twice."""
         self._counters.count(Reason.DUPLICATE_RESERVE)
         if self.state is ReceiverState.STREAMING and message.num_tokens == self.num_tokens:
             return [self._granted()]
@@ -147,7 +147,7 @@ class ReceiverTransfer:
     def on_chunk(self, header: ChunkHeader, *, is_fresh: bool) -> list[Action]:
         """A chunk is announced. `is_fresh` says that no earlier header claimed its frames.
 
-        Whatever happens to the transfer, the frames of a fresh header are claimed, so that the channel goes on.
+        Whatever happens to the transfer, the frames of a fresh header are claimed, so that the channel continues.
         """
         if self._headers.get(header.chunk_index) == header:
             self._counters.count(Reason.DUPLICATE_CHUNK)
@@ -206,7 +206,7 @@ class ReceiverTransfer:
         return self.fail(self._given_up or error, tell_peer=self._given_up is None)
 
     def on_abort(self, message: Abort) -> list[Action]:
-        """The sender gave up. It is told when nothing is held for it any more."""
+        """The sender gave up. It is told when nothing is held for it."""
         self._owes_ack = True
         error = error_from(message)
         if self.state is ReceiverState.COMMITTING:
@@ -215,7 +215,7 @@ class ReceiverTransfer:
         return self.fail(error, tell_peer=False)
 
     def on_channel_ended(self) -> list[Action]:
-        """Nothing is placed any more. Chunks that were not answered for, which should not be, are not waited for."""
+        """Nothing is placed from now on. Chunks that were not answered for, which should not be, are not waited for."""
         self._num_outstanding = 0
         return self._release_when_idle()
 
@@ -428,7 +428,7 @@ class ReceiverLink:
         return actions
 
     def channel_ended(self) -> list[Action]:
-        """After `link_lost`: whoever placed frames has ended, and no page is written to any more."""
+        """After `link_lost`: the thread that placed frames has ended, and no page is written to."""
         actions: list[Action] = []
         for transfer_id, transfer in list(self._transfers.items()):
             actions += self._step(transfer_id, transfer.on_channel_ended())
@@ -501,7 +501,7 @@ class ReceiverLink:
         if transfer is not None:
             return self._step(message.id, transfer.on_abort(message))
         if self._fence.is_committed(message.id):
-            # It crossed our Committed: for the sender, and whoever asked it, the transfer has failed.
+            # It crossed our Committed: for the sender, and the caller that asked it, the transfer has failed.
             return [AbandonPages(message.id, error_from(message)), Send(AbortAck(message.id))]
         # It may overtake nothing on the Link, so a Reserve of this attempt that comes later is a replay.
         self._fence.close(message.id)

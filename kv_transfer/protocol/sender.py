@@ -101,7 +101,7 @@ class SenderTransfer:
         return [Send(Reserve(self.id, self.num_tokens, remaining_ms))]
 
     def on_granted(self, message: Granted) -> list[Action]:
-        """Pages are there; a repeated or late answer changes nothing."""
+        """Pages are set aside; a repeated or late answer changes nothing."""
         if self.state is not SenderState.RESERVING:
             return []
         cached = message.num_cached_tokens
@@ -152,7 +152,7 @@ class SenderTransfer:
         return self._seal_when_posted(now)
 
     def on_chunk_posted(self, chunk_index: int, digest: bytes, now: float) -> list[Action]:
-        """The channel took a chunk whole; nothing reads its pages any more."""
+        """The channel took a chunk whole; nothing reads its pages now."""
         self._digests[chunk_index] = digest
         self._num_outstanding -= 1
         if self.state is SenderState.SEALING:
@@ -161,7 +161,7 @@ class SenderTransfer:
         return self._seal_when_posted(now) + self._release_when_idle()
 
     def on_chunk_skipped(self) -> list[Action]:
-        """The channel left a chunk out, or broke; nothing reads its pages any more."""
+        """The channel left a chunk out, or broke; nothing reads its pages now."""
         self._num_outstanding -= 1
         return self._release_when_idle()
 
@@ -180,14 +180,14 @@ class SenderTransfer:
         return [ReportCommitted(self.id, self._num_pages_sent, num_bytes), *self._release_when_idle()]
 
     def on_abort(self, message: Abort) -> list[Action]:
-        """The receiver gave up. It gets its acknowledgement when nothing is read for it here any more."""
+        """The receiver gave up. It gets its acknowledgement when nothing is read for it here."""
         if self.state in _ENDED:
             return [Send(AbortAck(self.id))] if self.is_released else []
         self._owes_ack = True
         return self._fail(error_from(message))
 
     def on_abort_ack(self) -> list[Action]:
-        """The receiver holds nothing any more."""
+        """The receiver holds nothing now."""
         self._awaits_ack = False
         return []
 
@@ -203,12 +203,12 @@ class SenderTransfer:
         return actions + self._fail(error)
 
     def on_link_lost(self, error: TandemError) -> list[Action]:
-        """Nobody will answer any more."""
+        """No answer will come."""
         self._awaits_ack = False
         return self.fail(error, tell_peer=False)
 
     def on_channel_ended(self) -> list[Action]:
-        """Nothing is read any more. Chunks that were not answered for, which should not be, are not waited for."""
+        """Nothing is read from now on. Chunks that were not answered for, which should not be, are not waited for."""
         self._num_outstanding = 0
         return self._release_when_idle()
 
@@ -340,7 +340,7 @@ class SenderLink:
         return self._settle(transfer, transfer.on_chunk_skipped())
 
     def chunk_stale(self, transfer_id: TransferId, now: float) -> list[Action]:
-        """Answer to PostChunk: the pages are not those that were meant any more. The transfer fails."""
+        """Answer to PostChunk: the pages are no longer those that were meant. The transfer fails."""
         self._counters.count(Reason.STALE_GENERATION)
         transfer = self._transfers[transfer_id]
         return self._settle(transfer, transfer.on_chunk_stale(now))
@@ -375,7 +375,7 @@ class SenderLink:
         return actions
 
     def channel_ended(self) -> list[Action]:
-        """After `link_lost`: whoever posted frames has ended, and no page is read any more."""
+        """After `link_lost`: the thread that posted frames has ended, and no page is read."""
         actions: list[Action] = []
         for transfer in list(self._transfers.values()):
             actions += self._settle(transfer, transfer.on_channel_ended())

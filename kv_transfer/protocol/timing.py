@@ -1,4 +1,4 @@
-"""When silence, slowness and age become failures: the time limits, and who is still alive."""
+"""When silence, slowness and age become failures: the time limits, and whether a peer is still alive."""
 
 from __future__ import annotations
 

@@ -103,11 +103,11 @@ class SendEnd(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End it for both sides and wake whoever waits in it. Idempotent, does not block."""
+        """End it for both sides and wake all that wait in it. Idempotent, does not block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds. Only after `shutdown`, when no thread uses it any more. Idempotent."""
+        """Give back what it holds. Only after `shutdown`, when no thread uses it. Idempotent."""
 
 
 class ReceiveEnd(ABC):
@@ -115,15 +115,15 @@ class ReceiveEnd(ABC):
 
     @abstractmethod
     def release(self, slot: int) -> None:
-        """Let the slot be filled again. Its memory must not be read any more. Never raises on a broken channel."""
+        """Let the slot be filled again. Its memory must not be read from now on. Never raises on a broken channel."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End it for both sides and wake whoever waits in it. Idempotent, does not block."""
+        """End it for both sides and wake all that wait in it. Idempotent, does not block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds. Only after `shutdown`, when no thread uses it any more. Idempotent."""
+        """Give back what it holds. Only after `shutdown`, when no thread uses it. Idempotent."""
 
 
 class SendChannel(SendEnd):
@@ -131,7 +131,7 @@ class SendChannel(SendEnd):
 
     @abstractmethod
     def post(self, seq: int, digest: bytes, buffers: Sequence[Bytes], *, timeout_s: float) -> None:
-        """Send the buffers as one frame; when it returns, they are not read any more.
+        """Send the buffers as one frame; when it returns, they are no longer read.
 
         Together they must fit into one slot. Raises ChannelTimeout if nothing moved for `timeout_s`, ChannelBroken
         if the peer is gone; after either the channel is of no more use.
@@ -157,8 +157,8 @@ class DeviceSendChannel(SendEnd):
         """Send `num_bytes`, at most a slot, as one frame.
 
         `fill(target)` writes them into uint8 [num_bytes] on the GPU and returns their digest; when it returns, they
-        are there. Raises ChannelTimeout if nothing moved for `timeout_s`, ChannelBroken if the peer is gone, and what
-        `fill` raises; after any of them the channel is of no more use.
+        have been written. Raises ChannelTimeout if nothing moved for `timeout_s`, ChannelBroken if the peer is gone,
+        and what `fill` raises; after any of them the channel is of no more use.
         """
 
 

@@ -39,9 +39,9 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 HANDSHAKE_TIMEOUT_S = 2.0
 IDLE_S = 1
-"""A connection that was silent for so long is asked by the kernel whether it still stands, and again as often."""
+"""A connection that was silent for this long is asked by the kernel whether it still stands, and again as often."""
 MAX_UNANSWERED = 5
-"""So many questions without an answer, and it is given up: while it is idle, and not under the next request."""
+"""Questions without an answer after which it is given up: while it is idle, and not under the next request."""
 MAX_STRANGERS = 128
 
 _HELLO_BYTES = len(MAGIC) + CHANNEL_ID_BYTES + NONCE_BYTES

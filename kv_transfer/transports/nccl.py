@@ -2,7 +2,7 @@
 
 The socket that proved both sides stays: it tells which slot holds what, and whether the other side is alive, which NCCL
 does not. A frame is written into a staging slot at the sender, announced, and sent from there; the receive is launched
-when the announcement is there, so that no kernel spins for what may never come. Slot i of the staging is free when slot
+when the announcement has come, so that no kernel spins for what may never come. Slot i of the staging is free when slot
 i of the receiver's ring is. Everything else about a communicator is `nccl_pair`.
 
 On its way NCCL neither authenticates nor encrypts, and the name of a communicator crosses the socket as it is: like
@@ -211,7 +211,7 @@ class NcclReceiveChannel(DeviceReceiveChannel):
 
     def shutdown(self) -> None:
         """See ReceiveEnd."""
-        with contextlib.suppress(OSError):  # not connected any more, or closed: that is what was wanted
+        with contextlib.suppress(OSError):  # no longer connected, or closed: that is what was wanted
             self._socket.shutdown(socket.SHUT_RDWR)
         self._pair.break_off(ChannelBroken("the channel was shut down"))
 

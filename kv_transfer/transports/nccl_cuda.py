@@ -12,7 +12,7 @@ import torch
 
 from kv_transfer.transports.base import ChannelBroken
 
-# torch deals out so many streams of a GPU and a priority again and again.
+# torch deals out this number of streams of a GPU and a priority again and again.
 _NUM_POOLED = 32
 _HIGH_PRIORITY = -1
 

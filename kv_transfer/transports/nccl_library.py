@@ -169,7 +169,7 @@ def load_library() -> NcclLibrary:
 
 @functools.cache
 def library_version() -> int:
-    """Return the version of NCCL here, 0 where there is none."""
+    """Return the version of NCCL here, 0 where it is not installed."""
     try:
         return load_library().version
     except NcclFailed:

@@ -3,11 +3,11 @@
 What NCCL does when something is wrong, and what is done about it here:
 
 - A peer that dies is no error: its kernels' counterparts spin for ever, or an error comes late. So every operation has
-  a deadline, which a watchdog keeps, and whoever learns of the death otherwise calls `break_off`.
+  a deadline, which a watchdog keeps, and code that learns of the death otherwise calls `break_off`.
 - Opening waits for the other rank without end. So it has a deadline, too, and can be broken off.
 - Only an abort ends what spins. It is safe while no other thread is in a call on the communicator: all calls take one
-  lock. It is done by the watchdog's own thread, as it may take long or for ever. Whoever is stuck in a call is given a
-  moment to leave; then it is aborted all the same, as nothing else would free that thread.
+  lock. It is done by the watchdog's own thread, as it may take long or for ever. A thread that is stuck in a call is
+  given a moment to leave; then it is aborted all the same, as nothing else would free that thread.
 - What a kernel may still touch must not be given to another use. Memory that was handed to `keep` is let go only when
   the abort has returned and the stream has ended; otherwise never, and that is logged.
 - Calls on several communicators of a GPU must not be made at the same time: `LAUNCH_LOCK` is for the whole process.
@@ -106,7 +106,7 @@ class Limits:
     watch_s: float = 0.02
     """Between two looks of the watchdog."""
     poll_s: float = 0.0002
-    """Between two looks of whoever waits."""
+    """Between two looks of a thread that waits."""
 
 
 class State(Enum):
@@ -134,7 +134,7 @@ class NcclPair:
         self._stream = stream
         self._limits = limits or Limits()
         self._changed = threading.Condition()
-        # Held by whoever is in a call on this communicator.
+        # Held by the thread that is in a call on this communicator.
         self._calling = threading.Lock()
         self._comm: int | None = None
         self._state = State.OPENING
@@ -150,7 +150,7 @@ class NcclPair:
         return self._state
 
     def keep(self, *memory: torch.Tensor) -> None:
-        """Hold memory that kernels of this pair touch until none can any more."""
+        """Hold memory that kernels of this pair touch until none can."""
         with self._changed:
             self._kept += memory
 
@@ -248,7 +248,7 @@ class NcclPair:
             if code != IN_PROGRESS:
                 self._raise_for(code)
                 return
-            time.sleep(min(self._limits.poll_s, countdown.remaining_s()))  # NCCL tells its state to who asks only
+            time.sleep(min(self._limits.poll_s, countdown.remaining_s()))  # NCCL tells its state only when asked
 
     def _own_comm(self) -> int:
         """The communicator. To be asked for in a call, as it may be aborted while its locks are waited for."""
@@ -282,7 +282,7 @@ class NcclPair:
                 is_late = bool(self._operations) and time.monotonic() > self._operations[0].deadline
             if is_late:
                 raise ChannelTimeout("the peer did not take part in a transfer in time")
-            # Whoever is in a call finds its errors itself.
+            # A thread in a call finds its errors itself.
             comm = self._comm
             if self._state is State.OPEN and comm is not None and self._calling.acquire(blocking=False):
                 try:
@@ -323,7 +323,7 @@ class NcclPair:
         with self._changed:
             if not is_settled:
                 logger.error("kernels of an aborted communicator still run: their memory is left to them for good")
-                # The stream too: who was given it next would wait behind them.
+                # The stream too: its next user would wait behind them.
                 _left_behind.extend((*self._kept, self._stream))
             self._kept.clear()
             self._operations.clear()

@@ -44,7 +44,7 @@ class Reach:
     """Where one side's pages are, as far as it decides what can reach them.
 
     `host_id` names the reach of shared memory; `gpu_id` the GPU, empty for memory of the host; `nccl` the version of
-    NCCL and the host as NCCL sees it, `version@name`, empty where there is none.
+    NCCL and the host as NCCL sees it, `version@name`, empty without NCCL.
     """
 
     host_id: str
@@ -52,7 +52,7 @@ class Reach:
     nccl: str = ""
 
     def at(self, device: torch.device) -> Reach:
-        """The same place with pages on a device."""
+        """Returns this place with pages on a device."""
         if device.type != "cuda":
             return self
         properties = torch.cuda.get_device_properties(device)

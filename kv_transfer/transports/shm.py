@@ -279,4 +279,4 @@ def _shutdown(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # not connected any more, or closed: that is what was wanted
+        return  # no longer connected, or closed: that is what was wanted

@@ -62,7 +62,7 @@ class SenderSlots:
             self._take_back(message)
 
     def shutdown(self) -> None:
-        """End it for both sides and wake whoever waits. Idempotent, does not block."""
+        """End it for both sides and wake all that wait. Idempotent, does not block."""
         self._messages.shutdown()
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class ReceiverSlots:
         self._held: set[int] = set()
 
     def next(self, timeout_s: float) -> Posted | None:
-        """Return the next filled slot, None if there is none in time. Raises ChannelBroken."""
+        """Return the next filled slot, None if none comes in time. Raises ChannelBroken."""
         message = self._messages.receive(timeout_s)
         if message is None:
             return None
@@ -113,7 +113,7 @@ class ReceiverSlots:
             return
 
     def shutdown(self) -> None:
-        """End it for both sides and wake whoever waits. Idempotent, does not block."""
+        """End it for both sides and wake all that wait. Idempotent, does not block."""
         self._messages.shutdown()
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class _Messages:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # not connected any more, or closed: that is what was wanted
+            return  # no longer connected, or closed: that is what was wanted
 
     def close(self) -> None:
         self._socket.close()

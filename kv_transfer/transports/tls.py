@@ -1,7 +1,7 @@
 """The channel `tcp` with everything after the handshake encrypted: TLS 1.3 over the connection that has been proven.
 
 Both ends show certificates of the cluster's CA, and prove the channel's token once more over what this very TLS
-handshake has computed. Somebody in between who has a certificate too has two handshakes, and so no such proof.
+handshake has computed. Somebody in between with a certificate too has two handshakes, and so no such proof.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kv_transfer.transports.tcp import POLL_S, TcpListener, TcpReceiveChannel, T
 from services.runtime.errors import ConfigError
 
 JOINED_BYTES = 1 << 14
-"""Of a TLS record at most, and each call makes one: smaller pieces are sent together."""
+"""Most bytes of a TLS record. Each call makes one, so smaller pieces are sent together."""
 
 
 class ChannelTls(Protocol):
@@ -117,7 +117,7 @@ class TlsSendChannel(TcpSendChannel):
 
     def _send(self, pieces: list[memoryview]) -> int:
         try:
-            # The same bytes again where nothing was taken, as TLS asks for it.
+            # Where nothing was taken the same bytes come again, as TLS asks for it.
             return self._socket.send(_joined(pieces))
         except (TimeoutError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             return 0
@@ -163,11 +163,11 @@ def _joined(pieces: Sequence[memoryview]) -> memoryview | bytes:
 
 
 def _shutdown(sock: ssl.SSLSocket) -> None:
-    """Ends the connection below TLS: SSLSocket's own would have a reader in another thread go on without decrypting."""
+    """Ends the connection below TLS: SSLSocket's own would let a reader in another thread skip decrypting."""
     try:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
-        return  # not connected any more, or closed: that is what was wanted
+        return  # no longer connected, or closed: that is what was wanted
 
 
 def _proof(key: ChannelKey, role: bytes, sock: ssl.SSLSocket) -> bytes:

@@ -177,7 +177,7 @@ async def test_a_reservation_waits_for_pages_or_the_end_of_its_attempt(make_benc
         await bench.worker.arrivals.commit(TransferId("b", 1), first_token_id=78, sampling_position=27)
         await gateway.event("b", "finished")
     else:
-        with pytest.raises(Exception, match="not needed any more" if how == "cancel" else "worker failed") as caught:
+        with pytest.raises(Exception, match="no longer needed" if how == "cancel" else "worker failed") as caught:
             await reserving
         assert isinstance(caught.value, RequestCancelled) == (how == "cancel")
     if how == "engine":

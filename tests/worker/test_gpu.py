@@ -148,7 +148,7 @@ def test_a_fault_of_the_reader_ends_the_watch_and_not_the_worker(readings, monke
     clock.advance(60)
     assert watch.message() is None
     assert readings.nvml.num_open == 0
-    assert "the GPU is not watched any more" in caplog.text
+    assert "the GPU is no longer watched" in caplog.text
 
 
 def test_a_fault_of_the_figures_that_nothing_depends_on_ends_them_and_not_the_watch(
@@ -161,7 +161,7 @@ def test_a_fault_of_the_figures_that_nothing_depends_on_ends_them_and_not_the_wa
     assert (watch.message().is_lost, watch.use()) == (True, None)
     readings.one()
     assert watch._thread.is_alive()
-    assert [record.message for record in caplog.records] == ["how much the GPU does is not read any more"]
+    assert [record.message for record in caplog.records] == ["how much the GPU does is no longer read"]
 
 
 def test_the_gpu_of_a_uuid_is_watched_and_without_one_there_is_no_thread(monkeypatch):
